@@ -55,17 +55,17 @@ class ExpertLayer:
         """Return the number of weights that a pass of one token reads."""
         return self.size * self.chosen // self.number if ops in self.fused else self.size
 
-    def multiplied(self, ops: str) -> int:
+    def num_multiplied(self, ops: str) -> int:
         """Return the weights that a token is multiplied with; the MoE node gets rows twice."""
         return 2 * self.read(ops) if ops in self.fused else self.size
 
-    def between(self, length: int, ops: str) -> int:
+    def num_activations(self, length: int, ops: str) -> int:
         """Return the number of activations between its matrices at the peak of a pass."""
         if ops in self.fused:  # all rows with one expert
             return 2 * length * (4 * self.row_size + (self.num_matrices + 1) * self.inner_size)
         return 2 * length * self.number * self.num_matrices * self.inner_size
 
-    def reordered(self, ops: str) -> int:
+    def num_copied(self, ops: str) -> int:
         """Return the number of weights that are copied while a graph is loaded."""
         if ops in self.fused or self.as_stored:
             return 0
@@ -77,7 +77,7 @@ class CostEstimate:
     """Cost of a model, in bytes and in floating-point operations."""
 
     shape: Geometry
-    mixtures: list[ExpertLayer]
+    expert_layers: list[ExpertLayer]
     num_parameters: int
     num_looked_up: int  # of the embedding, where it is not the output matrix too
     num_heads: int
@@ -88,42 +88,44 @@ class CostEstimate:
         return _FLOAT * self.num_parameters
 
     @property
-    def exporting(self) -> int:
+    def export_memory(self) -> int:
         """Peak memory of an export in bytes: one layer's experts in float64, and as joined."""
-        return (_DOUBLE + _FLOAT) * max(m.size for m in self.mixtures) + _PROCESS
+        return (_DOUBLE + _FLOAT) * max(m.size for m in self.expert_layers) + _PROCESS
 
     def read(self, ops: str) -> int:
         """Return the bytes of weights that a pass of one token reads."""
-        return _FLOAT * (self._shared + sum(m.read(ops) for m in self.mixtures))
+        return _FLOAT * (self._shared + sum(m.read(ops) for m in self.expert_layers))
 
     def operations(self, ops: str) -> int:
         """Return the multiplications and additions with weights for one token."""
-        return 2 * (self._shared + sum(m.multiplied(ops) for m in self.mixtures))
+        return 2 * (self._shared + sum(m.num_multiplied(ops) for m in self.expert_layers))
 
     def peak(self, length: GraphFile, ops: str) -> int:
         """Return a graph's peak memory in bytes, when it is loaded or in a pass."""
-        copies = sum(m.reordered(ops) for m in self.mixtures)
-        return self.weights + _FLOAT * max(copies, self._caches + self._between(length, ops))
+        copies = sum(m.num_copied(ops) for m in self.expert_layers)
+        return self.weights + _FLOAT * max(
+            copies, self._caches + self._num_activations(length, ops)
+        )
 
-    def may_be(self, ops: str) -> bool:
+    def supports(self, ops: str) -> bool:
         """Return True if the caches allow an op set; the layers decide, once observed."""
         return ops == "onnx" or all(x.key_size == x.value_size for x in self.shape.layers)
 
     @property
     def _shared(self) -> int:
         """Number of weights outside the experts that each token is multiplied with."""
-        return self.num_parameters - self.num_looked_up - sum(m.size for m in self.mixtures)
+        return self.num_parameters - self.num_looked_up - sum(m.size for m in self.expert_layers)
 
     @property
     def _caches(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shape.cache_shapes())
 
-    def _between(self, length: GraphFile, ops: str) -> int:
+    def _num_activations(self, length: GraphFile, ops: str) -> int:
         """Return the number of activations between weights at the peak of a pass."""
         rows = length.length or chunk_length(self.shape.capacity)  # the runtime reads texts so
         logits = rows * self.shape.padded_vocab_size if length.logits and length.length else 0
         scores = (rows + 1) * self.num_heads * self.shape.capacity
-        return max(logits, scores, *(m.between(rows, ops) for m in self.mixtures))
+        return max(logits, scores, *(m.num_activations(rows, ops) for m in self.expert_layers))
 
 
 def check_costs(
@@ -142,21 +144,21 @@ def check_costs(
         return
     graphs = graph_files(num_draft_tokens, context_length)
     op_sets = [
-        op_set for op_set in OPS if ops == op_set or (ops == "auto" and estimate.may_be(op_set))
+        op_set for op_set in OPS if ops == op_set or (ops == "auto" and estimate.supports(op_set))
     ]
-    if estimate.exporting > (held := system_memory().total):
+    if estimate.export_memory > (available := system_memory().total):
         raise ExportError(
             f"{checkpoint.role} {checkpoint.name} has {estimate.num_parameters / 1e9:.1f} billion "
-            f"parameters; verifying one layer's experts takes {_gigabytes(estimate.exporting)} of "
-            f"memory, and this machine has {_gigabytes(held)}; give a smaller model, or export "
-            "on a larger machine"
+            f"parameters; verifying one layer's experts takes "
+            f"{_format_gigabytes(estimate.export_memory)} of memory, and this machine has "
+            f"{_format_gigabytes(available)}; give a smaller model, or export on a larger machine"
         )
     costs = (describe_costs(estimate, op_set, graphs) for op_set in op_sets)
-    layer = estimate.mixtures[0]
+    layer = estimate.expert_layers[0]
     progress.note(
         f"{checkpoint.role}: {layer.chosen} of {layer.number} experts per token, "
-        f"{_gigabytes(estimate.weights)} of weights in float32, exported in "
-        f"{_gigabytes(estimate.exporting)} of memory; {'; '.join(costs)}"
+        f"{_format_gigabytes(estimate.weights)} of weights in float32, exported in "
+        f"{_format_gigabytes(estimate.export_memory)} of memory; {'; '.join(costs)}"
     )
 
 
@@ -164,10 +166,10 @@ def describe_costs(estimate: CostEstimate, ops: str, graphs: list[GraphFile]) ->
     """Describe the costs of an op set: per token, and each graph's memory."""
     peaks: dict[str, list[str]] = defaultdict(list)
     for graph in graphs:
-        peaks[_gigabytes(estimate.peak(graph, ops))].append(graph.name)
+        peaks[_format_gigabytes(estimate.peak(graph, ops))].append(graph.name)
     held = " and ".join(f"{size} for {', '.join(names)}" for size, names in peaks.items())
     return (
-        f"{ops} reads {_gigabytes(estimate.read(ops))} and computes "
+        f"{ops} reads {_format_gigabytes(estimate.read(ops))} and computes "
         f"{estimate.operations(ops) / 1e9:.3g} GFLOP per token, in memory of {held}"
     )
 
@@ -189,9 +191,9 @@ def estimate_costs(config: Any, context_length: int, num_draft_tokens: int) -> C
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     return CostEstimate(
         shape=shape,
-        mixtures=[
-            *map(_llama4, llama4_modules),
-            *(_mixture(module, k) for module, k in chosen.items()),
+        expert_layers=[
+            *map(_llama4_experts, llama4_modules),
+            *(_expert_layer(module, k) for module, k in chosen.items()),
         ],
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_looked_up=0 if table.weight is head.weight else table.weight.numel(),
@@ -199,18 +201,18 @@ def estimate_costs(config: Any, context_length: int, num_draft_tokens: int) -> C
     )
 
 
-def _llama4(module: Any) -> ExpertLayer:
+def _llama4_experts(module: Any) -> ExpertLayer:
     """Return Llama 4's experts, which bypass transformers' interface (5.17 to 5.23)."""
     number, row_size, width = module.experts.gate_up_proj.shape
     return ExpertLayer(number, module.top_k, width // 2, 2, row_size, (), as_stored=True)
 
 
-def _mixture(module: torch.nn.Module, chosen: int) -> ExpertLayer:
+def _expert_layer(module: torch.nn.Module, chosen: int) -> ExpertLayer:
     experts = ExpertsModule(module)
     number, inner_size, num_matrices, row_size = experts.matrices()[0].shape
     fused = () if experts.swiglu() is None else ("gqa",)
     return ExpertLayer(number, chosen, inner_size, num_matrices, row_size, fused)
 
 
-def _gigabytes(size: int) -> str:
+def _format_gigabytes(size: int) -> str:
     return f"{size / 1e9:.4g} GB"

@@ -24,13 +24,13 @@ def destination(output: Path) -> Iterator[Path]:
     staging.remove_stale_folders(output.parent)
     work = staging.staging_folder(output)
     with _interruptible():
-        created = _make_parents(output.parent)
+        created = _create_parents(output.parent)
         try:
             with _locked(work, output):
                 bundle = work / "new"
                 bundle.mkdir()
                 yield bundle
-                _put(bundle, output, work / staging.REPLACED)
+                _replace(bundle, output, work / staging.REPLACED)
         except BaseException:
             for path in created:
                 with contextlib.suppress(OSError):
@@ -42,11 +42,11 @@ def _check(output: Path) -> None:
     """Refuse a destination that cannot hold a bundle, before any work."""
     if output == Path.cwd():
         raise ExportError("--output is the folder you are in; name another one")
-    if _holds_something_else(output):
+    if _has_other_files(output):
         raise ExportError(
             f"{output} is not empty and not a bundle; name another folder with --output"
         )
-    if _is_no_folder(output):
+    if _is_file(output):
         raise ExportError(f"{output} is a file; name a folder with --output")
     if around := next((p for p in output.parents if (p / MANIFEST).is_file()), None):
         raise ExportError(f"{output} is inside the bundle {around}; name another with --output")
@@ -55,7 +55,7 @@ def _check(output: Path) -> None:
         raise ExportError(f"{existing} cannot be written to; name another place with --output")
 
 
-def _holds_something_else(output: Path) -> bool:
+def _has_other_files(output: Path) -> bool:
     """Return True if a folder has files and is no bundle; it may be renamed meanwhile."""
     try:
         return any(output.iterdir()) and not (output / MANIFEST).is_file() and output.is_dir()
@@ -63,7 +63,7 @@ def _holds_something_else(output: Path) -> bool:
         return False
 
 
-def _is_no_folder(output: Path) -> bool:
+def _is_file(output: Path) -> bool:
     """Return True for a file; one call, as another export may rename the bundle meanwhile."""
     try:
         return not stat.S_ISDIR(output.stat().st_mode)
@@ -86,7 +86,7 @@ def _locked(work: Path, output: Path) -> Iterator[None]:
         yield
 
 
-def _put(bundle: Path, output: Path, aside: Path) -> None:
+def _replace(bundle: Path, output: Path, aside: Path) -> None:
     """Rename the bundle to its destination; no system renames onto a folder that has files."""
     replaced = output.exists()
     if replaced:
@@ -99,7 +99,7 @@ def _put(bundle: Path, output: Path, aside: Path) -> None:
         raise
 
 
-def _make_parents(parent: Path) -> list[Path]:
+def _create_parents(parent: Path) -> list[Path]:
     missing = [p for p in (parent, *parent.parents) if not p.exists()]
     try:
         parent.mkdir(parents=True, exist_ok=True)

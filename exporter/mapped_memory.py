@@ -28,25 +28,25 @@ _DONTNEED = 4
 _STATUS, _MAPPINGS = Path("/proc/self/status"), Path("/proc/self/smaps")
 
 
-_owned: dict[int, tuple[weakref.ref[Any], int]] = {}  # what maps files, and an address therein
+_registered: dict[int, tuple[weakref.ref[Any], int]] = {}  # what maps files, and an address therein
 
 
 def map_file(path: Path, offset: int, size: int) -> np.memmap[Any, Any]:
     """Map bytes of a file copy-on-write, as memory whose pages may be dropped."""
     array = np.memmap(path, np.uint8, "c", offset, (size,))
-    _own(array, array.ctypes.data)
+    _register(array, array.ctypes.data)
     return array
 
 
 def register(tensor: torch.Tensor) -> torch.Tensor:
     """Register a tensor over a mapped file, whose pages may be dropped while it has views."""
-    _own(tensor.untyped_storage(), tensor.data_ptr())
+    _register(tensor.untyped_storage(), tensor.data_ptr())
     return tensor
 
 
-def _own(owner: Any, address: int) -> None:
+def _register(owner: Any, address: int) -> None:
     key = id(owner)
-    _owned[key] = weakref.ref(owner, lambda _: _owned.pop(key, None)), address
+    _registered[key] = weakref.ref(owner, lambda _: _registered.pop(key, None)), address
 
 
 def system_memory() -> Any:
@@ -64,7 +64,7 @@ def limit_mapped_memory(limit: int = LIMIT, pause: float = PAUSE) -> Iterator[No
         yield
         return
     done = threading.Event()
-    thread = threading.Thread(target=_watch, args=(limit, pause, done), daemon=True)
+    thread = threading.Thread(target=_drop_pages, args=(limit, pause, done), daemon=True)
     thread.start()
     try:
         yield
@@ -73,25 +73,25 @@ def limit_mapped_memory(limit: int = LIMIT, pause: float = PAUSE) -> Iterator[No
         thread.join()
 
 
-def _watch(limit: int, pause: float, done: threading.Event) -> None:
+def _drop_pages(limit: int, pause: float, done: threading.Event) -> None:
     """Drop unmodified pages of registered large mappings while the limit is exceeded."""
     libc = ctypes.CDLL(None)
     while not done.wait(pause):
-        if _mapped() > limit:
+        if _mapped_bytes() > limit:
             # The owners are held meanwhile, so that no mapping of theirs can end and its addresses
             # become somebody else's memory.
-            owned = [(ref(), address) for ref, address in [*_owned.values()]]
+            owned = [(ref(), address) for ref, address in [*_registered.values()]]
             addresses = [address for owner, address in owned if owner is not None]
-            for start, end in _untouched(addresses):
+            for start, end in _unmodified_mappings(addresses):
                 libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
 
 
-def _mapped() -> int:
+def _mapped_bytes() -> int:
     """Return the bytes of this process's resident memory that are pages of files."""
     return 1024 * int(re.findall(r"RssFile:\s+(\d+)", _STATUS.read_text())[0])
 
 
-def _untouched(addresses: list[int]) -> Iterator[tuple[int, int]]:
+def _unmodified_mappings(addresses: list[int]) -> Iterator[tuple[int, int]]:
     """Yield bounds of large file mappings at these addresses that have no modified page."""
     for mapping in psutil.Process().memory_maps(grouped=False):
         start, end = (int(address, 16) for address in mapping.addr.split("-"))

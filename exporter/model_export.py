@@ -140,7 +140,7 @@ def measure_model(
 
     `prefix` begins its files' names if another model has the same folder.
     """
-    unread = loaded.sources.reading(loaded.model, only_shapes=True)
+    unread = loaded.sources.materialized(loaded.model, only_shapes=True)
     with progress.step(f"Loading the {role}"), unread:
         shape = geometry.measure_geometry(loaded.model, context_length, num_draft_tokens)
         layers = tracer.observe(loaded.model, shape)
@@ -177,13 +177,17 @@ def write_models(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], F
     """Trace and write models that share one folder; return their op sets, and the weights' hash."""
     op_sets, first = OPS if ops == "auto" else (ops,), parts[0]
     with WeightsFile(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
-        written = [list(_each(p, op_sets, partial(_write_graphs, p, stored))) for p in parts]
+        written = [
+            list(_for_each_op_set(p, op_sets, partial(_write_graphs, p, stored))) for p in parts
+        ]
         with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
             stored.finish(advance)
     return written, stored.file
 
 
-def _each(part: ModelExport, op_sets: Sequence[str], do: Callable[[str], T]) -> dict[str, T]:
+def _for_each_op_set(
+    part: ModelExport, op_sets: Sequence[str], do: Callable[[str], T]
+) -> dict[str, T]:
     """Call `do` for each op set; note the op sets that fail, and raise if all do."""
     done: dict[str, T] = {}
     refused: dict[str, ExportError] = {}
@@ -205,7 +209,7 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> None:
     """Trace a model in an op set and write its files. Raises ExportError."""
     if ops == "gqa":
         for layer in part.layers:
-            if reason := layer.obstacle():
+            if reason := layer.gqa_obstacle():
                 raise ExportError(reason)
     with part.progress.step(f"Tracing the {part.role}"):
         with patched_modules(part.model, part.shape.context_length, part.shape.capacity):
@@ -272,7 +276,7 @@ def _verify_all(
     part: ModelExport, written: list[str], references: list[Reference], tolerance: float | None
 ) -> dict[str, ParityReport]:
     """Verify each op set that was written, and remove the files of those that fail."""
-    reports = _each(part, written, partial(_verify, part, references, tolerance))
+    reports = _for_each_op_set(part, written, partial(_verify, part, references, tolerance))
     for ops in {*OPS} - reports.keys():
         for length in part.lengths:
             for file in (length.file(ops), length.source.file(ops)):

@@ -23,7 +23,7 @@ def graphs_of(model):
     """What a model's layers do, and its graph in each op set that it can have."""
     shape = geometry.measure_geometry(model, CONTEXT, 4)
     layers = tracer.observe(model, shape)
-    fused = not any(layer.obstacle() for layer in layers)
+    fused = not any(layer.gqa_obstacle() for layer in layers)
     with patched_modules(model, CONTEXT, shape.capacity):
         op_sets = ("onnx", "gqa") if fused else ("onnx",)
         return layers, {ops: tracer.trace(model, shape, ops, layers) for ops in op_sets}

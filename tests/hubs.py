@@ -55,5 +55,5 @@ def same(found, folder):
     loaded = loader.load(found, Progress())
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = torch.arange(8)[None]
-    with torch.no_grad(), loaded.sources.reading(loaded.model):
+    with torch.no_grad(), loaded.sources.materialized(loaded.model):
         return torch.equal(loaded.model(tokens).logits, whole(tokens).logits)

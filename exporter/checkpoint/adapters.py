@@ -22,7 +22,7 @@ from .lazy_tensors import LazyTensor, materialize
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # What cannot be merged into a model's own matrices, or would change more of it than those.
-_BEYOND = (
+_UNSUPPORTED = (
     "alora_invocation_tokens",
     "arrow_config",
     "layer_replication",
@@ -33,7 +33,7 @@ _BEYOND = (
     "use_qalora",
     "velora_config",
 )
-_ALTERING = ("corda", "loftq", "lora_ga", "olora", "pissa")
+_BASE_CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Adapter:
 def find(role: str, name: str, model: str) -> Adapter:
     """Find an adapter's config and check that it fits the model. Raises CheckpointError."""
     where = f"{role} {name}"
-    _installed(where)
+    _check_peft(where)
     path = Path(name).expanduser()
     remote = (
         None
@@ -86,7 +86,7 @@ def merge(adapter: Adapter, model: Any, progress: Progress) -> Any:
             weights = peft.load_peft_weights(str(adapter.folder), device="cpu")
         cure = "; give the model it was trained on"
         with translate_errors(CheckpointError, f"{where} does not fit the model: ", cure):
-            _read_saved(model, weights)
+            _load_replaced_modules(model, weights)
             wrapped = peft.get_peft_model(model, config)  # type: ignore[arg-type]
             result: Any = peft.set_peft_model_state_dict(wrapped, weights)
     lacking = [key for key in result.missing_keys if "lora_" in key or "modules_to_save" in key]
@@ -97,16 +97,16 @@ def merge(adapter: Adapter, model: Any, progress: Progress) -> Any:
     lock = threading.Lock()
     for layer in [m for m in wrapped.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]:
         base = layer.get_base_layer()
-        base.weight = nn.Parameter(_merged(layer, base.weight, lock), requires_grad=False)
+        base.weight = nn.Parameter(_merge_layer(layer, base.weight, lock), requires_grad=False)
     license = folders.printable_line(licenses.stated_license(adapter.folder)) or "none stated"
     base = folders.printable_line(str(config.base_model_name_or_path or "a model it does not name"))
     progress.note(
         f"{where}, trained on {base}, is merged into its model, in float32; its license: {license}"
     )
-    return _untied(wrapped.unload())
+    return _mark_untied(wrapped.unload())
 
 
-def _merged(layer: Any, weight: torch.Tensor, lock: threading.Lock) -> LazyTensor:
+def _merge_layer(layer: Any, weight: torch.Tensor, lock: threading.Lock) -> LazyTensor:
     """Return a layer's lazy matrix with its adapter; the layer never holds weights. [R, C]"""
     weight = weight.detach()
 
@@ -128,7 +128,7 @@ def _merged(layer: Any, weight: torch.Tensor, lock: threading.Lock) -> LazyTenso
     return LazyTensor(torch.empty(weight.shape, dtype=torch.float32, device="meta"), read)
 
 
-def _read_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def _load_replaced_modules(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Load modules that the adapter replaces whole, so that peft can copy into them."""
     whole = {key.replace(".base_layer", "").rpartition(".")[0] for key in weights}
     for name, module in model.named_modules():
@@ -138,7 +138,7 @@ def _read_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
                 setattr(module, key, nn.Parameter(full, requires_grad=False))
 
 
-def _untied(model: Any) -> Any:
+def _mark_untied(model: Any) -> Any:
     """Mark the model as untied if the adapter separated its LM head from its embedding."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and head.weight is not table.weight:
@@ -154,28 +154,28 @@ def _check(where: str, folder: Path, model: str) -> None:
         kind, base = str(config["peft_type"]), config.get("base_model_name_or_path")
     if kind != "LORA":
         raise CheckpointError(f"{where} is a {kind} adapter; only LoRA adapters can be merged")
-    if unsupported := [name for name in _BEYOND if config.get(name)]:
+    if unsupported := [name for name in _UNSUPPORTED if config.get(name)]:
         raise CheckpointError(
             f"{where} has {unsupported[0]}, which cannot be merged matrix by matrix; merge it "
             "with peft, merge_and_unload(), and export that checkpoint"
         )
-    if str(config.get("init_lora_weights")).lower().startswith(_ALTERING):
+    if str(config.get("init_lora_weights")).lower().startswith(_BASE_CHANGING_INITS):
         raise CheckpointError(
             f"{where} started from {config['init_lora_weights']}, which changed the model itself; "
             "save it with peft's path_initial_model_for_weight_conversion, which makes it plain"
         )
-    if _differ(base, model):
+    if _are_different_repositories(base, model):
         raise CheckpointError(f"{where} was trained on {base}, not on {model}; give {base}")
 
 
-def _differ(base: object, model: str) -> bool:
+def _are_different_repositories(base: object, model: str) -> bool:
     """Return True if both names are hub repositories and differ; a folder could hold any model."""
     if not isinstance(base, str) or Path(model).expanduser().exists() or Path(base).exists():
         return False
     return base.count("/") == model.count("/") == 1 and base.lower() != model.lower()
 
 
-def _installed(where: str) -> None:
+def _check_peft(where: str) -> None:
     try:
         import peft  # noqa: F401
     except ImportError as error:

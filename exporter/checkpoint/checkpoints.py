@@ -147,7 +147,7 @@ def _read(
         if remote is not None:
             remote.growth = gguf_files.expansion(where, path)
         whole, description = str(path.absolute()), f"{where}: {path.name}"
-        config = _pretrained(AutoConfig.from_pretrained, description, alone, gguf_file=whole)
+        config = _load_pretrained(AutoConfig.from_pretrained, description, alone, gguf_file=whole)
         gguf_files.apply_rope_scaling(where, path, config)
         text = text_decoder.decoder_config(where, config)
         return config, text, _load_tokenizer(where, alone, None, gguf_file=whole), {}
@@ -169,7 +169,7 @@ def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files:
             f"{role} {name}: its config.json has the model type '{shown}', which transformers "
             f"does not know ({internals.describe_versions()}); give another model"
         )
-    config = _pretrained(AutoConfig.from_pretrained, f"{role} {name}: config.json", folder)
+    config = _load_pretrained(AutoConfig.from_pretrained, f"{role} {name}: config.json", folder)
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     for part in (config, *parts):
         vars(part).pop("quantization_config", None)  # what is built of it is widened
@@ -183,13 +183,15 @@ def _load_tokenizer(where: str, folder: Path, files: set[str] | None, **options:
             f"{where} has no tokenizer; put its tokenizer.json beside config.json"
         )
     description = f"{where}: its tokenizer"
-    tokenizer = _pretrained(AutoTokenizer.from_pretrained, description, folder, **options)
+    tokenizer = _load_pretrained(AutoTokenizer.from_pretrained, description, folder, **options)
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"{where} has no tokenizer that the tokenizers library can run")
     return tokenizer
 
 
-def _pretrained(load: Callable[..., Any], description: str, folder: Path, **options: str) -> Any:
+def _load_pretrained(
+    load: Callable[..., Any], description: str, folder: Path, **options: str
+) -> Any:
     with quiet():
         try:
             return load(folder, local_files_only=True, trust_remote_code=False, **options)

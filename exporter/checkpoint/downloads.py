@@ -34,7 +34,7 @@ def fetch(
     metadata = huggingface_hub.get_hf_file_metadata(url)
     by_xet = metadata.xet_file_data is not None and importlib.util.find_spec("hf_xet") is not None
     if (not by_xet or constants.HF_HUB_DISABLE_XET) and metadata.etag and metadata.size:
-        _fetch_rest(url, folder.parents[1] / "blobs" / metadata.etag, metadata.size, advance)
+        _resume(url, folder.parents[1] / "blobs" / metadata.etag, metadata.size, advance)
     huggingface_hub.hf_hub_download(name, file, revision=revision, tqdm_class=progress_bar(advance))
 
 
@@ -43,7 +43,7 @@ def fetch_header(name: str, revision: str, file: str, path: Path, size: int) -> 
     url = huggingface_hub.hf_hub_url(name, file, revision=revision)
     length = HEADER_BYTES
     while True:
-        _fetch_start(url, path, length)
+        _fetch_range(url, path, length)
         os.truncate(path, size)
         if length >= size or gguf_files.header_size(path) <= length:
             return
@@ -64,7 +64,7 @@ def progress_bar(advance: Callable[[int], None]) -> type[utils.tqdm]:
     return Bar
 
 
-def _fetch_rest(url: str, blob: Path, size: int, advance: Callable[[int], None]) -> None:
+def _resume(url: str, blob: Path, size: int, advance: Callable[[int], None]) -> None:
     """Download the missing part of a file, which is renamed to `blob` when it is complete.
 
     A file whose SHA-256 is wrong is downloaded once more.
@@ -80,7 +80,7 @@ def _fetch_rest(url: str, blob: Path, size: int, advance: Callable[[int], None])
                 advance(size)
             else:
                 _append(url, part, size, advance)
-            if _is(part, blob.name):
+            if _has_digest(part, blob.name):
                 part.replace(blob)
                 return
             part.unlink()
@@ -91,7 +91,7 @@ def _fetch_rest(url: str, blob: Path, size: int, advance: Callable[[int], None])
     )
 
 
-def _is(path: Path, etag: str) -> bool:
+def _has_digest(path: Path, etag: str) -> bool:
     """Return True unless a file's SHA-256 differs from an etag that is one (LFS)."""
     if not re.fullmatch("[0-9a-f]{64}", etag):
         return True
@@ -107,14 +107,14 @@ def _append(url: str, part: Path, size: int, advance: Callable[[int], None]) -> 
             url,
             written,
             resume_size=start,
-            headers=_headers(),
+            headers=_request_headers(),
             expected_size=size,
             tqdm_class=progress_bar(advance),
         )
 
 
-def _fetch_start(url: str, path: Path, length: int) -> None:
-    headers = {**_headers(), "Range": f"bytes=0-{length - 1}"}
+def _fetch_range(url: str, path: Path, length: int) -> None:
+    headers = {**_request_headers(), "Range": f"bytes=0-{length - 1}"}
     with huggingface_hub.get_session().stream("GET", url, headers=headers) as response:
         utils.hf_raise_for_status(response)
         with path.open("wb") as written:
@@ -124,5 +124,5 @@ def _fetch_start(url: str, path: Path, length: int) -> None:
                     return
 
 
-def _headers() -> dict[str, str]:
+def _request_headers() -> dict[str, str]:
     return {**utils.build_hf_headers(), "Accept-Encoding": "identity"}

@@ -38,7 +38,7 @@ def prune_head(loaded: LoadedModel, ids: Sequence[int]) -> LoadedModel:
     """Restrict the model's logits to these tokens. Raises ExportError."""
     head = lm_head(loaded.model)
     rows = torch.tensor(ids)
-    behind = loaded.sources.behind(head.weight)
+    behind = loaded.sources.stored_matrix(head.weight)
     weight = materialize(head.weight.detach() if behind is None else behind)[rows]
     smaller = nn.Linear(head.in_features, len(ids), head.bias is not None, device="meta")
     smaller.weight = nn.Parameter(loaded.sources.placeholder(weight), requires_grad=False)
@@ -77,7 +77,7 @@ def most_frequent_tokens(
         raise ExportError(
             f"--draft-vocab {count}: the draft has {num_tokens} tokens; give fewer, or leave it out"
         )
-    always = {token for token in (*ends, *_special(tokenizer)) if 0 <= token < num_tokens}
+    always = {token for token in (*ends, *_special_tokens(tokenizer)) if 0 <= token < num_tokens}
     if count <= len(always):
         raise ExportError(
             f"--draft-vocab {count}: the {len(always)} end tokens and special tokens are always "
@@ -96,6 +96,6 @@ def most_frequent_tokens(
     return kept
 
 
-def _special(tokenizer: Path) -> list[int]:
+def _special_tokens(tokenizer: Path) -> list[int]:
     added = json.loads(tokenizer.read_text("utf-8")).get("added_tokens") or []
     return [token["id"] for token in added if token.get("special")]

@@ -21,13 +21,13 @@ from ..libraries import quiet, translate_errors
 from ..mapped_memory import system_memory
 
 # Bytes beside the model: 0.7 GB were measured at 215 M parameters, and wide layers take more.
-ROOM = 3e9
+OVERHEAD = 3e9
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def check_memory(where: str, file: Path) -> None:
     """Refuse a file whose float32 model exceeds this machine's memory. Raises SpecEdgeError."""
-    need, free = 4 * sum(_tensors(where, file).values()) + ROOM, system_memory().available
+    need, free = 4 * sum(_count_by_type(where, file).values()) + OVERHEAD, system_memory().available
     if need > free:
         raise CheckpointError(
             f"{where} takes {need / 1e9:.1f} GB of memory, as a GGUF file is dequantized as a "
@@ -42,14 +42,17 @@ def apply_rope_scaling(where: str, file: Path, config: Any) -> None:
     transformers 5.17 to 5.23 reads none of it: of gpt-oss it takes the lengths of the keys for the
     values. The file may end after its header, at `header_size`.
     """
-    reader = _reader(where, file)
-    scales = [tensor for tensor in reader.tensors if _is_scale(tensor)]
+    reader = _open(where, file)
+    scales = [tensor for tensor in reader.tensors if _is_rotary_factor(tensor)]
     names = [tensor.name for tensor in scales]
     scalings = [*_scaling_fields(reader), *(f"it has {name}" for name in names)]
     if names == ["rope_freqs.weight"] and len(scalings) == 1 and config.model_type == "llama":
         factors = np.array(scales[0].data, np.float64).reshape(-1)
-        config.rope_parameters, unscaled = _llama3(config, factors.max()), config.rope_parameters
-        if _are(factors, config.rope_parameters):
+        config.rope_parameters, unscaled = (
+            _llama3_scaling(config, factors.max()),
+            config.rope_parameters,
+        )
+        if _match(factors, config.rope_parameters):
             return
         config.rope_parameters = unscaled
     if scalings:
@@ -66,7 +69,7 @@ def stored_dtype(where: str, file: Path) -> str:
 
 def main_type(where: str, file: Path) -> str:
     """Return the type of most weights."""
-    return _tensors(where, file).most_common(1)[0][0]
+    return _count_by_type(where, file).most_common(1)[0][0]
 
 
 def header_size(file: Path) -> float:
@@ -75,7 +78,7 @@ def header_size(file: Path) -> float:
 
     try:
         reader = gguf.GGUFReader(file)
-        ends = [int(t.data_offset) + int(t.n_bytes) for t in reader.tensors if _is_scale(t)]
+        ends = [int(t.data_offset) + int(t.n_bytes) for t in reader.tensors if _is_rotary_factor(t)]
         return max(int(reader.data_offset), *ends) if ends else int(reader.data_offset)
     except Exception:  # whatever the reader makes of zeros
         return math.inf
@@ -84,8 +87,8 @@ def header_size(file: Path) -> float:
 def expansion(where: str, file: Path) -> float:
     """Return the bytes of the bundle per byte of the file."""
     width = 4 if stored_dtype(where, file) == "float32" else 2
-    stored = sum(int(tensor.n_bytes) for tensor in _reader(where, file).tensors)
-    return width * sum(_tensors(where, file).values()) / max(stored, 1)
+    stored = sum(int(tensor.n_bytes) for tensor in _open(where, file).tensors)
+    return width * sum(_count_by_type(where, file).values()) / max(stored, 1)
 
 
 def load(file: Path, config: Any) -> tuple[Any, dict[str, Any]]:
@@ -108,12 +111,12 @@ def load(file: Path, config: Any) -> tuple[Any, dict[str, Any]]:
 def count_unused(where: str, file: Path, model: torch.nn.Module) -> int:
     """Count the file's weights that the model has no place for, unreported by transformers."""
     tensors = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
-    scales = [tensor for tensor in _reader(where, file).tensors if _is_scale(tensor)]
+    scales = [tensor for tensor in _open(where, file).tensors if _is_rotary_factor(tensor)]
     num_scales = sum(int(tensor.n_elements) for tensor in scales)
-    return max(0, sum(_tensors(where, file).values()) - num_scales - sum(tensors.values()))
+    return max(0, sum(_count_by_type(where, file).values()) - num_scales - sum(tensors.values()))
 
 
-def _is_scale(tensor: Any) -> bool:
+def _is_rotary_factor(tensor: Any) -> bool:
     return "rope_freqs" in tensor.name or "rope_factors" in tensor.name
 
 
@@ -135,7 +138,7 @@ def _scaling_fields(reader: Any) -> list[str]:
     return descriptions
 
 
-def _llama3(config: Any, factor: float) -> dict[str, Any]:
+def _llama3_scaling(config: Any, factor: float) -> dict[str, Any]:
     """Return the rotary scaling of Llama 3.1 and 3.2, whose values differ in the factor alone."""
     return {
         "rope_type": "llama3",
@@ -147,7 +150,7 @@ def _llama3(config: Any, factor: float) -> dict[str, Any]:
     }
 
 
-def _are(factors: np.ndarray, rope: dict[str, Any]) -> bool:
+def _match(factors: np.ndarray, rope: dict[str, Any]) -> bool:
     """Return True if the frequencies are divided as these parameters define. [D/2]"""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(len(factors)) / len(factors))
@@ -156,17 +159,17 @@ def _are(factors: np.ndarray, rope: dict[str, Any]) -> bool:
     return np.allclose(factors, 1 / ((1 - kept) / rope["factor"] + kept), rtol=1e-5, atol=0)
 
 
-def _tensors(where: str, file: Path) -> Counter[str]:
+def _count_by_type(where: str, file: Path) -> Counter[str]:
     """Count the weights stored in each type."""
     sizes: Counter[str] = Counter()
-    for tensor in _reader(where, file).tensors:
+    for tensor in _open(where, file).tensors:
         sizes[tensor.tensor_type.name] += math.prod(map(int, tensor.shape))
     if not sizes:
         raise CheckpointError(f"{where}: {file.name} holds no tensors; download it again")
     return sizes
 
 
-def _reader(where: str, file: Path) -> Any:
+def _open(where: str, file: Path) -> Any:
     """Open a file's header, with its tensors memory-mapped. Raises SpecEdgeError."""
     try:
         import gguf

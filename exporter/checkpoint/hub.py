@@ -52,13 +52,13 @@ def find(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot
     except errors.HFValidationError as error:
         raise CheckpointError(f"{role} '{name}' is neither a folder nor a hub id") from error
     try:
-        return _online(role, name, revision, choose)
+        return _find_online(role, name, revision, choose)
     except SpecEdgeError:
         raise
     except Exception as error:
-        if reason := _refusal(role, name, revision, error):
+        if reason := _advice(role, name, revision, error):
             raise CheckpointError(reason) from error
-        return _cached(role, name, revision, choose, error)
+        return _find_cached(role, name, revision, choose, error)
 
 
 def fetch_weights(snapshot: Snapshot, progress: Progress) -> None:
@@ -71,13 +71,13 @@ def fetch_weights(snapshot: Snapshot, progress: Progress) -> None:
         quiet(),
     ):
         for file in todo:
-            with _told(snapshot, file):
+            with _translate_download_errors(snapshot, file):
                 downloads.fetch(snapshot.name, snapshot.revision, file, snapshot.folder, advance)
 
 
 def fetch_header(snapshot: Snapshot, file: str, folder: Path) -> None:
     """Download a GGUF file's header into a sparse file in `folder`."""
-    with quiet(), _told(snapshot, file):
+    with quiet(), _translate_download_errors(snapshot, file):
         downloads.fetch_header(
             snapshot.name, snapshot.revision, file, folder / file, snapshot.weights[file]
         )
@@ -102,7 +102,7 @@ def check_space(snapshots: list[Snapshot], destination: Path) -> None:
             )
 
 
-def _online(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot:
+def _find_online(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot:
     api = huggingface_hub.HfApi()
     info = api.model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT)
     everything = {f.rfilename: f.size or 0 for f in info.siblings or []}
@@ -113,9 +113,9 @@ def _online(role: str, name: str, revision: str | None, choose: Choose) -> Snaps
     with quiet():
         # By its name and not its commit, so that the cache knows which one a branch led to.
         bar = downloads.progress_bar(lambda amount: None)
-        folder = _small_files(name, revision, licenses, tqdm_class=bar)
+        folder = _fetch_small_files(name, revision, licenses, tqdm_class=bar)
     if folder.name not in (info.sha, revision):  # pushed to between the two questions
-        return _online(role, name, folder.name, choose)
+        return _find_online(role, name, folder.name, choose)
     chosen = choose(folder, set(sizes))
     if lacking := [file for file in chosen if file not in sizes]:
         raise CheckpointError(
@@ -126,7 +126,7 @@ def _online(role: str, name: str, revision: str | None, choose: Choose) -> Snaps
     return Snapshot(role, name, folder.name, folder, names, weights)
 
 
-def _small_files(
+def _fetch_small_files(
     name: str, revision: str | None, others: Sequence[str] = (), **options: Any
 ) -> Path:
     """Fetch a repository's small files and return their folder."""
@@ -135,11 +135,11 @@ def _small_files(
     return Path(folder)
 
 
-def _cached(
+def _find_cached(
     role: str, name: str, revision: str | None, choose: Choose, reason: Exception
 ) -> Snapshot:
     try:
-        folder = _small_files(name, revision, local_files_only=True)
+        folder = _fetch_small_files(name, revision, local_files_only=True)
         names = {p.name for p in folder.iterdir()}
         weights = choose(folder, names)
         if lacking := [f for f in weights if f not in names]:
@@ -159,7 +159,7 @@ def _cached(
     return Snapshot(role, name, folder.name, folder, names, sizes)
 
 
-def _refusal(role: str, name: str, revision: str | None, error: Exception) -> str | None:
+def _advice(role: str, name: str, revision: str | None, error: Exception) -> str | None:
     """Return advice for an error that a retry would not change; None for other errors."""
     where = f"{role} {name}"
     if isinstance(error, errors.RevisionNotFoundError):
@@ -187,11 +187,13 @@ def _refusal(role: str, name: str, revision: str | None, error: Exception) -> st
     return None
 
 
-def _told(snapshot: Snapshot, file: str) -> contextlib.AbstractContextManager[None]:
+def _translate_download_errors(
+    snapshot: Snapshot, file: str
+) -> contextlib.AbstractContextManager[None]:
     """Translate download errors to one line."""
 
     def describe(error: Exception) -> str:
-        return _refusal(snapshot.role, snapshot.name, snapshot.revision, error) or (
+        return _advice(snapshot.role, snapshot.name, snapshot.revision, error) or (
             f"{snapshot.role} {snapshot.name}: {file} cannot be downloaded "
             f"({first_line(error)}); run the export again to go on where it stopped"
         )

@@ -73,13 +73,13 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _aten._to_copy.default:
-            return _retyped(args[0], kwargs.get("dtype"))
+            return _cast(args[0], kwargs.get("dtype"))
         if func is _aten.clone.default:
-            return _copied(args[0])
+            return _copy(args[0])
         if func in _JOINS:
-            return _joined(func, args, kwargs)
+            return _join(func, args, kwargs)
         if func in _VIEWS or func in _SHAPES:
-            return _viewed(func, args, kwargs)
+            return _view(func, args, kwargs)
         if func._schema.is_mutable and isinstance(args[0], LazyTensor):
             raise RuntimeError(f"{func} would write to a matrix of the checkpoint")
         args, kwargs = tree_map_only(LazyTensor, lambda t: t.read().to(t.dtype), (args, kwargs))
@@ -125,7 +125,7 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _retyped(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _cast(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the tensor in another type, lazily where that type is wide enough."""
     dtype = dtype or tensor.dtype
     if torch.promote_types(tensor.stored, dtype) != dtype:
@@ -134,13 +134,13 @@ def _retyped(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
     return LazyTensor(like, tensor.read, tensor.stored, tensor.origin, tensor.mapped)
 
 
-def _copied(tensor: LazyTensor) -> LazyTensor:
+def _copy(tensor: LazyTensor) -> LazyTensor:
     """Return the same values in contiguous rows."""
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return LazyTensor(like, tensor.read, tensor.stored, mapped=tensor.mapped)
 
 
-def _joined(func: Any, args: Any, kwargs: Any) -> LazyTensor:
+def _join(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     parts, *rest = args
     like = func([_meta(part) for part in parts], *rest, **kwargs)
     kinds = {part.stored if isinstance(part, LazyTensor) else part.dtype for part in parts}
@@ -152,7 +152,7 @@ def _joined(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     )
 
 
-def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     views = func(_meta(tensor), *rest, **kwargs)
     # A copy that was never made may lack the strides that a view needs.

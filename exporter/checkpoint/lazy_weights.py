@@ -42,7 +42,7 @@ class WeightSources:
         """Return the float32 placeholder of a stored matrix; a copy of a small one. [R, C]"""
         if matrix.ndim < 2 or matrix.dtype not in FLOATS or 4 * matrix.numel() < SMALLEST:
             return materialize(matrix).to(torch.float32, copy=True)
-        strides = _strides(matrix.shape)
+        strides = _placeholder_strides(matrix.shape)
         size = 1 + sum((n - 1) * s for n, s in zip(matrix.shape, strides, strict=True))
         # Each has bits of its own, so that no optimizer takes two of them for one tensor.
         bits = torch.full((size,), _NAN + len(self._behind) + 1, dtype=torch.int32)
@@ -65,18 +65,18 @@ class WeightSources:
         start = self._addresses[index] if index >= 0 else 0
         placeholder, matrix = self._behind.get(start, (None, None))
         offset = (array.ctypes.data - start) // 4
-        if placeholder is None or matrix is None or offset >= _span(placeholder):
+        if placeholder is None or matrix is None or offset >= _num_elements(placeholder):
             return None
-        return _like(array, offset, placeholder, matrix)
+        return _resolve_view(array, offset, placeholder, matrix)
 
-    def behind(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    def stored_matrix(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
         """Return the stored matrix behind a model's parameter."""
         if parameter is None or parameter.dtype != torch.float32:
             return None
         return self.find(parameter.detach().numpy())
 
     @contextlib.contextmanager
-    def reading(
+    def materialized(
         self,
         model: nn.Module,
         dtype: torch.dtype = torch.float32,
@@ -91,27 +91,29 @@ class WeightSources:
         memory, zeros = BufferPool(), functools.cache(torch.zeros)
         with contextlib.ExitStack() as stack:
             for module in model.modules():
-                behind = {n: self.behind(p) for n, p in module._parameters.items()}
+                behind = {n: self.stored_matrix(p) for n, p in module._parameters.items()}
                 held = {n: stored for n, stored in behind.items() if stored is not None}
                 if only_shapes and type(module) in _WIDTHS and "weight" in held:
-                    _give_zeros(module, stack)
+                    _return_zeros(module, stack)
                 elif only_shapes:
-                    _put(module, {n: zeros(t.shape) for n, t in held.items()}, stack)
+                    _set_parameters(module, {n: zeros(t.shape) for n, t in held.items()}, stack)
                 elif not at_once and _is_huge(module, held, dtype):
-                    _compute_in_pieces(module, held["weight"], dtype, stack)
-                elif at_once or all(_is(t, dtype) for t in held.values()):
-                    _put(module, {n: materialize(t).to(dtype) for n, t in held.items()}, stack)
+                    _compute_in_chunks(module, held["weight"], dtype, stack)
+                elif at_once or all(_is_plain(t, dtype) for t in held.values()):
+                    _set_parameters(
+                        module, {n: materialize(t).to(dtype) for n, t in held.items()}, stack
+                    )
                 else:
-                    _put_for_each_call(module, held, dtype, memory, stack)
+                    _set_parameters_per_call(module, held, dtype, memory, stack)
             yield
 
 
-def _span(tensor: torch.Tensor) -> int:
+def _num_elements(tensor: torch.Tensor) -> int:
     """Return the number of elements of memory that a strided tensor covers."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _strides(shape: torch.Size) -> list[int]:
+def _placeholder_strides(shape: torch.Size) -> list[int]:
     """Return strides of a placeholder that identify its axes; the largest axis has stride 1.
 
     An axis of n that is split has its own stride times divisors of n. No stride has a divisor in
@@ -125,7 +127,7 @@ def _strides(shape: torch.Size) -> list[int]:
     return strides
 
 
-def _like(
+def _resolve_view(
     array: np.ndarray, offset: int, placeholder: torch.Tensor, matrix: torch.Tensor
 ) -> torch.Tensor:
     """Return the part of a matrix that a view shows at an offset in its placeholder."""
@@ -176,7 +178,7 @@ class BufferPool:
         self._free: list[torch.Tensor] = []
 
     @contextlib.contextmanager
-    def taken(self, size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def borrow(self, size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Lend a buffer while the context lasts; huge ones are not kept. [size]"""
         fitting = [b for b in self._free if b.numel() >= size and b.dtype == dtype]
         # Not `torch.empty`: for exact results that gives the model's own type.
@@ -189,18 +191,20 @@ class BufferPool:
             self._free.append(buffer)
 
 
-def _is(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return True if a tensor can be computed with as it is."""
     return tensor.dtype == dtype and not isinstance(tensor, LazyTensor)
 
 
-def _put(module: nn.Module, held: dict[str, torch.Tensor], stack: contextlib.ExitStack) -> None:
+def _set_parameters(
+    module: nn.Module, held: dict[str, torch.Tensor], stack: contextlib.ExitStack
+) -> None:
     for name, tensor in held.items():
         stack.callback(module._parameters.__setitem__, name, module._parameters[name])
         module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
 
-def _give_zeros(module: nn.Module, stack: contextlib.ExitStack) -> None:
+def _return_zeros(module: nn.Module, stack: contextlib.ExitStack) -> None:
     """Let a module return zeros in the shape of its output. [..., C] or [...] -> [..., R]"""
     width = getattr(module, _WIDTHS[type(module)])
 
@@ -216,10 +220,10 @@ def _is_huge(module: nn.Module, held: dict[str, torch.Tensor], dtype: torch.dtyp
     """Return True for a vocabulary's matrix that is too large to be cast whole."""
     weight = held.get("weight")
     simple = type(module) in (nn.Linear, nn.Embedding) and list(held) == ["weight"]
-    return simple and weight is not None and not _is(weight, dtype) and weight.numel() > HUGE
+    return simple and weight is not None and not _is_plain(weight, dtype) and weight.numel() > HUGE
 
 
-def _compute_in_pieces(
+def _compute_in_chunks(
     module: nn.Module, weight: torch.Tensor, dtype: torch.dtype, stack: contextlib.ExitStack
 ) -> None:
     """Let a module look up or multiply with a few rows of its matrix at a time. [R, C]"""
@@ -240,7 +244,7 @@ def _compute_in_pieces(
     stack.callback(delattr, module, "forward")
 
 
-def _put_for_each_call(
+def _set_parameters_per_call(
     module: nn.Module,
     held: dict[str, torch.Tensor],
     dtype: torch.dtype,
@@ -256,9 +260,9 @@ def _put_for_each_call(
         wide = {}
         for name, tensor in held.items():
             kind = dtype if name in products else torch.float32
-            room = call.enter_context(memory.taken(tensor.numel(), kind))
+            room = call.enter_context(memory.borrow(tensor.numel(), kind))
             wide[name] = room.view(tensor.shape).copy_(materialize(tensor))
-        _put(module, wide, call)
+        _set_parameters(module, wide, call)
 
     def after(*args: object) -> None:
         calls.pop().close()

@@ -46,12 +46,12 @@ def copy_licenses(
     """Copy a checkpoint's license files into its model's folder of the bundle."""
     taken: set[str] = set()
     for path in sorted(source.iterdir()):
-        if not LICENSE_FILE.match(path.name) or not _is_its_own(path):
+        if not LICENSE_FILE.match(path.name) or not _is_own_file(path):
             continue
         if not is_license_file(path.name, path.stat().st_size):
             progress.note(f"{role}: {path.name} is over {LARGEST / 1e6:.0f} MB and is left out")
             continue
-        name = _plain(path.name, taken)
+        name = _unique_name(path.name, taken)
         shutil.copyfile(path, folder / name)
         taken.add(name.lower())
     if not taken and license is None:
@@ -60,7 +60,7 @@ def copy_licenses(
         )
 
 
-def _is_its_own(path: Path) -> bool:
+def _is_own_file(path: Path) -> bool:
     """Return True for a file of the checkpoint, or a link to the blobs of the hub's cache.
 
     A link to another place could carry any file of this machine into a bundle.
@@ -69,7 +69,7 @@ def _is_its_own(path: Path) -> bool:
     return path.is_file() and path.resolve().parent in (folder, folder.parent.parent / "blobs")
 
 
-def _plain(name: str, taken: set[str]) -> str:
+def _unique_name(name: str, taken: set[str]) -> str:
     """Return a name that a bundle may contain, unique regardless of case."""
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:80]
     names = (plain, *(f"{plain}-{i}" for i in range(2, len(taken) + 3)))

@@ -19,7 +19,7 @@ from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
 from .lazy_weights import WeightSources
 
 # Masks and tables of old versions; transformers knows those of some families.
-_NEEDLESS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq", "position_ids")
+_OBSOLETE_BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq", "position_ids")
 
 
 @dataclass
@@ -41,25 +41,25 @@ def load(checkpoint: Checkpoint, progress: Progress) -> LoadedModel:
     if checkpoint.remote is not None:
         hub.fetch_weights(checkpoint.remote, progress)
     with quiet(), translate_errors(CheckpointError, f"{where} cannot be loaded: "):
-        model, info, dtype = _model(where, checkpoint, progress)
+        model, info, dtype = _load_model(where, checkpoint, progress)
     _check_loaded(where, model, info)
-    _note_left_out(checkpoint.role, sorted(info["unexpected_keys"]), progress)
+    _note_unused(checkpoint.role, sorted(info["unexpected_keys"]), progress)
     _note_format(where, checkpoint, model, progress)
     if checkpoint.adapter is not None:
         model = adapters.merge(checkpoint.adapter, model, progress)
         dtype = weight_files.stored_dtype(where, dict(model.named_parameters()))
     if checkpoint.dtype is not None:
-        _round(model, getattr(torch, checkpoint.dtype))
+        _convert(model, getattr(torch, checkpoint.dtype))
         dtype = checkpoint.dtype
         progress.note(f"{checkpoint.role}: its matrices are converted to {dtype}")
     model.eval().requires_grad_(False)
     sources = WeightSources()
-    _put_placeholders(model, sources)
+    _insert_placeholders(model, sources)
     _tie(model, sources)
     return LoadedModel(model, dtype, sources)
 
 
-def _model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:
+def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:
     """Load the model, transformers' loading report, and the type of most weights."""
     files = [checkpoint.folder / name for name in checkpoint.weights]
     if files[0].suffix == ".gguf":
@@ -80,7 +80,7 @@ def _model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any,
     model, info = type(empty).from_pretrained(
         None,
         config=empty.config,
-        state_dict={key: _lazy(tensor) for key, tensor in state.items()},
+        state_dict={key: _make_lazy(tensor) for key, tensor in state.items()},
         dtype=torch.float32,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused with their names
@@ -100,16 +100,16 @@ def _check_loaded(where: str, model: torch.nn.Module, info: Any) -> None:
     weight_files.check_types(where, model.named_parameters())
 
 
-def _note_left_out(role: str, names: list[str], progress: Progress) -> None:
+def _note_unused(role: str, names: list[str], progress: Progress) -> None:
     """Note tensors that the model has no place for, except buffers of old versions."""
-    if names := [name for name in names if not name.endswith(_NEEDLESS)]:
+    if names := [name for name in names if not name.endswith(_OBSOLETE_BUFFERS)]:
         progress.note(
             f"{role}: the model does not use {len(names)} of its tensors, such as "
             f"{folders.printable_line(names[0])}, which are left out"
         )
 
 
-def _lazy(tensor: torch.Tensor) -> torch.Tensor:
+def _make_lazy(tensor: torch.Tensor) -> torch.Tensor:
     """Make a matrix lazy, to be renamed and joined unread; copy small tensors."""
     if isinstance(tensor, LazyTensor):
         return tensor
@@ -117,7 +117,7 @@ def _lazy(tensor: torch.Tensor) -> torch.Tensor:
     return as_lazy(tensor) if tensor.ndim > 1 or not tensor.is_floating_point() else tensor.clone()
 
 
-def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def _convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast matrices to a type when they are read; tied matrices stay tied."""
     replacements: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -129,7 +129,7 @@ def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
                 module._parameters[name] = replacements[id(parameter)]
 
 
-def _put_placeholders(model: torch.nn.Module, sources: WeightSources) -> None:
+def _insert_placeholders(model: torch.nn.Module, sources: WeightSources) -> None:
     """Replace large matrices by placeholders, smaller ones by their values; ties are kept."""
     replacements: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -171,6 +171,6 @@ def _note_format(where: str, checkpoint: Checkpoint, model: Any, progress: Progr
 def _tie(model: Any, sources: WeightSources) -> None:
     """Tie an LM head that is stored separately but equals the embedding."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    a, b = (sources.behind(getattr(module, "weight", None)) for module in (table, head))
+    a, b = (sources.stored_matrix(getattr(module, "weight", None)) for module in (table, head))
     if a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b):
         head.weight = table.weight

@@ -38,7 +38,7 @@ _EXACT = 100  # powers of two up to this one times any number of eight bits are 
 
 def method(raw: Mapping[str, Any]) -> str | None:
     """Return the quantization method of a config.json; None if weights are not quantized."""
-    asked = _asked(raw)
+    asked = _quantization_configs(raw)
     config = next((candidate for candidate in asked if isinstance(candidate, dict)), None)
     if config is None:
         return "unknown" if any(candidate is not None for candidate in asked) else None
@@ -54,7 +54,7 @@ def check(where: str, raw: Mapping[str, Any], names: set[str], original: str | N
     derived.
     """
     how = method(raw) or ("gptq" if "quantize_config.json" in names else None)
-    if how in (None, "mxfp4") or (how == "fp8" and _block(raw) is not None):
+    if how in (None, "mxfp4") or (how == "fp8" and _fp8_block(raw) is not None):
         return
     name = _NAMES.get(how, f"the method '{how[:40]}'")
     cure = f"{original}, which it was made from" if original else "the checkpoint it was made from"
@@ -72,24 +72,26 @@ def dequantize_state(
     """Replace quantized tensors by lazy dequantized ones. Raises CheckpointError."""
     how = method(raw)
     if how == "mxfp4":
-        return _all_mxfp4(where, state)
+        return _dequantize_all_mxfp4(where, state)
     if how == "fp8":
-        block = _block(raw)
+        block = _fp8_block(raw)
         assert block is not None
-        return _all_fp8(where, state, block)
+        return _dequantize_all_fp8(where, state, block)
     return state
 
 
-def _asked(raw: Mapping[str, Any]) -> list[Any]:
+def _quantization_configs(raw: Mapping[str, Any]) -> list[Any]:
     """Return the quantization configs of a config.json and of its text part."""
     inner = raw.get("text_config")
     places = (raw, inner if isinstance(inner, dict) else {})
     return [p.get(key) for p in places for key in ("quantization_config", "compression_config")]
 
 
-def _block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+def _fp8_block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return rows and columns per fp8 scale, 0 for all; None for an unknown layout."""
-    config = next((candidate for candidate in _asked(raw) if isinstance(candidate, dict)), {})
+    config = next(
+        (candidate for candidate in _quantization_configs(raw) if isinstance(candidate, dict)), {}
+    )
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return None
     block = config.get("weight_block_size")
@@ -100,7 +102,7 @@ def _block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def _all_mxfp4(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _dequantize_all_mxfp4(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     result = dict(state)
     for key in state:
         name = key.removesuffix("_blocks")
@@ -131,13 +133,13 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
         wide = torch.empty(shape, dtype=torch.bfloat16)
         for index in itertools.product(*map(range, shape[:-2])):
             codes = torch.stack((blocks[index] & 15, blocks[index] >> 4), -1).flatten(-2)
-            wide[index] = (table[codes.int()] * _float(scales[index])[..., None]).flatten(-2)
+            wide[index] = (table[codes.int()] * _to_float(scales[index])[..., None]).flatten(-2)
         return wide
 
     return LazyTensor(torch.empty(shape, dtype=torch.bfloat16, device="meta"), read)
 
 
-def _all_fp8(
+def _dequantize_all_fp8(
     where: str, state: dict[str, torch.Tensor], block: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
     result = dict(state)
@@ -164,7 +166,7 @@ def dequantize_fp8(matrix: torch.Tensor, scales: torch.Tensor, block: list[int])
     DeepSeek-V3's layout. Scales that are powers of two give exact bfloat16, others one rounding to
     float32. [..., R, C] and [..., R / block, C / block] -> [..., R, C]
     """
-    factors = _float(scales)
+    factors = _to_float(scales)
     exponents = factors.abs().frexp()
     exact = bool(((exponents[0] == 0.5) & (exponents[1].abs() <= _EXACT)).all())
     dtype = torch.bfloat16 if exact else torch.float32
@@ -182,6 +184,6 @@ def dequantize_fp8(matrix: torch.Tensor, scales: torch.Tensor, block: list[int])
     return LazyTensor(torch.empty(matrix.shape, dtype=dtype, device="meta"), read)
 
 
-def _float(scales: torch.Tensor) -> torch.Tensor:
+def _to_float(scales: torch.Tensor) -> torch.Tensor:
     """Return scales in float32; a byte is the exponent of a power of two."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()

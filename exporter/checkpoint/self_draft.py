@@ -75,14 +75,14 @@ def keep_layers(loaded: LoadedModel, num_layers: int) -> LoadedModel:
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     model = copy.deepcopy(model, shared)
     config = model.config.get_text_config()
-    del _layers(model, config.num_hidden_layers)[num_layers:]
+    del _layer_list(model, config.num_hidden_layers)[num_layers:]
     if getattr(config, "layer_types", None):
         config.layer_types = list(config.layer_types)[:num_layers]
     config.num_hidden_layers = num_layers
     return replace(loaded, model=model)
 
 
-def _layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+def _layer_list(model: nn.Module, num_layers: int) -> nn.ModuleList:
     """Return the outermost list with one module per layer."""
     candidates: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():

@@ -15,13 +15,13 @@ from .. import internals
 
 T = TypeVar("T")
 # Text parts without a class of their own: M-RoPE's three positions are equal for text, plain RoPE.
-_PLAIN = {
+_TEXT_ARCHITECTURES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-_SAID_BY_THE_WHOLE = ("tie_word_embeddings", "eos_token_id")  # text parts do not repeat it
+_INHERITED = ("tie_word_embeddings", "eos_token_id")  # text parts do not repeat it
 _M_ROPE = ("mrope_section", "mrope_interleaved")
 
 
@@ -44,7 +44,7 @@ def decoder_config(where: str, config: Any) -> Any:
             f"{about} has no text decoder that transformers can run by itself "
             f"({internals.describe_versions()}); give another model"
         )
-    if text is not config and not _places(config, text):
+    if text is not config and not _prefixes(config, text):
         raise CheckpointError(
             f"{about} has its text decoder in an unknown place "
             f"({internals.describe_versions()}); give another model"
@@ -59,7 +59,7 @@ def decoder_tensors(published: Any, config: Any, tensors: dict[str, T]) -> dict[
     """
     if config is published:
         return tensors
-    places = _places(published, config)
+    places = _prefixes(published, config)
     selected = {}
     for key, name in internals.rename_keys(published, list(tensors)).items():
         for prefix, decoder_prefix in places.items():
@@ -81,17 +81,19 @@ def _text_config(about: str, config: Any) -> Any:
         return config
     if not isinstance(text, PreTrainedConfig):
         raise CheckpointError(f"{about} has an invalid text config; download it again")
-    for name in _SAID_BY_THE_WHOLE:
+    for name in _INHERITED:
         if getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
-    if text.model_type not in _PLAIN:
+    if text.model_type not in _TEXT_ARCHITECTURES:
         return text
     fields = {k: v for k, v in text.to_dict().items() if k not in ("model_type", "architectures")}
     rope = {k: v for k, v in (text.rope_parameters or {}).items() if k not in _M_ROPE}
-    return CONFIG_MAPPING[_PLAIN[text.model_type]](**{**fields, "rope_parameters": rope})
+    return CONFIG_MAPPING[_TEXT_ARCHITECTURES[text.model_type]](
+        **{**fields, "rope_parameters": rope}
+    )
 
 
-def _places(published: Any, config: Any) -> dict[str, str]:
+def _prefixes(published: Any, config: Any) -> dict[str, str]:
     """Map prefixes of the text decoder and its LM head in the whole model to its own."""
     whole, text = internals.build_multimodal_model(published), internals.build_decoder(config)
     text_config = whole.config.get_text_config()
@@ -101,12 +103,12 @@ def _places(published: Any, config: Any) -> dict[str, str]:
     prefix = next(iter(candidates), "")
     if isinstance(candidates.get(prefix), type(text)):
         return {prefix: ""}
-    head, own_head = _place_of_head(whole), _place_of_head(text)
+    head, own_head = _head_prefix(whole), _head_prefix(text)
     if not prefix or not head:
         return {}
     return {prefix: f"{text.base_model_prefix}.", head: f"{own_head}."}
 
 
-def _place_of_head(model: Any) -> str:
+def _head_prefix(model: Any) -> str:
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), "")

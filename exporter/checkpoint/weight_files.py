@@ -22,7 +22,7 @@ from .lazy_weights import FLOATS
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # What quantized weights and adapters consist of; $ is a name's end.
-_FORMS = ("_scale_inv$", "_scales$", ".qweight$", ".qzeros$", "lora_")
+_QUANTIZED_NAMES = ("_scale_inv$", "_scales$", ".qweight$", ".qzeros$", "lora_")
 _DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -81,7 +81,7 @@ def read_tensors(where: str, files: list[Path]) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for file in files:
         try:
-            state |= _pickled(file) if file.suffix == ".bin" else _safe(file)
+            state |= _read_pickled(file) if file.suffix == ".bin" else _read_safetensors(file)
         except (EOFError, OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
             raise CheckpointError(
                 f"{where}: {file.name} cannot be read ({first_line(error)}); download it again"
@@ -116,7 +116,9 @@ def check_names(where: str, state: dict[str, torch.Tensor], model_names: Iterabl
 
     `own` are the names of the model's tensors: a model may have scales of its own.
     """
-    forms = [form for form in _FORMS if not any(form in f"{name}$" for name in model_names)]
+    forms = [
+        form for form in _QUANTIZED_NAMES if not any(form in f"{name}$" for name in model_names)
+    ]
     for key, tensor in state.items():
         if any(form in f"{key}$" for form in forms):
             raise CheckpointError(
@@ -124,7 +126,7 @@ def check_names(where: str, state: dict[str, torch.Tensor], model_names: Iterabl
                 "give the checkpoint it was made from"
             )
         if tensor.is_floating_point() and tensor.dtype not in FLOATS:
-            raise _refused(where, key, tensor.dtype)
+            raise _unsupported_type(where, key, tensor.dtype)
 
 
 def check_types(where: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -132,22 +134,22 @@ def check_types(where: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
     for name, parameter in parameters:
         kind = parameter.stored if isinstance(parameter, LazyTensor) else parameter.dtype
         if kind not in FLOATS:
-            raise _refused(where, name, kind)
+            raise _unsupported_type(where, name, kind)
 
 
-def _refused(where: str, name: str, kind: torch.dtype) -> CheckpointError:
+def _unsupported_type(where: str, name: str, kind: torch.dtype) -> CheckpointError:
     return CheckpointError(
         f"{where}: {name} is stored in {str(kind).removeprefix('torch.')}, and its config.json "
         "does not say how to dequantize it; give the checkpoint it was made from"
     )
 
 
-def _safe(file: Path) -> dict[str, torch.Tensor]:
+def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
     with safetensors.safe_open(file, "pt") as tensors:
         return {key: register(tensors.get_tensor(key)) for key in tensors.keys()}  # noqa: SIM118
 
 
-def _pickled(file: Path) -> dict[str, torch.Tensor]:
+def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
     """Read tensors with torch's weights-only loader, which runs no code."""
     try:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)

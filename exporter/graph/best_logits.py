@@ -31,11 +31,11 @@ def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
         signature = op_set_signature("best_logits", ops)
         signatures[signature] = with_best(model.signatures[decoder.signature], model.num_columns)
         entries.append(GraphEntry(SCORED, ops, 1, None, signature, file))
-        ir.save(_scored(ir.load(folder / decoder.file), model), folder / file)
+        ir.save(_append_best(ir.load(folder / decoder.file), model), folder / file)
     return replace(model, graphs=tuple(entries), signatures=signatures)
 
 
-def _scored(decoder: ir.Model, model: ModelEntry) -> ir.Model:
+def _append_best(decoder: ir.Model, model: ModelEntry) -> ir.Model:
     """Add the output: each row's best logits, descending, their columns, and a finiteness flag.
 
     The flag is 0 if all logits are finite. [1, R, 2 * num_best + 1]
@@ -46,18 +46,18 @@ def _scored(decoder: ir.Model, model: ModelEntry) -> ir.Model:
     columns = logits
     if model.num_columns < model.padded_vocab_size:
         ends = [add_constant(graph, np.array([n]), f"best.{n}") for n in (0, model.num_columns, 2)]
-        columns = _put(graph, "Slice", [logits, *ends], "best.columns")
+        columns = _append(graph, "Slice", [logits, *ends], "best.columns")
     count = add_constant(graph, np.array([num_best(model.num_columns)]), "best.count")
     top = ir.node("TopK", [columns, count], num_outputs=2)
     graph.append(top)
     for output, name in zip(top.outputs, ("values", "places"), strict=True):
         output.name = f"best.{name}"
-    places = _put(graph, "Cast", [top.outputs[1]], "best.numbers", to=ir.DataType.FLOAT)
+    places = _append(graph, "Cast", [top.outputs[1]], "best.numbers", to=ir.DataType.FLOAT)
     zero = add_constant(graph, np.zeros(1, np.float32), "best.zero")
-    zeros = _put(graph, "Mul", [columns, zero], "best.zeros")
+    zeros = _append(graph, "Mul", [columns, zero], "best.zeros")
     axis = add_constant(graph, np.array([-1]), "best.axis")
-    wrong = _put(graph, "ReduceSum", [zeros, axis], "best.wrong")
-    best = _put(graph, "Concat", [top.outputs[0], places, wrong], "best", axis=-1)
+    wrong = _append(graph, "ReduceSum", [zeros, axis], "best.wrong")
+    best = _append(graph, "Concat", [top.outputs[0], places, wrong], "best", axis=-1)
     best.dtype = ir.DataType.FLOAT
     best.shape = ir.Shape([1, "R", 2 * num_best(model.num_columns) + 1])
     graph.outputs.append(best)
@@ -89,7 +89,7 @@ def _is_table(value: ir.Value) -> bool:
     return source is not None and isinstance(source.const_value, ir.ExternalTensor)
 
 
-def _put(
+def _append(
     graph: ir.Graph, op_type: str, inputs: list[ir.Value], name: str, **attributes: object
 ) -> ir.Value:
     node = ir.node(op_type, inputs, attributes)

@@ -60,14 +60,14 @@ def add_draft_loops(
             entries.append(GraphEntry(name, ops, 1, None, op_set_signature(kind, ops), file))
             path = folder / decoder.file
             part = GraphTemplate(path.parent, path.name, shares_bytes=True)
-            graph = _graph(draft, part, signature, num_draft_tokens, ids)
+            graph = _build_graph(draft, part, signature, num_draft_tokens, ids)
             loop = ir.Model(graph, ir_version=IR_VERSION)
             passes.RemoveUnusedNodesPass()(loop)
             ir.save(loop, folder / file)
     return replace(draft, graphs=tuple(entries), signatures=signatures)
 
 
-def _graph(
+def _build_graph(
     draft: ModelEntry,
     decoder: GraphTemplate,
     signature: Signature,
@@ -75,18 +75,20 @@ def _graph(
     ids: Sequence[int] | None,
 ) -> ir.Graph:
     nodes = GraphBuilder(UNROLLED)
-    inputs = {t.name: nodes.input(t.name, *_type(t.dtype, t.shape)) for t in signature.inputs}
+    inputs = {t.name: nodes.input(t.name, *_value_type(t.dtype, t.shape)) for t in signature.inputs}
     fed, length = inputs.pop("input_ids"), inputs.pop("past_length")
     sampling_inputs = {name: inputs.pop(name) for name in SAMPLING_INPUTS if name in inputs}
-    chooser = _Drawn(nodes, draft, sampling_inputs) if sampling_inputs else _Likeliest(nodes)
-    next_length = nodes("Add", length, _count(nodes, fed))
+    chooser = (
+        _SampledChoice(nodes, draft, sampling_inputs) if sampling_inputs else _GreedyChoice(nodes)
+    )
+    next_length = nodes("Add", length, _count_tokens(nodes, fed))
     last = nodes.stored(ir.tensor(np.array([-1]), name="last"), "last")
     drafted, outputs = list[ir.Value](), dict[str, ir.Value]()
     buffers, rewrite = dict(inputs), MatMulNBitsRewriter(nodes).rewrite
     for i in range(k):
         step_inputs = {"input_ids": fed, "past_length": length, "logits_from": last}
         step = decoder.copy(nodes, f"step.{i}", step_inputs | buffers, rewrite)
-        column = chooser.column(_row(nodes, step.pop("logits"), draft))
+        column = chooser.column(_token_columns(nodes, step.pop("logits"), draft))
         fed = column if ids is None else nodes("Gather", np.array(ids), column)
         drafted.append(fed)
         buffers = {name: step[name.replace("past_key_values", "present")] for name in buffers}
@@ -94,13 +96,13 @@ def _graph(
         length = nodes("Add", next_length, i) if i else next_length
     outputs |= chooser.outputs(drafted)
     for t in signature.outputs:
-        nodes.output(t.name, outputs[t.name], *_type(t.dtype, t.shape))
+        nodes.output(t.name, outputs[t.name], *_value_type(t.dtype, t.shape))
     share_embeddings(nodes.graph)
     return nodes.graph
 
 
 @dataclass
-class _Likeliest:
+class _GreedyChoice:
     """Greedy choice: the largest logit of each step."""
 
     nodes: GraphBuilder
@@ -114,7 +116,7 @@ class _Likeliest:
         return {"drafted": self.nodes("Concat", *drafted, axis=1)}
 
 
-class _Drawn:
+class _SampledChoice:
     """Sampling of each step's token with that step's uniform."""
 
     def __init__(self, nodes: GraphBuilder, draft: ModelEntry, told: dict[str, ir.Value]) -> None:
@@ -140,17 +142,17 @@ class _Drawn:
         return {"drawn": self._nodes("Concat", *(d.summary for d in self._made), axis=0)} | rows
 
 
-def _type(dtype: str, shape: Sequence[int | str]) -> tuple[ir.DataType, list[int | str]]:
+def _value_type(dtype: str, shape: Sequence[int | str]) -> tuple[ir.DataType, list[int | str]]:
     return _TYPES[dtype], [1 if size == "B" else size for size in shape]
 
 
-def _count(nodes: GraphBuilder, tokens: ir.Value) -> ir.Value:
+def _count_tokens(nodes: GraphBuilder, tokens: ir.Value) -> ir.Value:
     """Count tokens without Shape, which would run on the CPU. [1, T] -> [1]"""
     numbers = nodes("CumSum", nodes("Add", nodes("Mul", tokens, 0), 1), np.array(1))
     return nodes("Reshape", nodes("Slice", numbers, [-1], [END], [1]), [1])
 
 
-def _row(nodes: GraphBuilder, logits: ir.Value, draft: ModelEntry) -> ir.Value:
+def _token_columns(nodes: GraphBuilder, logits: ir.Value, draft: ModelEntry) -> ir.Value:
     """Slice the columns that are tokens. [1, 1, P] -> [1, C]"""
     row = nodes("Reshape", logits, [1, draft.padded_vocab_size])
     if draft.num_columns == draft.padded_vocab_size:
@@ -202,10 +204,10 @@ class TokenSampler:
         kept = self._kept(values)
         weights = nodes("ScatterElements", self._zeros, columns, kept, axis=1)
         position, total = self._place(weights, uniform, "LessOrEqual")
-        column = nodes("Where", self._is_drawn, position, _first(nodes, columns, 1))
+        column = nodes("Where", self._is_drawn, position, _first_columns(nodes, columns, 1))
         weight = nodes("GatherElements", weights, column, axis=1)
         count = nodes("ReduceSum", self._ones(nodes("Greater", kept, 0.0)), [1])
-        best = (_first(nodes, x, num_best(self._size)) for x in (kept, columns))
+        best = (_first_columns(nodes, x, num_best(self._size)) for x in (kept, columns))
         parts = (column, is_wrong, count, weight, total, *best)
         wide = [x if x is total else nodes("Cast", x, to=DOUBLE) for x in parts]
         summary = nodes("Concat", *wide, axis=1)
@@ -215,7 +217,7 @@ class TokenSampler:
         """Return the weights of sorted logits, 0 where a filter removes them. [1, C]"""
         nodes, settings = self._nodes, self._settings
         least = nodes("Gather", values, self._last, axis=1)
-        largest = _first(nodes, values, 1)
+        largest = _first_columns(nodes, values, 1)
         weights = nodes(
             "Exp", sampling_nodes.apply_temperature(nodes, values, largest, settings.temperature)
         )
@@ -258,5 +260,5 @@ class TokenSampler:
         return self._nodes("Cast", condition, to=FLOAT)
 
 
-def _first(nodes: GraphBuilder, row: ir.Value, count: int) -> ir.Value:
+def _first_columns(nodes: GraphBuilder, row: ir.Value, count: int) -> ir.Value:
     return nodes("Slice", row, [0], [count], [1])

@@ -84,7 +84,9 @@ def strip_metadata(model: ir.Model) -> None:
     for value in _values(model.graph):
         value.metadata_props.clear()
         if value.shape is not None:
-            dims = [d if isinstance(d, int) else _renamed(str(d), symbol) for d in value.shape]
+            dims = [
+                d if isinstance(d, int) else _rename_dimension(str(d), symbol) for d in value.shape
+            ]
             value.shape = ir.Shape(dims)
 
 
@@ -114,7 +116,7 @@ def replace_shape_fills(model: ir.Model) -> None:
     graph = model.graph
     for node in [n for n in graph if n.op_type == "Shape"]:
         for user, _ in list(node.outputs[0].uses()):
-            value, output = _filling(user), user.outputs[0]
+            value, output = _fill_value(user), user.outputs[0]
             shape = node.inputs[0].shape if node.inputs[0] is not None else None
             if value is None or shape is None or output.dtype is None:
                 continue
@@ -123,7 +125,7 @@ def replace_shape_fills(model: ir.Model) -> None:
             pattern = [1 if isinstance(d, int) else -1 for d in shape]
             if pattern.count(-1) != 1:
                 continue
-            rows = _rows_of_zeros(graph, user, pattern, output.dtype)
+            rows = _zeros_along(graph, user, pattern, output.dtype)
             fill = np.full(dims, value, output.dtype.numpy())
             filled = [rows, add_constant(graph, fill, f"{output.name}.fill")]
             total = insert_node(user, "Add", filled, f"{output.name}.filled", output)
@@ -131,7 +133,7 @@ def replace_shape_fills(model: ir.Model) -> None:
     passes.RemoveUnusedNodesPass()(model)
 
 
-def _filling(node: ir.Node) -> float | None:
+def _fill_value(node: ir.Node) -> float | None:
     """Return the scalar constant that a node fills a shape with, if any."""
     if node.op_type == "ConstantOfShape":
         value = node.attributes.get("value")
@@ -140,7 +142,7 @@ def _filling(node: ir.Node) -> float | None:
     return float(source.numpy().item()) if source is not None and source.size == 1 else None
 
 
-def _rows_of_zeros(
+def _zeros_along(
     graph: ir.Graph, before: ir.Node, pattern: list[int], dtype: ir.DataType
 ) -> ir.Value:
     """Return T zeros along the dimension that is -1 in `pattern`."""
@@ -187,13 +189,13 @@ def write_graphs(model: ir.Model, folder: Path, files: list[GraphFile], ops: str
     if fusion.is_fused(ops):
         fusion.fuse(model)
     for length in files:
-        variant = model.clone() if length.length is None else _fixed(model, length)
+        variant = model.clone() if length.length is None else _fix_length(model, length)
         isolate_norm_sums(variant.graph)
         check_devices(variant)
         ir.save(variant, folder / length.file(ops))
 
 
-def _fixed(model: ir.Model, length: GraphFile) -> ir.Model:
+def _fix_length(model: ir.Model, length: GraphFile) -> ir.Model:
     assert length.length is not None
     model = model.clone()
     graph = model.graph
@@ -202,8 +204,8 @@ def _fixed(model: ir.Model, length: GraphFile) -> ir.Model:
         graph.outputs[:] = graph.outputs[1:]
     for value in _values(graph):
         if value.shape is not None:
-            value.shape = ir.Shape([_at_length(d, length.length) for d in value.shape])
-    _fold_offsets(graph, length.length)
+            value.shape = ir.Shape([_dimension_at(d, length.length) for d in value.shape])
+    _fold_positions(graph, length.length)
     # The optimizer may not see the weights: it would fold their casts and copy them.
     onnxscript.optimizer.fold_constants(
         model, onnx_shape_inference=False, should_fold=lambda n: None if _is_small(n) else False
@@ -213,7 +215,7 @@ def _fixed(model: ir.Model, length: GraphFile) -> ir.Model:
     return model
 
 
-def _fold_offsets(graph: ir.Graph, length: int) -> None:
+def _fold_positions(graph: ir.Graph, length: int) -> None:
     """Replace the only values that depend on T alone: 0, 1 ... T-1, counted along the input.
 
     `TraceableModel` counts first of all; torch 2.13 with onnxscript 0.7.2 writes nodes in that
@@ -236,7 +238,7 @@ def _values(graph: ir.Graph) -> list[ir.Value]:
     return [*graph.inputs, *(value for node in graph for value in node.outputs)]
 
 
-def _renamed(dim: str, symbol: str) -> str | None:
+def _rename_dimension(dim: str, symbol: str) -> str | None:
     """Rename T and T + 1; ONNX Runtime fuses only values that are known to have one shape.
 
     Sums are spelled like that by torch 2.13 with onnxscript 0.7.2 and onnx-ir 1.0 to 1.1.
@@ -244,6 +246,6 @@ def _renamed(dim: str, symbol: str) -> str | None:
     return dim.replace(symbol, "T") if dim in (symbol, f"{symbol} + 1") else None
 
 
-def _at_length(dim: int | ir.SymbolicDim, length: int) -> int | None:
+def _dimension_at(dim: int | ir.SymbolicDim, length: int) -> int | None:
     lengths = {"T": length, "T + 1": length + 1, "R": length}
     return dim if isinstance(dim, int) else lengths.get(str(dim))

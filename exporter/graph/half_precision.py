@@ -30,11 +30,11 @@ _FOLDED = {"Cast", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze"}
 
 def convert_graph(model: ir.Model, kind: ir.DataType) -> None:
     """Convert a model's graph to a 16-bit type, in place."""
-    graph, casts = model.graph, _begun(model.graph, kind)
+    graph, casts = model.graph, _start(model.graph, kind)
     lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
     for node in lookups:
-        _narrow_table(node, casts)
-    for value in dict.fromkeys(map(_embedded, lookups)):
+        _dequantize_rows(node, casts)
+    for value in dict.fromkeys(map(_follow_embedding, lookups)):
         if value.dtype == _WIDE:
             users = list(value.uses())
             narrowed = casts.narrow(value)
@@ -43,14 +43,14 @@ def convert_graph(model: ir.Model, kind: ir.DataType) -> None:
     for node in list(graph):
         for output in node.outputs:
             if output.dtype is None:
-                output.dtype = _left_out(node)
+                output.dtype = _infer_type(node)
         _retype(node, casts)
-    _end(model, kind)
+    _finish(model, kind)
 
 
 def convert_caches(model: ir.Model, kind: ir.DataType) -> None:
     """Convert a model's caches to a 16-bit type; all but attention computes as before, in place."""
-    graph, casts = model.graph, _begun(model.graph, kind)
+    graph, casts = model.graph, _start(model.graph, kind)
     for node in list(graph):
         _retype(node, casts, node.op_type in _OF_CACHES)
     for value in graph.outputs[1:]:
@@ -59,19 +59,19 @@ def convert_caches(model: ir.Model, kind: ir.DataType) -> None:
                 f"a {value.producer().op_type} node computes the caches in "  # type: ignore[union-attr]
                 f"{value.dtype}; leave --cache out"
             )
-    _end(model, kind)
+    _finish(model, kind)
 
 
-def _begun(graph: ir.Graph, kind: ir.DataType) -> _Casts:
+def _start(graph: ir.Graph, kind: ir.DataType) -> _CastCache:
     """Convert caches and biases to the type, and return the casts of other values."""
     for value in graph.inputs:
         if value.dtype == _WIDE:
             value.dtype = kind
     _center_biases(graph)
-    return _Casts(graph, kind)
+    return _CastCache(graph, kind)
 
 
-def _end(model: ir.Model, kind: ir.DataType) -> None:
+def _finish(model: ir.Model, kind: ir.DataType) -> None:
     """Cast logits to float32, and remove unused nodes."""
     _widen_logits(model.graph, kind)
     passes.RemoveUnusedNodesPass()(model)
@@ -83,20 +83,20 @@ def _center_biases(graph: ir.Graph) -> None:
 
     Softmax is invariant to that, and 16 bits resolve positions near it.
     """
-    for bias in dict.fromkeys(filter(None, map(_bias, graph))):
+    for bias in dict.fromkeys(filter(None, map(_position_bias, graph))):
         users = list(bias.uses())
         past = next(value for value in graph.inputs if value.name == "past_length")
         here = ir.node("Gather", [bias, past], {"axis": -1})
         less = ir.node("Sub", [bias, here.outputs[0]])
         name = f"{bias.name}.centered"
-        centered = _put(graph, bias.producer(), less, bias, _WIDE, name)
-        _put(graph, bias.producer(), here, bias, _WIDE, f"{bias.name}.here")
+        centered = _insert(graph, bias.producer(), less, bias, _WIDE, name)
+        _insert(graph, bias.producer(), here, bias, _WIDE, f"{bias.name}.here")
         here.outputs[0].shape = None
         for user, index in users:
             user.replace_input_with(index, centered)
 
 
-def _bias(node: ir.Node) -> ir.Value | None:
+def _position_bias(node: ir.Node) -> ir.Value | None:
     """Return the position bias that a node adds to scores, [B, H, 1, S]."""
     bias = None
     if node.op_type == "GroupQueryAttention" and len(node.inputs) > 10:
@@ -119,7 +119,7 @@ def _is_lookup(node: ir.Node, ids: ir.Value) -> bool:
     return table is not None and _is_constant(table)
 
 
-def _narrow_table(lookup: ir.Node, casts: _Casts) -> None:
+def _dequantize_rows(lookup: ir.Node, casts: _CastCache) -> None:
     """Gather 16-bit rows from a table that is dequantized as a whole."""
     table = lookup.inputs[0]
     if table is not None and producer(table, "DequantizeLinear") is not None:
@@ -127,7 +127,7 @@ def _narrow_table(lookup: ir.Node, casts: _Casts) -> None:
         lookup.outputs[0].dtype = casts.kind
 
 
-def _embedded(lookup: ir.Node) -> ir.Value:
+def _follow_embedding(lookup: ir.Node) -> ir.Value:
     """Follow gathered rows through their casts and scales."""
     value = lookup.outputs[0]
     while len(users := [user for user, _ in value.uses()]) == 1:
@@ -141,14 +141,14 @@ def _embedded(lookup: ir.Node) -> ir.Value:
     return value
 
 
-def _left_out(node: ir.Node) -> ir.DataType | None:
+def _infer_type(node: ir.Node) -> ir.DataType | None:
     """Infer the type of a node's output that a rewrite left without one: usually its input's."""
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())
     return next((x.dtype for x in node.inputs if x is not None), None)
 
 
-def _retype(node: ir.Node, casts: _Casts, is_able: bool = True) -> None:
+def _retype(node: ir.Node, casts: _CastCache, is_able: bool = True) -> None:
     """Give a node's floats one type: the 16-bit type if one has it and the node supports it."""
     floats = [(i, x) for i, x in enumerate(node.inputs) if x is not None and _is_float(x)]
     read = {x.dtype for _, x in floats if not _is_constant(x)}
@@ -175,7 +175,7 @@ def _widen_logits(graph: ir.Graph, kind: ir.DataType) -> None:
         graph.outputs[0] = _cast(graph, logits, _WIDE, name)
 
 
-class _Casts:
+class _CastCache:
     """Values in the 16-bit type and in float32, each cast once."""
 
     def __init__(self, graph: ir.Graph, kind: ir.DataType) -> None:
@@ -203,7 +203,7 @@ class _Casts:
         name, node = f"{value.name}.{self.kind.name.lower()}", value.producer()
         tensor = value.const_value
         if tensor is not None and not isinstance(tensor, ir.ExternalTensor):
-            return add_constant(self._graph, _fitting(tensor.numpy(), self.kind), name)
+            return add_constant(self._graph, _cast_array(tensor.numpy(), self.kind), name)
         source = node.inputs[0] if node is not None else None
         if node is None or source is None or not _is_constant(value):
             return _cast(self._graph, value, self.kind, name)
@@ -213,15 +213,15 @@ class _Casts:
         # What floats it reads, and so what it makes, are the weight's, or the scales of integers.
         inputs = [x if x is None or not _is_float(x) else self.narrow(x) for x in node.inputs]
         narrow_node = ir.node(node.op_type, inputs, dict(node.attributes))
-        return _put(self._graph, node, narrow_node, value, self.kind, name)
+        return _insert(self._graph, node, narrow_node, value, self.kind, name)
 
 
 def _cast(graph: ir.Graph, value: ir.Value, kind: ir.DataType, name: str | None) -> ir.Value:
     node = ir.node("Cast", [value], {"to": kind})
-    return _put(graph, value.producer(), node, value, kind, name)
+    return _insert(graph, value.producer(), node, value, kind, name)
 
 
-def _put(
+def _insert(
     graph: ir.Graph,
     after: ir.Node | None,
     node: ir.Node,
@@ -239,7 +239,7 @@ def _put(
     return output
 
 
-def _fitting(array: np.ndarray, kind: ir.DataType) -> np.ndarray:
+def _cast_array(array: np.ndarray, kind: ir.DataType) -> np.ndarray:
     """Cast an array; finite values stay finite."""
     if kind == ir.DataType.FLOAT16:
         largest = np.finfo(np.float16).max

@@ -12,7 +12,7 @@ from .nodes import add_constant, insert_node
 
 INPUT = "logits_from"
 # What makes each row, [1, T, N], out of the same row; Reshape and Split as `_by_rows` says.
-_BY_ROWS = {
+_ROW_WISE = {
     "Abs", "Add", "Cast", "Clip", "Div", "Erf", "Exp", "Gelu", "LayerNormalization", "MatMul",
     "Max", "Min", "Mul", "Neg", "Pow", "RMSNormalization", "Reciprocal", "Relu", "Reshape",
     "Softplus", "Split", "Sqrt", "Sub", "Sum", "Tanh",
@@ -25,7 +25,7 @@ def add_logits_from(graph: ir.Graph) -> None:
     Earlier rows are dropped as soon as one value is all that logits depend on: behind the last
     layer's attention, if its matrices are plain.
     """
-    value, users = _narrowest(graph)
+    value, users = _narrowest_value(graph)
     first = ir.Value(name=INPUT, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
     graph.inputs.insert(2, first)
     end = add_constant(graph, np.array([np.iinfo(np.int64).max]), f"{INPUT}.end")
@@ -50,7 +50,7 @@ def remove_logits_from(graph: ir.Graph) -> None:
     graph.inputs.remove(first)
 
 
-def _narrowest(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
+def _narrowest_value(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
     """Find the first value that logits depend on alone, and the nodes between."""
     ways, users = {graph.outputs[0]}, set[ir.Node]()
     narrowest: tuple[ir.Value, set[ir.Node]] | None = None
@@ -59,7 +59,7 @@ def _narrowest(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
             continue
         read = {x for x in node.inputs if x is not None and not _is_constant(x)}
         elsewhere = {user for x in node.outputs for user, _ in x.uses()} - users
-        if elsewhere or not _by_rows(node) or not all(map(_is_rows, read)):
+        if elsewhere or not _is_row_wise(node) or not all(map(_has_rows, read)):
             break
         users.add(node)
         ways = ways - {*node.outputs} | read
@@ -70,8 +70,8 @@ def _narrowest(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
     return narrowest
 
 
-def _by_rows(node: ir.Node) -> bool:
-    if node.op_type not in _BY_ROWS or not all(map(_is_rows, node.outputs)):
+def _is_row_wise(node: ir.Node) -> bool:
+    if node.op_type not in _ROW_WISE or not all(map(_has_rows, node.outputs)):
         return False
     first, *others = (value for value in node.inputs if value is not None)
     if node.op_type == "Reshape":
@@ -82,7 +82,7 @@ def _by_rows(node: ir.Node) -> bool:
     return axis is None or axis.as_int() in (-1, 2)
 
 
-def _is_rows(value: ir.Value) -> bool:
+def _has_rows(value: ir.Value) -> bool:
     """Return True if a value is [1, T, N], as far as is known."""
     shape = value.shape
     return shape is None or (len(shape) == 3 and str(shape[1]) == "T")

@@ -29,7 +29,7 @@ def remove_transposes(graph: ir.Graph) -> None:
         _rotate_rows(graph, node)
     for node in [n for n in graph if n.op_type == "Transpose"]:
         before = producer(node.inputs[0], "Transpose")
-        if before is not None and _order(before) == SWAP == _order(node):
+        if before is not None and _permutation(before) == SWAP == _permutation(node):
             node.outputs[0].replace_all_uses_with(before.inputs[0])
     for node in [n for n in graph if n.op_type == "Reshape"]:
         _merge_reshapes(node)
@@ -39,8 +39,8 @@ def _rotate_rows(graph: ir.Graph, node: ir.Node) -> None:
     """Apply rotary embedding to [B, T, H * D] instead of [B, H, T, D] between transpositions."""
     before = producer(node.inputs[0], "Transpose")
     users = [user for user, _ in node.outputs[0].uses()]
-    swapped = all(user.op_type == "Transpose" and _order(user) == SWAP for user in users)
-    if before is None or _order(before) != SWAP or not users or not swapped:
+    swapped = all(user.op_type == "Transpose" and _permutation(user) == SWAP for user in users)
+    if before is None or _permutation(before) != SWAP or not users or not swapped:
         return
     rows = before.inputs[0]
     shape = rows.shape if rows is not None else None
@@ -84,22 +84,22 @@ def _reshape(graph: ir.Graph, before: ir.Node, value: ir.Value, dims: list[int])
     return reshaped
 
 
-def _order(node: ir.Node) -> list[int]:
+def _permutation(node: ir.Node) -> list[int]:
     return list(node.attributes["perm"].as_ints())
 
 
 def expand_sigmoids(model: ir.Model) -> None:
     """Replace every Sigmoid node in place; x * sigmoid(y) becomes x / (1 + exp(-y))."""
     # One after the other: a set would replace the Sigmoid before it sees the product behind it.
-    _rewrite(model, _product, lambda op, x, y: op.Div(x, _divisor(op, y)))
-    _rewrite(model, _sigmoid, lambda op, y: op.Reciprocal(_divisor(op, y)))
+    _rewrite(model, _swish, lambda op, x, y: op.Div(x, _denominator(op, y)))
+    _rewrite(model, _sigmoid, lambda op, y: op.Reciprocal(_denominator(op, y)))
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     DeduplicateInitializersPass(size_limit=1)(model)
 
 
 def fuse_sigmoids(model: ir.Model) -> None:
     """Replace the expanded form by Sigmoid in place, for types that round more than it errs."""
-    _rewrite(model, lambda op, x, y: op.Div(x, op.Add(op.Exp(op.Neg(y)), 1.0)), _product)
+    _rewrite(model, lambda op, x, y: op.Div(x, op.Add(op.Exp(op.Neg(y)), 1.0)), _swish)
     _rewrite(model, lambda op, y: op.Reciprocal(op.Add(op.Exp(op.Neg(y)), 1.0)), _sigmoid)
 
 
@@ -107,7 +107,7 @@ def _rewrite(model: ir.Model, pattern: Any, replacement: Any) -> None:
     RewriteRuleSet([RewriteRule(pattern, replacement)], commute=True).apply_to_model(model)
 
 
-def _product(op: Any, x: Any, y: Any) -> Any:
+def _swish(op: Any, x: Any, y: Any) -> Any:
     return op.Mul(x, op.Sigmoid(y))
 
 
@@ -115,5 +115,5 @@ def _sigmoid(op: Any, y: Any) -> Any:
     return op.Sigmoid(y)
 
 
-def _divisor(op: Any, y: Any) -> Any:
+def _denominator(op: Any, y: Any) -> Any:
     return op.Add(op.Exp(op.Neg(y)), op.Constant(value_float=1.0))

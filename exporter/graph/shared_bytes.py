@@ -16,7 +16,7 @@ import onnx_ir as ir
 from .nodes import GraphBuilder, producer
 
 
-class _Added(GraphBuilder):
+class _AppendingBuilder(GraphBuilder):
     """Builder that appends nodes to an existing graph, which is sorted afterwards."""
 
     def __init__(self, graph: ir.Graph, name: str) -> None:
@@ -37,24 +37,26 @@ class _Added(GraphBuilder):
 
 def share_int8_embeddings(graph: ir.Graph) -> None:
     """Let lookups read the matrix of the products, in place, where both use one int8 table."""
-    nodes = _Added(graph, "shared")
+    nodes = _AppendingBuilder(graph, "shared")
     blocks = MatMulNBitsRewriter(nodes)
-    lookups = [node for node in graph if node.op_type == "Gather" and _is_bytes(node.inputs[0])]
+    lookups = [
+        node for node in graph if node.op_type == "Gather" and _is_int8_table(node.inputs[0])
+    ]
     for table in dict.fromkeys(node.inputs[0] for node in lookups):
         assert table is not None
         for node in list(graph):
-            if _multiplies(node, table):
-                _replace(node, blocks)
-        rows = _as_multiplied(table)
+            if _is_product_with(node, table):
+                _replace_product(node, blocks)
+        rows = _product_matrix(table)
         if rows is None:
             continue
         for node in lookups:
             if node.inputs[0] is table:
-                _look_up(node, rows, nodes)
+                _replace_lookup(node, rows, nodes)
     graph.sort()
 
 
-def _is_bytes(value: ir.Value | None) -> bool:
+def _is_int8_table(value: ir.Value | None) -> bool:
     return (
         value is not None
         and value.dtype == ir.DataType.INT8
@@ -62,14 +64,14 @@ def _is_bytes(value: ir.Value | None) -> bool:
     )
 
 
-def _multiplies(node: ir.Node, table: ir.Value) -> bool:
+def _is_product_with(node: ir.Node, table: ir.Value) -> bool:
     """Return True if a node is a product with the transposed table."""
     widened = producer(node.inputs[1], "DequantizeLinear") if node.op_type == "MatMul" else None
     turned = producer(widened.inputs[0], "Transpose") if widened is not None else None
     return turned is not None and turned.inputs[0] is table
 
 
-def _replace(node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
+def _replace_product(node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
     output, name = node.outputs[0], node.outputs[0].name
     widened = node.inputs[1]
     product = blocks.rewrite(node)
@@ -80,10 +82,10 @@ def _replace(node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
     graph = node.graph
     assert graph is not None
     graph.remove(node, safe=True)
-    _drop(widened)
+    _remove_unused(widened)
 
 
-def _drop(value: ir.Value | None) -> None:
+def _remove_unused(value: ir.Value | None) -> None:
     """Remove the nodes of a value that nothing reads."""
     node = value.producer() if value is not None else None
     if node is None or any(output.uses() for output in node.outputs):
@@ -92,10 +94,10 @@ def _drop(value: ir.Value | None) -> None:
     assert node.graph is not None
     node.graph.remove(node, safe=True)
     for operand in inputs:
-        _drop(operand)
+        _remove_unused(operand)
 
 
-def _as_multiplied(table: ir.Value) -> ir.Value | None:
+def _product_matrix(table: ir.Value) -> ir.Value | None:
     """Return the matrix of the products, [V, blocks, 32]; None if there is no product."""
     for user, _ in table.uses():
         value = user.outputs[0] if user.op_type == "Cast" else None
@@ -107,7 +109,7 @@ def _as_multiplied(table: ir.Value) -> ir.Value | None:
     return None
 
 
-def _look_up(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
+def _replace_lookup(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
     """Gather unsigned rows in place of signed ones, which one cast reads."""
     table, ids = node.inputs
     assert table is not None
@@ -153,7 +155,7 @@ class MatMulNBitsRewriter:
         turned = producer(matrix, "Transpose")
         source = turned.inputs[0] if turned is not None else matrix
         assert source is not None
-        rows, columns = _shape(source)[:: -1 if turned is not None else 1]
+        rows, columns = _static_shape(source)[:: -1 if turned is not None else 1]
         if (source, scales) not in self._made:
             self._made[source, scales] = self._blocks(source, scales, rows, columns, turned is None)
         sizes = {"K": rows, "N": columns, "bits": 8, "block_size": BLOCK}
@@ -179,6 +181,6 @@ class MatMulNBitsRewriter:
         return blocks, nodes("Expand", nodes("Unsqueeze", scales, [1]), [columns, count])
 
 
-def _shape(value: ir.Value) -> list[int]:
+def _static_shape(value: ir.Value) -> list[int]:
     assert value.shape is not None
     return [int(size) for size in value.shape]  # type: ignore[arg-type]

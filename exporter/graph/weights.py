@@ -80,13 +80,15 @@ class WeightsFile:
         fold_transposes(graph)
         share_tied_embedding(graph)
         stored: dict[ir.ExternalTensor, ir.Value] = {}
-        for value in list(_large(graph)):
+        for value in list(_large_initializers(graph)):
             location = self._put(_array(value), value.name or "")
             if location in stored:
                 value.replace_all_uses_with(stored[location])
             else:
                 shape = ir.Shape(_array(value).shape)
-                stored[location] = _stored(graph, value, view_tensor(location, shape, value.name))
+                stored[location] = _externalize(
+                    graph, value, view_tensor(location, shape, value.name)
+                )
         fold_reshapes(graph)
         cast_gathered_rows(graph)
         drop_unused(graph)
@@ -96,13 +98,13 @@ class WeightsFile:
         source = self._sources.find(array)
         owned = array if array.flags.writeable or source is not None else array.copy()
         tensor = torch.from_numpy(owned) if source is None else source
-        dtype = self._dtype if _holds(self._dtype, tensor) else torch.float32
+        dtype = self._dtype if _represents(self._dtype, tensor) else torch.float32
         shape = tuple(tensor.shape)
         key: Any = (tensor.data_ptr(), shape, tensor.stride())
         if source is None:
             digest = hashlib.sha256()
             for piece in chunks(tensor, dtype):
-                digest.update(_bytes(piece))
+                digest.update(_as_bytes(piece))
             key = (digest.digest(), dtype, shape)
         if key not in self._places:
             kind = next(k for d, k in STORED.values() if d == dtype)
@@ -122,7 +124,7 @@ class WeightsFile:
                 raise ExportError(
                     f"{name} has values that are NaN; the checkpoint is damaged: download it again"
                 )
-            self._file.write(_bytes(piece))
+            self._file.write(_as_bytes(piece))
         return self._file.size - start
 
 
@@ -233,7 +235,7 @@ def share_tied_embedding(graph: ir.Graph) -> None:
     for table in [n.inputs[0] for n in graph if n.op_type == "Gather"]:
         if table is None or not table.is_initializer():
             continue
-        for other in list(_large(graph)):
+        for other in list(_large_initializers(graph)):
             if other is not table and _is_transposed(_array(other), _array(table)):
                 name = f"{table.name}.transposed"
                 shared = insert_node(graph[0], "Transpose", [table], name, other, perm=[1, 0])
@@ -248,7 +250,7 @@ def drop_unused(graph: ir.Graph) -> None:
             del graph.initializers[name]
 
 
-def _large(graph: ir.Graph) -> Iterator[ir.Value]:
+def _large_initializers(graph: ir.Graph) -> Iterator[ir.Value]:
     for value in graph.initializers.values():
         tensor = value.const_value
         assert tensor is not None
@@ -269,7 +271,7 @@ def _is_transposed(other: np.ndarray, table: np.ndarray) -> bool:
     return same or (other[0, 0] == table[0, 0] and np.array_equal(table.T, other))
 
 
-def _holds(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+def _represents(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
     if tensor.dtype == dtype or dtype == torch.float32:
         return True
     widened = chunks(tensor, torch.float32)
@@ -285,11 +287,11 @@ def chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         yield strip.contiguous().to(dtype)
 
 
-def _bytes(piece: torch.Tensor) -> memoryview:
+def _as_bytes(piece: torch.Tensor) -> memoryview:
     return memoryview(piece.reshape(-1).view(torch.uint8).numpy())
 
 
-def _stored(graph: ir.Graph, value: ir.Value, tensor: ir.ExternalTensor) -> ir.Value:
+def _externalize(graph: ir.Graph, value: ir.Value, tensor: ir.ExternalTensor) -> ir.Value:
     """Point an initializer at the file; return the float32 value that the graph uses."""
     if tensor.dtype == ir.DataType.FLOAT:
         value.const_value = tensor

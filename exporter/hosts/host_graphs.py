@@ -36,7 +36,7 @@ Golden = Callable[[Bundle, Sequence[int]], str]
 
 
 @dataclass(frozen=True)
-class _Made:
+class _HostGraphFile:
     """Host graph with its file, its name and its K."""
 
     model: ir.Model
@@ -72,7 +72,7 @@ def embed(
     """
     source = Bundle.read(store.find_bundle(bundle))
     store.verify_large_files(source)
-    making = _Making([*num_draft_tokens], layout, golden)
+    making = _Embedding([*num_draft_tokens], layout, golden)
     if output is None:
         if source.folder.resolve() == store.embedded_folder().resolve():
             raise ExportError("the embedded pair is a part of specedge; give --output FOLDER")
@@ -86,7 +86,7 @@ def embed(
 
 
 @dataclass(frozen=True)
-class _Making:
+class _Embedding:
     """Options of an embedding."""
 
     num_draft_tokens: list[int]
@@ -110,13 +110,15 @@ class _Making:
         host_graphs = None
         if bundle.draft is None:
             model = plain_round(bundle.folder, bundle, ops["target"])
-            host_graphs = [_Made(model, "round.onnx", "round", PLAIN_K)]
+            host_graphs = [_HostGraphFile(model, "round.onnx", "round", PLAIN_K)]
         elif self.layout != "split":
-            host_graphs = _fused(bundle, ks, ops, self.layout == "auto")
-        host_graphs = host_graphs or _split(bundle, ops)
+            host_graphs = _fused_rounds(bundle, ks, ops, self.layout == "auto")
+        host_graphs = host_graphs or _split_round(bundle, ops)
         text = tokenizer_graphs(bundle.path(bundle.tokenizer))
         if not isinstance(text, str):
-            host_graphs += [_Made(model, f"{name}.onnx", name) for name, model in text.items()]
+            host_graphs += [
+                _HostGraphFile(model, f"{name}.onnx", name) for name, model in text.items()
+            ]
         has_integers = any(
             model.weights_dtype in QUANTIZED_DTYPES for model in bundle.models.values()
         )
@@ -124,7 +126,7 @@ class _Making:
         kind = "experts" if _has_experts(bundle, ops) else kind
         hosts = HostFiles(
             ops["target"],
-            tuple(map(_entry, host_graphs)),
+            tuple(map(_host_graph_entry, host_graphs)),
             GOLDEN if self.golden else None,
             text if isinstance(text, str) else None,
             BYTES_OPTIONS if has_integers else SESSION_OPTIONS,
@@ -151,15 +153,17 @@ def _has_experts(bundle: Bundle, ops: Mapping[str, str]) -> bool:
     return any("QMoE" in readers for weight in weights for _, readers in weight.forms)
 
 
-def _fused(
+def _fused_rounds(
     bundle: Bundle, ks: Iterable[int], ops: Mapping[str, str], or_none: bool
-) -> list[_Made] | None:
+) -> list[_HostGraphFile] | None:
     """Return fused rounds; None or an ExportError if they are impossible."""
     try:
         if why := check_fused(bundle):
             raise ExportError(why)
         return [
-            _Made(fused_round(bundle.folder, bundle, k, ops), _file(bundle, k), "round", k)
+            _HostGraphFile(
+                fused_round(bundle.folder, bundle, k, ops), _round_file(bundle, k), "round", k
+            )
             for k in ks
         ]
     except ExportError as error:
@@ -168,20 +172,20 @@ def _fused(
         raise ExportError(f"{error}; use --layout split") from error
 
 
-def _split(bundle: Bundle, ops: Mapping[str, str]) -> list[_Made]:
+def _split_round(bundle: Bundle, ops: Mapping[str, str]) -> list[_HostGraphFile]:
     return [
-        _Made(draft_graph(bundle.folder, bundle, ops["draft"]), "draft.onnx", "draft"),
-        _Made(accept_graph(bundle), "accept.onnx", "accept"),
+        _HostGraphFile(draft_graph(bundle.folder, bundle, ops["draft"]), "draft.onnx", "draft"),
+        _HostGraphFile(accept_graph(bundle), "accept.onnx", "accept"),
     ]
 
 
-def _file(bundle: Bundle, num_draft_tokens: int) -> str:
+def _round_file(bundle: Bundle, num_draft_tokens: int) -> str:
     is_default = num_draft_tokens == bundle.num_draft_tokens
     return "round.onnx" if is_default else f"round-{num_draft_tokens}.onnx"
 
 
 def _write(
-    bundle: Bundle, hosts: HostFiles, graphs: list[_Made], texts: Mapping[str, str]
+    bundle: Bundle, hosts: HostFiles, graphs: list[_HostGraphFile], texts: Mapping[str, str]
 ) -> Bundle:
     """Write the graphs, then the manifest, which never lists files that do not exist."""
     old = {*bundle.hosts.files} if bundle.hosts else set()
@@ -197,10 +201,10 @@ def _write(
             number = max(bundle.format, FIRST_FORMAT_WITH_HOSTS)
             new = replace(bundle, format=number, hosts=hosts, files=files | described)
             if old:
-                _put(without.to_json(), Path(work), bundle.folder)
+                _replace_manifest(without.to_json(), Path(work), bundle.folder)
             for file in described:
                 os.replace(Path(work, file), bundle.folder / file)
-            _put(new.to_json(), Path(work), bundle.folder)
+            _replace_manifest(new.to_json(), Path(work), bundle.folder)
     except OSError as error:
         raise ExportError(
             f"{bundle.folder} cannot be written to: {error.strerror}; give --output FOLDER"
@@ -210,18 +214,18 @@ def _write(
     return new.at(bundle.folder)
 
 
-def _put(manifest: str, work: Path, folder: Path) -> None:
+def _replace_manifest(manifest: str, work: Path, folder: Path) -> None:
     (work / MANIFEST).write_text(manifest, "utf-8")
     os.replace(work / MANIFEST, folder / MANIFEST)
 
 
-def _entry(host_graph: _Made) -> HostGraph:
+def _host_graph_entry(host_graph: _HostGraphFile) -> HostGraph:
     graph = host_graph.model.graph
-    signature = Signature(*(tuple(map(_tensor, x)) for x in (graph.inputs, graph.outputs)))
+    signature = Signature(*(tuple(map(_tensor_entry, x)) for x in (graph.inputs, graph.outputs)))
     return HostGraph(host_graph.name, host_graph.num_draft_tokens, signature, host_graph.file)
 
 
-def _tensor(value: ir.Value) -> TensorSpec:
+def _tensor_entry(value: ir.Value) -> TensorSpec:
     assert value.name is not None
     assert value.dtype is not None
     assert value.shape is not None

@@ -25,14 +25,14 @@ from . import sampling_nodes
 
 IR_VERSION = 10
 PLAIN_K = 1  # the smallest that a host's graph may have
-_SMALL = 8 << 20  # bytes of packed weights that each draft step may have of its own
+_MAX_PACKED_BYTES = 8 << 20  # bytes of packed weights that each draft step may have of its own
 
 
 def fused_round(
     root: Path, bundle: Bundle, num_draft_tokens: int, ops: Mapping[str, str]
 ) -> ir.Model:
     """Build the fused round over the weights files of the bundle in `root`."""
-    return _Round(root, bundle, num_draft_tokens, ops).model()
+    return _RoundBuilder(root, bundle, num_draft_tokens, ops).model()
 
 
 def plain_round(root: Path, bundle: Bundle, ops: str) -> ir.Model:
@@ -65,7 +65,7 @@ def plain_round(root: Path, bundle: Bundle, ops: str) -> ir.Model:
     return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
 
-class _Round:
+class _RoundBuilder:
     """Builder of a fused round."""
 
     def __init__(
@@ -169,10 +169,10 @@ def draft_step(
     uniform: ir.Value,
 ) -> DraftStep:
     """Feed tokens [1, N] to a copy of the draft model and choose the next one."""
-    fed = _known(nodes, tokens, bundle.draft_model, bundle.target.vocab_size)
+    fed = _replace_unknown(nodes, tokens, bundle.draft_model, bundle.target.vocab_size)
     last = nodes.constant([-1])
     outputs = copy({"input_ids": fed, "past_length": length, "logits_from": last} | buffers)
-    row = _draft_row(nodes, outputs["logits"], bundle, settings)
+    row = _draft_weights(nodes, outputs["logits"], bundle, settings)
     token = sampling_nodes.choose_token(nodes, row, uniform, settings)
     return DraftStep(
         token, row.weights, sampling_nodes.mark_seen(nodes, settings.seen, token), outputs
@@ -185,7 +185,7 @@ def check_fused(bundle: Bundle) -> str | None:
     if draft.context_length < bundle.target.context_length:
         return f"{draft.source.id} has a shorter context than the target, which one graph cannot do"
     weights = bundle.files[draft.weights].size
-    if draft.weights_dtype in QUANTIZED_DTYPES and weights > _SMALL:
+    if draft.weights_dtype in QUANTIZED_DTYPES and weights > _MAX_PACKED_BYTES:
         return (
             f"{draft.source.id} is in {draft.weights_dtype}: in one graph each step would hold "
             f"{weights >> 20} MB of weights of its own"
@@ -243,14 +243,16 @@ def vocabulary_logits(
     return nodes("Slice", rows_of_logits, [0], [model.vocab_size], [1])
 
 
-def _known(nodes: GraphBuilder, tokens: ir.Value, draft: ModelEntry, vocab_size: int) -> ir.Value:
+def _replace_unknown(
+    nodes: GraphBuilder, tokens: ir.Value, draft: ModelEntry, vocab_size: int
+) -> ir.Value:
     """Replace tokens that the draft model does not have by token 0."""
     if draft.vocab_size >= vocab_size:
         return tokens
     return nodes("Where", nodes("Less", tokens, draft.vocab_size), tokens, 0)
 
 
-def _draft_row(
+def _draft_weights(
     nodes: GraphBuilder, logits: ir.Value, bundle: Bundle, settings: sampling_nodes.SamplingInputs
 ) -> sampling_nodes.TokenWeights:
     """Map a draft's row to all tokens of the target. [1, 1, C]"""

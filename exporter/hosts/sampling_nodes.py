@@ -19,9 +19,9 @@ import onnx_ir as ir
 from ..graph.nodes import DOUBLE, END, FLOAT, INT, GraphBuilder
 
 _BUCKETS = 4096
-_DEEPEST = 104.0  # exp of less than minus this is 0 in float32
+_UNDERFLOW = 104.0  # exp of less than minus this is 0 in float32
 _LIMITS = np.finfo(np.float32)
-_MOST = np.array(np.inf, np.float32)
+_INFINITY = np.array(np.inf, np.float32)
 
 
 @dataclass(frozen=True)
@@ -56,29 +56,29 @@ def sampling_inputs(nodes: GraphBuilder, vocab_size: int) -> SamplingInputs:
     )
 
 
-def _some(nodes: GraphBuilder, rows: ir.Value, condition: ir.Value) -> ir.Value:
+def _columns_if(nodes: GraphBuilder, rows: ir.Value, condition: ir.Value) -> ir.Value:
     """Slice all columns where a condition [1] holds, else the first. -> [R, V or 1]"""
-    return nodes("Slice", rows, [0], _end(nodes, condition), [1])
+    return nodes("Slice", rows, [0], _end_if(nodes, condition), [1])
 
 
-def _end(nodes: GraphBuilder, condition: ir.Value) -> ir.Value:
+def _end_if(nodes: GraphBuilder, condition: ir.Value) -> ir.Value:
     return nodes("Where", condition, [END], [1])
 
 
-def _is_drawn(nodes: GraphBuilder, settings: SamplingInputs) -> ir.Value:
+def _is_sampled(nodes: GraphBuilder, settings: SamplingInputs) -> ir.Value:
     return nodes("Greater", settings.temperature, 0.0)
 
 
 def select_columns(nodes: GraphBuilder, weights: ir.Value, settings: SamplingInputs) -> ir.Value:
     """Slice the columns that exist at this temperature. [R, V] -> [R, C]"""
-    return _some(nodes, weights, _is_drawn(nodes, settings))
+    return _columns_if(nodes, weights, _is_sampled(nodes, settings))
 
 
 def restore_columns(
     nodes: GraphBuilder, weights: ir.Value, vocab_size: int, settings: SamplingInputs
 ) -> ir.Value:
     """Pad to all columns, without meaning at temperature 0. [R, C] -> [R, V]"""
-    missing = nodes("Where", _is_drawn(nodes, settings), [0], [vocab_size - 1])
+    missing = nodes("Where", _is_sampled(nodes, settings), [0], [vocab_size - 1])
     return nodes("Pad", weights, nodes("Concat", [0, 0, 0], missing, axis=0))
 
 
@@ -93,7 +93,7 @@ def seen_before_each(nodes: GraphBuilder, tokens: ir.Value, settings: SamplingIn
     The first column alone if no penalty applies. [K, 1] -> [K + 1, V or 1]
     """
     is_on = _has_penalty(nodes, settings)
-    before = nodes("Cast", _some(nodes, settings.seen, is_on), to=FLOAT)
+    before = nodes("Cast", _columns_if(nodes, settings.seen, is_on), to=FLOAT)
     places = nodes("Where", is_on, tokens, 0)
     zeros = nodes("Mul", nodes("Cast", places, to=FLOAT), 0.0)
     rows = nodes("Add", nodes("Mul", before, 0.0), zeros)
@@ -124,9 +124,9 @@ def _penalize(
 ) -> ir.Value:
     """Apply the penalty where it is not 1."""
     is_on = _has_penalty(nodes, settings)
-    some, seen = (_some(nodes, x, is_on) for x in (logits, seen))
+    some, seen = (_columns_if(nodes, x, is_on) for x in (logits, seen))
     changed = apply_penalty(nodes, some, seen, settings.penalty)
-    rest = nodes("Slice", logits, _end(nodes, is_on), [END], [1])
+    rest = nodes("Slice", logits, _end_if(nodes, is_on), [END], [1])
     return nodes("Concat", changed, rest, axis=1)
 
 
@@ -148,15 +148,15 @@ def _weights(
     nodes: GraphBuilder, logits: ir.Value, vocab_size: int, settings: SamplingInputs, is_one: bool
 ) -> ir.Value:
     """Return weights, 1 for the most probable token. [R, V] -> [R, C]"""
-    is_drawn = _is_drawn(nodes, settings)
-    logits = _some(nodes, logits, is_drawn)
+    is_drawn = _is_sampled(nodes, settings)
+    logits = _columns_if(nodes, logits, is_drawn)
     top_k, top_p, min_p = settings.top_k, settings.top_p, settings.min_p
     is_few = nodes("And", nodes("Greater", top_k, 0), nodes("Less", top_k, vocab_size))
     is_few = nodes("And", is_few, is_drawn)
-    some = _some(nodes, logits, is_few)
+    some = _columns_if(nodes, logits, is_few)
     best = nodes("TopK", some, nodes("Where", is_few, top_k, 1), sorted=0, num_outputs=2)
     is_less = nodes("Less", some, nodes("ReduceMin", best, [1]))
-    largest = nodes("Where", is_less, _MOST, nodes("ReduceMax", logits, [1]))
+    largest = nodes("Where", is_less, _INFINITY, nodes("ReduceMax", logits, [1]))
     heights = apply_temperature(nodes, logits, largest, settings.temperature)
     is_cut = nodes("And", nodes("Less", top_p, np.ones(1)), is_drawn)
     drawn = nodes("Mul", nodes("Exp", heights), _nucleus(nodes, heights, top_p, is_cut, is_one))
@@ -187,12 +187,12 @@ def _nucleus(
     Weights are summed in buckets of their heights. In the bucket where the sums reach the share the
     largest come first, a few tokens of a row that is not flat.
     """
-    lowest = nodes("Where", is_on, -_DEEPEST, 0.0)
-    heights = nodes("Max", _some(nodes, heights, is_on), lowest)
+    lowest = nodes("Where", is_on, -_UNDERFLOW, 0.0)
+    heights = nodes("Max", _columns_if(nodes, heights, is_on), lowest)
     drawn = nodes("Exp", heights)
     wide = nodes("Cast", drawn, to=DOUBLE)
-    places = nodes("Cast", nodes("Mul", heights, (1 - _BUCKETS) / _DEEPEST), to=INT)
-    empty = _some(nodes, nodes.constant(np.zeros((1, _BUCKETS))), is_on)
+    places = nodes("Cast", nodes("Mul", heights, (1 - _BUCKETS) / _UNDERFLOW), to=INT)
+    empty = _columns_if(nodes, nodes.constant(np.zeros((1, _BUCKETS))), is_on)
     if not is_one:
         empty = nodes("Mul", nodes("Slice", wide, [0], [1], [1]), empty)
     sums = nodes("ScatterElements", empty, places, wide, axis=1, reduction="add")
@@ -216,7 +216,7 @@ def _nucleus(
     return nodes("ScatterElements", kept, columns, last, axis=1, reduction="max")
 
 
-def _totals(nodes: GraphBuilder, rows: ir.Value) -> ir.Value:
+def _row_sums(nodes: GraphBuilder, rows: ir.Value) -> ir.Value:
     """Sum each row in double. [R, C] -> [R, 1]"""
     return nodes("ReduceSum", nodes("Cast", rows, to=DOUBLE), [1])
 
@@ -225,11 +225,11 @@ def choose_token(
     nodes: GraphBuilder, row: TokenWeights, uniform: ir.Value, settings: SamplingInputs
 ) -> ir.Value:
     """Take the most probable token at temperature 0, else sample. 1 row, [1] -> [1, 1]"""
-    drawn = _draw(nodes, row.weights, uniform)
-    return nodes("Where", _is_drawn(nodes, settings), drawn, row.likeliest)
+    drawn = _sample(nodes, row.weights, uniform)
+    return nodes("Where", _is_sampled(nodes, settings), drawn, row.likeliest)
 
 
-def _draw(nodes: GraphBuilder, weights: ir.Value, uniform: ir.Value) -> ir.Value:
+def _sample(nodes: GraphBuilder, weights: ir.Value, uniform: ir.Value) -> ir.Value:
     """Find the first token where weights sum to more than a share. [1, C], [1] -> [1, 1]"""
     sums = nodes("CumSum", nodes("Cast", weights, to=DOUBLE), np.array(1))
     # All of the largest number below 1 is below all of 1, so some sum is above.
@@ -254,14 +254,14 @@ def accept_tokens(
 
     drafted [K, 1], draft_weights [K, C], target of K + 1 rows, tests [K] and last [1] in double
     """
-    totals, draft_totals = _totals(nodes, target.weights), _totals(nodes, draft_weights)
-    is_drawn = _is_drawn(nodes, settings)
+    totals, draft_totals = _row_sums(nodes, target.weights), _row_sums(nodes, draft_weights)
+    is_drawn = _is_sampled(nodes, settings)
     places = nodes("Where", is_drawn, drafted, 0)
     judged, judged_totals, likeliest = (
         nodes("Slice", x, [0], [-1], [0]) for x in (target.weights, totals, target.likeliest)
     )
-    t = _share(nodes, judged, judged_totals, places)
-    d = _share(nodes, draft_weights, draft_totals, places)
+    t = _probability(nodes, judged, judged_totals, places)
+    d = _probability(nodes, draft_weights, draft_totals, places)
     passed = nodes("Less", nodes("Mul", nodes("Unsqueeze", tests, [1]), d), t)
     passed = nodes("Or", passed, nodes("Not", is_drawn))
     is_likeliest = nodes("Or", nodes("Equal", drafted, likeliest), is_drawn)
@@ -282,7 +282,9 @@ def accept_tokens(
     return accepted, choose_token(nodes, drawn_from, last, settings)
 
 
-def _share(nodes: GraphBuilder, rows: ir.Value, totals: ir.Value, tokens: ir.Value) -> ir.Value:
+def _probability(
+    nodes: GraphBuilder, rows: ir.Value, totals: ir.Value, tokens: ir.Value
+) -> ir.Value:
     """Return the probability of a token of each row. [K, C], [K, 1], [K, 1] -> [K, 1]"""
     weight = nodes("Cast", nodes("GatherElements", rows, tokens, axis=1), to=DOUBLE)
     return nodes("Div", weight, totals)

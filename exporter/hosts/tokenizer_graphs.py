@@ -50,33 +50,31 @@ def tokenizer_graphs(tokenizer_file: Path) -> dict[str, ir.Model] | str:
     settings = json.loads(text)
     # The library takes a token a line.
     tokens = [tokenizer.id_to_token(i) or "\n" for i in range(tokenizer.get_vocab_size())]
-    if settings["model"]["type"] != "BPE" or not _is_of_bytes(settings):
+    if settings["model"]["type"] != "BPE" or not _is_byte_level(settings):
         return "the tokenizer is not a BPE of bytes"
     if any("\n" in token for token in tokens):
         return "the tokenizer has ids without a token, or a token with a line break"
     special = {token["id"] for token in settings["added_tokens"] if token["special"]}
-    models = {"encode": _encode(settings), "decode": _decode(settings, tokens, special)}
-    sessions = {
-        name: _opened(model, extensions.get_library_path()) for name, model in models.items()
-    }
+    models = {"encode": _encoder(settings), "decode": _decoder(settings, tokens, special)}
+    sessions = {name: _open(model, extensions.get_library_path()) for name, model in models.items()}
     # What a user writes is text, even where it spells a special token.
     tokenizer.encode_special_tokens = True
     added = [token["content"] for token in settings["added_tokens"]]
-    return _difference(tokenizer, sessions["encode"], sessions["decode"], added) or models
+    return _find_difference(tokenizer, sessions["encode"], sessions["decode"], added) or models
 
 
-def _opened(model: ir.Model, library: str) -> ort.InferenceSession:
+def _open(model: ir.Model, library: str) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.register_custom_ops_library(library)
     return open_session(ir.to_proto(model).SerializeToString(), options)
 
 
-def _is_of_bytes(settings: dict[str, Any]) -> bool:
+def _is_byte_level(settings: dict[str, Any]) -> bool:
     """Return True if the decoder joins tokens whose characters stand for bytes, and no more."""
     return (settings.get("decoder") or {}).get("type") == "ByteLevel"
 
 
-def _encode(settings: dict[str, Any]) -> ir.Model:
+def _encoder(settings: dict[str, Any]) -> ir.Model:
     """Build the encoder: text [1] -> tokens [1, N], without added tokens.
 
     The library loses the end of a text that begins like an added token.
@@ -84,22 +82,22 @@ def _encode(settings: dict[str, Any]) -> ir.Model:
     plain = json.dumps(settings | {"added_tokens": []}, ensure_ascii=False)
     config = json.dumps({"tokenizer_class": "GPT2Tokenizer"})
     attributes = {"tokenizer_vocab": plain, "tokenizer_config": config}
-    return _model("HfJsonTokenizer", attributes, ("text", [1]), ("tokens", [1, "N"]))
+    return _single_node_model("HfJsonTokenizer", attributes, ("text", [1]), ("tokens", [1, "N"]))
 
 
-def _decode(settings: dict[str, Any], tokens: list[str], special: set[int]) -> ir.Model:
+def _decoder(settings: dict[str, Any], tokens: list[str], special: set[int]) -> ir.Model:
     """Build the decoder: tokens [N] -> text [1], without special tokens, of any bytes."""
     attributes = {
         "id_vocab": "\n".join(tokens),
-        "byte_decoder": "\n".join(f"{ord(c)}\t{byte}" for byte, c in _characters().items()),
+        "byte_decoder": "\n".join(f"{ord(c)}\t{byte}" for byte, c in _byte_characters().items()),
         "added_tokens": "\n".join(f"{t['id']}\t{t['content']}" for t in settings["added_tokens"]),
         "all_special_ids": "\n".join(map(str, sorted(special))),
         "skip_special_tokens": 1,
     }
-    return _model("BpeDecoder", attributes, ("tokens", ["N"]), ("text", [1]))
+    return _single_node_model("BpeDecoder", attributes, ("tokens", ["N"]), ("text", [1]))
 
 
-def _model(
+def _single_node_model(
     op_type: str,
     attributes: dict[str, Any],
     model_input: tuple[str, list[int | str]],
@@ -116,14 +114,14 @@ def _model(
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
-def _characters() -> dict[int, str]:
+def _byte_characters() -> dict[int, str]:
     """Return the character of each byte in a token: printable ones are themselves (GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-def _difference(
+def _find_difference(
     tokenizer: Tokenizer,
     encode: ort.InferenceSession,
     decode: ort.InferenceSession,
@@ -138,18 +136,18 @@ def _difference(
         shown = text if len(text) < 60 else text[:57] + "..."
         if actual[0].tolist() != expected:
             return f"onnxruntime-extensions gives other tokens for {shown!a}"
-        if _decoded(decode, expected) != tokenizer.decode(expected):
+        if _run_decoder(decode, expected) != tokenizer.decode(expected):
             return f"onnxruntime-extensions gives another text for the tokens of {shown!a}"
     # Half a character is U+FFFD here and bytes there, and text ends at NUL there.
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
     whole = [i for i, text in texts.items() if not {"\ufffd", "\0"} & {*text}]
     for start in range(0, len(whole), _BATCH):
         tokens = whole[start : start + _BATCH]
-        if _decoded(decode, tokens) != tokenizer.decode(tokens):
+        if _run_decoder(decode, tokens) != tokenizer.decode(tokens):
             return f"onnxruntime-extensions gives another text for one of tokens {tokens[0]} on"
     return None
 
 
-def _decoded(decode: ort.InferenceSession, tokens: list[int]) -> str:
+def _run_decoder(decode: ort.InferenceSession, tokens: list[int]) -> str:
     (text,) = decode.run(None, {"tokens": np.array(tokens, np.int64)})
     return str(text[0])

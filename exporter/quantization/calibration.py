@@ -149,7 +149,7 @@ def visit_inputs(
 
     try:
         runner = Runner(decoder.parent, [_DECODER], geometry, ops)
-        passes = [PassAction("decoder", text, 0, told=told) for text in texts]
+        passes = [PassAction("decoder", text, 0, on_outputs=told) for text in texts]
         noise = FillNoise(0, geometry.capacity)
         runner.run([], ended, through=[noise, *passes])
     finally:

@@ -13,35 +13,35 @@ from specedge.errors import PairError
 
 TokenizerSettings = dict[str, Any]
 
-_CURE = "choose a draft of the target's family"
+_ADVICE = "choose a draft of the target's family"
 _PARTS = {"normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer"}
 _RULES = {"post_processor": "adds other special tokens to a prompt", "decoder": "decodes otherwise"}
 
 
 def compare(target: TokenizerSettings, draft: TokenizerSettings) -> list[str]:
     """Return notes of harmless differences. Raises PairError for others."""
-    added = _added(target).keys() | _added(draft).keys()
-    _same_vocabulary(_ordinary(target, added), _ordinary(draft, added))
-    _same_model(target["model"], draft["model"])
+    added = _added_tokens(target).keys() | _added_tokens(draft).keys()
+    _check_vocabulary(_ordinary_tokens(target, added), _ordinary_tokens(draft, added))
+    _check_model(target["model"], draft["model"])
     for key, name in _PARTS.items():
         ours, theirs = (_without_offsets(x.get(key)) for x in (target, draft))
         if ours != theirs:
             raise PairError(
-                f"draft and target have different {name}s: {_example(ours, theirs)}; {_CURE}"
+                f"draft and target have different {name}s: {_show_both(ours, theirs)}; {_ADVICE}"
             )
     notes = [
         f"the draft {difference}; the target's rule"
         for key, difference in _RULES.items()
         if target.get(key) != draft.get(key)
     ]
-    return _added_differences(target, draft, added) + notes
+    return _describe_added(target, draft, added) + notes
 
 
-def _added(settings: TokenizerSettings) -> dict[int, dict[str, Any]]:
+def _added_tokens(settings: TokenizerSettings) -> dict[int, dict[str, Any]]:
     return {entry["id"]: entry for entry in settings.get("added_tokens") or []}
 
 
-def _entries(settings: TokenizerSettings) -> dict[str, tuple[Any, ...]]:
+def _vocabulary(settings: TokenizerSettings) -> dict[str, tuple[Any, ...]]:
     """Return each token of the model with its id, for unigram models with its score too."""
     vocab = settings["model"].get("vocab") or {}
     if isinstance(vocab, dict):
@@ -49,12 +49,12 @@ def _entries(settings: TokenizerSettings) -> dict[str, tuple[Any, ...]]:
     return {token: (id_, score) for id_, (token, score) in enumerate(vocab)}
 
 
-def _ordinary(settings: TokenizerSettings, added: set[int]) -> dict[str, tuple[Any, ...]]:
+def _ordinary_tokens(settings: TokenizerSettings, added: set[int]) -> dict[str, tuple[Any, ...]]:
     """Return the tokens whose ids are added tokens in neither tokenizer."""
-    return {token: entry for token, entry in _entries(settings).items() if entry[0] not in added}
+    return {token: entry for token, entry in _vocabulary(settings).items() if entry[0] not in added}
 
 
-def _same_vocabulary(ours: dict[str, tuple[Any, ...]], theirs: dict[str, tuple[Any, ...]]) -> None:
+def _check_vocabulary(ours: dict[str, tuple[Any, ...]], theirs: dict[str, tuple[Any, ...]]) -> None:
     if ours == theirs:
         return
     token = min(
@@ -67,11 +67,11 @@ def _same_vocabulary(ours: dict[str, tuple[Any, ...]], theirs: dict[str, tuple[A
     ]
     raise PairError(
         f"draft and target have different vocabularies: {token!r} {texts[0]} in the target's "
-        f"({len(ours)} ordinary tokens) and {texts[1]} in the draft's ({len(theirs)}); {_CURE}"
+        f"({len(ours)} ordinary tokens) and {texts[1]} in the draft's ({len(theirs)}); {_ADVICE}"
     )
 
 
-def _same_model(ours: TokenizerSettings, theirs: TokenizerSettings) -> None:
+def _check_model(ours: TokenizerSettings, theirs: TokenizerSettings) -> None:
     a, b = ours.get("merges") or [], theirs.get("merges") or []
     if a != b:
         at = next(
@@ -80,13 +80,13 @@ def _same_model(ours: TokenizerSettings, theirs: TokenizerSettings) -> None:
         merges = [m[at] if at < len(m) else "none" for m in (a, b)]
         raise PairError(
             f"draft and target have different merges: number {at} is {merges[0]} in the target's "
-            f"and {merges[1]} in the draft's; {_CURE}"
+            f"and {merges[1]} in the draft's; {_ADVICE}"
         )
     for key in sorted((ours.keys() | theirs.keys()) - {"merges", "vocab"}):
         # None, false and "" all mean that there is no such thing.
         if (x := ours.get(key) or None) != (y := theirs.get(key) or None):
             raise PairError(
-                f"draft and target tokenize differently: {key}, {_example(x, y)}; {_CURE}"
+                f"draft and target tokenize differently: {key}, {_show_both(x, y)}; {_ADVICE}"
             )
 
 
@@ -99,16 +99,19 @@ def _without_offsets(value: Any) -> Any:
     return value
 
 
-def _example(ours: Any, theirs: Any) -> str:
+def _show_both(ours: Any, theirs: Any) -> str:
     shown = [json.dumps(value, ensure_ascii=False)[:100] for value in (ours, theirs)]
     return f"{shown[0]} in the target's and {shown[1]} in the draft's"
 
 
-def _added_differences(
+def _describe_added(
     target: TokenizerSettings, draft: TokenizerSettings, added: set[int]
 ) -> list[str]:
     """Describe differences of the added tokens, with counts and examples."""
-    names, flags = [_names(s) for s in (target, draft)], [_added(s) for s in (target, draft)]
+    names, flags = (
+        [_token_names(s) for s in (target, draft)],
+        [_added_tokens(s) for s in (target, draft)],
+    )
     kinds: dict[str, list[str]] = {}
     for id_ in sorted(added):
         ours, theirs = (n.get(id_) for n in names)
@@ -132,6 +135,6 @@ def _added_differences(
     ]
 
 
-def _names(settings: TokenizerSettings) -> dict[int, str]:
-    names = {entry[0]: token for token, entry in _entries(settings).items()}
-    return names | {id_: entry["content"] for id_, entry in _added(settings).items()}
+def _token_names(settings: TokenizerSettings) -> dict[int, str]:
+    names = {entry[0]: token for token, entry in _vocabulary(settings).items()}
+    return names | {id_: entry["content"] for id_, entry in _added_tokens(settings).items()}

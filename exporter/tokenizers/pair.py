@@ -45,9 +45,9 @@ class TextMetadata:
 
 def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress) -> TextMetadata:
     """Check that both models tokenize ordinary text identically; note other differences."""
-    ours, template = _settings(target), _chat_template(target)
+    ours, template = _tokenizer_settings(target), _chat_template(target)
     if draft is not None:
-        for note in compatibility.compare(ours, _settings(draft)):
+        for note in compatibility.compare(ours, _tokenizer_settings(draft)):
             progress.note(note)
         if end_tokens(draft) != end_tokens(target):
             progress.note(
@@ -164,7 +164,7 @@ def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress
                 f"{DEFAULT_CONTEXT} tokens to save memory; --max-length changes that"
             )
         return min(positions, DEFAULT_CONTEXT)
-    positions = max(positions, _stretched(config, positions))
+    positions = max(positions, _scaled_positions(config, positions))
     if limit > positions:
         progress.note(
             f"{checkpoint.name} has {positions} positions, fewer than --max-length {limit}"
@@ -172,7 +172,7 @@ def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress
     return min(positions, limit)
 
 
-def _stretched(config: Any, positions: int) -> int:
+def _scaled_positions(config: Any, positions: int) -> int:
     """Return the positions that scaled rotary factors support, beyond those in the config."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor")
@@ -181,7 +181,7 @@ def _stretched(config: Any, positions: int) -> int:
     return int(factor * rope.get("original_max_position_embeddings", positions))
 
 
-def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
+def _tokenizer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     settings = json.loads(checkpoint.tokenizer.backend_tokenizer.to_str())
     settings["truncation"] = settings["padding"] = None
     return settings

@@ -21,7 +21,7 @@ from .. import internals
 
 OPSET = 24
 # What attention calls carry beside these changes nothing: dropout is off, the mask has the windows.
-_HARMLESS = {"dropout", "sliding_window", "is_causal", "use_cache", "position_ids"}
+_IGNORED_OPTIONS = {"dropout", "sliding_window", "is_causal", "use_cache", "position_ids"}
 _SAMPLES = 64
 
 
@@ -81,8 +81,8 @@ class BufferLayer(internals.FixedCacheLayer):
         """Write [B, G, T, D] rows and return what attention reads, for `gqa` just the rows."""
         now = current_pass()
         if now.ops == "onnx":
-            self.keys = _scatter(self.keys, key_states, now.past_length)
-            self.values = _scatter(self.values, value_states, now.past_length)
+            self.keys = _write_rows(self.keys, key_states, now.past_length)
+            self.values = _write_rows(self.values, value_states, now.past_length)
             return self.keys, self.values
         now.cache, now.written = self, (key_states, value_states)
         return now.written
@@ -103,18 +103,18 @@ def attention_mask(mask_function: Any, **unused: Any) -> torch.Tensor:
     if now.ops == "gqa":
         return torch.ones(1, 1, 1, 1, dtype=torch.bool)
     if now.ops == "none":
-        return _sampled(mask_function, now)
+        return _sample_mask(mask_function, now)
     queries = torch.cat((now.positions, now.positions[:, -1:]), 1)
-    return _evaluated(mask_function, queries, now.capacity)
+    return _evaluate_mask(mask_function, queries, now.capacity)
 
 
-def _sampled(mask_function: Any, now: TracedPass) -> torch.Tensor:
+def _sample_mask(mask_function: Any, now: TracedPass) -> torch.Tensor:
     """Evaluate the mask at some positions, which identify it; on the meta device as well."""
     samples = min(_SAMPLES, now.capacity)
     queries = torch.linspace(0, now.capacity - 1, samples).long()[None]
     device = now.past_length.device
     try:
-        seen = _evaluated(mask_function, queries, now.capacity)
+        seen = _evaluate_mask(mask_function, queries, now.capacity)
         window = detect_window(seen[0, 0], queries[0])
     except ExportError:
         if device.type != "meta":
@@ -126,7 +126,7 @@ def _sampled(mask_function: Any, now: TracedPass) -> torch.Tensor:
     return mask
 
 
-def _evaluated(mask_function: Any, queries: torch.Tensor, capacity: int) -> torch.Tensor:
+def _evaluate_mask(mask_function: Any, queries: torch.Tensor, capacity: int) -> torch.Tensor:
     zero = torch.zeros((), dtype=torch.long)
     keys = torch.arange(capacity)
     with internals.translate_internal_errors(
@@ -159,11 +159,13 @@ def attention(
     assert attention_mask is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if now.ops == "none":
-        now.layers.append(_observed(now, query, key, value, attention_mask))
+        now.layers.append(_observe_layer(now, query, key, value, attention_mask))
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
     softcap = float(softcap or 0)
     if now.ops == "gqa":
-        return _grouped(now, query, key, value, attention_mask, scale, softcap, s_aux, bias), None
+        return _group_query_attention(
+            now, query, key, value, attention_mask, scale, softcap, s_aux, bias
+        ), None
     query = torch.index_select(query, 2, now.rows)
     if bias is not None:
         attention_mask = torch.where(attention_mask, bias, float("-inf"))
@@ -172,7 +174,7 @@ def attention(
         shape, inputs = (*query.shape[:3], value.shape[3]), (query, key, value, attention_mask)
         output = onnx_operator("Attention", inputs, query, shape, scale=scale, **extra)
     else:
-        output = _with_sinks(query * scale, key, value, attention_mask, s_aux)
+        output = _attention_with_sinks(query * scale, key, value, attention_mask, s_aux)
     return output.transpose(1, 2)[:, :-1].contiguous(), None
 
 
@@ -184,7 +186,7 @@ def _check(
 ) -> None:
     """Refuse attention options that no graph can represent. Raises ExportError."""
     names = {name for name, value in options.items() if value is not None and value is not False}
-    if unknown := sorted(names - _HARMLESS):
+    if unknown := sorted(names - _IGNORED_OPTIONS):
         raise ExportError(f"the model's attention has {unknown[0]}, which is not supported")
     if mask is None:
         raise ExportError(
@@ -204,11 +206,11 @@ def onnx_operator(
     )
 
 
-def _scatter(buffer: torch.Tensor, rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+def _write_rows(buffer: torch.Tensor, rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     return onnx_operator("TensorScatter", (buffer, rows, start), buffer, buffer.shape, axis=2)
 
 
-def _with_sinks(
+def _attention_with_sinks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -226,7 +228,7 @@ def _with_sinks(
     return output.reshape(batch, heads, -1, value.shape[3])
 
 
-def _grouped(
+def _group_query_attention(
     now: TracedPass,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -276,7 +278,7 @@ def _grouped(
     return output[:, :-1].reshape(batch, -1, heads, size)
 
 
-def _observed(
+def _observe_layer(
     now: TracedPass, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> LayerAttention:
     windows = {window for window, _ in now.masks.values()}
@@ -305,7 +307,7 @@ class LayerAttention:
     value_size: int
     as_cached: bool  # whether it reads the cache's own keys and values
 
-    def obstacle(self) -> str | None:
+    def gqa_obstacle(self) -> str | None:
         """Return the reason why GroupQueryAttention cannot compute this; None if it can."""
         if self.window == OTHER_MASK:
             return "its attention mask is neither causal nor a window"

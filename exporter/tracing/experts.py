@@ -137,8 +137,10 @@ def prepare_experts(
         first, last = getattr(module, _FIRST), getattr(module, _LAST)
         routing = routing_weights(chosen, weights, len(first))
         if current_pass().ops == "gqa" and kind is not None:
-            return _sparse(first, last, experts.biases(), kind, rows, routing, chosen.shape[1])
-        return _dense(first, last, experts, rows, routing)
+            return _compute_sparse(
+                first, last, experts.biases(), kind, rows, routing, chosen.shape[1]
+            )
+        return _compute_dense(first, last, experts, rows, routing)
 
     return forward
 
@@ -149,7 +151,7 @@ def routing_weights(chosen: torch.Tensor, weights: torch.Tensor, number: int) ->
     return torch.where(hit, weights[..., None], 0.0).sum(1)
 
 
-def _dense(
+def _compute_dense(
     first: torch.Tensor,
     last: torch.Tensor,
     experts: ExpertsModule,
@@ -169,7 +171,7 @@ def _dense(
     return output if biases is None else output + torch.matmul(routing, biases[1])
 
 
-def _sparse(
+def _compute_sparse(
     first: torch.Tensor,
     last: torch.Tensor,
     biases: tuple[torch.Tensor, torch.Tensor] | None,

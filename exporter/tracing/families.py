@@ -34,8 +34,8 @@ def registered_functions(model: torch.nn.Module) -> Iterator[None]:
             stack.enter_context(internals.implementation(model, kind, NAME))
         for module in model.modules():
             if getattr(module, "use_alibi", False) or type(module).__name__ == "BloomModel":
-                stack.callback(_whole_alibi(_code(module)))
-            for method, replacement in _OWN_ATTENTION.get(type(module).__name__, {}).items():
+                stack.callback(_patch_alibi(_source_module(module)))
+            for method, replacement in _REPLACEMENTS.get(type(module).__name__, {}).items():
                 setattr(module, method, MethodType(replacement, module))
                 stack.callback(delattr, module, method)
         stack.enter_context(torch.no_grad())
@@ -71,12 +71,12 @@ def count_experts(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, int]
         yield counts
 
 
-def _code(module: Any) -> Any:
+def _source_module(module: Any) -> Any:
     """Return the Python module that defines a module's class."""
     return sys.modules[type(module).__module__]
 
 
-def _whole_alibi(code: Any) -> Callable[[], None]:
+def _patch_alibi(code: Any) -> Callable[[], None]:
     """Let a model build its biases for all rows of the cache, not for the new ones alone.
 
     Newer versions of bloom do so themselves.
@@ -127,7 +127,7 @@ def _falcon(
     """Replace Falcon's forward; with ALiBi the mask is a bias already."""
     query, key, value = _falcon_heads(self, self.query_key_value(hidden_states))
     if alibi is None:
-        rotate = _code(self).apply_rotary_pos_emb
+        rotate = _source_module(self).apply_rotary_pos_emb
         assert position_embeddings is not None
         query, key = rotate(query, key, *position_embeddings)
     key, value = layer_past.update(key, value, self.layer_idx)
@@ -173,7 +173,7 @@ def _mpt_alibi(self: Any, num_heads: int, length: int, **unused: Any) -> torch.T
     The model counts from the last key instead; softmax is invariant to that.
     """
     now = current_pass()
-    slopes = -_code(self).build_mpt_alibi_tensor(num_heads, 2)[:, :, :1]
+    slopes = -_source_module(self).build_mpt_alibi_tensor(num_heads, 2)[:, :, :1]
     rows = torch.cat((now.positions, now.positions[:, -1:]), 1)
     distances = torch.arange(now.capacity, device=rows.device) - rows[..., None]
     return slopes.to(rows.device) * distances[:, None].float()
@@ -191,7 +191,7 @@ def _llama4(
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(2, (-1, self.head_dim)) for part in parts)
     if self.use_rope:
-        query, key = _code(self).apply_rotary_emb(query, key, position_embeddings)
+        query, key = _source_module(self).apply_rotary_emb(query, key, position_embeddings)
     if hasattr(self, "qk_norm"):
         query, key = self.qk_norm(query), self.qk_norm(key)
     if self.attn_temperature_tuning and not self.use_rope:
@@ -227,7 +227,7 @@ def _gpt_neo(
     return output.transpose(1, 2), None
 
 
-_OWN_ATTENTION: dict[str, dict[str, Callable[..., Any]]] = {
+_REPLACEMENTS: dict[str, dict[str, Callable[..., Any]]] = {
     "GPTJAttention": {"_attn": _gptj},
     "CodeGenAttention": {"_attn": _gptj},
     "BloomAttention": {"forward": _bloom},

@@ -46,7 +46,7 @@ def measure_geometry(
 
     S has room for a padded pass at the end, and for the row that `gqa` writes behind it.
     """
-    output = _one_pass(model)
+    output = _run_pass(model)
     kept = getattr(getattr(output, "past_key_values", None), "layers", ())
     if not kept:
         recurrent = f": they are recurrent, with {_STATE}" if internals.is_stateful(model) else ""
@@ -54,13 +54,13 @@ def measure_geometry(
             f"{model.config.model_type} models keep no KV cache{recurrent}; "
             "specedge exports decoders with attention alone"
         )
-    layers = tuple(_layer(model.config.model_type, i, layer) for i, layer in enumerate(kept))
+    layers = tuple(_cache_layer(model.config.model_type, i, layer) for i, layer in enumerate(kept))
     _check_optimum(model, layers)
     capacity = -(-(context_length + num_draft_tokens + 2) // ALIGNMENT) * ALIGNMENT
     return Geometry(context_length, capacity, output.logits.shape[-1], layers)
 
 
-def _one_pass(model: torch.nn.Module) -> Any:
+def _run_pass(model: torch.nn.Module) -> Any:
     """Run the model on two tokens with a cache of its own."""
     parameter = next(model.parameters())
     tokens = torch.zeros(1, 2, dtype=torch.long, device=parameter.device)
@@ -81,7 +81,7 @@ def _one_pass(model: torch.nn.Module) -> Any:
         ) from error
 
 
-def _layer(kind: str, index: int, layer: Any) -> CacheLayer:
+def _cache_layer(kind: str, index: int, layer: Any) -> CacheLayer:
     if internals.has_recurrent_state(layer):
         raise ExportError(f"{kind} models are hybrid: layer {index} keeps {_STATE}")
     if not internals.has_key_values(layer):

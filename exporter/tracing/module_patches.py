@@ -62,11 +62,11 @@ def _replacement(module: nn.Module) -> nn.Module | None:
         linear.bias = module.bias
         return linear
     if list(module.parameters()) or list(module.children()):
-        return _norm(module)
+        return _rms_norm(module)
     # The tanh GELU spelled out in steps becomes one node.
     gelu = nn.GELU("tanh")
     is_gelu = "GELU" in type(module).__name__
-    return gelu if is_gelu and _same(module, gelu, torch.linspace(-8, 8, 4001)) else None
+    return gelu if is_gelu and _is_equal(module, gelu, torch.linspace(-8, 8, 4001)) else None
 
 
 class _RmsNorm(nn.Module):
@@ -83,7 +83,7 @@ class _RmsNorm(nn.Module):
         )
 
 
-def _norm(module: nn.Module) -> nn.Module | None:
+def _rms_norm(module: nn.Module) -> nn.Module | None:
     """Return a replacement of an RMS norm with its weight, or with one plus its weight (gemma)."""
     parameters = dict(module.named_parameters())
     values = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
@@ -93,12 +93,12 @@ def _norm(module: nn.Module) -> nn.Module | None:
     size = module.weight.shape
     x = torch.randn(4, *size, generator=torch.Generator().manual_seed(0))
     for weight in (module.weight, 1 + module.weight):
-        if _same(module, lambda x, w=weight: nn.functional.rms_norm(x, size, w, epsilon), x):
+        if _is_equal(module, lambda x, w=weight: nn.functional.rms_norm(x, size, w, epsilon), x):
             return _RmsNorm(weight.detach(), epsilon)
     return None
 
 
-def _same(module: Any, other: Any, x: torch.Tensor) -> bool:
+def _is_equal(module: Any, other: Any, x: torch.Tensor) -> bool:
     try:
         with torch.no_grad():
             return torch.allclose(module(x), other(x), rtol=_CLOSE, atol=_CLOSE)

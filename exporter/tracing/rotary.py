@@ -33,7 +33,7 @@ def patch_rotary(
         for name, child in list(parent.named_children()):
             code = sys.modules[type(child).__module__]
             names = internals.rotary_functions(code)
-            replacement = _swapped(child, code, names, positions) if names else None
+            replacement = _replacements(child, code, names, positions) if names else None
             if replacement is None:
                 continue
             table, functions = replacement
@@ -43,19 +43,19 @@ def patch_rotary(
                     setattr(owner, n, new)
 
 
-def _swapped(
+def _replacements(
     module: nn.Module, code: ModuleType, names: list[str], positions: torch.Tensor
 ) -> tuple[nn.Module, dict[str, Callable[..., Any]]] | None:
     """Return a table in a module's place, and the functions to replace in its code."""
     if names == ["apply_rotary_emb"] and (pairs := _complex_table(module, positions)):
         apply = code.apply_rotary_emb  # type: ignore[attr-defined]
-        axes = [axis for axis in (1, 2) if _applies_pairs(apply, pairs, axis)]
+        axes = [axis for axis in (1, 2) if _rotates_pairs(apply, pairs, axis)]
         return (pairs, {names[0]: partial(_rotate_pairs, axis=axes[0])}) if axes else None
-    table = _table(module, positions)
+    table = _tabulate(module, positions)
     if table is None:
         return None
-    half = _half(table) if names == ["apply_rotary_pos_emb"] else None
-    if half and _applies_halves(code.apply_rotary_pos_emb, half):  # type: ignore[attr-defined]
+    half = _halve_table(table) if names == ["apply_rotary_pos_emb"] else None
+    if half and _rotates_halves(code.apply_rotary_pos_emb, half):  # type: ignore[attr-defined]
         return half, {names[0]: _rotate}
     return table, {}
 
@@ -95,16 +95,16 @@ def _rotate(
     """
     if unsqueeze_dim != 1:
         raise ExportError(f"its rotary tables are unsqueezed at axis {unsqueeze_dim}, not 1")
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+    return _rotate_one(q, cos, sin), _rotate_one(k, cos, sin)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     size = 2 * cos.shape[-1]
     part = {"rotary_embedding_dim": size, "num_heads": x.shape[1]} if size < x.shape[-1] else {}
     return onnx_operator("RotaryEmbedding", (x, cos, sin), x, x.shape, **part)
 
 
-def _table(module: nn.Module, positions: torch.Tensor) -> _RotaryTable | None:
+def _tabulate(module: nn.Module, positions: torch.Tensor) -> _RotaryTable | None:
     """Tabulate the positions' cos and sin, [S, D], of a module that computes [B, T, D]."""
     kinds: list[str | None] = [None]
     parameters = list(inspect.signature(module.forward).parameters)
@@ -123,7 +123,7 @@ def _table(module: nn.Module, positions: torch.Tensor) -> _RotaryTable | None:
     return _RotaryTable(tables)
 
 
-def _half(table: _RotaryTable) -> _RotaryTable | None:
+def _halve_table(table: _RotaryTable) -> _RotaryTable | None:
     """Halve a table whose halves are equal. [S, D/2]"""
     tables: dict[str | None, tuple[torch.Tensor, ...]] = {}
     for kind, pair in table.tables.items():
@@ -134,7 +134,7 @@ def _half(table: _RotaryTable) -> _RotaryTable | None:
     return _RotaryTable(tables)
 
 
-def _applies_halves(apply: Any, table: _RotaryTable) -> bool:
+def _rotates_halves(apply: Any, table: _RotaryTable) -> bool:
     """Return True if a function rotates the first half of each head against the second."""
     whole_cos, whole_sin = next(iter(table.tables.values()))
     size, rows = whole_cos.shape[1], min(3, len(whole_cos))
@@ -146,10 +146,10 @@ def _applies_halves(apply: Any, table: _RotaryTable) -> bool:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
     tables = (torch.cat((part, part), -1)[None] for part in (cos, sin))
-    return _gives((rotated(q), rotated(k)), apply, q, k, *tables)
+    return _returns((rotated(q), rotated(k)), apply, q, k, *tables)
 
 
-def _gives(expected: tuple[torch.Tensor, ...], apply: Any, *given: torch.Tensor) -> bool:
+def _returns(expected: tuple[torch.Tensor, ...], apply: Any, *given: torch.Tensor) -> bool:
     """Return True if a function, perhaps with another signature, returns these results."""
     try:
         results = apply(*given)
@@ -198,7 +198,7 @@ def _rotate_pairs(
     return rotated(q), rotated(k)
 
 
-def _applies_pairs(apply: Any, table: _ComplexTable, axis: int) -> bool:
+def _rotates_pairs(apply: Any, table: _ComplexTable, axis: int) -> bool:
     """Return True if a function rotates neighbors by complex factors, with heads on this axis."""
     rows = min(3, len(table.table))  # type: ignore[arg-type]
     positions = torch.arange(rows)[None]
@@ -206,4 +206,4 @@ def _applies_pairs(apply: Any, table: _ComplexTable, axis: int) -> bool:
     shape = [1, rows, 2 * pairs.shape[2]]
     shape.insert(axis, 4)
     q, k = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-    return _gives(_rotate_pairs(q, k, pairs, axis), apply, q, k, torch.view_as_complex(pairs))
+    return _returns(_rotate_pairs(q, k, pairs, axis), apply, q, k, torch.view_as_complex(pairs))

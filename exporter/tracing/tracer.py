@@ -162,7 +162,7 @@ def check_config(config: Any, context_length: int, num_draft_tokens: int, ops: s
                 "in an unsupported way"
             ) from error
         return
-    reasons = filter(None, (layer.obstacle() for layer in layers))
+    reasons = filter(None, (layer.gqa_obstacle() for layer in layers))
     if ops == "gqa" and (reason := next(reasons, None)):
         raise ExportError(f"{reason}; it cannot be exported in gqa")
 

@@ -130,7 +130,7 @@ def segment_check(
         if first:
             alone.remove(runner.lengths[name])
             twins.append((name, len(actions)))
-            actions += _twice(name, tokens, start, then)
+            actions += _paired_passes(name, tokens, start, then)
         else:
             actions.append(PassAction(name, tokens, start, packed=name == "decoder", then=then))
         if name == "decoder":
@@ -141,7 +141,7 @@ def segment_check(
     actions.append(ReadRows(part.start, part.end))
 
     def decide(results: list[Any]) -> None:
-        differing.extend(name for name, i in twins if not _same(results[i:]))
+        differing.extend(name for name, i in twins if not _are_equal(results[i:]))
         names = runner.geometry.cache_names()
         _compare_caches([names[i] for i in runner.kept], part, judge, results[-1])
 
@@ -236,14 +236,14 @@ def fixed_shape_check(
     stale = FillNoise(start, start + size)
 
     def decide(results: list[Any]) -> None:
-        if not _same(results[2:]):
+        if not _are_equal(results[2:]):
             differing.append(length.name)
 
     first = begin(start) if start else stale
-    return [first, stale, *_twice(length.name, tokens, start)], decide
+    return [first, stale, *_paired_passes(length.name, tokens, start)], decide
 
 
-def _twice(
+def _paired_passes(
     name: str,
     tokens: np.ndarray,
     start: int,
@@ -260,7 +260,7 @@ def _twice(
     ]
 
 
-def _same(results: list[Any]) -> bool:
+def _are_equal(results: list[Any]) -> bool:
     """Return True if both passes of `_twice` are bitwise equal; a file may have no logits."""
     expected, wanted_rows, _, logits, rows = results[:5]
     same = all(map(np.array_equal, rows, wanted_rows))

@@ -71,7 +71,7 @@ class ExactGraph:
             results = self._evaluate(index, node, given_here, watch)
             for name, value in zip(node.output, results, strict=False):
                 if name in outputs:
-                    yield name, _array(value)
+                    yield name, _to_array(value)
                 if left[name]:
                     values[name] = value
             left.subtract(name for name in node.input if name)
@@ -82,9 +82,9 @@ class ExactGraph:
     def _evaluate(
         self, index: int, node: onnx.NodeProto, inputs: list[Value | None], watch: Watch
     ) -> list[Value]:
-        if (lazy := _on_stored(node, inputs)) is not None:
+        if (lazy := _apply_lazily(node, inputs)) is not None:
             return [lazy]
-        arrays = _alike([None if x is None else _array(x) for x in inputs])
+        arrays = _promote([None if x is None else _to_array(x) for x in inputs])
         watch(node, arrays)
         with np.errstate(all="ignore"):  # a weight of 0 has a logarithm; a sigmoid's exp overflows
             return list(self.node(node, arrays, index))
@@ -149,12 +149,12 @@ def inputs_by_name(node: onnx.NodeProto, inputs: list[Array | None]) -> dict[str
     return {n: x for n, x in zip(node.input, inputs, strict=True) if n and x is not None}
 
 
-def _array(value: Value) -> Array:
+def _to_array(value: Value) -> Array:
     """Return a value as an array; a stored matrix outside of products is a float32 constant."""
     return value.float().numpy() if isinstance(value, torch.Tensor) else value
 
 
-def _on_stored(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None:
+def _apply_lazily(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None:
     """Apply a node to a stored matrix without casting the whole; None if it has to be cast."""
     first, *others = inputs
     last = inputs[-1]
@@ -164,7 +164,7 @@ def _on_stored(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None
         if node.op_type == "Transpose":
             return first.permute(attributes(node)["perm"])
         if node.op_type == "Reshape":
-            return first.reshape(tuple(_array(last)))
+            return first.reshape(tuple(_to_array(last)))
         if (
             node.op_type == "Gather"
             and isinstance(last, np.ndarray)
@@ -173,7 +173,7 @@ def _on_stored(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None
             rows = first[torch.from_numpy(last.reshape(-1))].double()
             return rows.reshape(*last.shape, *first.shape[1:]).numpy()
     if node.op_type == "MatMul" and isinstance(last, torch.Tensor) and isinstance(first, Array):
-        return _product(torch.from_numpy(first).double(), last).numpy()
+        return _matrix_product(torch.from_numpy(first).double(), last).numpy()
     if node.op_type == "MoE":
         logits, *matrices = (
             torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in others
@@ -184,7 +184,7 @@ def _on_stored(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None
     return None
 
 
-def _alike(arrays: list[Array | None]) -> list[Array | None]:
+def _promote(arrays: list[Array | None]) -> list[Array | None]:
     """Cast float32 beside float64 to float64, as the specification requires one type."""
     if any(x is not None and x.dtype == np.float64 for x in arrays):
         return cast_arrays(arrays, np.float32, np.float64)
@@ -196,10 +196,10 @@ def cast_arrays(arrays: list[Array | None], old: type, new: type) -> list[Array 
     return [x.astype(new) if x is not None and x.dtype == old else x for x in arrays]
 
 
-def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def _matrix_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Multiply [..., T, R] by [R, C] or [E, R, C], cast some columns or some experts at a time."""
     if matrix.ndim == 3:
         parts = zip(x.expand(len(matrix), *x.shape[-2:]), matrix, strict=True)
-        return torch.stack([_product(rows, part) for rows, part in parts])
+        return torch.stack([_matrix_product(rows, part) for rows, part in parts])
     width = max(1, PIECE // len(matrix))
     return torch.cat([x @ columns.double() for columns in matrix.split(width, 1)], -1)

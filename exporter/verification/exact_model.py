@@ -46,8 +46,8 @@ class Float64Mode(TorchFunctionMode):
             return func(*args, **kwargs).double()
         if func is torch.Tensor.copy_:
             return func(*args, **kwargs)
-        if not tree_any(_is_wide, (args, kwargs)):
-            args, kwargs = tree_map(_narrowed, (args, kwargs))
+        if not tree_any(_is_float64, (args, kwargs)):
+            args, kwargs = tree_map(_to_float32_argument, (args, kwargs))
             return func(*args, **kwargs)
         if func in _CASTS:
             return args[0]
@@ -109,11 +109,11 @@ class RoundingNoiseMode(TorchFunctionMode):
         return moved if moved.sum().isfinite() else torch.where(moved.isfinite(), moved, result)
 
 
-def _is_wide(x: Any) -> bool:
+def _is_float64(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype == torch.float64
 
 
-def _narrowed(x: Any) -> Any:
+def _to_float32_argument(x: Any) -> Any:
     """Return an argument for constants, which keep float32 and its least value."""
     if isinstance(x, float) and abs(x) > _LARGEST:
         return x if math.isinf(x) else math.copysign(_LARGEST, x)

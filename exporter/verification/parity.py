@@ -48,9 +48,9 @@ def verify(
         role, runner.path("decoder"), runner.geometry, parts, tolerance
     )
     judge = ErrorCheck(role, "the exact result", tolerance, ratio=ratio)
-    held, differing = _run(parts, runner, judge, advance)
-    logits_errors = [_largest(p.logits_float32, p.logits) for p in parts]
-    caches = [c for p in parts for c in map(_largest, p.caches_float32, p.caches)]
+    held, differing = _run_checks(parts, runner, judge, advance)
+    logits_errors = [_largest_error(p.logits_float32, p.logits) for p in parts]
+    caches = [c for p in parts for c in map(_largest_error, p.caches_float32, p.caches)]
     parity = ParityReport(
         structure_error=difference,
         logits_error=judge.worst["logits"],
@@ -68,12 +68,12 @@ def verify(
     return parity, differing
 
 
-def _largest(errors: np.ndarray, values: np.ndarray) -> float:
+def _largest_error(errors: np.ndarray, values: np.ndarray) -> float:
     """Return an output's largest error relative to its largest value, from row errors."""
     return float((errors * row_scales(values)).max()) / max(1e-30, float(np.abs(values).max()))
 
 
-def _run(
+def _run_checks(
     parts: list[Reference], runner: Runner, judge: ErrorCheck, advance: Advance
 ) -> tuple[tuple[int, ...], list[str]]:
     """Run all checks; return the invariant pass lengths, and the files that differ."""

@@ -81,7 +81,9 @@ class PartitionedGraph:
         names = [*part.constants, *(name for node in computed for name in node.input)]
         for name in dict.fromkeys(name for name in names if name not in computed_names):
             stored = self._stored.get(name)
-            graph.initializer.append(stored or _given(name, self.shape(name), self._type(name)))
+            graph.initializer.append(
+                stored or _passed_constant(name, self.shape(name), self._type(name))
+            )
         return model.SerializeToString()
 
     def _behind(self, constants: list[str]) -> list[onnx.NodeProto]:
@@ -102,7 +104,7 @@ class PartitionedGraph:
                 if self._is_given(name):
                     value = self.compute(name)
                     kind = self._type(name)
-                    room = stack.enter_context(memory.taken(value.numel(), kind))
+                    room = stack.enter_context(memory.borrow(value.numel(), kind))
                     rows = room.view(value.shape)
                     for piece in chunks(value, kind):
                         rows[: len(piece)] = piece
@@ -163,7 +165,7 @@ class PartitionedGraph:
         if name not in part.inputs:
             return name in part.outputs
         kind = self._types[name].type.SerializeToString(deterministic=True)
-        if _layer(name):
+        if _layer_of(name):
             return kind
         # What many layers read, one of two masks perhaps, goes by its name; so do inputs.
         made_in, position = self._made.get(name, (0, 0))
@@ -209,7 +211,9 @@ class PartitionedGraph:
             used = [n for n in dict.fromkeys(node.input) if n and self._is_constant(n)]
             large = [name for name in used if self._is_large(name)]
             more = sum(4 * self.compute(name).numel() for name in large)
-            begins = [name for name in map(_layer, node.input) if name and name not in layers][:1]
+            begins = [name for name in map(_layer_of, node.input) if name and name not in layers][
+                :1
+            ]
             layers.update(begins)
             if first is not None:
                 begins = [name for name in (*begins, *large[:1]) if [name] == first[:1]]
@@ -241,12 +245,12 @@ class PartitionedGraph:
         self._shared = {name for name, by in readers.items() if len(by) > 2}
 
 
-def _layer(name: str) -> str:
+def _layer_of(name: str) -> str:
     """Return the layer of a cache input, past_key_values.N; "" for other values."""
     return name.rpartition(".")[0] if name.startswith("past_key_values.") else ""
 
 
-def _given(name: str, shape: list[int], dtype: torch.dtype) -> onnx.TensorProto:
+def _passed_constant(name: str, shape: list[int], dtype: torch.dtype) -> onnx.TensorProto:
     """Return a constant that the caller passes in; its location in a file is not read."""
     kind = next(kind for kind, dtype_ in TORCH_TYPES.items() if dtype_ == dtype)
     tensor = onnx.TensorProto(name=name, data_type=kind, dims=shape)
@@ -277,20 +281,20 @@ def find_representatives(splits: Mapping[str, PartitionedGraph]) -> Representati
     `splits` are the files of one op set, the decoder first, all cut at the same places.
     """
     count = len(next(iter(splits.values())).parts)
-    forms = [_form(splits, index) for index in range(count)]
+    forms = [_form_in_all_files(splits, index) for index in range(count)]
     for end in range(1, count):
         for start in range(count - 1, end, -1):
             if forms[end - 1] != forms[start - 1]:
                 continue
             if {*forms[end:start]} <= {*forms[:end], *forms[start:]}:
-                mappings = {file: _names(split, end, start) for file, split in splits.items()}
+                mappings = {file: _map_names(split, end, start) for file, split in splits.items()}
                 names = {file: mapping for file, mapping in mappings.items() if mapping is not None}
                 if names.keys() == mappings.keys():
                     return RepresentativeParts(end, start, names)
     return None
 
 
-def _form(splits: Mapping[str, PartitionedGraph], index: int) -> tuple[object, ...]:
+def _form_in_all_files(splits: Mapping[str, PartitionedGraph], index: int) -> tuple[object, ...]:
     """Return a subgraph's form in every file, with weights that the decoder does not read."""
     forms: list[object] = []
     (decoder, *_) = splits.values()
@@ -303,7 +307,7 @@ def _form(splits: Mapping[str, PartitionedGraph], index: int) -> tuple[object, .
     return tuple(forms)
 
 
-def _names(split: PartitionedGraph, end: int, start: int) -> dict[str, str] | None:
+def _map_names(split: PartitionedGraph, end: int, start: int) -> dict[str, str] | None:
     """Map the values read of left-out subgraphs from `start` on to those that replace them."""
     if start >= len(split.parts):
         return {}

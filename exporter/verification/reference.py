@@ -102,10 +102,10 @@ def compute_references(
     references: list[Reference] = []
     for start, end in compared_positions(geometry, num_parameters(model)):
         tokens = random.integers(0, num_tokens, end - start)
-        history = _rows_before(start, references, geometry)
+        history = _earlier_rows(start, references, geometry)
         left_out = 0
         for _ in range(TRIES):
-            part, near = _reference(model, sources, tokens, start, history, geometry)
+            part, near = _compute_segment(model, sources, tokens, start, history, geometry)
             if not near.any():
                 break
             # What comes before the first stays clear, so others are near less often each time.
@@ -118,7 +118,7 @@ def compute_references(
             )
         references.append(replace(part, left_out=left_out))
         advance(end - start)
-    _check_float32(role, references)
+    _check_magnitude(role, references)
     return references
 
 
@@ -127,7 +127,7 @@ def num_parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _check_float32(role: str, parts: list[Reference]) -> None:
+def _check_magnitude(role: str, parts: list[Reference]) -> None:
     """Refuse a model that float32 cannot compute, by whatever graph."""
     for part in parts:
         if not np.isfinite(part.logits).all():
@@ -143,7 +143,7 @@ def _check_float32(role: str, parts: list[Reference]) -> None:
             )
 
 
-def _reference(
+def _compute_segment(
     model: torch.nn.Module,
     sources: WeightSources,
     tokens: np.ndarray,
@@ -155,8 +155,8 @@ def _reference(
     logits: list[np.ndarray] = []
     near_logits: list[np.ndarray] = []
     pytorch_errors: list[np.ndarray] = []
-    with _computing(model, sources, exact=True) as choices:
-        caches = _passes(model, tokens, start, history, geometry, choices, logits.append)
+    with _arithmetic(model, sources, exact=True) as choices:
+        caches = _run_passes(model, tokens, start, history, geometry, choices, logits.append)
     exact = np.concatenate([part[0] for part in logits])
 
     def compare(rounded_cachesrounded_logits: np.ndarray) -> None:
@@ -165,8 +165,8 @@ def _reference(
         near_logits.append(off.max(0))
         pytorch_errors.append(off[0])
 
-    with _computing(model, sources, exact=False) as rounded:
-        rounded_caches = _passes(
+    with _arithmetic(model, sources, exact=False) as rounded:
+        rounded_caches = _run_passes(
             model, tokens, start, history, geometry, rounded, compare, ROUNDINGS
         )
     reference = Reference(
@@ -187,13 +187,13 @@ def _reference(
 
 
 @contextlib.contextmanager
-def _computing(
+def _arithmetic(
     model: torch.nn.Module, sources: WeightSources, exact: bool
 ) -> Iterator[RoutingRecorder]:
     """Let the model compute exactly, or round as float32 does; routing is recorded."""
     dtype = torch.float64 if exact else torch.float32
     mode = exact_arithmetic(model) if exact else RoundingNoiseMode()
-    reading = sources.reading(model, dtype)
+    reading = sources.materialized(model, dtype)
     with (
         torch.no_grad(),
         quiet(),
@@ -205,7 +205,7 @@ def _computing(
         yield choices
 
 
-def _passes(
+def _run_passes(
     model: torch.nn.Module,
     tokens: np.ndarray,
     start: int,
@@ -222,7 +222,7 @@ def _passes(
     """
     cache = DynamicCache()
     cache.layers = [
-        _LaterLayer(*(torch.from_numpy(history(2 * layer + i)) for i in (0, 1)))
+        _ContinuedCacheLayer(*(torch.from_numpy(history(2 * layer + i)) for i in (0, 1)))
         for layer in range(len(geometry.layers) if start else 0)
     ]
     for ids in torch.from_numpy(tokens).expand(batch, -1).split(chunk_length(geometry), 1):
@@ -235,7 +235,7 @@ def _passes(
     return [t.numpy() for x in cache.layers for t in (x.keys, x.values)]
 
 
-class _LaterLayer(DynamicLayer):
+class _ContinuedCacheLayer(DynamicLayer):
     """Cache layer that begins with rows 2 * [H, start, D], shared by a batch.
 
     It stores added rows alone: copies of earlier rows for each sequence and layer take gigabytes.
@@ -261,7 +261,7 @@ class _LaterLayer(DynamicLayer):
         return self.before[0].shape[1] + super().get_seq_length()
 
 
-def _rows_before(start: int, parts: list[Reference], geometry: Geometry) -> History:
+def _earlier_rows(start: int, parts: list[Reference], geometry: Geometry) -> History:
     """Return rows [H, start, D] before a late position: computed ones repeated, without a pass."""
     shapes = geometry.cache_shapes()
 

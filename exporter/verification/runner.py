@@ -34,7 +34,7 @@ class PassAction:
 
     The decoder returns rows from `logits_from` on: [T - logits_from, V]. Of a partitioned model
     only a `packed` pass has its weights packed, as a host's session would: that costs a copy of
-    them and is not bitwise equal. `then` maps the logits to the result; `told` gets all values that
+    them and is not bitwise equal. `then` maps the logits to the result; `on_outputs` gets all values that
     each subgraph makes.
     """
 
@@ -44,7 +44,7 @@ class PassAction:
     logits_from: int = 0
     packed: bool = False
     then: Callable[[np.ndarray], Any] | None = None
-    told: Callable[[Values], None] | None = None
+    on_outputs: Callable[[Values], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,18 +142,18 @@ class Runner:
         """
         actions = [*through, *actions]
         passes = {i: _inputs(a) for i, a in enumerate(actions) if isinstance(a, PassAction)}
-        results: list[Any] = [_begun(action) for action in actions]
+        results: list[Any] = [_empty_result(action) for action in actions]
         index = {name: i for i, name in enumerate(self._shapes)}
         kept = {at: i for i, at in enumerate(self.kept)}
         with contextlib.closing(self._stages()) as stages:
             for number, stage in enumerate(stages):
                 left_out = self.left_out is not None and self.left_out.has(number)
-                for i in _order(through if left_out else actions, bool(stage.caches)):
+                for i in _order_actions(through if left_out else actions, bool(stage.caches)):
                     action, shorter = actions[i], i >= len(through)
                     if isinstance(action, PassAction):
                         outputs = stage.run(action.name, action.packed, passes[i])
-                        if action.told:
-                            action.told(outputs)
+                        if action.on_outputs:
+                            action.on_outputs(outputs)
                         if self.left_out is not None and shorter:
                             stands_for = self.left_out.names[action.name]
                             outputs |= {
@@ -239,7 +239,7 @@ class Runner:
             return open_session(part or self.path(name), options)
 
 
-def _begun(action: Action) -> Any:
+def _empty_result(action: Action) -> Any:
     if not isinstance(action, ReadRows):
         return None
     return [] if action.into is None else action.into
@@ -253,7 +253,7 @@ def _inputs(action: PassAction) -> Values:
     }
 
 
-def _order(actions: Sequence[Action], has_caches: bool) -> list[int]:
+def _order_actions(actions: Sequence[Action], has_caches: bool) -> list[int]:
     """Order actions; without caches passes are independent and are grouped by session.
 
     The decoder's come first, because others are compared with them.

@@ -56,11 +56,11 @@ def check_structure(
             alone = (
                 NodeCheck(graph, fused, rows.stop - at, once=not first) if first or last else None
             )
-            _pass(graph, geometry, part, rows, judge, noise, alone)
+            _check_pass(graph, geometry, part, rows, judge, noise, alone)
     return judge.row, fused.ratio
 
 
-def _pass(
+def _check_pass(
     graph: ExactGraph,
     geometry: Geometry,
     part: Reference,
@@ -119,13 +119,15 @@ class NodeCheck:
         cut = visible_inputs(node, arrays)
         exact = self._graph.node(node, cast_arrays(cut, np.float32, np.float64))[0]
         heads = attributes(node).get("num_heads", 1)
-        actual, exact = (_by_head(x, heads)[:, : self._length] for x in (_run(node, arrays), exact))
+        actual, exact = (
+            _split_heads(x, heads)[:, : self._length] for x in (_run_node(node, arrays), exact)
+        )
         random = np.random.default_rng(0)
         float32_errors = np.zeros(exact.shape[:2])
         for _ in range(ORDERS):
-            rounded = self._graph.node(node, _reordered(node, cut, random))[0]
+            rounded = self._graph.node(node, _permute_channels(node, cut, random))[0]
             float32_errors = np.maximum(
-                float32_errors, row_errors(_by_head(rounded, heads)[:, : self._length], exact)
+                float32_errors, row_errors(_split_heads(rounded, heads)[:, : self._length], exact)
             )
         name = f"{node.op_type} {node.name or node.output[0]}"
         self._judge.compare(
@@ -133,7 +135,7 @@ class NodeCheck:
         )
 
 
-def _reordered(
+def _permute_channels(
     node: onnx.NodeProto, inputs: list[Array | None], random: np.random.Generator
 ) -> list[Array | None]:
     """Permute the channels of queries and keys, whose products scores sum.
@@ -167,14 +169,14 @@ def _reordered(
     return reordered
 
 
-def _by_head(output: Array, heads: int) -> Array:
+def _split_heads(output: Array, heads: int) -> Array:
     """Split the output by head. [1, T, H D] or [1, H, T, D] -> [H, T, D]"""
     if output.ndim == 4:
         return output[0]
     return output[0].reshape(len(output[0]), heads, -1).transpose(1, 0, 2)
 
 
-def _run(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
+def _run_node(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
     """Return the first output of a single node in ONNX Runtime."""
     feeds = inputs_by_name(node, inputs)
     values = [

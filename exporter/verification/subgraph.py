@@ -115,16 +115,16 @@ def open_session(
     """
     if not _products_are_right():
         options.add_session_config_entry(int8_products.UNSIGNED_OPTION, "1")
-    return _opened(model, options, disabled)
+    return _open(model, options, disabled)
 
 
 @functools.cache
 def _products_are_right() -> bool:
-    session = _opened(int8_products.PRODUCT_GRAPH, ort.SessionOptions())
+    session = _open(int8_products.PRODUCT_GRAPH, ort.SessionOptions())
     return int8_products.are_exact(lambda x: session.run(None, {"x": x})[0])
 
 
-def _opened(
+def _open(
     model: Path | bytes, options: ort.SessionOptions, disabled: Sequence[str] = ()
 ) -> ort.InferenceSession:
     options.log_severity_level = 4

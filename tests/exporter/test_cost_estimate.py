@@ -70,7 +70,7 @@ def test_a_published_model_has_the_parameters_that_are_published(name):
     assert found.read("gqa") / 4e9 == pytest.approx(multiplied, rel=0.1)
     assert found.read("onnx") == 4 * (found.num_parameters - found.num_looked_up)
     assert found.operations("onnx") == found.read("onnx") / 2
-    assert found.may_be("gqa") == gqa
+    assert found.supports("gqa") == gqa
 
 
 @pytest.mark.slow(after_first=True)

@@ -45,10 +45,10 @@ def settled(wanted, pause=0.01):
 def test_pages_of_mapped_files_are_given_back_and_read_again(file):
     mapped = mapped_memory.map_file(file, 0, SIZE)
     before = int(mapped.sum(dtype=np.int64))
-    held = mapped_memory._mapped()
+    held = mapped_memory._mapped_bytes()
     assert held > SIZE
     with mapped_memory.limit_mapped_memory(limit=held - SIZE // 2, pause=0.01):
-        assert settled(lambda: mapped_memory._mapped() < held - SIZE // 2)
+        assert settled(lambda: mapped_memory._mapped_bytes() < held - SIZE // 2)
     assert int(mapped.sum(dtype=np.int64)) == before
 
 
@@ -57,30 +57,30 @@ def test_pages_of_mappings_that_the_exporter_did_not_make_stay(file):
     own = mapped_memory.map_file(file, 0, SIZE)
     foreign.sum()
     own.sum()
-    held = mapped_memory._mapped()
+    held = mapped_memory._mapped_bytes()
     with mapped_memory.limit_mapped_memory(limit=0, pause=0.01):
-        assert settled(lambda: mapped_memory._mapped() < held - SIZE // 2)
+        assert settled(lambda: mapped_memory._mapped_bytes() < held - SIZE // 2)
         time.sleep(0.1)
-    (bounds,) = [*mapped_memory._untouched([own.ctypes.data])]
+    (bounds,) = [*mapped_memory._unmodified_mappings([own.ctypes.data])]
     assert resident_bytes(own) == 0 < resident_bytes(foreign) == SIZE
     assert bounds[0] == own.ctypes.data
 
 
 def test_mapping_that_ended_is_no_longer_owned(file):
     owned = mapped_memory.map_file(file, 0, SIZE)
-    assert owned.ctypes.data in [address for _, address in mapped_memory._owned.values()]
+    assert owned.ctypes.data in [address for _, address in mapped_memory._registered.values()]
     address = owned.ctypes.data
     del owned
-    assert address not in [known for _, known in mapped_memory._owned.values()]
+    assert address not in [known for _, known in mapped_memory._registered.values()]
 
 
 def test_pages_below_the_limit_stay(file):
     mapped = mapped_memory.map_file(file, 0, SIZE)
     mapped.sum()
-    held = mapped_memory._mapped()
+    held = mapped_memory._mapped_bytes()
     with mapped_memory.limit_mapped_memory(limit=held + SIZE, pause=0.01):
         time.sleep(0.1)
-    assert mapped_memory._mapped() > held - SIZE // 2
+    assert mapped_memory._mapped_bytes() > held - SIZE // 2
 
 
 def test_a_mapping_that_was_written_to_keeps_what_was_written(file):
@@ -90,14 +90,14 @@ def test_a_mapping_that_was_written_to_keeps_what_was_written(file):
     with mapped_memory.limit_mapped_memory(limit=0, pause=0.001):
         time.sleep(0.1)
     assert mapped[SIZE // 2] == 7
-    assert [*mapped_memory._untouched([mapped.ctypes.data])] == []
+    assert [*mapped_memory._unmodified_mappings([mapped.ctypes.data])] == []
 
 
 def test_tensor_of_a_checkpoint_is_owned_while_a_view_of_it_lives(tmp_path):
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"weight": torch.ones(4, 4)}, path)
-    before = len(mapped_memory._owned)
+    before = len(mapped_memory._registered)
     view = weight_files.read_tensors("target", [path])["weight"][1:]
-    assert len(mapped_memory._owned) == before + 1
+    assert len(mapped_memory._registered) == before + 1
     del view
-    assert len(mapped_memory._owned) == before
+    assert len(mapped_memory._registered) == before

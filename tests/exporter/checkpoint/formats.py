@@ -51,7 +51,7 @@ def stored_numbers(loaded):
     """Every parameter with what is behind its placeholder, in float32."""
     found = {}
     for name, parameter in loaded.model.named_parameters():
-        behind = loaded.sources.behind(parameter)
+        behind = loaded.sources.stored_matrix(parameter)
         found[name] = (parameter if behind is None else materialize(behind)).float()
     return found
 
@@ -60,7 +60,7 @@ def same(loaded, wanted):
     """Whether a model holds, and computes with, exactly the numbers of another."""
     found, expected = stored_numbers(loaded), dict(wanted.named_parameters())
     assert found.keys() == expected.keys()
-    with torch.no_grad(), loaded.sources.reading(loaded.model, at_once=True):
+    with torch.no_grad(), loaded.sources.materialized(loaded.model, at_once=True):
         logits = loaded.model(TOKENS).logits
         near = torch.allclose(logits, wanted(TOKENS).logits, rtol=1e-5, atol=1e-5)
     return near and all(torch.equal(found[name], expected[name]) for name in found)

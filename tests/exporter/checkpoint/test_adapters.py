@@ -70,13 +70,13 @@ def embedding(base):
 def test_an_adapter_gives_the_numbers_that_peft_gives(base, options, tmp_path):
     adapter, wanted = adapted(base, tmp_path / "adapter", target_modules=targets(base), **options)
     _, loaded, notes = load(base, adapter)
-    with torch.no_grad(), loaded.sources.reading(loaded.model, at_once=True):
+    with torch.no_grad(), loaded.sources.materialized(loaded.model, at_once=True):
         found = dict(loaded.model.named_parameters())
         for name, parameter in wanted.named_parameters():
             assert torch.equal(found[name], parameter), name
         assert torch.allclose(loaded.model(TOKENS).logits, wanted(TOKENS).logits, atol=1e-5)
     assert any("is merged into its model, in float32" in note for note in notes)
-    behind = [loaded.sources.behind(p) for p in loaded.model.parameters()]
+    behind = [loaded.sources.stored_matrix(p) for p in loaded.model.parameters()]
     assert 0 < sum(isinstance(matrix, LazyTensor) for matrix in behind) < len(behind)
 
 
@@ -90,7 +90,7 @@ def test_an_adapted_embedding_is_merged_or_the_adapters_own(base, saved, tmp_pat
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     apart = peft.PeftModel.from_pretrained(whole, adapter).eval()  # merging in place alters a head
     _, loaded, _ = load(base, adapter)
-    with torch.no_grad(), loaded.sources.reading(loaded.model, at_once=True):
+    with torch.no_grad(), loaded.sources.materialized(loaded.model, at_once=True):
         table = loaded.model.get_input_embeddings().weight
         assert torch.equal(table, wanted.get_input_embeddings().weight)
         assert torch.allclose(loaded.model(TOKENS).logits, apart(TOKENS).logits, atol=1e-5)
@@ -126,7 +126,7 @@ def test_pickled_adapters_are_read(base, tmp_path):
     (adapter / "adapter_model.safetensors").unlink()
     torch.save(weights, adapter / "adapter_model.bin")
     _, loaded, _ = load(base, adapter)
-    with torch.no_grad(), loaded.sources.reading(loaded.model, at_once=True):
+    with torch.no_grad(), loaded.sources.materialized(loaded.model, at_once=True):
         assert torch.allclose(loaded.model(TOKENS).logits, wanted(TOKENS).logits, atol=1e-5)
 
 

@@ -27,7 +27,7 @@ def test_a_models_matrices_are_its_checkpoints_also_where_transformers_joins_the
     assert notes == ""
     assert loaded.dtype == "bfloat16"
     for parameter in loaded.model.parameters():
-        assert (parameter.ndim < 2) == (loaded.sources.behind(parameter) is None)
+        assert (parameter.ndim < 2) == (loaded.sources.stored_matrix(parameter) is None)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

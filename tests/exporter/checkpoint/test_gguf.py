@@ -80,10 +80,10 @@ def test_what_memory_cannot_hold_is_refused_with_the_figure_from_the_header(tmp_
     numbers = write(path, Kind.Q8_0, tmp_path)
     count = sum(array.size for array in numbers.values())
     memory = psutil.virtual_memory()._replace(available=3e9)
-    monkeypatch.setattr(gguf_files, "ROOM", 3e9 - 4 * count)
+    monkeypatch.setattr(gguf_files, "OVERHEAD", 3e9 - 4 * count)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     find(path)
-    monkeypatch.setattr(gguf_files, "ROOM", 3e9 + 1 - 4 * count)
+    monkeypatch.setattr(gguf_files, "OVERHEAD", 3e9 + 1 - 4 * count)
     assert "takes 3.0 GB of memory" in refusal(path)
     assert "3.0 GB are free" in refusal(path)
 

@@ -77,8 +77,8 @@ def test_a_large_heads_rows_are_in_files_as_the_whole_ones_were():
     model.lm_head.weight = nn.Parameter(sources.placeholder(stored), requires_grad=False)
     ids = list(range(1, 8192, 2))
     cut = draft_vocabulary.prune_head(LoadedModel(model, "bfloat16", sources), ids)
-    assert torch.equal(cut.sources.behind(cut.model.lm_head.weight), stored[ids])
-    assert cut.sources.behind(cut.model.lm_head.weight).dtype == torch.bfloat16
+    assert torch.equal(cut.sources.stored_matrix(cut.model.lm_head.weight), stored[ids])
+    assert cut.sources.stored_matrix(cut.model.lm_head.weight).dtype == torch.bfloat16
 
 
 def test_a_head_that_is_not_one_matrix_is_refused():

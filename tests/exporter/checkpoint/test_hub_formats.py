@@ -91,7 +91,7 @@ def test_a_gguf_repository_is_known_by_a_files_header(gguf_server, name, monkeyp
 
 def test_a_gguf_file_too_large_for_memory_is_refused_before_it_is_fetched(gguf_server, monkeypatch):
     monkeypatch.setattr(downloads, "HEADER_BYTES", 20_000)
-    monkeypatch.setattr(downloads.gguf_files, "ROOM", 1e15)
+    monkeypatch.setattr(downloads.gguf_files, "OVERHEAD", 1e15)
     assert "takes 1000000.0 GB of memory" in refusal()
     assert gguf_server.sent < (gguf_server.folder / NAME / GGUF).stat().st_size
 
@@ -120,7 +120,7 @@ def test_an_adapter_on_the_hub_is_merged_and_its_commit_is_in_the_source(
     assert found.source.revision == hub_server.commit(server.folder / NAME)
     loaded, whole = loader.load(found, Progress()), adapter.merge_and_unload().eval()
     tokens = torch.arange(8)[None]
-    with torch.no_grad(), loaded.sources.reading(loaded.model):
+    with torch.no_grad(), loaded.sources.materialized(loaded.model):
         assert torch.allclose(loaded.model(tokens).logits, whole(tokens).logits, atol=1e-5)
     assert found.remotes == [found.remote, found.adapter.remote]
 

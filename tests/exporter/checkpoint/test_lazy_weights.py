@@ -52,12 +52,12 @@ def test_reading_stored_numbers_gives_the_bits_of_a_model_in_memory(kind, dtype,
     folder = make(tmp_path, kind, dtype)
     loaded = load(folder)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad(), loaded.sources.reading(loaded.model):
+    with torch.no_grad(), loaded.sources.materialized(loaded.model):
         assert torch.equal(loaded.model(TOKENS).logits, whole(TOKENS).logits)
     assert loaded.dtype == str(dtype).removeprefix("torch.")
     large = {n for n, p in whole.named_parameters() if p.ndim == 2 and p.nbytes >= 1 << 20}
     stood_in = {
-        n for n, p in loaded.model.named_parameters() if loaded.sources.behind(p) is not None
+        n for n, p in loaded.model.named_parameters() if loaded.sources.stored_matrix(p) is not None
     }
     assert large == stood_in
     assert len(large) > 4
@@ -68,7 +68,7 @@ def test_what_a_model_keeps_is_seen_without_reading_its_matrices(kind, tmp_path)
     loaded = load(make(tmp_path, kind, torch.bfloat16))
     seen = []
     for unread in (False, True):
-        with loaded.sources.reading(loaded.model, only_shapes=unread):
+        with loaded.sources.materialized(loaded.model, only_shapes=unread):
             shape = geometry.measure_geometry(loaded.model, 64, 4)
             seen.append((shape, tracer.observe(loaded.model, shape)))
             with torch.no_grad():
@@ -83,7 +83,7 @@ def test_a_huge_vocabulary_is_widened_some_rows_at_a_time(kind, tmp_path, monkey
     results = []
     for huge in (lazy_weights.HUGE, 1 << 17):
         monkeypatch.setattr(lazy_weights, "HUGE", huge)
-        reading = loaded.sources.reading(loaded.model, torch.float64)
+        reading = loaded.sources.materialized(loaded.model, torch.float64)
         with torch.no_grad(), exact_arithmetic(loaded.model), reading:
             results.append(loaded.model(TOKENS).logits)
     assert results[0].dtype == torch.float64
@@ -96,7 +96,7 @@ def test_a_placeholder_that_is_computed_with_shows(tmp_path):
     loaded = load(make(tmp_path, "llama", torch.bfloat16))
     with torch.no_grad():
         assert torch.isnan(loaded.model(TOKENS).logits).all()
-    with torch.no_grad(), loaded.sources.reading(loaded.model, at_once=True):
+    with torch.no_grad(), loaded.sources.materialized(loaded.model, at_once=True):
         assert torch.isfinite(loaded.model(TOKENS).logits).all()
         assert torch.isfinite(loaded.model.lm_head.weight).all()
     assert torch.isnan(loaded.model.lm_head.weight).all()

@@ -217,7 +217,7 @@ def test_a_cut_model_gives_what_the_whole_one_has_after_as_many_layers(name):
     twin = self_draft.keep_layers(LoadedModel(model, "float32", WeightSources()), num_layers).model
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
-        last = self_draft._layers(model, num_layers + 1)[num_layers]
+        last = self_draft._layer_list(model, num_layers + 1)[num_layers]
         last.forward = _unchanged(last.forward)
         wanted = model(tokens).logits
         output = twin(tokens, use_cache=True)
@@ -244,7 +244,7 @@ def test_layers_that_are_not_one_list_are_refused():
             self.a, self.b = (torch.nn.ModuleList([torch.nn.Linear(2, 2)] * 2) for _ in "ab")
 
     with pytest.raises(ExportError, match="2 lists, not in one"):
-        self_draft._layers(Odd(), 2)
+        self_draft._layer_list(Odd(), 2)
 
 
 def test_a_cut_that_leaves_other_caches_than_the_first_layers_is_refused(tmp_path, monkeypatch):

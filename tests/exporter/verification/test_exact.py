@@ -88,7 +88,7 @@ def test_the_spelled_out_form_of_grouped_query_attention_is_onnx_runtimes(option
     node = onnx.helper.make_node(
         "GroupQueryAttention", names, ["y", "k", "v"], domain="com.microsoft", **options
     )
-    found = structure._run(node, inputs[: len(names)])
+    found = structure._run_node(node, inputs[: len(names)])
     wide = [x.astype(np.float64) if x is not None and x.dtype == np.float32 else x for x in inputs]
     wanted = grouped_query_attention(options, *wide)[0]
     assert wanted.dtype == np.float64
@@ -113,12 +113,12 @@ def test_rotary_embedding_inside_grouped_query_attention_is_onnx_runtimes(packed
     node = onnx.helper.make_node(
         "GroupQueryAttention", names, ["y", "k", "v"], domain="com.microsoft", **options
     )
-    found = structure._run(node, inputs)
+    found = structure._run_node(node, inputs)
     wide = [x.astype(np.float64) if x is not None and x.dtype == np.float32 else x for x in inputs]
     output, keys, _ = grouped_query_attention(options, *wide)
     assert np.abs(found - output).max() < 1e-5
     for _ in range(3):  # another order of channels is the same function
-        reordered = structure._reordered(node, wide, random)
+        reordered = structure._permute_channels(node, wide, random)
         other, shuffled, _ = grouped_query_attention(options, *reordered)
         assert np.abs(other - output).max() < 1e-12
         assert not np.array_equal(shuffled, keys)
@@ -132,7 +132,7 @@ def test_the_spelled_out_norm_of_a_sum_is_onnx_runtimes():
         "SkipSimplifiedLayerNormalization", ["x", "skip", "scale"], ["y"], domain="com.microsoft",
         epsilon=1e-5,
     )  # fmt: skip
-    found = structure._run(node, [a.astype(np.float32) for a in (x, skip, scale)])
+    found = structure._run_node(node, [a.astype(np.float32) for a in (x, skip, scale)])
     wanted, _, _, total = IMPLEMENTATIONS[node.op_type]({"epsilon": 1e-5}, x, skip, scale)
     assert np.abs(found - wanted).max() < 1e-6
     assert np.array_equal(total, x + skip)
@@ -188,7 +188,7 @@ def test_rows_that_no_query_sees_are_left_out_of_exact_attention_and_change_noth
 def test_rows_before_a_stretch_are_joined_for_one_layer_at_a_time_and_not_kept():
     random = torch.Generator().manual_seed(0)
     before = [torch.randn(2, 5, 4, generator=random) for _ in "kv"]
-    layer = reference._LaterLayer(*before)
+    layer = reference._ContinuedCacheLayer(*before)
     new = [torch.randn(3, 2, 2, 4, generator=random) for _ in range(4)]
     assert layer.get_seq_length() == 5
     layer.update(new[0], new[1])
@@ -249,7 +249,7 @@ def test_the_spelled_out_form_of_attention_is_onnx_runtimes(options, mask):
         names.append("mask")
         given.append(mask if mask.dtype == bool else mask.astype(np.float32))
     node = onnx.helper.make_node("Attention", names, ["y"], **options)
-    found = structure._run(node, given)
+    found = structure._run_node(node, given)
     wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in given]
     wanted = attention(options, *wide)[0]
     assert wanted.dtype == np.float64
