@@ -34,8 +34,8 @@ class PassAction:
 
     The decoder returns rows from `logits_from` on: [T - logits_from, V]. Of a partitioned model
     only a `packed` pass has its weights packed, as a host's session would: that costs a copy of
-    them and is not bitwise equal. `then` maps the logits to the result; `on_outputs` gets all values that
-    each subgraph makes.
+    them and is not bitwise equal. `then` maps the logits to the result; `on_outputs` gets each
+    subgraph's outputs.
     """
 
     name: str

@@ -62,7 +62,7 @@ def announced(name, memory, monkeypatch, ops="auto"):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_model_has_the_parameters_that_are_published(name):
+def test_published_model_has_parameters_that_are_published(name):
     config, billions, multiplied, gqa = PUBLISHED[name]
     found = cost_estimate.estimate_costs(config, CONTEXT, K)
     assert found.num_parameters / 1e9 == pytest.approx(billions, abs=0.05)
@@ -75,14 +75,14 @@ def test_a_published_model_has_the_parameters_that_are_published(name):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_no_graph_of_a_published_model_takes_much_more_than_its_weights(name):
+def test_no_graph_of_published_model_takes_much_more_than_its_weights(name):
     found = cost_estimate.estimate_costs(PUBLISHED[name][0], CONTEXT, K)
     for length in graph_files(K, CONTEXT):
         assert found.weights < found.peak(length, "gqa") < 1.02 * found.weights
         assert found.weights < found.peak(length, "onnx") < 1.7 * found.weights
 
 
-def test_what_a_token_costs_is_said(monkeypatch):
+def test_note_states_costs_per_token(monkeypatch):
     note = announced("Mixtral 8x7B", 200 * GB, monkeypatch)
     assert note == (
         "target: 2 of 8 experts per token, 186.8 GB of weights in float32, exported in 17.41 GB of "
@@ -92,7 +92,7 @@ def test_what_a_token_costs_is_said(monkeypatch):
     )
 
 
-def test_of_an_op_set_that_caches_rule_out_nothing_is_said(monkeypatch):
+def test_note_omits_unsupported_op_set(monkeypatch):
     note = announced("DeepSeek-V3", 5000 * GB, monkeypatch)
     assert "gqa" not in note
     assert "onnx reads 2680 GB" in note
@@ -102,18 +102,16 @@ def test_of_an_op_set_that_caches_rule_out_nothing_is_said(monkeypatch):
     ("name", "memory", "figure"),
     [("Mixtral 8x7B", 16, "17.41 GB"), ("DeepSeek-V3", 128, "135.8 GB")],
 )
-def test_what_this_machine_cannot_hold_is_refused_with_the_figure(
-    name, memory, figure, monkeypatch
-):
+def test_model_larger_than_memory_is_refused(name, memory, figure, monkeypatch):
     with pytest.raises(ExportError, match=f"{figure} of memory, and this machine has {memory} GB"):
         announced(name, memory * GB, monkeypatch)
 
 
-def test_a_model_without_experts_is_not_predicted():
+def test_dense_model_has_no_estimate():
     assert cost_estimate.estimate_costs(ARCHITECTURES["llama"][1](), CONTEXT, K) is None
 
 
-def test_it_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
+def test_model_larger_than_memory_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     folder = save(make_model(ARCHITECTURES["mixtral"][1]()), tokenizer, tmp_path / "target")
     (folder / "model.safetensors").write_bytes(b"nothing that could be read")

@@ -102,7 +102,7 @@ def context(place):
 
 
 @pytest.mark.slow
-def test_a_killed_export_leaves_nothing_at_its_destination(options, tmp_path):
+def test_killed_export_leaves_nothing_at_its_destination(options, tmp_path):
     exporting = subprocess.Popen([*COMMAND, *options, "--output", tmp_path / "bundle"])
     wait_for(tmp_path / ".bundle.specedge-export/new/target/weights.bin")
     exporting.kill()
@@ -115,9 +115,7 @@ def test_a_killed_export_leaves_nothing_at_its_destination(options, tmp_path):
 
 @pytest.mark.parametrize(("number", "length"), [(0, 256), (1, 256), (2, 32), (3, 32)])
 @pytest.mark.parametrize("next_export", [False, True])
-def test_a_bundle_survives_a_kill_after_each_rename(
-    place, monkeypatch, number, length, next_export
-):
+def test_bundle_survives_kill_after_each_rename(place, monkeypatch, number, length, next_export):
     real, done = os.rename, []
 
     def rename(*paths):
@@ -143,7 +141,7 @@ def test_a_bundle_survives_a_kill_after_each_rename(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 )
-def test_an_interrupted_replacement_keeps_the_bundle_that_was_there(place, number, code):
+def test_interrupted_replacement_keeps_bundle_that_was_there(place, number, code):
     with process(lambda: replacement(place, 60)) as pid:
         wait_for(place / "begun")
         os.kill(pid, number)
@@ -152,7 +150,7 @@ def test_an_interrupted_replacement_keeps_the_bundle_that_was_there(place, numbe
 
 
 @pytest.mark.slow
-def test_a_terminated_command_says_nothing_and_keeps_the_bundle_that_was_there(options, place):
+def test_terminated_command_says_nothing_and_keeps_bundle_that_was_there(options, place):
     command = [*COMMAND, *options, "--output", place / "bundle"]
     exporting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for(place / ".bundle.specedge-export/new/target/weights.bin")
@@ -162,7 +160,7 @@ def test_a_terminated_command_says_nothing_and_keeps_the_bundle_that_was_there(o
     assert context(place) == 256
 
 
-def test_an_export_started_with_nohup_survives_its_terminal(place):
+def test_export_started_with_nohup_survives_its_terminal(place):
     def ignoring():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         replacement(place, 60)
@@ -175,7 +173,7 @@ def test_an_export_started_with_nohup_survives_its_terminal(place):
     assert context(place) == 32
 
 
-def test_of_two_exports_to_one_place_the_second_is_refused(place):
+def test_second_export_to_one_folder_is_refused(place):
     with process(lambda: replacement(place, 60)) as pid:
         wait_for(place / "begun")
         with pytest.raises(ExportError) as caught:
@@ -227,7 +225,7 @@ def mounted(script, *arguments):
 
 
 @pytest.mark.slow
-def test_on_a_full_disk_the_bundle_that_was_there_stays(options, place, tmp_path):
+def test_on_full_disk_bundle_that_was_there_stays(options, place, tmp_path):
     old = place / "bundle"
     used = sum(p.stat().st_size + 4096 for p in old.rglob("*"))
     script = """
@@ -250,7 +248,7 @@ def test_on_a_full_disk_the_bundle_that_was_there_stays(options, place, tmp_path
 
 
 @pytest.mark.slow
-def test_a_read_only_place_is_refused_before_any_work(options, tmp_path):
+def test_read_only_place_is_refused_before_any_work(options, tmp_path):
     script = 'place=$1; shift; mount -t tmpfs -o ro none "$place"; "$@"'
     result = mounted(script, tmp_path, *COMMAND, *options, "--output", tmp_path / "bundle")
     assert result.returncode == 1

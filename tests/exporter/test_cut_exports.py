@@ -72,7 +72,7 @@ def made(request, tmp_path_factory):
 
 
 @EVERY_KIND
-def test_the_manifest_says_which_tokens_the_draft_has(made):
+def test_manifest_says_which_tokens_draft_has(made):
     bundle = made.bundle
     own = bundle.id_map == "draft/ids.bin"
     assert own or bundle.id_map == "target/draft-ids.bin"
@@ -86,7 +86,7 @@ def test_the_manifest_says_which_tokens_the_draft_has(made):
 
 
 @EVERY_KIND
-def test_the_drafts_logits_are_the_models_of_these_tokens(made):
+def test_drafts_logits_are_models_of_these_tokens(made):
     whole = AutoModelForCausalLM.from_pretrained(
         made.target if made.bundle.shares_weights else made.draft, dtype=torch.float32
     )
@@ -104,7 +104,7 @@ def test_the_drafts_logits_are_the_models_of_these_tokens(made):
 
 @EVERY_KIND
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_greedy_text_is_plain_decodings_to_the_bit(made, k):
+def test_greedy_text_is_plain_decodings_to_bit(made, k):
     plain = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=0, logprobs=1, ignore_eos=True)
     found = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=k, logprobs=1, ignore_eos=True)
     assert found.tokens == plain.tokens
@@ -114,7 +114,7 @@ def test_greedy_text_is_plain_decodings_to_the_bit(made, k):
 
 
 @EVERY_KIND
-def test_a_drafted_token_follows_the_targets_distribution(made):
+def test_drafted_token_follows_targets_distribution(made):
     """Counts of the six likeliest tokens, of those the draft lacks, and of all others."""
     pipeline, sampling = made.pipeline, specedge.Sampling(2.0)
     pipeline.target.truncate(0)
@@ -141,7 +141,7 @@ def test_a_drafted_token_follows_the_targets_distribution(made):
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 50, "top_p": 0.9}], ids=str
 )
-def test_a_host_written_from_the_document_writes_the_same(made, options):
+def test_host_written_from_document_writes_same(made, options):
     folder = made.bundle.folder
     manifest = document_reader.read(folder)
     assert manifest == json.loads(made.bundle.to_json())
@@ -168,7 +168,7 @@ def test_a_host_written_from_the_document_writes_the_same(made, options):
     ],
     ids=["penalties", "biases and bans", "held back ends"],
 )
-def test_options_that_name_tokens_which_the_draft_lacks_change_no_text(made, options):
+def test_options_that_name_tokens_which_draft_lacks_change_no_text(made, options):
     texts = [
         made.pipeline.generate(PROMPT, 40, num_draft_tokens=k, **options).tokens for k in (0, 3)
     ]
@@ -176,7 +176,7 @@ def test_options_that_name_tokens_which_the_draft_lacks_change_no_text(made, opt
 
 
 @EVERY_KIND
-def test_inspect_shows_the_head(made):
+def test_inspect_shows_head(made):
     shown = CliRunner().invoke(inspect, ["--bundle", str(made.bundle.folder)])
     assert "512 tokens, a head of 200 of them" in shown.output
     assert shown.output.count("a head of") == 1
@@ -185,7 +185,7 @@ def test_inspect_shows_the_head(made):
 
 @pytest.mark.slow
 @EVERY_KIND
-def test_the_audit_passes(made):
+def test_audit_passes(made):
     ticks = Ticks(12000)
 
     def told(check):
@@ -202,7 +202,7 @@ def test_the_audit_passes(made):
 @pytest.mark.parametrize(
     ("count", "said"), [(512, "the draft has 512 tokens; give fewer"), (1, "are always kept")]
 )
-def test_a_number_that_cannot_be_is_refused_before_anything_is_traced(made, tmp_path, count, said):
+def test_number_that_cannot_be_is_refused_before_anything_is_traced(made, tmp_path, count, said):
     progress = Progress()
     with pytest.raises(ExportError, match=said):
         export(made.draft, made.target, tmp_path / "b", draft_vocab=count, progress=progress)
@@ -211,6 +211,6 @@ def test_a_number_that_cannot_be_is_refused_before_anything_is_traced(made, tmp_
 
 
 @pytest.mark.parametrize("count", [0, -3, 1.5])
-def test_a_number_that_is_none_is_refused(tmp_path, count):
+def test_number_that_is_none_is_refused(tmp_path, count):
     with pytest.raises(ValueError, match="draft_vocab"):
         export("a", "b", tmp_path / "c", draft_vocab=count)

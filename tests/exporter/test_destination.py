@@ -41,7 +41,7 @@ def put(output, text="new"):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupted_export_leaves_nothing(tmp_path, number):
+def test_interrupted_export_leaves_nothing(tmp_path, number):
     process = slow_export(tmp_path / "made/for/it")
     process.send_signal(number)
     assert process.wait(20) != 0
@@ -49,7 +49,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_an_interrupted_command_leaves_nothing(pairs, tmp_path):
+def test_interrupted_command_leaves_nothing(pairs, tmp_path):
     draft, target = pairs.checkpoint("llama")
     command = [sys.executable, "-m", "specedge", "export", "--draft", draft, "--target", target]
     process = subprocess.Popen([*command, "--output", tmp_path / "here/bundle"])
@@ -63,7 +63,7 @@ def test_an_interrupted_command_leaves_nothing(pairs, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_export_leaves_is_removed_by_the_next(tmp_path):
+def test_what_killed_export_leaves_is_removed_by_next(tmp_path):
     process = slow_export(tmp_path / "bundle")
     process.kill()
     process.wait()
@@ -72,7 +72,7 @@ def test_what_a_killed_export_leaves_is_removed_by_the_next(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_leftovers_are_removed_and_a_running_export_is_left_alone(tmp_path):
+def test_leftovers_are_removed_and_running_export_is_left_alone(tmp_path):
     dead, alive = slow_export(tmp_path / "dead"), slow_export(tmp_path / "alive")
     try:
         dead.kill()
@@ -86,14 +86,14 @@ def test_leftovers_are_removed_and_a_running_export_is_left_alone(tmp_path):
         alive.wait()
 
 
-def test_a_bundle_is_replaced(tmp_path):
+def test_bundle_is_replaced(tmp_path):
     put(tmp_path / "bundle", "old")
     put(tmp_path / "bundle", "new")
     assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == "new"
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_failed_export_keeps_the_bundle_that_was_there(tmp_path):
+def test_failed_export_keeps_bundle_that_was_there(tmp_path):
     put(tmp_path / "bundle", "old")
     with pytest.raises(ZeroDivisionError), destination.destination(tmp_path / "bundle"):
         raise ZeroDivisionError
@@ -101,7 +101,7 @@ def test_a_failed_export_keeps_the_bundle_that_was_there(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_bundle_killed_while_being_replaced_comes_back(tmp_path):
+def test_bundle_killed_while_being_replaced_comes_back(tmp_path):
     put(tmp_path / "bundle", "old")
     work = tmp_path / ".bundle.specedge-export"
     work.mkdir()
@@ -126,13 +126,13 @@ def test_places_where_no_bundle_may_be_are_refused_before_any_work(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
-def test_an_unwritable_parent_is_refused_before_any_work(tmp_path):
+def test_unwritable_parent_is_refused_before_any_work(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ExportError, match="cannot be written to"):
         export("no-draft", "no-target", tmp_path / "bundle")
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch):
+def test_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -143,7 +143,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_without_output_the_bundle_becomes_the_default(pairs):
+def test_without_output_bundle_becomes_default(pairs):
     bundle = export(*pairs.checkpoint("gpt2"), max_length=32, ops="onnx")
     assert store.find_bundle() == bundle.folder
     assert Path(bundle.folder).parent == store.data_folder() / "bundles"

@@ -15,7 +15,7 @@ run_process = partial(installed.run_process, "export")
 
 
 @pytest.mark.slow
-def test_export_prints_the_bundles_path_to_stdout_and_all_else_to_stderr(pairs, tmp_path):
+def test_export_prints_bundles_path_to_stdout_and_all_else_to_stderr(pairs, tmp_path):
     draft, target = pairs.checkpoint("gpt2")
     output = tmp_path / "bundle"
     pair = ("--draft", draft, "--target", target, "--output", output)
@@ -28,7 +28,7 @@ def test_export_prints_the_bundles_path_to_stdout_and_all_else_to_stderr(pairs, 
     assert Bundle.read(output).num_draft_tokens == 2
 
 
-def test_an_error_is_one_line(pairs, tmp_path):
+def test_error_is_one_line(pairs, tmp_path):
     draft = pairs.checkpoint("gpt2")[0]
     result = run("--draft", draft, "--target", tmp_path / "missing", "--output", tmp_path / "out")
     assert (result.returncode, result.stdout) == (1, "")
@@ -37,14 +37,14 @@ def test_an_error_is_one_line(pairs, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hub_id_without_a_network_is_one_line(tmp_path):
+def test_hub_id_without_network_is_one_line(tmp_path):
     result = run("--draft", "a/b", "--target", "a/c", "--output", tmp_path / "out")
     assert result.returncode == 1
     assert "hub cannot be reached" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
-def test_a_missing_extra_is_one_line_with_its_command(tmp_path):
+def test_missing_extra_is_one_line_with_its_command(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')", "utf-8")
     result = run_process("--draft", "a/b", "--target", "a/c", PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
@@ -53,6 +53,6 @@ def test_a_missing_extra_is_one_line_with_its_command(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_bits_of_another_precision_are_an_error_in_one_line(tmp_path, precision):
+def test_bits_of_another_precision_are_error_in_one_line(tmp_path, precision):
     with pytest.raises(ExportError, match=f"--bits is for --precision int4, not {precision}"):
         export(None, tmp_path, tmp_path / "bundle", precision=precision, bits=5.0)

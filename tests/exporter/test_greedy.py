@@ -50,7 +50,7 @@ def test_speculative_tokens_equal_plain_decoding_bit_for_bit(pipeline, name, pro
         assert 0.3 < rate < 0.9
 
 
-def test_tokens_equal_the_greedy_generate_of_transformers(pipeline, name, prompt, pairs, report):
+def test_tokens_equal_greedy_generate_of_transformers(pipeline, name, prompt, pairs, report):
     """Where they part, the two best logits must be as close as rounding; each place is listed."""
     tokens = plain(pipeline, prompt).tokens
     model = AutoModelForCausalLM.from_pretrained(pairs.checkpoint(name)[1], dtype=torch.float32)
@@ -67,7 +67,7 @@ def test_tokens_equal_the_greedy_generate_of_transformers(pipeline, name, prompt
 
 
 @pytest.mark.slow
-def test_ids_beyond_the_tokenizer_have_no_logits(pairs):
+def test_ids_beyond_tokenizer_have_no_logits(pairs):
     model = pairs.bundle("padded").target
     assert (model.vocab_size, model.padded_vocab_size) == (512, 520)
     pipeline = specedge.load(pairs.bundle("padded").folder)
@@ -88,7 +88,7 @@ def test_self_draft_of_any_architecture_gives_k_plus_one_tokens(pipeline, prompt
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_the_context_fills_to_its_last_position(pipeline, prompt, k):
+def test_context_fills_to_its_last_position(pipeline, prompt, k):
     context = pipeline.bundle.context_length
     long = ([*prompt] * context)[: context - 9]
     one = pipeline.generate(long, 99, num_draft_tokens=k, ignore_eos=True)

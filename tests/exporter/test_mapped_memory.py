@@ -52,7 +52,7 @@ def test_pages_of_mapped_files_are_given_back_and_read_again(file):
     assert int(mapped.sum(dtype=np.int64)) == before
 
 
-def test_pages_of_mappings_that_the_exporter_did_not_make_stay(file):
+def test_pages_of_mappings_that_exporter_did_not_make_stay(file):
     foreign = np.memmap(file, np.uint8, "r")
     own = mapped_memory.map_file(file, 0, SIZE)
     foreign.sum()
@@ -74,7 +74,7 @@ def test_mapping_that_ended_is_no_longer_owned(file):
     assert address not in [known for _, known in mapped_memory._registered.values()]
 
 
-def test_pages_below_the_limit_stay(file):
+def test_pages_below_limit_stay(file):
     mapped = mapped_memory.map_file(file, 0, SIZE)
     mapped.sum()
     held = mapped_memory._mapped_bytes()
@@ -83,7 +83,7 @@ def test_pages_below_the_limit_stay(file):
     assert mapped_memory._mapped_bytes() > held - SIZE // 2
 
 
-def test_a_mapping_that_was_written_to_keeps_what_was_written(file):
+def test_mapping_that_was_written_to_keeps_what_was_written(file):
     mapped = mapped_memory.map_file(file, 0, SIZE)
     mapped.sum()
     mapped[SIZE // 2] = 7
@@ -93,7 +93,7 @@ def test_a_mapping_that_was_written_to_keeps_what_was_written(file):
     assert [*mapped_memory._unmodified_mappings([mapped.ctypes.data])] == []
 
 
-def test_tensor_of_a_checkpoint_is_owned_while_a_view_of_it_lives(tmp_path):
+def test_tensor_of_checkpoint_is_owned_while_view_of_it_lives(tmp_path):
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"weight": torch.ones(4, 4)}, path)
     before = len(mapped_memory._registered)

@@ -75,21 +75,21 @@ def twins(pair):
 
 
 @pytest.mark.slow(after_first=True)
-def test_rows_of_exported_models_have_the_same_bits_however_many_share_a_pass(exported):
+def test_exported_models_are_batch_invariant(exported):
     for model in exported.models.values():
         for ops in model.parity:
             loaded = OrtModel(exported, model, Device(), ops)
             assert dependent_lengths(loaded, LENGTHS, min(140, model.context_length)) == []
 
 
-def test_the_noise_of_a_device_is_found(noisy):
+def test_noise_of_device_is_found(noisy):
     tokens = np.random.default_rng(0).integers(1, 500, 72).tolist()
     found = measure(noisy.target, tokens, (5,), 16)
     assert 0 < found.by_length[5] < 2 * noisy.target.float32_error * found.largest
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_an_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch):
+def test_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch):
     def none(runner, tokens, held):
         return [], lambda results: held.update(dict.fromkeys(LENGTHS, False))
 
@@ -102,7 +102,7 @@ def test_an_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("k", [4, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 8))])
-def test_exact_tokens_are_plain_decodings_on_a_device_with_noise(twins, k):
+def test_exact_tokens_are_plain_decodings_on_device_with_noise(twins, k):
     turned = 0
     for prompt in PROMPTS:
         plain = twins.generate(prompt, LENGTH, num_draft_tokens=0, ignore_eos=True)
@@ -121,7 +121,7 @@ def test_exact_tokens_are_plain_decodings_on_a_device_with_noise(twins, k):
     assert turned
 
 
-def test_every_choice_is_a_near_tie_where_rows_may_turn_a_choice_of_experts(noisy):
+def test_every_choice_is_near_tie_where_rows_may_turn_choice_of_experts(noisy):
     target = Trembling(noisy.target.model)
     target.num_experts = 8
     pipeline = Pipeline(noisy.bundle, noisy.tokenizer, target, noisy.draft)
@@ -134,7 +134,7 @@ def test_every_choice_is_a_near_tie_where_rows_may_turn_a_choice_of_experts(nois
     assert pipeline.generate(PROMPTS[0], 20, exact=True, **options).near_ties == []
 
 
-def test_where_no_near_tie_is_exact_runs_no_more_passes(noisy):
+def test_exact_runs_no_passes_without_near_ties(noisy):
     options = {"num_draft_tokens": 4, "ignore_eos": True}
     one = noisy.generate(PROMPTS[0], LENGTH, **options)
     exact = noisy.generate(PROMPTS[0], LENGTH, exact=True, **options)
@@ -145,7 +145,7 @@ def test_where_no_near_tie_is_exact_runs_no_more_passes(noisy):
 
 
 @pytest.mark.slow
-def test_noise_is_measured_once_and_not_where_the_export_found_none(noisy, pairs, monkeypatch):
+def test_noise_is_measured_once_and_not_where_export_found_none(noisy, pairs, monkeypatch):
     from specedge.runtime.decoding import invariance as noise
 
     calls = []
@@ -193,7 +193,7 @@ def test_generate_says_which_near_ties_there_were_and_what_exact_cost(command):
     assert found["near_ties"][0].keys() == {"position", "token", "runner_up", "margin"}
 
 
-def test_compare_blames_a_near_tie_and_exact_settles_it(command):
+def test_compare_blames_near_tie_and_exact_settles_it(command):
     options = ("import", "-n", 200, "-k", 4, "--ignore-eos", "--repeats", 1)
     differing = command("compare", *options)
     assert differing.exit_code == 1
@@ -203,7 +203,7 @@ def test_compare_blames_a_near_tie_and_exact_settles_it(command):
     assert re.search(r"same tokens +yes", exact.stdout)
 
 
-def test_exact_may_be_asked_for_a_line_of_a_file_of_prompts(command, tmp_path):
+def test_exact_may_be_asked_for_line_of_file_of_prompts(command, tmp_path):
     lines = [{"prompt": "import", "exact": exact} for exact in (False, True)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = ("--prompts", tmp_path / "in.jsonl", "-n", 60, "-k", 4, "--ignore-eos")

@@ -39,16 +39,16 @@ def test_greedy_text_is_that_of_transformers(smollm2, pipeline):
         smollm2.check_greedy(prompt, list(tokens))
 
 
-def test_text_is_the_same_for_every_k(smollm2):
+def test_text_is_same_for_every_k(smollm2):
     smollm2.check_every_k("fp32", smollm2.prompts()[::4])
 
 
-def test_text_of_other_prompts_is_the_same_for_every_k(smollm2):
+def test_text_of_other_prompts_is_same_for_every_k(smollm2):
     smollm2.check_every_k("fp32", [p for i, p in enumerate(smollm2.prompts()) if i % 4])
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=map(str, range(len(TEXTS))))
-def test_texts_have_the_tokens_of_transformers(smollm2, pipeline, text):
+def test_texts_have_tokens_of_transformers(smollm2, pipeline, text):
     tokens = smollm2.tokenizer(text)["input_ids"]
     assert pipeline.tokenizer.encode(text).ids == tokens
     decoded = smollm2.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -56,6 +56,6 @@ def test_texts_have_the_tokens_of_transformers(smollm2, pipeline, text):
 
 
 @pytest.mark.parametrize("messages", [*(d[:-1] for d in DIALOGUES), SYSTEM])
-def test_chats_have_the_tokens_of_transformers(smollm2, pipeline, messages):
+def test_chats_have_tokens_of_transformers(smollm2, pipeline, messages):
     expected = smollm2.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert pipeline.prompts.chat_tokens(messages) == list(expected["input_ids"])

@@ -13,5 +13,5 @@ def test_divergence_is_within_its_bound(smollm2, tmp_path, report):
     assert divergence <= MOST
 
 
-def test_text_is_the_same_for_every_k(smollm2):
+def test_text_is_same_for_every_k(smollm2):
     smollm2.check_every_k("int8", smollm2.prompts())

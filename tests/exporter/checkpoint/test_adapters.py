@@ -67,7 +67,7 @@ def embedding(base):
         {"rank_pattern": {"c_fc": 2, "q_proj": 2}},
     ],
 )
-def test_an_adapter_gives_the_numbers_that_peft_gives(base, options, tmp_path):
+def test_merged_adapter_equals_peft(base, options, tmp_path):
     adapter, wanted = adapted(base, tmp_path / "adapter", target_modules=targets(base), **options)
     _, loaded, notes = load(base, adapter)
     with torch.no_grad(), loaded.sources.materialized(loaded.model, at_once=True):
@@ -81,7 +81,7 @@ def test_an_adapter_gives_the_numbers_that_peft_gives(base, options, tmp_path):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_an_adapted_embedding_is_merged_or_the_adapters_own(base, saved, tmp_path):
+def test_adapted_embedding_is_merged_or_adapters_own(base, saved, tmp_path):
     if saved:
         options = {"target_modules": targets(base), "modules_to_save": [embedding(base)]}
     else:
@@ -98,7 +98,7 @@ def test_an_adapted_embedding_is_merged_or_the_adapters_own(base, saved, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.slow(after_first=True)
-def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
+def test_adapted_models_are_exported_and_bundle_says_so(base, tmp_path):
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     options = {"max_length": 40, "ops": "onnx"}
     bundle = export(
@@ -112,7 +112,7 @@ def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_a_targets_own_layers_have_its_adapter_and_none_of_their_own(base, tmp_path):
+def test_self_draft_has_the_targets_adapter(base, tmp_path):
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     bundle = export("self:1", base, tmp_path / "bundle", max_length=40, adapter=adapter)
     assert bundle.draft.source.id == "model + adapter self:1"
@@ -130,7 +130,7 @@ def test_pickled_adapters_are_read(base, tmp_path):
         assert torch.allclose(loaded.model(TOKENS).logits, wanted(TOKENS).logits, atol=1e-5)
 
 
-def test_what_is_no_lora_adapter_is_refused(base, tmp_path):
+def test_adapter_of_another_method_is_refused(base, tmp_path):
     assert "give a LoRA adapter" in refusal(base, base)
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     for changes, said in (
@@ -170,7 +170,7 @@ def test_another_models_adapter_is_refused(base, tmp_path):
         ("/a/b/c", "org/two", False),
     ],
 )
-def test_an_adapter_of_another_repository_is_refused_before_any_weights(
+def test_adapter_of_another_repository_is_refused_before_any_weights(
     base, trained_on, model, differ, tmp_path
 ):
     from specedge.exporter.checkpoint import adapters

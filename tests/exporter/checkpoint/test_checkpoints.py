@@ -32,21 +32,21 @@ def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
+def test_folder_that_is_not_there_is_refused(tmp_path):
     assert "does not exist" in refusal(tmp_path / "missing")
     assert "does not exist" in refusal("./missing")
 
 
-def test_an_empty_folder_is_refused(tmp_path):
+def test_empty_folder_is_refused(tmp_path):
     assert "empty folder" in refusal(tmp_path)
 
 
-def test_a_config_without_weights_is_refused(checkpoint):
+def test_config_without_weights_is_refused(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     assert "no model.safetensors" in refusal(checkpoint)
 
 
-def test_pickled_weights_of_an_unknown_layout_are_refused(checkpoint):
+def test_pickled_weights_of_unknown_layout_are_refused(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "consolidated.00.pth")
     assert "pytorch_model.bin" in refusal(checkpoint)
 
@@ -71,9 +71,7 @@ def test_pickled_weights_of_an_unknown_layout_are_refused(checkpoint):
         ({"_name_or_path": 7}, "---\nbase_model: []\n---\n", "give the checkpoint it was made"),
     ],
 )
-def test_an_onnx_export_is_refused_with_the_checkpoint_it_names(
-    checkpoint, names, config, readme, said
-):
+def test_onnx_export_is_refused_with_checkpoint_it_names(checkpoint, names, config, readme, said):
     (checkpoint / "model.safetensors").unlink()
     edit(checkpoint / "config.json", **config)
     for name in names:
@@ -86,15 +84,13 @@ def test_an_onnx_export_is_refused_with_the_checkpoint_it_names(
     assert said in message
 
 
-def test_a_checkpoint_with_onnx_files_beside_its_weights_is_read(checkpoint):
+def test_checkpoint_with_onnx_files_beside_its_weights_is_read(checkpoint):
     (checkpoint / "onnx").mkdir()
     (checkpoint / "onnx/model.onnx").write_bytes(b"onnx")
     assert loader.load(find(checkpoint), Progress()).dtype == "float32"
 
 
-def test_an_onnx_repository_on_the_hub_is_refused_with_the_checkpoint_it_names(
-    checkpoint, monkeypatch
-):
+def test_onnx_repository_on_hub_is_refused_with_checkpoint_it_names(checkpoint, monkeypatch):
     (checkpoint / "README.md").write_text("---\nbase_model: c/d\n---\n", "utf-8")
     names = ("README.md", "config.json", "tokenizer.json", "onnx/model.onnx")
     files = [SimpleNamespace(rfilename=name, size=1) for name in names]
@@ -121,30 +117,30 @@ def test_missing_weights_are_refused_instead_of_made_up(checkpoint):
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "[" * 100_000, '{"model_type": "nothing-like-this"}']
 )
-def test_an_unreadable_config_is_refused(checkpoint, text):
+def test_unreadable_config_is_refused(checkpoint, text):
     (checkpoint / "config.json").write_text(text, "utf-8")
     assert "config.json" in refusal(checkpoint)
 
 
-def test_a_missing_tokenizer_is_refused(checkpoint):
+def test_missing_tokenizer_is_refused(checkpoint):
     (checkpoint / "tokenizer.json").unlink()
     assert "tokenizer" in refusal(checkpoint)
 
 
-def test_a_models_own_code_never_runs(checkpoint):
+def test_models_own_code_never_runs(checkpoint):
     code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     edit(checkpoint / "config.json", model_type="own", auto_map=code)
     (checkpoint / "code.py").write_text("raise SystemExit('ran')", "utf-8")
     assert "never runs" in refusal(checkpoint)
 
 
-def test_an_adapter_in_a_models_place_is_refused_with_the_option_it_belongs_to(checkpoint):
+def test_adapter_in_models_place_is_refused_with_option_it_belongs_to(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "adapter_config.json").write_text("{}", "utf-8")
     assert "this as --adapter" in refusal(checkpoint)
 
 
-def test_a_sharded_checkpoint_is_read_and_a_broken_index_refused(checkpoint):
+def test_sharded_checkpoint_is_read_and_broken_index_refused(checkpoint):
     config, tokenizer = checkpoint / "config.json", checkpoint / "tokenizer.json"
     assert config.exists()
     assert tokenizer.exists()
@@ -170,7 +166,7 @@ def test_a_sharded_checkpoint_is_read_and_a_broken_index_refused(checkpoint):
 
 
 @pytest.mark.slow
-def test_a_bundle_is_no_checkpoint(pairs):
+def test_bundle_is_no_checkpoint(pairs):
     assert "already" in refusal(pairs.bundle("gpt2").folder)
 
 
@@ -186,7 +182,7 @@ def test_source_licence_and_type_are_recorded(pairs, checkpoint):
 
 
 @pytest.mark.parametrize("limit", [None, 64])
-def test_a_recurrent_model_is_refused_with_the_reason(pairs, tmp_path, limit):
+def test_recurrent_model_is_refused_with_reason(pairs, tmp_path, limit):
     draft = pairs.checkpoint("gpt2")[0]
     config = MambaConfig(vocab_size=512, hidden_size=16, num_hidden_layers=1)
     save(MambaForCausalLM(config), find(draft).tokenizer, tmp_path / "mamba")
@@ -197,21 +193,19 @@ def test_a_recurrent_model_is_refused_with_the_reason(pairs, tmp_path, limit):
 @pytest.mark.slow
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("length", [2, 20])
-def test_contexts_shorter_than_a_pass_and_as_long_as_the_buffers_are_compared(
-    pairs, tmp_path, length
-):
+def test_contexts_shorter_than_pass_and_as_long_as_buffers_are_compared(pairs, tmp_path, length):
     target = pairs.checkpoint("gpt2")[1]
     bundle = export(target, target, tmp_path / "bundle", max_length=length)
     assert bundle.context_length == length
     assert list(bundle.target.parity) == ["onnx", "gqa"]
 
 
-def test_a_revision_of_a_folder_is_refused(checkpoint):
+def test_revision_of_folder_is_refused(checkpoint):
     with pytest.raises(CheckpointError, match="which has no revisions"):
         find(checkpoint, "main")
 
 
-def test_a_decoder_with_cross_attention_is_refused(checkpoint):
+def test_decoder_with_cross_attention_is_refused(checkpoint):
     edit(checkpoint / "config.json", add_cross_attention=True)
     assert "cross-attention" in refusal(checkpoint)
 
@@ -228,12 +222,12 @@ def test_a_decoder_with_cross_attention_is_refused(checkpoint):
         {"model_type": "qwen2_5_omni"},
     ],
 )
-def test_a_config_of_parts_that_make_no_text_decoder_is_refused(checkpoint, changes):
+def test_config_of_parts_that_make_no_text_decoder_is_refused(checkpoint, changes):
     edit(checkpoint / "config.json", **changes)
     refusal(checkpoint)
 
 
-def test_a_decoder_among_several_text_models_is_refused(checkpoint):
+def test_decoder_among_several_text_models_is_refused(checkpoint):
     parts = {
         "text_encoder": {"model_type": "t5"},
         "audio_encoder": {"model_type": "encodec"},
@@ -243,7 +237,7 @@ def test_a_decoder_among_several_text_models_is_refused(checkpoint):
     assert "(musicgen) is an encoder-decoder" in refusal(checkpoint)
 
 
-def test_a_heading_of_an_error_is_told_with_what_follows():
+def test_error_that_ends_with_colon_includes_next_line():
     assert first_line(ValueError("\nThere were troubles:\n\n  a is not b.\nc")) == (
         "There were troubles: a is not b"
     )

@@ -20,7 +20,7 @@ def _all_are_large(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "qwen3_moe", "gpt_oss"])
-def test_a_models_matrices_are_its_checkpoints_also_where_transformers_joins_them(name, tmp_path):
+def test_joined_matrices_equal_the_checkpoints(name, tmp_path):
     folder, model = make(tmp_path, name)
     loaded, notes = load(folder)
     assert same(loaded, model)
@@ -31,7 +31,7 @@ def test_a_models_matrices_are_its_checkpoints_also_where_transformers_joins_the
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_pickled_weights_are_read_by_the_weights_only_loader(zipped, tmp_path):
+def test_pickled_weights_are_read_by_weights_only_loader(zipped, tmp_path):
     folder, model = make(tmp_path, "llama")
     pickle_weights(folder, _use_new_zipfile_serialization=zipped)
     loaded, notes = load(folder)
@@ -84,7 +84,7 @@ def test_pickled_weights_that_are_damaged_or_of_another_layout_are_refused(conte
     assert "pytorch_model.bin cannot be read" in refusal(folder)
 
 
-def test_numbers_of_a_type_that_is_not_known_are_refused(tmp_path):
+def test_numbers_of_type_that_is_not_known_are_refused(tmp_path):
     folder, _ = make(tmp_path, "llama")
     state = load_file(folder / "model.safetensors")
     save_file({k: t.to(torch.int8) for k, t in state.items()}, folder / "model.safetensors")
@@ -124,7 +124,7 @@ EXPERT = "model.layers.0.mlp.experts.0.gate_proj.weight"
         ("qwen3_moe", EXPERT, torch.uint8),
     ],
 )
-def test_a_weight_in_a_type_that_no_weight_has_is_refused(family, key, dtype, tmp_path):
+def test_weight_in_type_that_no_weight_has_is_refused(family, key, dtype, tmp_path):
     folder, _ = make(tmp_path, family)
     restore(folder, lambda state: state | {key: state[key].to(dtype)})
     message = refusal(folder)
@@ -133,7 +133,7 @@ def test_a_weight_in_a_type_that_no_weight_has_is_refused(family, key, dtype, tm
     assert "give the checkpoint it was made from" in message
 
 
-def test_masks_of_old_files_are_left_out_without_a_word(tmp_path):
+def test_masks_of_old_files_are_left_out_without_word(tmp_path):
     folder, model = make(tmp_path, "gpt2")
     masks = {
         "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
@@ -145,7 +145,7 @@ def test_masks_of_old_files_are_left_out_without_a_word(tmp_path):
     assert notes == ""
 
 
-def test_tensors_without_a_place_in_the_model_are_told(tmp_path):
+def test_tensors_without_place_in_model_are_told(tmp_path):
     folder, model = make(tmp_path, "llama")
     more = {"model.layers.0.of_tomorrow": torch.ones(3), "model.extra.weight": torch.ones(2, 2)}
     restore(folder, lambda state: state | more)
@@ -175,14 +175,14 @@ def test_parts_of_weights_that_are_not_widened_are_refused(name, tmp_path):
     assert "which is not supported" in message
 
 
-def test_a_matrix_of_another_shape_is_refused_with_both(tmp_path):
+def test_matrix_of_another_shape_is_refused_with_both(tmp_path):
     folder, _ = make(tmp_path, "llama")
     restore(folder, lambda state: state | {Q: state[Q][:-1].contiguous()})
     message = refusal(folder)
     assert f"{Q} is [63, 64] in its files and [64, 64] by its config" in message
 
 
-def test_files_without_a_tensor_are_refused(tmp_path):
+def test_files_without_tensor_are_refused(tmp_path):
     folder, _ = make(tmp_path, "llama")
     restore(folder, lambda state: {})
     assert "its files hold no tensors; download it again" in refusal(folder)

@@ -73,6 +73,6 @@ FORMATS = {
 
 @pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_is_exact_from_end_to_end(name, tmp_path):
+def test_format_is_exact_from_end_to_end(name, tmp_path):
     target, model, options = FORMATS[name](tmp_path)
     check_pair("self:1", target, tmp_path, model, **options)

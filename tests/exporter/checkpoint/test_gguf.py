@@ -34,7 +34,7 @@ def refusal(path):
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(Kind.Q8_0, "float32"), (Kind.Q4_0, "float32"), (Kind.F16, "float16")]
 )
-def test_a_gguf_file_gives_the_numbers_that_it_stands_for(kind, dtype, tmp_path):
+def test_gguf_is_dequantized_exactly(kind, dtype, tmp_path):
     path = tmp_path / "model.gguf"
     numbers = write(path, kind, tmp_path)
     progress = Progress()
@@ -49,7 +49,7 @@ def test_a_gguf_file_gives_the_numbers_that_it_stands_for(kind, dtype, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
+def test_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
     path = tmp_path / "models" / "model-Q8_0.gguf"
     path.parent.mkdir()
     write(path, Kind.Q8_0, tmp_path)
@@ -68,14 +68,14 @@ def test_a_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
     assert Bundle.read(tmp_path / "bundle").files == bundle.files
 
 
-def test_several_files_in_a_folder_need_a_choice(tmp_path):
+def test_several_files_in_folder_need_choice(tmp_path):
     write(tmp_path / "model-Q8_0.gguf", Kind.Q8_0, tmp_path)
     write(tmp_path / "model-F16.gguf", Kind.F16, tmp_path)
     assert "2 GGUF files (model-F16.gguf, model-Q8_0.gguf); give one" in refusal(tmp_path)
     assert find(tmp_path / "model-F16.gguf").weights == ["model-F16.gguf"]
 
 
-def test_what_memory_cannot_hold_is_refused_with_the_figure_from_the_header(tmp_path, monkeypatch):
+def test_model_larger_than_memory_is_refused_from_header(tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
     numbers = write(path, Kind.Q8_0, tmp_path)
     count = sum(array.size for array in numbers.values())
@@ -88,7 +88,7 @@ def test_what_memory_cannot_hold_is_refused_with_the_figure_from_the_header(tmp_
     assert "3.0 GB are free" in refusal(path)
 
 
-def test_the_header_is_enough_to_judge_a_file(tmp_path):
+def test_header_is_enough_to_judge_file(tmp_path):
     path = tmp_path / "model.gguf"
     write(path, Kind.Q8_0, tmp_path)
     size, ends = path.stat().st_size, gguf_files.header_size(path)
@@ -110,12 +110,12 @@ def test_the_header_is_enough_to_judge_a_file(tmp_path):
         ("model.txt", b"", "is a file, not a folder"),
     ],
 )
-def test_what_is_no_whole_gguf_file_is_refused(name, content, said, tmp_path):
+def test_damaged_gguf_is_refused(name, content, said, tmp_path):
     (tmp_path / name).write_bytes(content)
     assert said in refusal(tmp_path / name)
 
 
-def test_a_file_of_a_family_that_transformers_does_not_read_is_refused(tmp_path):
+def test_file_of_family_that_transformers_does_not_read_is_refused(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "of-tomorrow")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
     writer.write_header_to_file()
@@ -125,13 +125,13 @@ def test_a_file_of_a_family_that_transformers_does_not_read_is_refused(tmp_path)
     assert "of-tomorrow" in refusal(tmp_path / "model.gguf")
 
 
-def test_a_gguf_that_is_not_there_is_refused(tmp_path):
+def test_gguf_that_is_not_there_is_refused(tmp_path):
     assert "does not exist" in refusal(tmp_path / "missing.gguf")
     assert "hub cannot be reached" in refusal("org/name/missing.gguf")
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])
-def test_it_computes_as_the_model_with_those_numbers(arch, tmp_path):
+def test_dequantized_model_computes_like_the_original(arch, tmp_path):
     path = tmp_path / "model.gguf"
     numbers = write(path, Kind.Q8_0, tmp_path, arch)
     assert same(path, numbers, make_model(make_config(arch, kv_heads=2, scale=0.1)))
@@ -184,7 +184,7 @@ def factors(config):
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_the_scaled_frequencies_of_llama_3_are_told_by_their_factors(factor, tmp_path):
+def test_llama3_scaling_is_recognized_by_its_factors(factor, tmp_path):
     path, options = tmp_path / "model.gguf", scaled(factor)
     config = make_config("llama", kv_heads=2, scale=0.1, **options)
     values = factors(config)
@@ -232,7 +232,7 @@ def test_positions_that_are_said_to_be_unscaled_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "bundle.json", "tokenizer_config.json"])
-def test_a_file_is_not_judged_by_what_is_beside_it(name, tmp_path):
+def test_files_beside_a_gguf_are_ignored(name, tmp_path):
     path = tmp_path / "model.gguf"
     write(path, Kind.F16, tmp_path)
     for other in (name, "model.safetensors", "tokenizer.json"):
@@ -240,7 +240,7 @@ def test_a_file_is_not_judged_by_what_is_beside_it(name, tmp_path):
     assert loader.load(find(path), Progress()).dtype == "float16"
 
 
-def test_what_a_file_becomes_on_disk_is_known_from_its_header(tmp_path):
+def test_bundle_size_is_estimated_from_header(tmp_path):
     sizes = {}
     for kind in (Kind.F32, Kind.F16, Kind.Q4_0):
         write(tmp_path / kind.name, kind, tmp_path, hidden=256)

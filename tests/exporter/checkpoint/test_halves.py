@@ -16,7 +16,7 @@ def saved(folder, change=lambda model: model):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", "float16"), ("bf16", "bfloat16")])
-def test_the_bundle_is_the_model_with_matrices_in_that_type(tmp_path, name, dtype):
+def test_bundle_is_model_with_matrices_in_that_type(tmp_path, name, dtype):
     model, folder = saved(tmp_path)
     progress = Progress()
     bundle = export(folder, folder, tmp_path / "b", precision=name, ops="onnx", progress=progress)
@@ -34,7 +34,7 @@ def test_the_bundle_is_the_model_with_matrices_in_that_type(tmp_path, name, dtyp
     assert np.abs(found - wanted[:, : found.shape[1]]).max() < 1e-4
 
 
-def test_a_number_beyond_half_precision_is_one_line_that_names_the_other_type(tmp_path):
+def test_overflow_of_half_precision_is_refused(tmp_path):
     def change(model):
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6

@@ -35,18 +35,18 @@ def check(model):
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_a_cut_head_gives_the_whole_ones_columns(name):
+def test_pruned_head_gives_columns_of_full_head(name):
     check(make_model(ARCHITECTURES[name][1]()))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_tied_head_becomes_a_matrix_of_its_own(tied):
+def test_tied_head_becomes_matrix_of_its_own(tied):
     model = make_model(make_config("llama", tied=tied))
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     check(model)
 
 
-def test_what_is_done_to_logits_after_the_head_is_still_done():
+def test_pruned_head_keeps_logit_transformations():
     """Softcaps and scales: without them the test of all families would be of heads alone."""
     model = make_model(make_config("gemma2", final_logit_softcapping=2.0, head_size=16))
     assert logits(model).abs().max() <= 2
@@ -54,14 +54,14 @@ def test_what_is_done_to_logits_after_the_head_is_still_done():
     assert logits(model).abs().max() <= 2
 
 
-def test_a_head_with_biases_keeps_those_of_its_tokens():
+def test_head_with_biases_keeps_those_of_its_tokens():
     model = make_model(ARCHITECTURES["phi"][1]())
     bias = model.lm_head.bias.clone()
     check(model)
     assert torch.equal(model.lm_head.bias, bias[list(IDS)])
 
 
-def test_the_head_of_the_targets_own_layers_is_cut_and_the_targets_is_not():
+def test_pruned_head_of_self_draft_leaves_the_targets_head():
     loaded = LoadedModel(make_model(make_config("llama", tied=True)), "float32", WeightSources())
     before = logits(loaded.model)
     draft = draft_vocabulary.prune_head(self_draft.keep_layers(loaded, 1), IDS)
@@ -69,7 +69,7 @@ def test_the_head_of_the_targets_own_layers_is_cut_and_the_targets_is_not():
     assert torch.equal(logits(loaded.model), before)
 
 
-def test_a_large_heads_rows_are_in_files_as_the_whole_ones_were():
+def test_rows_of_large_pruned_head_stay_in_files():
     """A placeholder for the rows, in the type that the checkpoint has."""
     sources, model = WeightSources(), make_model(make_config("llama", hidden=128))
     stored = torch.randn(8192, 128).to(torch.bfloat16)
@@ -81,7 +81,7 @@ def test_a_large_heads_rows_are_in_files_as_the_whole_ones_were():
     assert cut.sources.stored_matrix(cut.model.lm_head.weight).dtype == torch.bfloat16
 
 
-def test_a_head_that_is_not_one_matrix_is_refused():
+def test_head_that_is_not_one_matrix_is_refused():
     class Two(nn.Linear):
         pass
 

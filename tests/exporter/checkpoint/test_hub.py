@@ -16,7 +16,7 @@ from specedge.exporter import Progress
 from specedge.exporter.checkpoint import loader
 
 
-def test_a_whole_repository_is_fetched_after_its_small_files(server, original):
+def test_whole_repository_is_fetched_after_its_small_files(server, original):
     found = find()
     assert not files(server)
     assert found.source.id == NAME
@@ -28,7 +28,7 @@ def test_a_whole_repository_is_fetched_after_its_small_files(server, original):
     assert server.sent - sent < 10_000  # the second time nothing but what is small
 
 
-def test_a_sharded_repository_is_fetched(server, original):
+def test_sharded_repository_is_fetched(server, original):
     folder = server.folder / NAME
     model = AutoModelForCausalLM.from_pretrained(folder)
     (folder / WHOLE).unlink()
@@ -42,7 +42,7 @@ def test_a_sharded_repository_is_fetched(server, original):
     assert not files(server, "unused.safetensors")
 
 
-def test_a_revision_is_another_commit_and_one_that_is_not_there_is_refused(server, original):
+def test_revision_is_another_commit_and_one_that_is_not_there_is_refused(server, original):
     other = server.folder / f"{NAME}@v2"
     other.mkdir()
     for path in original.iterdir():
@@ -56,19 +56,19 @@ def test_a_revision_is_another_commit_and_one_that_is_not_there_is_refused(serve
     assert "has no revision 'v3' on the hub" in refusal("v3")
 
 
-def test_a_private_repository_needs_a_login(server, original, monkeypatch):
+def test_private_repository_needs_login(server, original, monkeypatch):
     server.private.add(NAME)
     assert "'hf auth login'" in refusal()
     Path(constants.HF_TOKEN_PATH).write_text(hub_server.TOKEN, "utf-8")
     assert same(find(), original)
 
 
-def test_a_repository_that_is_not_there_is_refused_with_the_name(server):
+def test_repository_that_is_not_there_is_refused_with_name(server):
     assert "org/other is neither a folder here nor a model on the hub" in refusal(name="org/other")
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_gated_repository_says_where_its_terms_are(server, known):
+def test_gated_repository_says_where_its_terms_are(server, known):
     server.gated.add(NAME)
     if known:
         Path(constants.HF_TOKEN_PATH).write_text(hub_server.TOKEN, "utf-8")
@@ -77,24 +77,24 @@ def test_a_gated_repository_says_where_its_terms_are(server, known):
     assert "'hf auth login'" in message
 
 
-def test_a_repository_that_becomes_gated_before_its_weights_are_there_says_so(server):
+def test_repository_that_becomes_gated_before_its_weights_are_there_says_so(server):
     found = find()
     server.gated.add(NAME)
     with pytest.raises(CheckpointError, match="is gated: accept its terms"):
         loader.load(found, Progress())
 
 
-def test_a_token_that_may_not_read_is_told_from_no_network(server):
+def test_unauthorized_token_is_not_reported_as_missing_network(server):
     server.statuses[NAME] = 403
     assert "the hub refuses to give it (403); log in with 'hf auth login'" in refusal()
 
 
-def test_a_hub_that_is_out_of_order_is_said_to_be_unreachable(server):
+def test_failing_hub_is_reported_as_unreachable(server):
     server.statuses[NAME] = 500
     assert "the hub cannot be reached (" in refusal()
 
 
-def test_a_cut_download_goes_on_where_it_stopped(server, original):
+def test_interrupted_download_resumes(server, original):
     found, sent = find(), server.sent
     size = (original / WHOLE).stat().st_size
     server.cuts += [300_000, 500_000]
@@ -103,7 +103,7 @@ def test_a_cut_download_goes_on_where_it_stopped(server, original):
     assert server.sent - sent == size  # no byte was fetched twice
 
 
-def test_a_download_goes_on_in_the_next_run(server, original):
+def test_download_resumes_in_next_process(server, original):
     found, sent = find(), server.sent
     size = (original / WHOLE).stat().st_size
     server.cuts += [400_000, *[0] * 50]
@@ -120,7 +120,7 @@ def test_a_download_goes_on_in_the_next_run(server, original):
     assert same(find(), original)
 
 
-def test_a_server_without_ranges_sends_a_cut_file_anew(server, original):
+def test_server_without_ranges_sends_cut_file_anew(server, original):
     server.ranges = False
     server.cuts.append(300_000)
     progress = Bars()
@@ -129,7 +129,7 @@ def test_a_server_without_ranges_sends_a_cut_file_anew(server, original):
     assert sum(progress.moves[f"Downloading {NAME}"][1:]) == (original / WHOLE).stat().st_size
 
 
-def test_a_bar_moves_within_a_file_by_its_bytes(server, original):
+def test_bar_moves_within_file_by_its_bytes(server, original):
     progress = Bars()
     loader.load(find(), progress)
     size = (original / WHOLE).stat().st_size
@@ -138,7 +138,7 @@ def test_a_bar_moves_within_a_file_by_its_bytes(server, original):
     assert len([move for move in moves if move]) == -(-size // 100_000)
 
 
-def test_a_full_disk_is_said_in_one_line_and_what_is_there_stays(server, original):
+def test_full_disk_keeps_partial_download(server, original):
     found = find()
     blobs = found.folder.parents[1] / "blobs"
     part = blobs / f"{hub_server.etag(server.folder / NAME / WHOLE)}.part"
@@ -150,7 +150,7 @@ def test_a_full_disk_is_said_in_one_line_and_what_is_there_stays(server, origina
     assert same(find(), original)
 
 
-def test_small_files_on_a_full_disk_are_no_network_trouble(server, monkeypatch):
+def test_small_files_on_full_disk_are_no_network_trouble(server, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -158,7 +158,7 @@ def test_small_files_on_a_full_disk_are_no_network_trouble(server, monkeypatch):
     assert "no space left in" in refusal()
 
 
-def test_without_a_network_a_warm_cache_is_enough(server, original, monkeypatch):
+def test_without_network_warm_cache_is_enough(server, original, monkeypatch):
     commit = find().source.revision
     loader.load(find(), Progress())
     server.requests.clear()
@@ -171,13 +171,13 @@ def test_without_a_network_a_warm_cache_is_enough(server, original, monkeypatch)
     assert not server.requests
 
 
-def test_without_a_network_small_files_alone_are_not_enough(server, monkeypatch):
+def test_without_network_small_files_alone_are_not_enough(server, monkeypatch):
     find()
     patch_endpoint(monkeypatch, "http://127.0.0.1:9")
     assert "the hub cannot be reached" in refusal()
 
 
-def test_without_a_network_files_that_no_export_needs_may_be_lacking(server, original, monkeypatch):
+def test_without_network_files_that_no_export_needs_may_be_lacking(server, original, monkeypatch):
     folder = server.folder / NAME
     (folder / "onnx").mkdir()
     for name in ("onnx/model.onnx", "pytorch_model.bin", "training.log"):
@@ -187,7 +187,7 @@ def test_without_a_network_files_that_no_export_needs_may_be_lacking(server, ori
     assert same(find(), original)
 
 
-def test_a_branch_that_moves_between_two_questions_gives_one_commit(server, monkeypatch):
+def test_branch_that_moves_between_two_questions_gives_one_commit(server, monkeypatch):
     old = hub_server.commit(server.folder / NAME)
     ask = huggingface_hub.HfApi.model_info
 
@@ -203,7 +203,7 @@ def test_a_branch_that_moves_between_two_questions_gives_one_commit(server, monk
     assert source.license == "mit"
 
 
-def test_a_quantised_repository_is_refused_before_its_weights_are_fetched(server):
+def test_quantised_repository_is_refused_before_its_weights_are_fetched(server):
     path = server.folder / NAME / "config.json"
     text = json.loads(path.read_text("utf-8"))
     path.unlink()  # it is a link to the original's
@@ -212,7 +212,7 @@ def test_a_quantised_repository_is_refused_before_its_weights_are_fetched(server
     assert not files(server)
 
 
-def test_without_a_network_a_damaged_index_is_still_said_to_be_damaged(server, monkeypatch):
+def test_without_network_damaged_index_is_still_said_to_be_damaged(server, monkeypatch):
     folder = server.folder / NAME
     (folder / WHOLE).unlink()
     (folder / f"{WHOLE}.index.json").write_text("{}", "utf-8")
@@ -229,7 +229,7 @@ def corrupt(server, found):
     part.write_bytes(bytes(300_000))
 
 
-def test_a_part_whose_bytes_went_wrong_is_fetched_anew(server, original):
+def test_corrupt_partial_download_is_fetched_again(server, original):
     found = find()
     corrupt(server, found)
     progress = Bars()

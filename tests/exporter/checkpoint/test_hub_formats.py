@@ -23,7 +23,7 @@ GGUF = "model-Q8_0.gguf"
 
 
 @pytest.mark.slow
-def test_the_command_line_exports_from_a_hub_and_again_without_one(original, tmp_path):
+def test_command_line_exports_from_hub_and_again_without_one(original, tmp_path):
     folder = tmp_path / "hub"
     (folder / "org").mkdir(parents=True)
     (folder / NAME).symlink_to(original)
@@ -72,7 +72,7 @@ def gguf_server(server, tmp_path):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", [NAME, f"{NAME}/model-Q8_0.gguf"])
-def test_a_gguf_repository_is_known_by_a_files_header(gguf_server, name, monkeypatch):
+def test_gguf_repository_is_known_by_files_header(gguf_server, name, monkeypatch):
     path = gguf_server.folder / NAME / GGUF
     ends, size = downloads.gguf_files.header_ends(path), path.stat().st_size
     monkeypatch.setattr(downloads, "HEADER_BYTES", int(ends) // 2)
@@ -89,23 +89,21 @@ def test_a_gguf_repository_is_known_by_a_files_header(gguf_server, name, monkeyp
     assert gguf_server.sent == sent
 
 
-def test_a_gguf_file_too_large_for_memory_is_refused_before_it_is_fetched(gguf_server, monkeypatch):
+def test_gguf_file_too_large_for_memory_is_refused_before_it_is_fetched(gguf_server, monkeypatch):
     monkeypatch.setattr(downloads, "HEADER_BYTES", 20_000)
     monkeypatch.setattr(downloads.gguf_files, "OVERHEAD", 1e15)
     assert "takes 1000000.0 GB of memory" in refusal()
     assert gguf_server.sent < (gguf_server.folder / NAME / GGUF).stat().st_size
 
 
-def test_several_gguf_files_need_a_choice(gguf_server):
+def test_several_gguf_files_need_choice(gguf_server):
     (gguf_server.folder / NAME / "model-Q4_0.gguf").write_bytes(b"unread")
     assert f"give one of them, such as {NAME}/model-Q4_0.gguf" in refusal()
     assert find(name=f"{NAME}/{GGUF}").weights == [GGUF]
     assert "has no model-Q2_K.gguf" in refusal(name=f"{NAME}/model-Q2_K.gguf")
 
 
-def test_an_adapter_on_the_hub_is_merged_and_its_commit_is_in_the_source(
-    server, original, tmp_path
-):
+def test_adapter_on_hub_is_merged_and_its_commit_is_in_source(server, original, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(original)
     config = peft.LoraConfig(
         target_modules=["q_proj"], init_lora_weights=False, base_model_name_or_path=NAME
@@ -125,7 +123,7 @@ def test_an_adapter_on_the_hub_is_merged_and_its_commit_is_in_the_source(
     assert found.remotes == [found.remote, found.adapter.remote]
 
 
-def test_a_head_of_a_file_has_holes_behind_it(server, original, monkeypatch, tmp_path):
+def test_fetched_header_is_a_sparse_file(server, original, monkeypatch, tmp_path):
     monkeypatch.setattr(downloads, "HEADER_BYTES", 1000)
     monkeypatch.setattr(downloads.gguf_files, "header_ends", lambda path: 1500)
     found = find()

@@ -9,11 +9,11 @@ from specedge.errors import CheckpointError
 from specedge.exporter.checkpoint import hub
 
 
-def test_a_hub_id_without_a_network_is_refused_at_once():
+def test_hub_id_without_network_is_refused_at_once():
     assert "hub cannot be reached" in refusal("someone/something")
 
 
-def test_an_unreachable_hub_is_refused_at_once(monkeypatch):
+def test_unreachable_hub_is_refused_at_once(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     api = hub.huggingface_hub.HfApi
@@ -21,17 +21,17 @@ def test_an_unreachable_hub_is_refused_at_once(monkeypatch):
     assert "hub cannot be reached" in refusal("someone/something")
 
 
-def test_a_name_that_no_repository_can_have_is_refused():
+def test_name_that_no_repository_can_have_is_refused():
     assert "neither a folder nor a hub id" in refusal("what is this?")
 
 
-def test_a_download_that_does_not_fit_is_refused(tmp_path):
+def test_download_that_does_not_fit_is_refused(tmp_path):
     snapshot = hub.Snapshot("target", "a/b", "c", tmp_path, set(), {"model.safetensors": 1 << 60})
     with pytest.raises(CheckpointError, match="GB free"):
         hub.check_space([snapshot], tmp_path)
 
 
-def test_a_repository_that_is_draft_and_target_is_downloaded_once(tmp_path, monkeypatch):
+def test_repository_that_is_draft_and_target_is_downloaded_once(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda place: SimpleNamespace(free=35e9))
     roles = [
@@ -44,7 +44,7 @@ def test_a_repository_that_is_draft_and_target_is_downloaded_once(tmp_path, monk
         hub.check_space(roles, tmp_path / "bundle")
 
 
-def test_a_bundle_that_grows_beyond_the_disk_is_refused_with_both_figures(tmp_path, monkeypatch):
+def test_bundle_that_grows_beyond_disk_is_refused_with_both_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda place: SimpleNamespace(free=45e9))
     snapshot = hub.Snapshot("target", "a/b", "c", tmp_path, set(), {"model.gguf": 10**10})

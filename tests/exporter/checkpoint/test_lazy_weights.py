@@ -48,7 +48,7 @@ def load(folder):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "gemma2"])
-def test_reading_stored_numbers_gives_the_bits_of_a_model_in_memory(kind, dtype, tmp_path):
+def test_reading_stored_numbers_gives_bits_of_model_in_memory(kind, dtype, tmp_path):
     folder = make(tmp_path, kind, dtype)
     loaded = load(folder)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -64,7 +64,7 @@ def test_reading_stored_numbers_gives_the_bits_of_a_model_in_memory(kind, dtype,
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2"])
-def test_what_a_model_keeps_is_seen_without_reading_its_matrices(kind, tmp_path):
+def test_geometry_is_measured_without_reading_matrices(kind, tmp_path):
     loaded = load(make(tmp_path, kind, torch.bfloat16))
     seen = []
     for unread in (False, True):
@@ -78,7 +78,7 @@ def test_what_a_model_keeps_is_seen_without_reading_its_matrices(kind, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
-def test_a_huge_vocabulary_is_widened_some_rows_at_a_time(kind, tmp_path, monkeypatch):
+def test_huge_vocabulary_is_cast_in_chunks(kind, tmp_path, monkeypatch):
     loaded = load(make(tmp_path, kind, torch.bfloat16))
     results = []
     for huge in (lazy_weights.HUGE, 1 << 17):
@@ -92,7 +92,7 @@ def test_a_huge_vocabulary_is_widened_some_rows_at_a_time(kind, tmp_path, monkey
     assert "forward" not in vars(loaded.model.get_output_embeddings())
 
 
-def test_a_placeholder_that_is_computed_with_shows(tmp_path):
+def test_computing_with_a_placeholder_gives_nan(tmp_path):
     loaded = load(make(tmp_path, "llama", torch.bfloat16))
     with torch.no_grad():
         assert torch.isnan(loaded.model(TOKENS).logits).all()
@@ -115,7 +115,7 @@ def test_placeholders_take_no_memory_and_know_their_orientation():
 
 
 @pytest.mark.parametrize("shape", [(4, 512, 600), (8, 768, 768), (96, 64, 96), (2, 2, 99328)])
-def test_a_placeholder_is_known_with_its_axes_split_and_reordered(shape):
+def test_placeholder_is_resolved_with_axes_split_and_reordered(shape):
     known = lazy_weights.WeightSources()
     stored = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     tensor = known.placeholder(stored)
@@ -134,7 +134,7 @@ def test_a_placeholder_is_known_with_its_axes_split_and_reordered(shape):
 
 
 @pytest.mark.parametrize("shape", [(600, 700), (700, 600), (4, 300, 400)])
-def test_a_part_of_a_placeholder_is_that_part_of_its_matrix(shape):
+def test_part_of_placeholder_is_that_part_of_its_matrix(shape):
     known = lazy_weights.WeightSources()
     known.placeholder(torch.randn(600, 600))
     stored = torch.randn(shape)
@@ -177,7 +177,7 @@ def test_every_matrix_is_stored_once_with_its_own_bits(exported):
     assert abs(bundle.files["target/weights.bin"].size - size) < 0.1 * size
 
 
-def test_the_weights_hash_that_is_made_while_writing_is_the_files(exported):
+def test_weights_hash_that_is_made_while_writing_is_files(exported):
     _, bundle, _ = exported
     for role in ("target", "draft"):
         name = f"{role}/weights.bin"
@@ -185,7 +185,7 @@ def test_the_weights_hash_that_is_made_while_writing_is_the_files(exported):
     assert Bundle.read(bundle.folder) == bundle
 
 
-def test_an_export_says_where_its_time_went(exported):
+def test_export_says_where_its_time_went(exported):
     _, _, progress = exported
     steps = {"Loading", "Tracing", "Writing", "Running", "Comparing", "Hashing"}
     assert {step.split()[0] for step in progress.seconds} == steps
@@ -220,7 +220,7 @@ def test_float64_weights_are_rounded_to_float32_and_that_is_said(tmp_path):
     assert progress.notes == ["target: its weights in float64 are converted to float32"]
 
 
-def test_an_output_matrix_that_is_stored_twice_is_tied(tmp_path):
+def test_output_matrix_that_is_stored_twice_is_tied(tmp_path):
     folder = make(tmp_path, "llama", torch.bfloat16)
     state = load_file(folder / "model.safetensors")
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()

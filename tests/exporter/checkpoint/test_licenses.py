@@ -53,7 +53,7 @@ def test_names_are_made_plain_and_stay_apart(tmp_path):
     assert notes == []
 
 
-def test_a_huge_file_is_left_out_with_a_note(tmp_path):
+def test_huge_file_is_left_out_with_note(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "LICENSE").write_bytes(b"x" * (licenses.LARGEST + 1))
@@ -74,7 +74,7 @@ def test_folders_and_links_to_other_places_are_not_carried(tmp_path):
     assert carried(source, tmp_path / "out")[0] == []
 
 
-def test_the_hubs_cache_keeps_files_as_links_to_its_blobs(tmp_path):
+def test_hubs_cache_keeps_files_as_links_to_its_blobs(tmp_path):
     source = tmp_path / "models--a--b/snapshots/abc"
     blob = tmp_path / "models--a--b/blobs/123"
     for folder in (source, blob.parent):
@@ -88,7 +88,7 @@ def test_the_hubs_cache_keeps_files_as_links_to_its_blobs(tmp_path):
     assert (tmp_path / "out/LICENSE").read_text("utf-8") == "Terms"
 
 
-def test_the_hub_is_asked_for_licences_by_their_names(monkeypatch, tmp_path):
+def test_hub_is_asked_for_licences_by_their_names(monkeypatch, tmp_path):
     sizes = {"config.json": 5, "License [v2].txt": 9, "notice": 9, "LICENSE.pdf": 2_000_000}
     files = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
     info = SimpleNamespace(siblings=files, sha="abc")
@@ -120,13 +120,13 @@ def test_the_hub_is_asked_for_licences_by_their_names(monkeypatch, tmp_path):
         ("", None),
     ],
 )
-def test_the_licence_is_what_the_readme_states(checkpoint, text, license):
+def test_licence_is_what_readme_states(checkpoint, text, license):
     (checkpoint / "README.md").write_text(text, "utf-8")
     assert checkpoints.find("target", str(checkpoint), None).source.license == license
 
 
 @pytest.mark.slow
-def test_a_folders_strange_name_gives_a_bundle_all_the_same(pairs, tmp_path):
+def test_folder_with_unprintable_name_is_exported(pairs, tmp_path):
     draft, target = pairs.checkpoint("gpt2")
     try:
         strange = shutil.copytree(target, tmp_path / "a\nb\x1b[2J")

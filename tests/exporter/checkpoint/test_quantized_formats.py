@@ -48,7 +48,7 @@ def _all_are_large(monkeypatch):
         ("gptq", "unknown"),
     ],
 )
-def test_other_quantised_checkpoints_are_refused_by_name_from_the_config(config, name, tmp_path):
+def test_unsupported_quantization_methods_are_refused_by_name(config, name, tmp_path):
     folder, _ = make(tmp_path, "llama")
     (folder / "model.safetensors").write_bytes(b"unread")
     edit(folder / "config.json", quantization_config=config)
@@ -59,7 +59,7 @@ def test_other_quantised_checkpoints_are_refused_by_name_from_the_config(config,
     assert "give some/original, which it was made from" in refusal(folder)
 
 
-def test_a_config_beside_that_of_the_model_tells_gptq(tmp_path):
+def test_config_beside_that_of_model_tells_gptq(tmp_path):
     folder, _ = make(tmp_path, "llama")
     (folder / "quantize_config.json").write_text("{}", "utf-8")
     assert "GPTQ" in refusal(folder)
@@ -109,7 +109,7 @@ def test_mxfp4_blocks_without_their_scales_are_refused(tmp_path):
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("block", [BLOCK, None])
-def test_fp8_numbers_are_widened_to_their_products_with_the_scales(block, exact, tmp_path):
+def test_fp8_numbers_are_widened_to_their_products_with_scales(block, exact, tmp_path):
     folder, model = make(tmp_path, "qwen3", hidden_size=192, intermediate_size=160)
     wide = quantise_fp8(folder, model, block, exact)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_fp8_scales_of_other_experts_than_there_are_do_not_fit():
         quantized_formats.dequantize_state("target m", raw, state)
 
 
-def test_a_text_parts_own_quantisation_is_taken_for_the_models(tmp_path):
+def test_quantization_config_of_text_part_applies(tmp_path):
     config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     raw = {"text_config": {"quantization_config": config}}
     quantized_formats.check("target m", raw, set(), None)
@@ -186,7 +186,7 @@ def test_a_text_parts_own_quantisation_is_taken_for_the_models(tmp_path):
 
 
 @pytest.mark.parametrize(("how", "growth"), [("fp8", 4), ("mxfp4", 64 / 17), (None, 1)])
-def test_what_a_byte_of_a_format_becomes(how, growth):
+def test_expansion_of_each_format(how, growth):
     assert (
         quantized_formats.expansion({"quantization_config": {"quant_method": how}} if how else {})
         == growth

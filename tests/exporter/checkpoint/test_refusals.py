@@ -29,7 +29,7 @@ def edit(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
 
 
-def test_a_checkpoint_without_any_vocabulary_is_refused(checkpoint):
+def test_checkpoint_without_any_vocabulary_is_refused(checkpoint):
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
     edit(checkpoint, model_type="qwen2")  # for which transformers makes an empty tokenizer
@@ -37,7 +37,7 @@ def test_a_checkpoint_without_any_vocabulary_is_refused(checkpoint):
         checkpoints.find("target", str(checkpoint), None)
 
 
-def test_an_encoder_without_a_tokenizer_is_refused_as_an_encoder(checkpoint):
+def test_encoder_without_tokenizer_is_refused_as_encoder(checkpoint):
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
     (checkpoint / "config.json").write_text('{"model_type": "vit"}', "utf-8")
@@ -45,20 +45,20 @@ def test_an_encoder_without_a_tokenizer_is_refused_as_an_encoder(checkpoint):
         checkpoints.find("target", str(checkpoint), None)
 
 
-def test_an_unknown_model_type_is_named_with_the_versions(checkpoint):
+def test_unknown_model_type_is_named_with_versions(checkpoint):
     edit(checkpoint, model_type="frobnicate")
     with pytest.raises(CheckpointError, match=r"'frobnicate', which transformers does not know \("):
         checkpoints.find("target", str(checkpoint), None)
 
 
-def test_a_model_without_layers_is_refused_for_that(checkpoint, tmp_path):
+def test_model_without_layers_is_refused_for_that(checkpoint, tmp_path):
     edit(checkpoint, num_hidden_layers=0)
     with pytest.raises(ExportError, match=r"config\.json says 0 layers"):
         export(checkpoint, checkpoint, tmp_path / "bundle")
 
 
 @pytest.mark.slow
-def test_values_that_are_nan_are_refused_by_the_tensors_name(checkpoint, tmp_path):
+def test_values_that_are_nan_are_refused_by_tensors_name(checkpoint, tmp_path):
     path = checkpoint / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][-1] = torch.nan
@@ -78,7 +78,7 @@ def _deeper(checkpoint):
     return checkpoint
 
 
-def test_a_checkpoint_is_not_said_to_be_made_from_itself(checkpoint):
+def test_checkpoint_is_not_its_own_base(checkpoint):
     edit(checkpoint, _name_or_path=str(checkpoint))
     assert folders.base_checkpoint("target", str(checkpoint), checkpoint) is None
     (checkpoint / "README.md").write_text("---\nbase_model: org/base\n---\n", "utf-8")

@@ -72,7 +72,7 @@ def places(bundle, model):
     return found
 
 
-def test_the_draft_is_a_part_of_the_targets_weights_file_and_adds_nothing_to_it(made):
+def test_draft_is_part_of_targets_weights_file_and_adds_nothing_to_it(made):
     bundle = made.bundle
     assert [n for n in bundle.files if n.endswith(".bin")] == ["target/weights.bin"]
     assert bundle.draft.weights == bundle.target.weights
@@ -93,7 +93,7 @@ def test_both_models_agree_with_pytorch_in_every_op_set(made):
     assert not [n for n in made.progress.notes if "license" in n or "no gqa" in n]
 
 
-def test_the_drafts_logits_are_the_targets_hidden_state_normed_and_headed(made):
+def test_self_draft_logits_are_early_exit_logits(made):
     model = AutoModelForCausalLM.from_pretrained(made.target, dtype=torch.float32).eval()
     with torch.no_grad():
         hidden = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
@@ -105,7 +105,7 @@ def test_the_drafts_logits_are_the_targets_hidden_state_normed_and_headed(made):
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_greedy_tokens_equal_plain_decoding_to_the_last_position(made, k):
+def test_greedy_tokens_equal_plain_decoding_to_last_position(made, k):
     plain = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=0, ignore_eos=True)
     one = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=k, ignore_eos=True)
     assert one.tokens == plain.tokens
@@ -113,7 +113,7 @@ def test_greedy_tokens_equal_plain_decoding_to_the_last_position(made, k):
     assert one.stats.num_drafted >= len(one.rounds) - 1  # the last may need no draft
 
 
-def test_a_drafted_token_follows_the_targets_distribution(made):
+def test_drafted_token_follows_targets_distribution(made):
     """Counts of the six likeliest tokens and of all others, over 200 seeds."""
     made.pipeline.target.truncate(0)
     row = np.array(made.pipeline.target.forward(PROMPT)[-1].array(), np.float64)
@@ -133,7 +133,7 @@ def test_a_drafted_token_follows_the_targets_distribution(made):
     assert (np.abs(found - draws * chances) < 4 * spread + 1).all()
 
 
-def test_the_manifest_says_whose_layers_they_are_and_the_licence_is_the_targets(made):
+def test_manifest_says_whose_layers_they_are_and_licence_is_targets(made):
     bundle = made.bundle
     assert bundle.draft.source.id == f"target self:{made.num_layers}"
     assert bundle.draft.num_parameters < bundle.target.num_parameters
@@ -144,7 +144,7 @@ def test_the_manifest_says_whose_layers_they_are_and_the_licence_is_the_targets(
     assert shown.output.count("MB (the target's)") == 1
 
 
-def test_a_host_written_from_the_document_reads_and_runs_it(made):
+def test_host_written_from_document_reads_and_runs_it(made):
     folder = made.bundle.folder
     manifest = document_reader.read(folder)
     assert manifest == json.loads(made.bundle.to_json())
@@ -160,7 +160,7 @@ def test_a_host_written_from_the_document_reads_and_runs_it(made):
     assert (found, rounds) == (one.tokens, one.stats.num_rounds)
 
 
-def test_it_is_listed_with_its_size_once_and_removed_as_any_bundle(made, capsys):
+def test_self_draft_bundle_is_listed_and_removed(made, capsys):
     folder = store.bundles_folder() / "own"
     shutil.copytree(made.bundle.folder, folder)
     entry = bundle_library.entries()[0]
@@ -181,26 +181,26 @@ def test_it_is_listed_with_its_size_once_and_removed_as_any_bundle(made, capsys)
         ("self:99", "has 3 layers"),
     ],
 )
-def test_a_number_of_layers_that_cannot_be_is_one_line(made, tmp_path, draft, said):
+def test_invalid_number_of_layers_is_refused(made, tmp_path, draft, said):
     with pytest.raises(CheckpointError, match=said) as caught:
         export(draft, made.target, tmp_path / "bundle")
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_revision_of_the_targets_own_layers_is_refused(made, tmp_path):
+def test_revision_of_targets_own_layers_is_refused(made, tmp_path):
     with pytest.raises(CheckpointError, match="leave --draft-revision out"):
         export("self:1", made.target, tmp_path / "bundle", draft_revision="main")
 
 
-def test_a_target_of_one_layer_has_no_smaller_self(tmp_path):
+def test_target_of_one_layer_has_no_smaller_self(tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     target = make_checkpoint(tmp_path / "target", "llama", tokenizer, layers=1)
     with pytest.raises(CheckpointError, match=r"has 1 layer, .* give another --draft"):
         export("self:1", target, tmp_path / "bundle")
 
 
-def test_a_folder_named_like_a_self_draft_is_taken_by_its_path(made, tmp_path, monkeypatch):
+def test_folder_named_like_self_draft_is_taken_by_its_path(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(made.target, tmp_path / "self:0")
     with pytest.raises(CheckpointError, match=r"\./self:0 for a folder"):
@@ -209,7 +209,7 @@ def test_a_folder_named_like_a_self_draft_is_taken_by_its_path(made, tmp_path, m
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_a_cut_model_gives_what_the_whole_one_has_after_as_many_layers(name):
+def test_cut_model_gives_what_whole_one_has_after_as_many_layers(name):
     """Of every family: the last layer's input, normed and headed, is the cut model's output."""
     torch.manual_seed(0)
     model = make_model(ARCHITECTURES[name][1]())
@@ -247,7 +247,7 @@ def test_layers_that_are_not_one_list_are_refused():
         self_draft._layer_list(Odd(), 2)
 
 
-def test_a_cut_that_leaves_other_caches_than_the_first_layers_is_refused(tmp_path, monkeypatch):
+def test_cut_that_leaves_other_caches_than_first_layers_is_refused(tmp_path, monkeypatch):
     config = make_config("llama", layers=LAYERS, kv_heads=2, context=CONTEXT)
     loaded = LoadedModel(make_model(config), "float32", WeightSources())
     part = model_export.measure_model("target", loaded, CONTEXT, 4, 512, tmp_path, Progress())
@@ -257,7 +257,7 @@ def test_a_cut_that_leaves_other_caches_than_the_first_layers_is_refused(tmp_pat
         model_export.cut_draft(part, 1, 4)
 
 
-def test_a_model_of_the_same_bundle_can_be_read_after_a_move(made, tmp_path):
+def test_model_of_same_bundle_can_be_read_after_move(made, tmp_path):
     moved = shutil.copytree(made.bundle.folder, tmp_path / "moved")
     assert Bundle.read(moved) == made.bundle
     assert specedge.load(moved).generate(PROMPT, 8, ignore_eos=True).tokens

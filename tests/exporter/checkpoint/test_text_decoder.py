@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_names_are_read_as_the_model_they_are_of(name, tokenizer, tmp_path):
+def test_published_names_are_read_as_model_they_are_of(name, tokenizer, tmp_path):
     """Of a multimodal one, its own logits for text alone: so M-RoPE is plain RoPE there."""
     model = published.build(name, tmp_path)
     published.save(name, model, tokenizer, tmp_path)
@@ -38,14 +38,14 @@ def test_published_names_are_read_as_the_model_they_are_of(name, tokenizer, tmp_
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_text_part_has_nothing_of_the_other_parts(name, tokenizer, tmp_path):
+def test_text_part_has_nothing_of_other_parts(name, tokenizer, tmp_path):
     folder = published.save(name, published.build(name, tmp_path), tokenizer, tmp_path)
     loaded = loader.load(checkpoints.find("target", str(folder), None), Progress())
     assert not [n for n, _ in loaded.model.named_modules() if "vis" in n or "multi_modal" in n]
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_text_part_that_lacks_weights_is_refused(name, tokenizer, tmp_path, monkeypatch):
+def test_text_part_that_lacks_weights_is_refused(name, tokenizer, tmp_path, monkeypatch):
     folder = published.save(name, published.build(name, tmp_path), tokenizer, tmp_path)
     names = text_decoder.internals.rename_keys
     lacking = "layers.1.self_attn.o_proj.weight"
@@ -62,9 +62,7 @@ def test_a_text_part_that_lacks_weights_is_refused(name, tokenizer, tmp_path, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_is_refused_by_what_it_is_before_its_weights_are_read(
-    kind, tokenizer, tmp_path
-):
+def test_unsupported_type_is_refused_before_weights_are_read(kind, tokenizer, tmp_path):
     folder = published.save_refused(kind, tokenizer, tmp_path / "model")
     with pytest.raises(SpecEdgeError, match=REFUSED[kind][0]) as error:
         export(folder, folder, tmp_path / "bundle")
@@ -72,19 +70,19 @@ def test_what_cannot_be_is_refused_by_what_it_is_before_its_weights_are_read(
     assert "\n" not in str(error.value)
 
 
-def test_a_text_part_ends_where_the_whole_says(tokenizer, tmp_path):
+def test_text_part_ends_where_whole_says(tokenizer, tmp_path):
     name = "gemma-3-4b"
     folder = published.save(name, published.build(name, tmp_path), tokenizer, tmp_path)
     assert pair.end_tokens(checkpoints.find("target", str(folder), None)) == (0, 1)
 
 
-def test_a_multimodal_model_of_another_text_decoder_is_its_text_decoder():
+def test_multimodal_model_of_another_text_decoder_is_its_text_decoder():
     config = LlavaConfig()
     text = text_decoder.decoder_config("target x", config)
     assert (text.model_type, text.tie_word_embeddings) == ("llama", config.tie_word_embeddings)
 
 
-def test_a_text_decoder_that_is_not_found_in_the_whole_is_refused(monkeypatch):
+def test_text_decoder_in_unknown_place_is_refused(monkeypatch):
     whole = text_decoder.internals.build_multimodal_model
     monkeypatch.setattr(
         text_decoder.internals, "build_multimodal_model", lambda c: whole(c).model.vision_tower
@@ -93,7 +91,7 @@ def test_a_text_decoder_that_is_not_found_in_the_whole_is_refused(monkeypatch):
         text_decoder.decoder_config("target x", LlavaConfig())
 
 
-def test_a_multimodal_model_that_cannot_be_built_is_refused_in_one_line():
+def test_multimodal_model_that_cannot_be_built_is_refused_in_one_line():
     config = AyaVisionConfig()
     config.vision_config.num_attention_heads = 7
     with pytest.raises(CheckpointError, match=r"cannot build .* model .*ValueError") as error:

@@ -49,7 +49,7 @@ def check(passes, cached, unrolled, tokens, count):
 
 
 @pytest.mark.parametrize("num_fed", [1, 2])
-def test_it_drafts_what_passes_draft_and_leaves_their_rows(passes, cached, unrolled, num_fed):
+def test_draft_loop_equals_single_passes(passes, cached, unrolled, num_fed):
     for count in (1, unrolled.num_steps, unrolled.num_steps + 1, 2 * unrolled.num_steps + 1):
         for model in (passes, cached):
             model.truncate(0)
@@ -57,14 +57,14 @@ def test_it_drafts_what_passes_draft_and_leaves_their_rows(passes, cached, unrol
         check(passes, cached, unrolled, TEXT[40 : 40 + num_fed], count)
 
 
-def test_it_drafts_on_after_a_rejection(passes, cached, unrolled):
+def test_draft_loop_continues_after_rejection(passes, cached, unrolled):
     for i in range(20):
         for model in (passes, cached):
             model.truncate(model.length - min(i % 4, model.length))
         check(passes, cached, unrolled, TEXT[i : i + 1 + i % 2], 1 + i % unrolled.num_steps)
 
 
-def test_steps_beyond_the_contexts_end_are_dropped(bundle, passes, cached, unrolled):
+def test_steps_beyond_contexts_end_are_dropped(bundle, passes, cached, unrolled):
     context = bundle.draft.context_length
     for left in range(1, unrolled.num_steps + 2):
         for model in (passes, cached):
@@ -73,7 +73,7 @@ def test_steps_beyond_the_contexts_end_are_dropped(bundle, passes, cached, unrol
         check(passes, cached, unrolled, TEXT[:1], left)
 
 
-def test_rows_beyond_the_drafted_tokens_are_never_read(passes, cached, unrolled):
+def test_rows_beyond_drafted_tokens_are_never_read(passes, cached, unrolled):
     drafted(unrolled, TEXT[:2], 1)
     passes.forward(TEXT[:2])
     assert np.array_equal(passes.forward([3]).array(), cached.forward([3]).array())
@@ -90,7 +90,7 @@ def test_every_step_has_outputs_for_each_buffer_and_weights_are_stored_once(bund
     assert len(places) == len({*places})
 
 
-def test_a_cut_heads_columns_are_its_tokens(bundle, passes, tmp_path):
+def test_cut_heads_columns_are_its_tokens(bundle, passes, tmp_path):
     draft, k = bundle.draft, bundle.num_draft_tokens
     ids = [3 * i % draft.num_columns for i in range(draft.num_columns)]
     shutil.copytree(bundle.folder / "draft", tmp_path / "draft")

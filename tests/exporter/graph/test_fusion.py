@@ -43,18 +43,18 @@ def test_residual_norms_and_rotary_embedding_are_fused_in_every_file(llama):
     assert ops_of(load(runner, "source-gqa.onnx"))["RotaryEmbedding"] == 4
 
 
-def test_a_layer_of_a_fused_graph_has_a_bounded_number_of_nodes(llama, tmp_path):
+def test_layer_of_fused_graph_has_bounded_number_of_nodes(llama, tmp_path):
     deeper = traced(model_of(layers=3), tmp_path, "gqa")
     sizes = [len(load(runner, "decoder-gqa.onnx")) for runner in (llama[1], deeper)]
     assert sizes[1] - sizes[0] == 19  # 7 products, 4 of them spell out a sigmoid
 
 
-def test_the_standard_op_set_has_standard_operators_alone(tmp_path):
+def test_standard_op_set_has_standard_operators_alone(tmp_path):
     runner = traced(model_of(), tmp_path, "onnx")
     assert {node.domain for node in load(runner, "decoder.onnx")} == {""}
 
 
-def test_fused_graphs_are_the_model_at_every_pass_length(llama, references):
+def test_fused_graphs_are_model_at_every_pass_length(llama, references):
     found = measure(*llama, references=references)
     assert found.structure_error < 1e-12
     assert {1, 2, 3, 5} <= {*found.invariant_lengths}
@@ -94,7 +94,7 @@ def no_rotation(graph):
 
 
 @pytest.mark.parametrize("fault", [wrong_table, wrong_norm, no_rotation])
-def test_a_fault_in_a_fused_operator_is_a_parity_error(fault, llama, references, tmp_path):
+def test_fault_in_fused_operator_is_parity_error(fault, llama, references, tmp_path):
     model, runner = llama
     folder = shutil.copytree(runner.folder, tmp_path / "model")
     runner = Runner(folder, list(runner.lengths.values()), runner.geometry, "gqa")
@@ -115,7 +115,7 @@ def test_a_fault_in_a_fused_operator_is_a_parity_error(fault, llama, references,
         pytest.param("gpt2", {}, 0, 0, marks=pytest.mark.slow),
     ],
 )
-def test_what_does_not_match_stays_as_it_is(kind, options, rotated, norms, tmp_path):
+def test_nodes_that_do_not_match_are_unchanged(kind, options, rotated, norms, tmp_path):
     ops = ops_of(load(traced(model_of(kind, **options), tmp_path, "gqa"), "decoder-gqa.onnx"))
     assert ops["RotaryEmbedding"] == rotated
     assert ops["SkipSimplifiedLayerNormalization"] == norms

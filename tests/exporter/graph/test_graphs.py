@@ -27,7 +27,7 @@ def shape(value):
     return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
 
 
-def test_no_graph_holds_what_a_gpu_cannot_run(exported):
+def test_graphs_have_only_nodes_that_gpus_run(exported):
     for _, graph, proto in protos(exported):
         assert not {node.op_type for node in proto.graph.node} & FORBIDDEN
         types = {tensor.data_type for tensor in proto.graph.initializer}
@@ -35,7 +35,7 @@ def test_no_graph_holds_what_a_gpu_cannot_run(exported):
             assert onnx.TensorProto.DOUBLE not in types
 
 
-def test_no_graph_says_where_it_was_made(exported):
+def test_graphs_have_no_metadata(exported):
     for _, _, proto in protos(exported):
         assert not proto.metadata_props
         assert not proto.doc_string
@@ -43,7 +43,7 @@ def test_no_graph_says_where_it_was_made(exported):
         assert b".py" not in proto.SerializeToString()
 
 
-def test_inputs_and_outputs_are_those_of_the_contract(exported):
+def test_inputs_and_outputs_are_those_of_contract(exported):
     for model, graph, proto in protos(exported):
         length = graph.length or "T"
         caches = [
@@ -99,7 +99,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
             assert [kind.name for kind in kinds] == [t.dtype for t in tensors]
 
 
-def test_the_files_have_the_lengths_that_the_manifest_states(exported):
+def test_files_have_lengths_that_manifest_states(exported):
     for role, model in exported.models.items():
         lengths = {
             "decoder": (None, "chosen_logits"),
@@ -127,7 +127,7 @@ def test_weights_are_stored_once_and_in_their_own_type(pairs, exported):
 
 
 @pytest.mark.slow
-def test_a_half_precision_checkpoint_stays_half(pairs):
+def test_half_precision_checkpoint_stays_half(pairs):
     bundle = pairs.bundle("bfloat16")
     assert bundle.target.weights_dtype == "bfloat16"
     kinds = {
@@ -141,7 +141,7 @@ def test_a_half_precision_checkpoint_stays_half(pairs):
         assert len(file.keys()) > 10
 
 
-def test_rows_of_a_table_are_cast_and_not_the_table(pairs):
+def test_rows_of_table_are_cast_and_not_table(pairs):
     """Cast as a whole it would lie in memory in float32, beside the head's packed matrix."""
     bundle = pairs.bundle("bfloat16")
     for _, graph, _ in protos(bundle):
@@ -150,7 +150,7 @@ def test_rows_of_a_table_are_cast_and_not_the_table(pairs):
         assert not any("Gather" in readers for steps, readers in forms if steps)
 
 
-def test_graph_files_are_small_and_refer_to_the_weights_beside_them(exported):
+def test_graph_files_are_small_and_refer_to_weights_beside_them(exported):
     for model, graph, proto in protos(exported):
         layer = 20_000 if model.quantization else 12_000
         steps = exported.num_draft_tokens if graph.name in ONE_CALL else 1
@@ -172,7 +172,7 @@ def test_one_layer_takes_few_nodes(pairs):
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_the_same_input_gives_the_same_bytes(pairs, tmp_path, monkeypatch):
+def test_same_input_gives_same_bytes(pairs, tmp_path, monkeypatch):
     _, target = pairs.checkpoint("llama")
     monkeypatch.setattr(tracer, "translate", traces.TRANSLATED)  # each is traced anew
     found = []
@@ -184,7 +184,7 @@ def test_the_same_input_gives_the_same_bytes(pairs, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_forbidden_node_is_refused(pairs):
+def test_forbidden_node_is_refused(pairs):
     import onnx_ir as ir
 
     model = ir.load(pairs.bundle("llama").path("target/decoder.onnx"))
@@ -195,7 +195,7 @@ def test_a_forbidden_node_is_refused(pairs):
 
 
 @pytest.mark.slow
-def test_the_weights_file_holds_the_checkpoints_numbers(pairs):
+def test_weights_file_holds_checkpoints_numbers(pairs):
     bundle = pairs.bundle("llama")
     data = np.fromfile(bundle.path("target/weights.bin"), np.float32)
     with safe_open(pairs.checkpoint("llama")[1] / "model.safetensors", "np") as file:

@@ -31,7 +31,7 @@ def kinds(model):
     return [(node.op_type, node.outputs[0].dtype) for node in model.graph]
 
 
-def test_inputs_have_the_type_and_logits_are_cast_at_the_end():
+def test_inputs_have_type_and_logits_are_cast_at_end():
     model = narrowed("one = Constant <value_float = 1.0> ()  y = Add(x, one)", "float[n] x")
     assert model.graph.inputs[0].dtype == HALF
     assert model.graph.outputs[0].name == "y"
@@ -41,7 +41,7 @@ def test_inputs_have_the_type_and_logits_are_cast_at_the_end():
     assert np.array_equal(found, [1, 2, 3, 4])
 
 
-def test_what_depends_on_positions_alone_is_computed_in_float32():
+def test_position_dependent_values_are_computed_in_float32():
     """The cosine of position 2,049, which float16 does not have."""
     body = "f = Cast <to = 1> (p)  c = Cos(f)  y = Mul(x, c)"
     model = narrowed(body, "float[n] x, int64[n] p")
@@ -52,7 +52,7 @@ def test_what_depends_on_positions_alone_is_computed_in_float32():
 
 @pytest.mark.parametrize("square", ["two = Constant <value_float = 2.0> () s = Pow(x, two)",
                                     "s = Mul(x, x)"])  # fmt: skip
-def test_squares_that_the_type_cannot_hold_are_summed_in_float32(square):
+def test_squares_that_type_cannot_hold_are_summed_in_float32(square):
     body = f"{square} m = ReduceMean(s)  r = Sqrt(m)  y = Div(x, r)"
     model = narrowed(body, "float[n] x")
     assert ("Sqrt", ir.DataType.FLOAT) in kinds(model)
@@ -65,7 +65,7 @@ def test_constants_stay_finite():
     assert np.isfinite(run(model, x=np.array([-np.inf], np.float16))).all()
 
 
-def test_a_comparison_is_of_one_type():
+def test_comparison_is_of_one_type():
     body = "z = Constant <value_float = 0.0> ()  b = Greater(x, z)  y = Where(b, x, z)"
     assert np.array_equal(
         run(narrowed(body, "float[n] x"), x=np.array([-1, 2], np.float16)), [0, 2]

@@ -45,7 +45,7 @@ def outputs(runner, first):
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
-def test_logits_from_a_row_on_are_those_of_all_rows(bundle, ops):
+def test_logits_from_row_on_are_those_of_all_rows(bundle, ops):
     runner = runner_of(bundle, ops)
     logits, caches = outputs(runner, 0)
     assert len(logits) == LENGTH
@@ -55,7 +55,7 @@ def test_logits_from_a_row_on_are_those_of_all_rows(bundle, ops):
         assert all(map(np.array_equal, rows, caches))
 
 
-def test_files_of_one_length_have_neither_the_input_nor_the_node(exported):
+def test_files_of_one_length_have_neither_input_nor_node(exported):
     for model in exported.models.values():
         for entry in model.graphs:
             graph = ir.load(exported.path(entry.file)).graph
@@ -85,7 +85,7 @@ def llama(tmp_path_factory):
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_prefill_skips_the_last_layers_matrices_behind_attention(kind, ops, llama, tmp_path):
+def test_prefill_skips_last_layers_matrices_behind_attention(kind, ops, llama, tmp_path):
     runner = llama[1][ops] if kind == "llama" else traced(model_of(kind), tmp_path, ops)
     behind = layers_behind(ir.load(runner.path("decoder")).graph)
     assert behind.count("MatMul") == {"llama": 3, "gpt2": 2}[kind] + 1
@@ -137,7 +137,7 @@ def test_logits_of_wrong_rows_are_refused(fault, ops, llama, tmp_path):
         measure(model, runner, references=references)
 
 
-def test_the_manifest_says_what_the_decoder_takes(bundle):
+def test_manifest_says_what_decoder_takes(bundle):
     manifest = json.loads(bundle.to_json())["target"]["signatures"]["chosen_logits"]
     roles = {tensor["role"]: tensor for tensor in (*manifest["inputs"], *manifest["outputs"])}
     assert roles["logits_from"]["shape"] == [1]

@@ -61,7 +61,7 @@ def by_passes(model, tokens, count, history, sampling, uniforms):
 
 
 @pytest.mark.parametrize("options", SAMPLINGS, ids=str)
-def test_it_draws_what_passes_draw_and_leaves_their_rows(passes, cached, sampled, options):
+def test_sampled_draft_loop_equals_single_passes(passes, cached, sampled, options):
     sampling, k = Sampling(**options), sampled.num_steps
     for i in range(4):
         count = (1, k, k + 1, 2 * k + 1)[i % 4]
@@ -92,7 +92,7 @@ def test_it_draws_what_passes_draw_and_leaves_their_rows(passes, cached, sampled
             np.testing.assert_allclose(mine.row(size), its.row(size), rtol=1e-5, atol=1e-7)
 
 
-def test_a_few_weights_come_with_the_token_and_more_when_they_are_asked_for(sampled):
+def test_full_distribution_is_fetched_on_demand(sampled):
     def kinds(**options):
         sampled._cache.truncate(0)
         asked = History([5]), Sampling(temperature=1.0, **options), np.full(2, 0.5)
@@ -103,7 +103,7 @@ def test_a_few_weights_come_with_the_token_and_more_when_they_are_asked_for(samp
     assert kinds(top_k=most) == kinds(top_k=2) == kinds(min_p=1.0) == [False, False]
 
 
-def test_weights_that_are_asked_for_late_are_those_of_their_own_call(sampled, monkeypatch):
+def test_distribution_fetched_late_belongs_to_its_call(sampled, monkeypatch):
     fetched = []
     fetch = SampledDraftGraph._fetch
     monkeypatch.setattr(
@@ -138,14 +138,14 @@ def test_weights_that_are_asked_for_late_are_those_of_their_own_call(sampled, mo
     ],
     ids=str,
 )
-def test_what_the_graph_does_not_know_is_left_to_passes(sampled, options):
+def test_unsupported_options_fall_back_to_passes(sampled, options):
     sampling = Sampling(temperature=1.0, **options)
     assert not sampled.knows(History([5, 6]), sampling)
     later = History([5], [6, 7, 8])
     assert sampled.knows(later, sampling) is ("min_new_tokens" in options)
 
 
-def test_logits_that_are_no_numbers_are_left_to_passes(sampled, monkeypatch):
+def test_non_finite_logits_fall_back_to_passes(sampled, monkeypatch):
     buffers = sampled._session.buffers
     fetch = type(buffers).fetch
 
@@ -172,7 +172,7 @@ def measured(sampled, monkeypatch, costs):
     return sampled
 
 
-def test_more_tokens_than_a_call_has_are_drafted_in_calls_where_all_of_them_are_faster(
+def test_more_tokens_than_call_has_are_drafted_in_calls_where_all_of_them_are_faster(
     sampled, monkeypatch
 ):
     few, whole, k = Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.0), sampled.num_steps
@@ -181,7 +181,7 @@ def test_more_tokens_than_a_call_has_are_drafted_in_calls_where_all_of_them_are_
     assert [n for n in counts if call.is_faster(n, whole)] == [*counts][1:]
 
 
-def test_settings_that_a_small_head_has_no_example_of_are_left_to_passes(sampled, monkeypatch):
+def test_settings_that_small_head_has_no_example_of_are_left_to_passes(sampled, monkeypatch):
     sampled._size = 16  # of which the examples leave all
     call = measured(sampled, monkeypatch, (1.5, 1.5))
     assert call.is_faster(2, Sampling(temperature=1.0))
@@ -212,7 +212,7 @@ def test_texts_are_those_that_passes_draft(pipelines, options):
         assert found[0].stats.num_accepted == found[1].stats.num_accepted
 
 
-def test_a_cut_heads_columns_are_its_tokens(bundle, passes, tmp_path):
+def test_cut_heads_columns_are_its_tokens(bundle, passes, tmp_path):
     draft, k = bundle.draft, bundle.num_draft_tokens
     ids = [3 * i % draft.num_columns for i in range(draft.num_columns)]
     shutil.copytree(bundle.folder / "draft", tmp_path / "draft")

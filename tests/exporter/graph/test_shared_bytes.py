@@ -59,7 +59,7 @@ def run(path):
     return session.run(None, {"input_ids": np.array([[5, 0, ROWS - 1]])})
 
 
-def test_lookups_and_products_are_the_same_and_read_one_value(path, tmp_path):
+def test_lookups_and_products_are_same_and_read_one_value(path, tmp_path):
     wanted = run(path)
     model = ir.load(path)
     share_int8_embeddings(model.graph)
@@ -75,7 +75,7 @@ def test_lookups_and_products_are_the_same_and_read_one_value(path, tmp_path):
     assert not {"Transpose", "DequantizeLinear", "MatMul"} & {n.op_type for n in model.graph}
 
 
-def test_a_table_that_nothing_multiplies_with_stays_as_it_is_stored(path, tmp_path):
+def test_table_that_nothing_multiplies_with_stays_as_it_is_stored(path, tmp_path):
     model = ir.load(path)
     graph = model.graph
     del graph.outputs[0]

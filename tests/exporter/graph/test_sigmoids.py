@@ -25,7 +25,7 @@ def model(body):
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_sigmoid_keeps_its_digits_however_far_below_zero(name):
+def test_sigmoid_keeps_its_digits_however_far_below_zero(name):
     body, formula = FORMULAS[name]
     changed = model(body)
     rewrites.expand_sigmoids(changed)
@@ -37,7 +37,7 @@ def test_a_sigmoid_keeps_its_digits_however_far_below_zero(name):
     assert near[np.abs(x + 1) > 0.1].all()  # x + 1 is next to nothing there
 
 
-def test_what_overflows_the_exponential_is_zero():
+def test_sigmoid_of_overflowing_exponential_is_zero():
     changed = model(FORMULAS["x * sigmoid(x)"][0])
     rewrites.expand_sigmoids(changed)
     session = open_session(ir.to_proto(changed).SerializeToString(), onnxruntime.SessionOptions())
@@ -45,7 +45,7 @@ def test_what_overflows_the_exponential_is_zero():
     assert found.tolist() == [0, 0, 200]
 
 
-def test_a_product_with_a_sigmoid_is_four_nodes_and_two_again():
+def test_product_with_sigmoid_is_four_nodes_and_two_again():
     changed = model(FORMULAS["x * sigmoid(x)"][0])
     rewrites.expand_sigmoids(changed)
     assert [node.op_type for node in changed.graph] == ["Neg", "Exp", "Add", "Div"]
@@ -53,7 +53,7 @@ def test_a_product_with_a_sigmoid_is_four_nodes_and_two_again():
     assert [node.op_type for node in changed.graph] == ["Sigmoid", "Mul"]
 
 
-def test_a_sigmoid_alone_is_four_nodes_and_one_again():
+def test_sigmoid_alone_is_four_nodes_and_one_again():
     changed = model(FORMULAS["sigmoid(x)"][0])
     rewrites.expand_sigmoids(changed)
     assert [node.op_type for node in changed.graph] == ["Neg", "Exp", "Add", "Reciprocal"]

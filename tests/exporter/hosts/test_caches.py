@@ -50,7 +50,7 @@ def elsewhere(host):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_caches_in_place_hold_the_rows_that_they_hold_elsewhere(bundle, host, temperature):
+def test_caches_in_place_hold_rows_that_they_hold_elsewhere(bundle, host, temperature):
     tokens, _ = host.generate(PROMPT, 30, temperature, seed=3)
     in_place = {name: x.numpy().copy() for name, x in host.graphs[0].buffers.items()}
     wanted = elsewhere(host)
@@ -61,7 +61,7 @@ def test_caches_in_place_hold_the_rows_that_they_hold_elsewhere(bundle, host, te
         np.testing.assert_array_equal(buffer[:, :, :length], wanted[name][:, :, :length])
 
 
-def test_all_outputs_of_a_cache_are_at_the_address_of_its_input(host):
+def test_all_outputs_of_cache_are_at_address_of_its_input(host):
     host.generate(PROMPT, 8)
     graph = host.graphs[0]
     names = [value.name for value in graph.session.get_outputs()]
@@ -72,9 +72,7 @@ def test_all_outputs_of_a_cache_are_at_the_address_of_its_input(host):
 
 
 @pytest.mark.parametrize("ops", ["gqa", "onnx"])
-def test_a_run_makes_no_block_of_a_caches_size_but_those_that_are_bound(
-    bundle, tmp_path, ops, capfd
-):
+def test_run_allocates_no_cache_sized_block(bundle, tmp_path, ops, capfd):
     path = bundle.folder / f"round-{ops}.onnx"
     both = {"draft": ops, "target": ops}
     ir.save(fused_round(bundle.folder, bundle, bundle.num_draft_tokens, both), path)

@@ -53,7 +53,7 @@ def hosted(bundle):
 
 
 @pytest.mark.parametrize("layout", ["fused", "split"])
-def test_the_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pipeline, layout):
+def test_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pipeline, layout):
     output = tmp_path / "hosted"
     done = run("--output", output, "--layout", layout)
     assert done.exit_code == 0, done.output
@@ -68,7 +68,7 @@ def test_the_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pip
     assert host.generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
 
 
-def test_the_manifest_lists_what_each_graph_takes_and_gives(folder):
+def test_manifest_lists_what_each_graph_takes_and_gives(folder):
     bundle = embed(folder)
     assert bundle.format == FIRST_FORMAT_WITH_HOSTS
     (graph,) = rounds(bundle)
@@ -92,7 +92,7 @@ def test_names_but_those_of_caches_are_roles(folder):
             assert all(t.name == t.role for t in tensors if t.buffer is None)
 
 
-def test_session_options_are_right_for_the_weights_on_every_processor(folder, tmp_path):
+def test_session_options_are_right_for_weights_on_every_processor(folder, tmp_path):
     assert "session.x64quantprecision" not in embed(folder).hosts.session_options
     integers = embed(output=tmp_path / "integers")
     assert integers.hosts.session_options["session.x64quantprecision"] == "1"
@@ -104,7 +104,7 @@ def test_weights_are_not_written_again(folder):
     assert (folder / "round.onnx").stat().st_size < 500_000
 
 
-def test_another_layout_takes_the_place_of_the_first(folder):
+def test_another_layout_takes_place_of_first(folder):
     embed(folder, num_draft_tokens=[2, 4])
     bundle = embed(folder, layout="split")
     assert [graph.name for graph in rounds(bundle)] == ["draft", "accept"]
@@ -113,7 +113,7 @@ def test_another_layout_takes_the_place_of_the_first(folder):
     assert specedge.load(folder).generate(PROMPT, 4).tokens
 
 
-def test_the_pair_inside_the_package_is_left_alone(tmp_path):
+def test_pair_inside_package_is_left_alone(tmp_path):
     before = (store.embedded_folder() / MANIFEST).read_bytes()
     done = run()
     assert done.exit_code
@@ -121,14 +121,14 @@ def test_the_pair_inside_the_package_is_left_alone(tmp_path):
     assert (store.embedded_folder() / MANIFEST).read_bytes() == before
 
 
-def test_more_draft_tokens_than_the_caches_have_room_for_are_refused(folder):
+def test_more_draft_tokens_than_caches_have_room_for_are_refused(folder):
     before = sorted(p.name for p in folder.iterdir())
     with pytest.raises(ExportError, match="export the pair with --num-draft-tokens 9"):
         embed(folder, num_draft_tokens=[9])
     assert sorted(p.name for p in folder.iterdir()) == before
 
 
-def test_an_older_manifest_with_hosts_is_refused(folder):
+def test_older_manifest_with_hosts_is_refused(folder):
     text = (folder / MANIFEST).read_text("utf-8")
     (folder / MANIFEST).write_text(
         text.replace(f'"format": {FIRST_FORMAT_WITH_HOSTS}', '"format": 7'), "utf-8"
@@ -173,7 +173,7 @@ def test_golden_transcripts_replay_token_for_token_and_no_decision_is_near(tmp_p
         assert min(one["margins"]) > LEAST_MARGIN
 
 
-def test_a_golden_transcript_is_what_the_runtime_writes(folder):
+def test_golden_transcript_is_what_runtime_writes(folder):
     bundle = embed(folder, golden=transcripts)
     pipeline = specedge.load(folder)
     for one in json.loads(bundle.path(bundle.hosts.golden).read_text("utf-8"))["transcripts"]:
@@ -184,7 +184,7 @@ def test_a_golden_transcript_is_what_the_runtime_writes(folder):
         assert (found.tokens, found.text) == (one["tokens"], one["text"])
 
 
-def test_hosts_that_lack_a_file_or_a_half_of_a_round_are_refused(folder):
+def test_hosts_that_lack_file_or_half_of_round_are_refused(folder):
     bundle = embed(folder, layout="split")
     manifest = json.loads(bundle.to_json())
     for change, message in (

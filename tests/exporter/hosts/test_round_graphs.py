@@ -82,13 +82,13 @@ def check(host, pipeline, sampling, num_seeds=1):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("ops", ["gqa", "onnx"])
 @EVERY_LAYOUT
-def test_rounds_in_graphs_write_what_the_loop_writes(bundle, hosts, layout, ops, sampling):
+def test_rounds_in_graphs_write_what_loop_writes(bundle, hosts, layout, ops, sampling):
     check(*hosts(layout, bundle, 4, ops), sampling)
 
 
 @pytest.mark.slow
 @EVERY_LAYOUT
-def test_rounds_of_every_pair_write_what_the_loop_writes(exported, hosts, layout):
+def test_rounds_of_every_pair_write_what_loop_writes(exported, hosts, layout):
     for sampling in (SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[-1]):
         check(*hosts(layout, exported, 4, "auto"), sampling, num_seeds=3)
 
@@ -105,7 +105,7 @@ def cut(request, pairs, tmp_path_factory):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @EVERY_LAYOUT
-def test_rounds_of_a_draft_with_a_cut_head_write_what_the_loop_writes(cut, hosts, layout, sampling):
+def test_rounds_of_draft_with_cut_head_write_what_loop_writes(cut, hosts, layout, sampling):
     ids = cut.ids_of(cut.draft)
     assert list(ids) != list(range(len(ids)))
     check(*hosts(layout, cut, 4, "auto"), sampling)
@@ -113,7 +113,7 @@ def test_rounds_of_a_draft_with_a_cut_head_write_what_the_loop_writes(cut, hosts
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 8])
 @EVERY_LAYOUT
-def test_rounds_of_another_k_write_what_the_loop_writes(bundle, hosts, layout, num_draft_tokens):
+def test_rounds_of_another_k_write_what_loop_writes(bundle, hosts, layout, num_draft_tokens):
     host, pipeline = hosts(layout, bundle, num_draft_tokens, "gqa")
     for sampling in ({}, {"temperature": 1.0}):
         options = {"seed": 5, "num_draft_tokens": num_draft_tokens, "drafter": "model"}
@@ -122,7 +122,7 @@ def test_rounds_of_another_k_write_what_the_loop_writes(bundle, hosts, layout, n
 
 
 @EVERY_LAYOUT
-def test_rounds_stop_at_the_end_of_the_context_where_the_loop_does(bundle, hosts, layout):
+def test_rounds_stop_at_end_of_context_where_loop_does(bundle, hosts, layout):
     host, pipeline = hosts(layout, bundle, 4, "gqa")
     length = bundle.context_length - 9
     prompt = np.random.default_rng(3).integers(0, 200, length).tolist()
@@ -136,7 +136,7 @@ def test_rounds_stop_at_the_end_of_the_context_where_the_loop_does(bundle, hosts
 
 
 @EVERY_LAYOUT
-def test_a_prompt_in_pieces_leaves_the_caches_as_one_piece_does(bundle, hosts, layout):
+def test_prompt_in_pieces_leaves_caches_as_one_piece_does(bundle, hosts, layout):
     host, pipeline = hosts(layout, bundle, 4, "gqa")
     prompt = np.random.default_rng(4).integers(0, 200, 50).tolist()
     for sampling in ({}, {"temperature": 1.0}):

@@ -120,7 +120,7 @@ def check(draft, target, sampling, uniforms, limit):
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("vocab_size", [7, 300, 5000])
-def test_a_graph_draws_accepts_and_recovers_as_the_runtime(vocab_size, filters):
+def test_graph_draws_accepts_and_recovers_as_runtime(vocab_size, filters):
     rng = np.random.default_rng(vocab_size)
     for i, temperature in enumerate(np.tile([0.0, 0.001, 0.7, 1.0, 30.0], 8)):
         draft = rng.normal(0, (0.1, 1, 4)[i % 3], (4, vocab_size)).astype(np.float32)
@@ -132,7 +132,7 @@ def test_a_graph_draws_accepts_and_recovers_as_the_runtime(vocab_size, filters):
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("uniform", [0.0, 0.5, LAST_UNIFORM])
-def test_ties_equal_rows_and_disjoint_rows_are_decided_as_by_the_runtime(uniform, filters):
+def test_ties_equal_rows_and_disjoint_rows_are_decided_as_by_runtime(uniform, filters):
     vocab_size, uniforms = 300, np.full(9, uniform)
     steps = np.round(np.random.default_rng(0).normal(0, 2, (5, vocab_size))).astype(np.float32)
     flat = np.zeros((5, vocab_size), np.float32)
@@ -145,7 +145,7 @@ def test_ties_equal_rows_and_disjoint_rows_are_decided_as_by_the_runtime(uniform
             check(draft[:4], target, sampling, uniforms, limit=4)
 
 
-def test_a_nucleus_beyond_the_few_largest_tokens_is_found_among_all():
+def test_nucleus_beyond_few_largest_tokens_is_found_among_all():
     rng = np.random.default_rng(1)
     rows = rng.normal(0, 0.1, (5, 5000)).astype(np.float32)
     weights, *_ = run(rows[:4], rows, [0] * 4, Sampling(temperature=1, top_p=0.9), np.zeros(9))
@@ -153,7 +153,7 @@ def test_a_nucleus_beyond_the_few_largest_tokens_is_found_among_all():
     check(rows[:4], rows, Sampling(temperature=1, top_p=0.9), rng.random(9), limit=4)
 
 
-def test_the_first_new_token_follows_the_targets_distribution_whatever_is_drafted():
+def test_first_new_token_follows_targets_distribution_whatever_is_drafted():
     """Integrated over a grid of the random numbers, as the runtime's own rule is."""
     draft = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
     target = np.log(np.array([[0.2, 0.3, 0.5], [1, 1, 1]], np.float32))

@@ -49,13 +49,13 @@ def test_text_and_tokens_are_those_of_transformers(reference, bundle, name, mess
 
 
 @pytest.mark.slow
-def test_the_special_tokens_of_the_target_are_shipped(pairs, tmp_path):
+def test_special_tokens_of_target_are_shipped(pairs, tmp_path):
     bundle = pairs.bundle("gpt2")
     target = checkpoints.find("target", str(pairs.checkpoint("gpt2")[1]), None)
     assert bundle.special_tokens == target.tokenizer.special_tokens_map != {}
 
 
-def test_the_embedded_pair_states_its_checkpoints_special_tokens(pairs):
+def test_embedded_pair_states_its_checkpoints_special_tokens(pairs):
     target = checkpoints.find("target", str(pairs.checkpoint("embedded")[1]), None)
     manifest = json.loads((store.embedded_folder() / "bundle.json").read_text("utf-8"))
     assert manifest["special_tokens"] == target.tokenizer.special_tokens_map

@@ -33,7 +33,7 @@ BUILT_IN = texts.read(None)
 
 @pytest.mark.parametrize("text", [TEXT, (BUILT_IN.name, BUILT_IN.text)], ids=["short", "built in"])
 @pytest.mark.parametrize("count", [5, 30, 300, 514])
-def test_the_most_frequent_tokens_of_a_text_are_kept(tokenizer, text, count):
+def test_most_frequent_tokens_of_text_are_kept(tokenizer, text, count):
     ids = kept(tokenizer, count, text)
     assert ids == sorted({*ids})
     assert len(ids) == count
@@ -49,15 +49,15 @@ def _last_of(ids, counts, count):
     return max(t for t in ids if counts[t] == count and t not in (0, 512, 513, 514))
 
 
-def test_end_tokens_are_kept_whatever_the_text_says(tokenizer):
+def test_end_tokens_are_kept_whatever_text_says(tokenizer):
     assert {450, 451} <= {*kept(tokenizer, 8, ends=(450, 451))}
 
 
-def test_more_tokens_are_a_superset_of_fewer(tokenizer):
+def test_more_tokens_are_superset_of_fewer(tokenizer):
     assert {*kept(tokenizer, 20)} < {*kept(tokenizer, 21)}
 
 
-def test_ids_that_the_draft_lacks_are_not_kept(tokenizer):
+def test_ids_that_draft_lacks_are_not_kept(tokenizer):
     ids = kept(tokenizer, 100, ends=(0, 514), num_tokens=200)
     assert max(ids) < 200
 
@@ -71,12 +71,12 @@ def test_ids_that_the_draft_lacks_are_not_kept(tokenizer):
         (1, "give more"),
     ],
 )
-def test_a_number_that_cannot_be_is_refused(tokenizer, count, said):
+def test_number_that_cannot_be_is_refused(tokenizer, count, said):
     with pytest.raises(ExportError, match=said):
         kept(tokenizer, count)
 
 
-def test_the_note_says_how_much_of_the_text_is_kept(tokenizer):
+def test_note_says_how_much_of_text_is_kept(tokenizer):
     progress = Progress()
     most_frequent_tokens(30, TEXT, tokenizer, (0,), 515, progress)
     (note,) = progress.notes
@@ -84,7 +84,7 @@ def test_the_note_says_how_much_of_the_text_is_kept(tokenizer):
     assert "of a text; it drafts no others" in note
 
 
-def test_a_tokenizer_without_added_tokens_has_no_special_ones(tokenizer, tmp_path):
+def test_tokenizer_without_added_tokens_has_no_special_ones(tokenizer, tmp_path):
     settings = json.loads(tokenizer.read_text("utf-8"))
     settings["added_tokens"] = []
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings), "utf-8")

@@ -124,7 +124,7 @@ def a_piece_becomes_a_marker(value):
         (nothing, offsets, None),
     ],
 )
-def test_added_tokens_may_differ_with_a_note(both, draft, target, said):
+def test_added_tokens_may_differ_with_note(both, draft, target, said):
     """Nor does it matter how tokens are placed in the text, or whether "" or null says nothing."""
     for folder, change in zip(both, (draft, target), strict=True):
         edit(folder / "tokenizer.json", change)
@@ -137,7 +137,7 @@ def test_added_tokens_may_differ_with_a_note(both, draft, target, said):
     )
 
 
-def test_an_ordinary_token_turned_into_a_marker_is_accepted_while_the_rest_agrees(both):
+def test_ordinary_token_turned_into_marker_is_accepted_while_rest_agrees(both):
     edit(both[1] / "tokenizer.json", lambda value: value["model"]["merges"].pop())
     edit(both[0] / "tokenizer.json", lambda value: value["model"]["merges"].pop())
     edit(both[1] / "tokenizer.json", a_piece_becomes_a_marker)
@@ -180,7 +180,7 @@ def test_another_post_processor_and_decoder_are_noted(both):
         (515, 513, 512, (513, 512), 2),
     ],
 )
-def test_a_model_takes_the_ids_that_it_has_rows_for(num_tokens, target, draft, sizes, noted):
+def test_model_takes_ids_that_it_has_rows_for(num_tokens, target, draft, sizes, noted):
     progress = Progress()
     assert pair.vocab_sizes(num_tokens, [target, draft], progress) == [*sizes]
     assert len(progress.notes) == noted
@@ -190,7 +190,7 @@ def test_a_model_takes_the_ids_that_it_has_rows_for(num_tokens, target, draft, s
     ("target", "draft", "lengths", "noted"),
     [(128, 128, (128, 128), 0), (128, 48, (128, 48), 1), (48, 128, (48, 48), 0)],
 )
-def test_a_draft_has_no_more_positions_than_its_target(both, target, draft, lengths, noted):
+def test_draft_has_no_more_positions_than_its_target(both, target, draft, lengths, noted):
     for folder, length in zip(both, (draft, target), strict=True):
         edit(folder / "config.json", lambda value, n=length: value.update(n_positions=n))
     found = [checkpoints.find(r, str(f), None) for r, f in zip("dt", both, strict=True)]
@@ -216,7 +216,7 @@ def test_other_end_tokens_and_chat_templates_are_noted(both):
     assert all(word in note for word, note in zip(("ends at", "template"), notes, strict=True))
 
 
-def test_end_tokens_come_from_the_generation_config_then_the_config(both):
+def test_end_tokens_come_from_generation_config_then_config(both):
     def ends():
         return pair.end_tokens(checkpoints.find("target", str(both[1]), None))
 
@@ -227,7 +227,7 @@ def test_end_tokens_come_from_the_generation_config_then_the_config(both):
     assert ends() == (9,)
 
 
-def test_default_sampling_is_the_generation_configs(both):
+def test_default_sampling_is_generation_configs(both):
     def sampling():
         return pair.default_sampling(checkpoints.find("target", str(both[1]), None))
 
@@ -237,7 +237,7 @@ def test_default_sampling_is_the_generation_configs(both):
     assert sampling() == SamplingFilters(temperature=0.7, top_k=20, top_p=0.8)
 
 
-def test_a_long_context_is_cut_with_a_note(both):
+def test_long_context_is_cut_with_note(both):
     edit(both[1] / "config.json", lambda value: value.update(n_positions=9000))
     target, progress = checkpoints.find("target", str(both[1]), None), Progress()
     assert pair.context_length(target, 6000, progress) == 6000
@@ -274,7 +274,7 @@ def test_scaled_rotary_factors_reach_as_far_as_they_are_for(rope, own, asked, ta
         ("{{ messages[0]['content'][0]['text']['a'] }}", False),
     ],
 )
-def test_a_chat_template_that_takes_no_plain_text_is_noted_and_not_used(template, works, tmp_path):
+def test_chat_template_that_takes_no_plain_text_is_noted_and_not_used(template, works, tmp_path):
     tokenizer, progress = make_tokenizer(tmp_path), Progress()
     tokenizer.chat_template = template
     render = pair.chat_writer(SimpleNamespace(tokenizer=tokenizer), progress)

@@ -55,7 +55,7 @@ def prompt(made):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_greedy_tokens_equal_plain_decoding_to_the_last_position(made, k):
+def test_greedy_tokens_equal_plain_decoding_to_last_position(made, k):
     text = prompt(made)
     plain = made.pipeline.generate(text, CONTEXT, num_draft_tokens=0, ignore_eos=True)
     one = made.pipeline.generate(text, CONTEXT, num_draft_tokens=k, ignore_eos=True)
@@ -66,7 +66,7 @@ def test_greedy_tokens_equal_plain_decoding_to_the_last_position(made, k):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_a_seed_gives_the_same_text_streamed_or_cut_short(made, k):
+def test_seed_gives_same_text_streamed_or_cut_short(made, k):
     options = {"temperature": 0.9, "top_k": 40, "seed": 3, "num_draft_tokens": k}
     text = prompt(made)
     whole = made.pipeline.generate(text, CONTEXT, ignore_eos=True, **options)
@@ -78,7 +78,7 @@ def test_a_seed_gives_the_same_text_streamed_or_cut_short(made, k):
         assert one.tokens == whole.tokens[:count]
 
 
-def test_no_id_beyond_the_tokenizer_is_drafted_or_emitted(mixed):
+def test_no_id_beyond_tokenizer_is_drafted_or_emitted(mixed):
     for model, columns in ((mixed.bundle.draft, 640), (mixed.bundle.target, 520)):
         assert (model.vocab_size, model.padded_vocab_size) == (512, columns)
     assert mixed.notes == []
@@ -89,7 +89,7 @@ def test_no_id_beyond_the_tokenizer_is_drafted_or_emitted(mixed):
 
 
 @pytest.mark.slow
-def test_every_token_of_the_target_can_be_emitted_though_the_draft_lacks_some(instruct):
+def test_every_token_of_target_can_be_emitted_though_draft_lacks_some(instruct):
     assert (instruct.bundle.target.vocab_size, instruct.bundle.draft.vocab_size) == (515, 512)
     greedy = instruct.pipeline.generate(prompt(instruct), 100, ignore_eos=True)
     assert max(greedy.tokens) >= 512
@@ -98,7 +98,7 @@ def test_every_token_of_the_target_can_be_emitted_though_the_draft_lacks_some(in
 
 
 @pytest.mark.slow
-def test_the_targets_tokenizer_and_template_are_shipped(instruct):
+def test_targets_tokenizer_and_template_are_shipped(instruct):
     assert instruct.pipeline.tokenizer.encode(f"{MARKERS[1]}a").ids[0] == 513
     assert "im_start" in instruct.bundle.chat_template
     said = ("added tokens differ", "chat template", "48 positions", "512 of the target's 515")
@@ -106,7 +106,7 @@ def test_the_targets_tokenizer_and_template_are_shipped(instruct):
 
 
 @pytest.mark.slow
-def test_the_draft_goes_on_past_its_own_context(instruct):
+def test_draft_goes_on_past_its_own_context(instruct):
     """It is worse there, as it reads less, but it still guesses."""
     one = instruct.pipeline.generate(prompt(instruct), CONTEXT, num_draft_tokens=4, ignore_eos=True)
     length, late = len(prompt(instruct)), []
@@ -120,7 +120,7 @@ def test_the_draft_goes_on_past_its_own_context(instruct):
 
 
 @pytest.mark.slow
-def test_a_prompt_longer_than_the_drafts_context_is_taken(instruct):
+def test_prompt_longer_than_drafts_context_is_taken(instruct):
     text = [40 + i % 50 for i in range(100)]
     plain = instruct.pipeline.generate(text, 20, num_draft_tokens=0, ignore_eos=True)
     one = instruct.pipeline.generate(text, 20, num_draft_tokens=4, ignore_eos=True)

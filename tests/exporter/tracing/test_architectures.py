@@ -56,7 +56,7 @@ def test_families_with_code_of_their_own_equal_pytorch_in_float64(name, tmp_path
 
 @pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_family_is_exact_from_end_to_end(name, tmp_path):
+def test_family_is_exact_from_end_to_end(name, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     model = model_of(name)
     target = save(model, tokenizer, tmp_path / "target")
@@ -66,7 +66,7 @@ def test_a_family_is_exact_from_end_to_end(name, tmp_path):
 
 @pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_checkpoint_is_exact_from_end_to_end(name, tmp_path):
+def test_published_checkpoint_is_exact_from_end_to_end(name, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     model = published.build(name, tmp_path / "target")
     target = published.save(name, model, tokenizer, tmp_path / "target")
@@ -80,7 +80,7 @@ def in_float32(folder, loader=AutoModelForCausalLM):
 
 @pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("kind", REFUSED)
-def test_an_unsupported_model_is_refused(kind, tmp_path):
+def test_unsupported_model_is_refused(kind, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     folder = published.save_refused(kind, tokenizer, tmp_path / kind)
     with pytest.raises(SpecEdgeError, match=REFUSED[kind][0]):

@@ -25,18 +25,18 @@ OWN_LAYERS = ["gemma2", "bloom", "falcon, ALiBi", "gptj", "gpt_oss", "deepseek_v
 
 
 @pytest.mark.parametrize("name", OWN_LAYERS)
-def test_a_model_without_numbers_shows_what_one_with_them_does(name):
+def test_observation_on_meta_device_equals_observation_with_weights(name):
     model = make_model(ARCHITECTURES[name][1]())
     shape = geometry.measure_geometry(model, 200, 4)
     assert tracer.observe_config(model.config, 200, 4) == tracer.observe(model, shape)
 
 
-def test_a_config_of_any_size_is_seen_without_memory():
+def test_config_of_any_size_is_seen_without_memory():
     layers = tracer.observe_config(DeepseekV3Config(), 4096, 4)
     assert len(layers) == 61
 
 
-def test_an_op_set_that_a_model_cannot_have_is_refused_before_its_weights_are_read(tmp_path):
+def test_op_set_that_model_cannot_have_is_refused_before_its_weights_are_read(tmp_path):
     model = make_model(ARCHITECTURES["deepseek_v3"][1]())
     folder = save(model, make_tokenizer(tmp_path / "tokenizer"), tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"not read")
@@ -44,12 +44,12 @@ def test_an_op_set_that_a_model_cannot_have_is_refused_before_its_weights_are_re
         export(folder, folder, tmp_path / "bundle", ops="gqa")
 
 
-def test_experts_that_take_rows_by_their_numbers_are_refused_from_the_config():
+def test_experts_that_take_rows_by_their_numbers_are_refused_from_config():
     with pytest.raises(ExportError, match="experts do not go through transformers' interface"):
         tracer.check_config(JetMoeConfig(), 64, 4, "auto")
 
 
-def test_what_does_not_run_without_numbers_is_left_to_the_weights(monkeypatch):
+def test_model_that_fails_on_meta_device_is_checked_with_weights(monkeypatch):
     def forward(self, hidden_states, **rest):
         return hidden_states * float(hidden_states.sum()), None
 
@@ -59,7 +59,7 @@ def test_what_does_not_run_without_numbers_is_left_to_the_weights(monkeypatch):
     tracer.check_config(make_config("llama"), 64, 4, "auto")
 
 
-def test_a_refused_target_costs_no_download_and_no_look_at_the_draft(tmp_path, monkeypatch):
+def test_refused_target_costs_no_download_and_no_look_at_draft(tmp_path, monkeypatch):
     def looked_up(role, name, revision, adapter):
         assert role == "target"
         return checkpoints.Checkpoint(
@@ -77,7 +77,7 @@ def test_a_refused_target_costs_no_download_and_no_look_at_the_draft(tmp_path, m
         export("c/d", "a/b", tmp_path / "bundle")
 
 
-def test_a_new_abstract_method_of_a_cache_layer_is_reported_as_what_it_is(monkeypatch):
+def test_new_abstract_method_of_cache_layer_is_reported_as_what_it_is(monkeypatch):
     methods = frozenset({"newly_asked_for"})
     monkeypatch.setattr(attention.BufferLayer, "__abstractmethods__", methods)
     with pytest.raises(ExportError) as error:
@@ -89,7 +89,7 @@ def test_a_new_abstract_method_of_a_cache_layer_is_reported_as_what_it_is(monkey
     assert "interface" not in said
 
 
-def test_attention_that_goes_past_the_interface_is_reported_as_that(monkeypatch):
+def test_attention_that_goes_past_interface_is_reported_as_that(monkeypatch):
     def forward(self, hidden_states, past_key_values, **unused):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         keys = self.k_proj(hidden_states).view(shape).transpose(1, 2)
@@ -101,7 +101,7 @@ def test_attention_that_goes_past_the_interface_is_reported_as_that(monkeypatch)
         tracer.observe_config(make_config("llama"), 64, 4)
 
 
-def test_a_model_that_transformers_cannot_build_is_refused_with_its_reason():
+def test_model_that_transformers_cannot_build_is_refused_with_its_reason():
     with pytest.raises(ExportError, match=r"cannot build a llama model.*KeyError: 'none'"):
         tracer.observe_config(LlamaConfig(hidden_act="none"), 64, 4)
 
@@ -131,7 +131,7 @@ def test_optimum_is_called_missing_only_where_it_is_missing(monkeypatch, error, 
         tracer.observe_config(make_config("llama"), 64, 4)
 
 
-def test_the_versions_that_are_said_to_be_tried_are_those_that_can_be_installed():
+def test_versions_that_are_said_to_be_tried_are_those_that_can_be_installed():
     extras = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
     allowed = {(found := Requirement(line)).name: found.specifier for line in extras["export"]}
     for package, (floor, newest) in internals.TRIED.items():
@@ -141,14 +141,14 @@ def test_the_versions_that_are_said_to_be_tried_are_those_that_can_be_installed(
         assert f"{major}.{minor + 1}" not in allowed[package]
 
 
-def test_every_export_requirement_has_a_floor_and_a_ceiling():
+def test_every_export_requirement_has_floor_and_ceiling():
     extras = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
     for line in extras["export"]:
         operators = {one.operator for one in Requirement(line).specifier}
         assert operators == {">=", "<"}, line
 
 
-def test_a_layer_that_keeps_a_state_is_none_that_can_be_rolled_back():
+def test_layer_that_keeps_state_is_none_that_can_be_rolled_back():
     class Layer(abc.ABC):  # noqa: B024
         keys = torch.zeros(1, 1, 2, 8)
         values = keys

@@ -122,7 +122,7 @@ def in_float64(module, rows, chosen, weights):
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_are_transformers_own_and_each_row_keeps_its_bits_in_company(family, ops):
+def test_experts_equal_transformers_and_are_batch_invariant(family, ops):
     module, given = make_experts(family), inputs(9)
     graph = session(traced(module, ops))
     found, wanted = run(graph, *given), in_float64(module, *given)
@@ -135,7 +135,7 @@ def test_experts_are_transformers_own_and_each_row_keeps_its_bits_in_company(fam
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("family", WITH_NODE)
-def test_the_node_spelled_out_in_float64_is_transformers_own_experts(family):
+def test_node_spelled_out_in_float64_is_transformers_own_experts(family):
     module, (rows, chosen, weights) = make_experts(family), inputs(9)
     graph = traced(module, "gqa").graph
     (node,) = (n for n in graph.node if n.op_type == "MoE")
@@ -153,11 +153,11 @@ def test_the_node_spelled_out_in_float64_is_transformers_own_experts(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_activation_is_found_by_trying(family):
+def test_activation_is_found_by_trying(family):
     assert ExpertsModule(make_experts(family)).swiglu() == FAMILIES[family][2]
 
 
-def test_experts_with_a_norm_each_are_refused():
+def test_experts_with_norm_each_are_refused():
     module = make_experts("mixtral")
     module.has_post_expert_norm = True
     block = Block(module, "onnx")
@@ -165,7 +165,7 @@ def test_experts_with_a_norm_each_are_refused():
         block(*inputs(2))
 
 
-def test_a_module_is_its_own_again_after_a_trace():
+def test_module_is_its_own_again_after_trace():
     module = make_experts("mixtral")
     before = set(module.state_dict()) | set(vars(module)) | set(module._buffers)
     traced(module, "gqa")
@@ -185,7 +185,7 @@ def whole_model(tmp_path_factory):
     return part
 
 
-def test_no_graph_gathers_matrices_and_the_file_holds_them_once(whole_model):
+def test_no_graph_gathers_matrices_and_file_holds_them_once(whole_model):
     for path in whole_model.folder.glob("*.onnx"):
         graph = onnx.load(path, load_external_data=False).graph
         large = {t.name for t in graph.initializer if len(t.dims) > 2}
@@ -200,7 +200,7 @@ def test_no_graph_gathers_matrices_and_the_file_holds_them_once(whole_model):
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_experts_in_parts_compute_what_the_whole_computes(whole_model, ops, in_parts, monkeypatch):
+def test_experts_in_parts_compute_what_whole_computes(whole_model, ops, in_parts, monkeypatch):
     given = whole_model.folder, whole_model.lengths, whole_model.shape, ops
     split = Runner(*given)
     monkeypatch.setattr(runner, "WHOLE_BYTES", 1 << 40)

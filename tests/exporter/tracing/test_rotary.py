@@ -21,7 +21,7 @@ def test_late_positions_of_long_contexts_are_transformers_own(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 @pytest.mark.parametrize(("context", "said"), [(ORIGINAL, False), (CONTEXT, True)])
-def test_it_is_said_where_factors_are_those_of_long_texts(kind, context, said):
+def test_note_of_frozen_long_context_factors(kind, context, said):
     model = AutoModelForCausalLM.from_config(config_of(kind))
     before = model.model.rotary_emb.inv_freq.clone()
     assert freeze_rotary(model, context) is said

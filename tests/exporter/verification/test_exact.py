@@ -42,7 +42,7 @@ def test_constants_and_scalars_keep_float32():
         assert float(torch.ones((), dtype=torch.float64) * 0.1) == float(np.float32(0.1))
 
 
-def test_nudged_runs_are_near_the_first_which_is_pytorchs_own():
+def test_rounding_noise_perturbs_all_but_the_first_sequence():
     x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).expand(ROUNDINGS, -1, -1)
     weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     plain = torch.nn.functional.linear(x, weight)
@@ -56,7 +56,7 @@ def test_nudged_runs_are_near_the_first_which_is_pytorchs_own():
 @pytest.mark.slow
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", ["falcon", "falcon, ALiBi", "codegen"])
-def test_scales_that_float32_rounds_are_the_models_own(name, tmp_path):
+def test_scales_that_float32_rounds_are_models_own(name, tmp_path):
     config = ARCHITECTURES[name][1]()
     setattr(config, "n_embd" if name == "codegen" else "hidden_size", 80)  # heads of 20
     model = make_model(config)
@@ -70,7 +70,7 @@ def test_scales_that_float32_rounds_are_the_models_own(name, tmp_path):
     "options", [{}, {"softcap": 5.0}, {"local_window_size": 3}, {"scale": 0.3}]
 )
 @pytest.mark.parametrize("sinks", [False, True])
-def test_the_spelled_out_form_of_grouped_query_attention_is_onnx_runtimes(options, sinks):
+def test_spelled_out_form_of_grouped_query_attention_is_onnx_runtimes(options, sinks):
     random = np.random.default_rng(0)
     heads, groups, size, capacity, length, start = 4, 2, 8, 24, 6, 5
 
@@ -124,7 +124,7 @@ def test_rotary_embedding_inside_grouped_query_attention_is_onnx_runtimes(packed
         assert not np.array_equal(shuffled, keys)
 
 
-def test_the_spelled_out_norm_of_a_sum_is_onnx_runtimes():
+def test_spelled_out_norm_of_sum_is_onnx_runtimes():
     random = np.random.default_rng(0)
     x, skip = (random.standard_normal((1, 3, 64)) for _ in range(2))
     scale = random.standard_normal(64)
@@ -138,7 +138,7 @@ def test_the_spelled_out_norm_of_a_sum_is_onnx_runtimes():
     assert np.array_equal(total, x + skip)
 
 
-def test_what_float32_makes_of_attention_is_computed_in_float32(tmp_path):
+def test_attention_reference_keeps_float32(tmp_path):
     """In onnx 1.20 a root of a Python float had all that follows in double, which made it exact."""
     random = np.random.default_rng(0)
     inputs = [random.standard_normal((1, 4, 64, 16)).astype(np.float32) for _ in "qkv"]
@@ -185,7 +185,7 @@ def test_rows_that_no_query_sees_are_left_out_of_exact_attention_and_change_noth
     assert np.abs(whole - part).max() < 1e-15
 
 
-def test_rows_before_a_stretch_are_joined_for_one_layer_at_a_time_and_not_kept():
+def test_rows_before_stretch_are_joined_for_one_layer_at_time_and_not_kept():
     random = torch.Generator().manual_seed(0)
     before = [torch.randn(2, 5, 4, generator=random) for _ in "kv"]
     layer = reference._ContinuedCacheLayer(*before)
@@ -206,13 +206,13 @@ def choices(scores):
     return found
 
 
-def test_a_router_that_rounding_could_turn_is_found():
+def test_router_that_rounding_could_turn_is_found():
     exact = np.array([[3.0, 2.0, 1.0], [3.0, 2.0, 2.0 - 1e-7], [3.0, 3.0, 1.0]])
     rounded = np.concatenate([exact, exact + 1e-7])
     assert near_routing_ties(choices(exact), choices(rounded), 3).tolist() == [False, True, False]
 
 
-def test_tokens_that_rounding_could_send_to_other_experts_are_drawn_anew():
+def test_tokens_with_routing_near_ties_are_drawn_again():
     model = make_model(ARCHITECTURES["mixtral"][1]())
     shape = geometry.measure_geometry(model, 12, 4)
     (plain,) = reference.compute_references("target", model, WeightSources(), shape, 512)
@@ -227,7 +227,7 @@ def test_tokens_that_rounding_could_send_to_other_experts_are_drawn_anew():
     assert (found.tokens != with_ties).any()
 
 
-def test_a_router_that_is_always_tied_is_refused_as_such(monkeypatch):
+def test_router_that_is_always_tied_is_refused_as_such(monkeypatch):
     monkeypatch.setattr(reference, "TRIES", 2)
     model = make_model(ARCHITECTURES["mixtral"][1]())
     shape = geometry.measure_geometry(model, 32, 4)
@@ -239,7 +239,7 @@ def test_a_router_that_is_always_tied_is_refused_as_such(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"softcap": 2.0}])
 @pytest.mark.parametrize("mask", [None, CAUSAL[None, None], np.where(CAUSAL, 0.5, -np.inf)])
-def test_the_spelled_out_form_of_attention_is_onnx_runtimes(options, mask):
+def test_spelled_out_form_of_attention_is_onnx_runtimes(options, mask):
     random = np.random.default_rng(0)
     shapes = ((1, 4, 3, 8), (1, 2, 10, 8), (1, 2, 10, 8))
     inputs = [random.standard_normal(shape).astype(np.float32) for shape in shapes]

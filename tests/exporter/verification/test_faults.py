@@ -59,7 +59,7 @@ def deep_gemma():
         stale_row,
     ],
 )
-def test_a_planted_fault_is_a_parity_error(fault, ops, gemma, tmp_path, monkeypatch):
+def test_planted_fault_is_parity_error(fault, ops, gemma, tmp_path, monkeypatch):
     changed = gemma.graphs[ops].clone()
     before = str(changed.graph)
     fault(changed.graph)
@@ -69,12 +69,12 @@ def test_a_planted_fault_is_a_parity_error(fault, ops, gemma, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
-def test_the_model_of_the_planted_faults_passes_without_one(ops, gemma, tmp_path, monkeypatch):
+def test_model_of_planted_faults_passes_without_one(ops, gemma, tmp_path, monkeypatch):
     report = gemma.verify(gemma.graphs[ops].clone(), ops, tmp_path, monkeypatch)
     assert report.invariant_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
 
 
-def test_a_fault_at_the_last_position_alone_is_found(tmp_path):
+def test_fault_at_last_position_alone_is_found(tmp_path):
     model = model_of("gpt2")
     runner = traced(model, tmp_path)
     with torch.no_grad():
@@ -95,25 +95,25 @@ def test_a_fault_at_the_last_position_alone_is_found(tmp_path):
         )
     ],
 )
-def test_a_planted_fault_in_a_model_in_parts_is_found(
+def test_planted_fault_in_partitioned_model_is_found(
     fault, ops, gemma, tmp_path, in_parts, monkeypatch
 ):
-    test_a_planted_fault_is_a_parity_error(fault, ops, gemma, tmp_path, monkeypatch)
+    test_planted_fault_is_parity_error(fault, ops, gemma, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("fault", [window_off_by_one, stale_row])
-def test_a_planted_fault_is_found_where_like_layers_are_run_once(
+def test_planted_fault_is_found_where_like_layers_are_run_once(
     fault, ops, deep_gemma, tmp_path, in_parts, monkeypatch
 ):
-    test_a_planted_fault_is_a_parity_error(fault, ops, deep_gemma, tmp_path, monkeypatch)
+    test_planted_fault_is_parity_error(fault, ops, deep_gemma, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
-def test_a_fault_of_one_layer_among_like_ones_is_found(
+def test_fault_of_one_layer_among_like_ones_is_found(
     ops, deep_gemma, tmp_path, in_parts, monkeypatch
 ):
     changed = deep_gemma.graphs[ops].clone()

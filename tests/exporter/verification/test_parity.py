@@ -18,7 +18,7 @@ from specedge.exporter.verification import reference, subgraph
 from specedge.exporter.verification.runner import FillCaches, PassAction, ReadRows, Runner
 
 
-def test_logits_and_caches_equal_the_pytorch_models(exported):
+def test_logits_and_caches_equal_pytorch_models(exported):
     for model in exported.models.values():
         for found in model.parity.values():
             assert 0 < found.structure_error < 1e-12
@@ -28,14 +28,14 @@ def test_logits_and_caches_equal_the_pytorch_models(exported):
             assert found.num_positions == model.context_length
 
 
-def test_rows_do_not_depend_on_how_many_share_a_pass(exported):
+def test_exports_are_batch_invariant(exported):
     for model in exported.models.values():
         for found in model.parity.values():
             wanted = tuple(t for t in LENGTHS if t <= model.context_length)
             assert found.invariant_lengths == wanted
 
 
-def test_every_file_gives_the_same_bits_and_nothing_is_noted(pairs, exported):
+def test_every_file_gives_same_bits_and_nothing_is_noted(pairs, exported):
     notes = [note for notes in pairs.notes.values() for note in notes]
     assert [note for note in notes if "bitwise" in note or "no onnx" in note] == []
 
@@ -61,7 +61,7 @@ def test_caches_are_updated_in_place(pairs):
 
 
 @pytest.mark.slow
-def test_late_positions_of_a_long_context_are_compared(tmp_path):
+def test_late_positions_of_long_context_are_compared(tmp_path):
     model = make_model(make_config("llama", kv_heads=2, context=1400, layers=1))
     runner = traced(model, tmp_path, context=1400)
     assert reference.compared_positions(runner.geometry, 1) == [(0, 256), (1352, 1400)]
@@ -69,7 +69,7 @@ def test_late_positions_of_a_long_context_are_compared(tmp_path):
     assert found.num_positions == 304
 
 
-def test_what_attention_cannot_express_is_refused(tmp_path, monkeypatch):
+def test_unsupported_attention_option_is_refused(tmp_path, monkeypatch):
     model = model_of()
     code = sys.modules[type(model).__module__]
     plain = code.LlamaAttention.forward
@@ -83,7 +83,7 @@ def test_what_attention_cannot_express_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_weights_in_half_precision_give_the_bits_of_float32(pairs, tmp_path):
+def test_weights_in_half_precision_give_bits_of_float32(pairs, tmp_path):
     bundle = pairs.bundle("bfloat16")
     model = tracing_source(pairs)
     runner = traced(model, tmp_path)
@@ -111,7 +111,7 @@ def tracing_source(pairs):
 
 
 @pytest.mark.slow
-def test_onnx_runtime_folds_the_casts_of_the_weights(pairs, tmp_path):
+def test_onnx_runtime_folds_casts_of_weights(pairs, tmp_path):
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")

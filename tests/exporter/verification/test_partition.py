@@ -30,7 +30,7 @@ def verify_again(model, runner):
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, in_parts):
+def test_partitioned_model_is_verified_like_a_whole_one(kind, ops, tmp_path, in_parts):
     model = model_of(kind)
     runner = traced(model, tmp_path, ops)
     assert runner.num_stages > 3
@@ -42,7 +42,7 @@ def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, i
 
 
 @pytest.mark.slow
-def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts, monkeypatch):
+def test_parts_in_half_precision_compute_what_whole_computes(pairs, in_parts, monkeypatch):
     bundle = pairs.bundle("bfloat16")
     model = bundle.target
     shape = geometry.Geometry(
@@ -67,9 +67,7 @@ def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(("num_layers", "layer"), [(2, 0), (6, 3)])
-def test_a_layer_of_a_file_with_other_bits_is_found_in_parts_too(
-    num_layers, layer, tmp_path, in_parts
-):
+def test_file_that_differs_bitwise_in_one_layer_is_found(num_layers, layer, tmp_path, in_parts):
     model = model_of("llama", layers=num_layers)
     runner = traced(model, tmp_path)
     step = ir.load(tmp_path / "step.onnx")
@@ -85,14 +83,14 @@ def test_a_layer_of_a_file_with_other_bits_is_found_in_parts_too(
     ("kind", "ops"),
     [("gpt2", "gqa"), pytest.param("gemma2", "onnx", marks=pytest.mark.slow(exhaustive=True))],
 )
-def test_of_like_layers_few_are_run_in_every_way(kind, ops, tmp_path, in_parts):
+def test_representative_layers_are_run_alone(kind, ops, tmp_path, in_parts):
     runner = traced(model_of(kind, layers=6), tmp_path, ops)
     assert 6 <= len(runner.kept) <= 8
     assert runner.left_out.start - runner.left_out.end >= 3
 
 
 @pytest.mark.slow
-def test_a_file_that_reads_another_layers_weights_is_found(tmp_path, in_parts):
+def test_file_that_reads_another_layers_weights_is_found(tmp_path, in_parts):
     model = model_of("llama", layers=6)
     runner = traced(model, tmp_path)
     step = ir.load(tmp_path / "step.onnx")
@@ -108,13 +106,13 @@ def test_a_file_that_reads_another_layers_weights_is_found(tmp_path, in_parts):
         verify_again(model, runner)
 
 
-def test_of_large_models_the_start_and_the_end_are_compared():
+def test_start_and_end_of_large_models_are_compared():
     shape = geometry.Geometry(1024, 1032, 512, ())
     assert reference.compared_positions(shape, 50_000_000) == [(0, 1024)]
     assert reference.compared_positions(shape, 1_500_000_000) == [(0, 32), (1012, 1024)]
 
 
-def test_a_part_whose_bytes_are_made_unsigned_multiplies_by_a_turned_table_of_the_file(tmp_path):
+def test_part_whose_bytes_are_made_unsigned_multiplies_by_turned_table_of_file(tmp_path):
     table = np.random.default_rng(0).integers(-127, 128, (64, 32), np.int8)
     (tmp_path / FILE).write_bytes(table.tobytes())
     stored = TensorProto(name="table", data_type=TensorProto.INT8, dims=table.shape)

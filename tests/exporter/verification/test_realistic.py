@@ -75,7 +75,7 @@ def cases():
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("family", OFTEN_AND_SELDOM)
-def test_a_model_with_real_magnitudes_is_the_model_in_float64_and_as_good_as_float32(
+def test_model_with_real_magnitudes_is_model_in_float64_and_as_good_as_float32(
     family, ops, cases, tmp_path, monkeypatch
 ):
     case = cases(family)
@@ -85,7 +85,7 @@ def test_a_model_with_real_magnitudes_is_the_model_in_float64_and_as_good_as_flo
 
 
 @pytest.mark.parametrize(("family", "name", "ops"), planted())
-def test_a_fault_planted_among_real_magnitudes_is_refused_with_its_place(
+def test_fault_planted_among_real_magnitudes_is_refused_with_its_place(
     family, name, ops, cases, tmp_path, monkeypatch
 ):
     case = cases(family)

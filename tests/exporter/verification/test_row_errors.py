@@ -30,13 +30,13 @@ def moved(amount, place=(1, 3, 4), wanted=ROWS):
     return found
 
 
-def test_an_error_of_some_times_float32s_own_is_allowed_and_recorded():
+def test_error_of_some_times_float32s_own_is_allowed_and_recorded():
     judge = judged(moved(5e-6))
     assert judge.ratio == pytest.approx(5)
     assert judge.row == pytest.approx(5e-6)
 
 
-def test_a_larger_one_is_refused_with_the_head_the_position_and_both_figures():
+def test_larger_one_is_refused_with_head_position_and_both_figures():
     message = (
         r"^target: present\.0\.key head 1 at position 103 differs from the exact result by 9.0e-06 "
         r"of the row's largest value, allowed are 8 times float32's own 1.0e-06$"
@@ -45,7 +45,7 @@ def test_a_larger_one_is_refused_with_the_head_the_position_and_both_figures():
         judged(moved(9e-6))
 
 
-def test_a_large_channel_in_one_row_hides_nothing_in_another():
+def test_large_channel_in_one_row_hides_nothing_in_another():
     massive = ROWS.copy()
     massive[0, 0, 0] = 1e4
     with pytest.raises(ParityError, match="head 1 at position 103"):
@@ -53,18 +53,18 @@ def test_a_large_channel_in_one_row_hides_nothing_in_another():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_no_number_is_refused(value):
+def test_non_finite_values_are_refused(value):
     with pytest.raises(ParityError, match="head 1 at position 103"):
         judged(moved(value))
 
 
-def test_a_tolerance_is_of_the_largest_value_whatever_float32_does():
+def test_tolerance_is_of_largest_value_whatever_float32_does():
     judged(moved(1e-3), tolerance=2e-3)
     with pytest.raises(ParityError, match=r"of the largest value, --tolerance is 0\.0001$"):
         judged(moved(1e-3), tolerance=1e-4)
 
 
-def test_a_row_of_zeros_may_not_become_anything():
+def test_row_of_zeros_may_not_become_anything():
     zeros = ROWS.copy()
     zeros[1, 3] = 0
     judged(zeros.copy(), zeros)
@@ -74,13 +74,13 @@ def test_a_row_of_zeros_may_not_become_anything():
         judged(found, zeros)
 
 
-def test_a_row_that_float32_got_right_by_luck_counts_as_most_rows():
+def test_lucky_float32_rows_are_bounded_by_the_median():
     error = np.array([0.0, 1e-6, 1e-6])
     exact = np.ones((3, 4))
     assert float32_error_bounds(error, exact) == pytest.approx(np.full(3, 1e-6), rel=0.2)
 
 
-def test_a_model_that_float32_cannot_compute_is_refused_as_that():
+def test_model_that_float32_cannot_compute_is_refused_as_that():
     model = model_of()
     model.lm_head.weight.data[:, 0] = 1e7  # which all logits have in common
     shape = geometry.measure_geometry(model, 96, 4)
@@ -103,13 +103,13 @@ def changed(model, value, layer=None):
         (changed(model_of(layers=1), 0.0), "its logits are the same for all tokens"),
     ],
 )
-def test_a_model_without_logits_of_its_own_is_blamed_itself(model, said):
+def test_model_with_degenerate_logits_is_refused(model, said):
     shape = geometry.measure_geometry(model, 96, 4)
     with pytest.raises(ParityError, match=said):
         reference.compute_references("target", model, WeightSources(), shape, 512)
 
 
-def test_a_tolerance_is_recorded_and_excuses_no_other_model(tmp_path):
+def test_tolerance_is_recorded_and_excuses_no_other_model(tmp_path):
     model = model_of(layers=1)
     runner = traced(model, tmp_path)
     found = measure(model, runner, tolerance=0.01)
@@ -121,7 +121,7 @@ def test_a_tolerance_is_recorded_and_excuses_no_other_model(tmp_path):
             measure(model, runner, tolerance, references)
 
 
-def test_a_large_vocabulary_has_shorter_passes_and_stretches():
+def test_large_vocabulary_has_shorter_passes_and_stretches():
     small, large = (geometry.measure_geometry(model_of(layers=1), 96, 4) for _ in range(2))
     large = replace(large, context_length=1024, padded_vocab_size=262144)
     small = replace(small, context_length=1024)
