@@ -27,7 +27,7 @@ from specedge.errors import ExportError
 from .checkpoint import draft_vocabulary, licenses, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.lazy_weights import WeightSources
-from .checkpoint.loader import LoadedModel
+from .checkpoint.loader import LoadedCheckpoint
 from .graph import graphs, rewrites
 from .graph.lm_head import add_logits_from
 from .graph.rewrites import remove_transposes
@@ -51,7 +51,7 @@ class ModelExport:
     """Model during its export; `num_tokens` ids are real."""
 
     role: str
-    loaded: LoadedModel
+    loaded: LoadedCheckpoint
     shape: Geometry
     lengths: list[graphs.GraphFile]
     layers: list[LayerAttention]
@@ -113,7 +113,7 @@ def export_model(
         written, file = write_models(parts, request.ops)
         references = [_references(part) for part in parts]
         loaded.sources.close()  # from here on ONNX Runtime reads the weights
-        released = LoadedModel(torch.nn.Module(), loaded.dtype, WeightSources())
+        released = LoadedCheckpoint(torch.nn.Module(), loaded.dtype, WeightSources())
         parts = [replace(part, loaded=released) for part in parts]
         del loaded
         gc.collect()
@@ -128,7 +128,7 @@ def export_model(
 
 def measure_model(
     role: str,
-    loaded: LoadedModel,
+    loaded: LoadedCheckpoint,
     context_length: int,
     num_draft_tokens: int,
     num_tokens: int,
@@ -264,7 +264,9 @@ def _references(part: ModelExport) -> list[Reference]:
         )
 
 
-def _note_rotary(role: str, loaded: LoadedModel, context_length: int, progress: Progress) -> None:
+def _note_rotary(
+    role: str, loaded: LoadedCheckpoint, context_length: int, progress: Progress
+) -> None:
     if freeze_rotary(loaded.model, context_length):
         progress.note(
             f"{role}: its rotary factors are those of a context of {context_length} tokens at "

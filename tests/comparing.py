@@ -3,7 +3,7 @@
 from checkpoints import make_config, make_model
 from specedge.exporter import Progress, model_export
 from specedge.exporter.checkpoint.lazy_weights import WeightSources
-from specedge.exporter.checkpoint.loader import LoadedModel
+from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 from specedge.exporter.tracing import geometry, tracer
 from specedge.exporter.tracing.module_patches import patched_modules
 from specedge.exporter.verification import parity, reference
@@ -13,7 +13,7 @@ CONTEXT = 96
 
 
 def traced(model, folder, ops="onnx", context=CONTEXT):
-    loaded = LoadedModel(model, "float32", WeightSources())
+    loaded = LoadedCheckpoint(model, "float32", WeightSources())
     part = model_export.measure_model("target", loaded, context, 4, 512, folder, Progress())
     model_export.write_models([part], ops)
     return Runner(folder, part.lengths, part.shape, ops)

@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaConfig, Phi3Config, PreTrainedConfig
 from checkpoints import VOCAB_SIZE, make_model
 from specedge.exporter import Progress, model_export
 from specedge.exporter.checkpoint.lazy_weights import WeightSources
-from specedge.exporter.checkpoint.loader import LoadedModel
+from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 from specedge.exporter.tracing.geometry import Geometry
 from specedge.exporter.tracing.module_patches import freeze_rotary
 from specedge.exporter.verification.subgraph import open_session
@@ -94,7 +94,7 @@ def compared(kind: str, folder: Path) -> tuple[np.ndarray, float]:
     """
     model, own = make_model(config_of(kind)), make_model(config_of(kind))
     freeze_rotary(model, CONTEXT)
-    loaded = LoadedModel(model, "float32", WeightSources())
+    loaded = LoadedCheckpoint(model, "float32", WeightSources())
     part = model_export.measure_model("target", loaded, CONTEXT, 4, VOCAB_SIZE, folder, Progress())
     model_export.write_models([part], "onnx")
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, CONTEXT)

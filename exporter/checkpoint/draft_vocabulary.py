@@ -20,7 +20,7 @@ from specedge.errors import ExportError
 
 from ..progress import Progress
 from .lazy_tensors import materialize
-from .loader import LoadedModel
+from .loader import LoadedCheckpoint
 
 
 def lm_head(model: nn.Module) -> nn.Linear:
@@ -34,7 +34,7 @@ def lm_head(model: nn.Module) -> nn.Linear:
     return head
 
 
-def prune_head(loaded: LoadedModel, ids: Sequence[int]) -> LoadedModel:
+def prune_head(loaded: LoadedCheckpoint, ids: Sequence[int]) -> LoadedCheckpoint:
     """Restrict the model's logits to these tokens. Raises ExportError."""
     head = lm_head(loaded.model)
     rows = torch.tensor(ids)

@@ -23,7 +23,7 @@ _OBSOLETE_BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq",
 
 
 @dataclass
-class LoadedModel:
+class LoadedCheckpoint:
     """Float32 model whose large matrices are placeholders, with the sources of their values.
 
     `num_tokens` is the original number of tokens of a model whose LM head was pruned.
@@ -35,7 +35,7 @@ class LoadedModel:
     num_tokens: int | None = None
 
 
-def load(checkpoint: Checkpoint, progress: Progress) -> LoadedModel:
+def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
     """Load the model, with `dtype` the type that most of its weights are stored in."""
     where = f"{checkpoint.role} {checkpoint.name}"
     if checkpoint.remote is not None:
@@ -56,7 +56,7 @@ def load(checkpoint: Checkpoint, progress: Progress) -> LoadedModel:
     sources = WeightSources()
     _insert_placeholders(model, sources)
     _tie(model, sources)
-    return LoadedModel(model, dtype, sources)
+    return LoadedCheckpoint(model, dtype, sources)
 
 
 def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:

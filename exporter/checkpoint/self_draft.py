@@ -16,7 +16,7 @@ from specedge.bundle.manifest import CheckpointSource
 from specedge.errors import CheckpointError, ExportError
 
 from .checkpoints import Checkpoint
-from .loader import LoadedModel
+from .loader import LoadedCheckpoint
 
 PREFIX = "self:"
 
@@ -66,7 +66,7 @@ def source(target: CheckpointSource, num_layers: int) -> CheckpointSource:
     return replace(target, id=f"{target.id[:480]} {PREFIX}{num_layers}")
 
 
-def keep_layers(loaded: LoadedModel, num_layers: int) -> LoadedModel:
+def keep_layers(loaded: LoadedCheckpoint, num_layers: int) -> LoadedCheckpoint:
     """Copy the model with its first layers alone; all tensors are shared with the model.
 
     Raises ExportError if the layers are not in one list.

@@ -9,7 +9,7 @@ from checkpoints import make_config, make_model
 from specedge.errors import ExportError
 from specedge.exporter.checkpoint import draft_vocabulary, self_draft
 from specedge.exporter.checkpoint.lazy_weights import WeightSources
-from specedge.exporter.checkpoint.loader import LoadedModel
+from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 
 IDS = (0, 3, 4, 100, 255, 509, 511)
 TOKENS = torch.tensor([[511, 7, 3, 300, 42]])
@@ -24,7 +24,7 @@ def check(model):
     wanted = logits(model)[..., list(IDS)]
     num_tokens = model.get_output_embeddings().out_features
     table = model.get_input_embeddings().weight
-    cut = draft_vocabulary.prune_head(LoadedModel(model, "float32", WeightSources()), IDS)
+    cut = draft_vocabulary.prune_head(LoadedCheckpoint(model, "float32", WeightSources()), IDS)
     assert logits(cut.model).shape == (1, 5, len(IDS))
     torch.testing.assert_close(logits(cut.model), wanted, rtol=1e-5, atol=1e-5)
     assert cut.model.get_input_embeddings().weight is table
@@ -62,7 +62,9 @@ def test_head_with_biases_keeps_those_of_its_tokens():
 
 
 def test_pruned_head_of_self_draft_leaves_the_targets_head():
-    loaded = LoadedModel(make_model(make_config("llama", tied=True)), "float32", WeightSources())
+    loaded = LoadedCheckpoint(
+        make_model(make_config("llama", tied=True)), "float32", WeightSources()
+    )
     before = logits(loaded.model)
     draft = draft_vocabulary.prune_head(self_draft.keep_layers(loaded, 1), IDS)
     assert logits(draft.model).shape[-1] == len(IDS)
@@ -76,7 +78,7 @@ def test_rows_of_large_pruned_head_stay_in_files():
     model.lm_head = nn.Linear(128, 8192, bias=False, device="meta")
     model.lm_head.weight = nn.Parameter(sources.placeholder(stored), requires_grad=False)
     ids = list(range(1, 8192, 2))
-    cut = draft_vocabulary.prune_head(LoadedModel(model, "bfloat16", sources), ids)
+    cut = draft_vocabulary.prune_head(LoadedCheckpoint(model, "bfloat16", sources), ids)
     assert torch.equal(cut.sources.stored_matrix(cut.model.lm_head.weight), stored[ids])
     assert cut.sources.stored_matrix(cut.model.lm_head.weight).dtype == torch.bfloat16
 
@@ -88,4 +90,4 @@ def test_head_that_is_not_one_matrix_is_refused():
     model = make_model(make_config("llama"))
     model.lm_head = Two(64, 512)
     with pytest.raises(ExportError, match=r"head is Two, not one matrix.*leave --draft-vocab out"):
-        draft_vocabulary.prune_head(LoadedModel(model, "float32", WeightSources()), IDS)
+        draft_vocabulary.prune_head(LoadedCheckpoint(model, "float32", WeightSources()), IDS)

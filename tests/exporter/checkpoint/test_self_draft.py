@@ -21,7 +21,7 @@ from specedge.errors import CheckpointError, ExportError
 from specedge.exporter import Progress, export, model_export
 from specedge.exporter.checkpoint import self_draft
 from specedge.exporter.checkpoint.lazy_weights import WeightSources
-from specedge.exporter.checkpoint.loader import LoadedModel
+from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 
 CONTEXT, LAYERS = 96, 3
 KINDS = {
@@ -214,7 +214,9 @@ def test_cut_model_gives_what_whole_one_has_after_as_many_layers(name):
     torch.manual_seed(0)
     model = make_model(ARCHITECTURES[name][1]())
     num_layers = model.config.num_hidden_layers - 1
-    twin = self_draft.keep_layers(LoadedModel(model, "float32", WeightSources()), num_layers).model
+    twin = self_draft.keep_layers(
+        LoadedCheckpoint(model, "float32", WeightSources()), num_layers
+    ).model
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
         last = self_draft._layer_list(model, num_layers + 1)[num_layers]
@@ -249,7 +251,7 @@ def test_layers_that_are_not_one_list_are_refused():
 
 def test_cut_that_leaves_other_caches_than_first_layers_is_refused(tmp_path, monkeypatch):
     config = make_config("llama", layers=LAYERS, kv_heads=2, context=CONTEXT)
-    loaded = LoadedModel(make_model(config), "float32", WeightSources())
+    loaded = LoadedCheckpoint(make_model(config), "float32", WeightSources())
     part = model_export.measure_model("target", loaded, CONTEXT, 4, 512, tmp_path, Progress())
     assert len(model_export.cut_draft(part, 1, 4).shape.layers) == 1
     monkeypatch.setattr(self_draft, "keep_layers", lambda loaded, num_layers: loaded)

@@ -22,7 +22,7 @@ from rotary import KINDS, ORIGINAL, compared
 from specedge.errors import SpecEdgeError
 from specedge.exporter import Progress, export, model_export
 from specedge.exporter.checkpoint.lazy_weights import WeightSources
-from specedge.exporter.checkpoint.loader import LoadedModel
+from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.runner import Runner
 
@@ -38,7 +38,7 @@ def model_of(name):
 @pytest.mark.parametrize("name", OWN_CODE)
 def test_families_with_code_of_their_own_equal_pytorch_in_float64(name, tmp_path):
     model = model_of(name)
-    loaded = LoadedModel(model, "float32", WeightSources())
+    loaded = LoadedCheckpoint(model, "float32", WeightSources())
     part = model_export.measure_model("target", loaded, 96, 4, VOCAB_SIZE, tmp_path, Progress())
     (written,), _ = model_export.write_models([part], "auto")
     assert written == ["onnx", "gqa"]

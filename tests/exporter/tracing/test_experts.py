@@ -18,7 +18,7 @@ from specedge.bundle.op_sets import OPS
 from specedge.errors import ExportError
 from specedge.exporter import Progress, model_export
 from specedge.exporter.checkpoint.lazy_weights import WeightSources
-from specedge.exporter.checkpoint.loader import LoadedModel
+from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 from specedge.exporter.tracing.attention import OPSET, TracedPass, active_pass
 from specedge.exporter.tracing.experts import ExpertsModule, Swiglu, moe_reference
 from specedge.exporter.tracing.families import eager_functions, registered_functions
@@ -179,7 +179,7 @@ def whole_model(tmp_path_factory):
     torch.manual_seed(0)
     model = make_model(ARCHITECTURES["mixtral"][1]()).bfloat16().float()
     folder = tmp_path_factory.mktemp("mixtral")
-    loaded = LoadedModel(model, "bfloat16", WeightSources())
+    loaded = LoadedCheckpoint(model, "bfloat16", WeightSources())
     part = model_export.measure_model("target", loaded, 96, 4, VOCAB_SIZE, folder, Progress())
     assert model_export.write_models([part], "auto")[0] == [list(OPS)]
     return part
