@@ -1,0 +1,237 @@
+"""Fusion to ONNX Runtime's operators: fewer nodes for the same function.
+
+A node costs an ONNX Runtime session some microseconds whatever it computes, which is most of a pass
+of a small model. Every rewrite leaves alone what does not match. Only the op sets of
+GroupQueryAttention in float32 are fused: they need the domain `com.microsoft` anyway, and further
+passes (quantization, half precision) start from the graph before fusion.
+
+B = 1 sequence, T new tokens, S rows of cache; heads of size D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from specedge.bundle.op_sets import attention_ops, has_compute_type
+
+from .nodes import insert_node, producer
+from .weights import drop_unused, view_tensor
+
+MICROSOFT = "com.microsoft"
+HEAD_MULTIPLE = 16  # of head sizes whose rotary embedding ONNX Runtime's node takes
+COS, SIN = 7, 8  # inputs of GroupQueryAttention
+
+
+def fuse(model: ir.Model) -> None:
+    """Run every rewrite, in place."""
+    for rewrite in (fuse_attention, fuse_residual_norms, fuse_integer_products):
+        rewrite(model.graph)
+    passes.RemoveUnusedNodesPass()(model)
+    drop_unused(model.graph)
+    model.graph.opset_imports[MICROSOFT] = 1
+
+
+def is_fused(ops: str) -> bool:
+    """Return True if the graphs of an op set use fused operators."""
+    return attention_ops(ops) == "gqa" and not has_compute_type(ops)
+
+
+def fuse_attention(graph: ir.Graph) -> None:
+    """Let each attention node rotate its queries and keys, and read a joined QKV product."""
+    for node in [node for node in graph if node.op_type == "GroupQueryAttention"]:
+        _rotate_inside(graph, node)
+        _pack(node)
+    for node in [node for node in graph if node.op_type == "Reshape"]:
+        source, output = node.inputs[0], node.outputs[0]
+        if source is not None and source.shape is not None and source.shape == output.shape:
+            output.replace_all_uses_with(source)
+
+
+def _rotate_inside(graph: ir.Graph, node: ir.Node) -> None:
+    """Drop the rotary embedding of whole heads in front of a node, which then does it itself.
+
+    It derives the positions, past length + 0, 1 ..., from `seqlens_k`. Of partial or interleaved
+    rotary embedding, and of positions that a model changes, nothing is dropped.
+    """
+    rows = [gather for value in node.inputs[:2] if (gather := producer(value, "Gather"))]
+    rotations = [x for gather in rows if (x := producer(gather.inputs[0], "RotaryEmbedding"))]
+    if len(rotations) != 2 or [*rotations[0].inputs[1:]] != [*rotations[1].inputs[1:]]:
+        return
+    if any({*rotation.attributes} != {"num_heads"} for rotation in rotations):
+        return
+    tables = [table for value in rotations[0].inputs[1:] if (table := _table(graph, value))]
+    cache = node.inputs[3]
+    assert cache is not None
+    assert cache.shape is not None
+    capacity, size = cache.shape[2], cache.shape[3]
+    assert isinstance(size, int)
+    if size % HEAD_MULTIPLE or [x.shape for x in tables] != 2 * [[capacity, size // 2]]:
+        return
+    for gather, rotation in zip(rows, rotations, strict=True):
+        gather.replace_input_with(0, rotation.inputs[0])
+    node.resize_inputs(max(SIN + 1, len(node.inputs)))
+    for index, table in zip((COS, SIN), tables, strict=True):
+        node.replace_input_with(index, table)
+    node.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
+
+
+def _table(graph: ir.Graph, value: ir.Value | None) -> ir.Value | None:
+    """Return the table [S, D/2] whose rows are looked up by the positions of a pass's tokens."""
+    gather = producer(value, "Gather")
+    clip = producer(gather.inputs[1], "Clip") if gather is not None else None
+    add = producer(clip.inputs[0], "Add") if clip is not None else None
+    if gather is None or add is None:
+        return None
+    past, offsets = producer(add.inputs[0], "Unsqueeze"), producer(add.inputs[1], "Sub")
+    if past is None or past.inputs[0] not in graph.inputs:
+        return None
+    if offsets is None or producer(offsets.inputs[0], "CumSum") is None:
+        return None
+    return gather.inputs[0]
+
+
+def _pack(node: ir.Node) -> None:
+    """Let a node read the rows of one product [1, T, Q + K + V] that was split for it."""
+    rows = [gather for value in node.inputs[:3] if (gather := producer(value, "Gather"))]
+    if len(rows) != 3 or len({gather.inputs[1] for gather in rows}) != 1:
+        return
+    split = producer(rows[0].inputs[0], "Split")
+    if split is None or [gather.inputs[0] for gather in rows] != [*split.outputs]:
+        return
+    product, output = split.inputs[0], rows[0].outputs[0]
+    assert product is not None
+    rows[0].replace_input_with(0, product)
+    if output.shape is not None and product.shape is not None:
+        output.shape = ir.Shape([*output.shape[:-1], product.shape[-1]])
+    for index in (1, 2):
+        node.replace_input_with(index, None)
+
+
+def fuse_residual_norms(graph: ir.Graph) -> None:
+    """Replace each Add and the RMSNormalization of its sum by SkipSimplifiedLayerNormalization.
+
+    The node's fourth output is the sum, for the residual stream's other readers.
+    """
+    for norm in [node for node in graph if node.op_type == "RMSNormalization"]:
+        add = producer(norm.inputs[0], "Add")
+        if add is not None and _is_residual(add) and _is_over_rows(norm):
+            _replace_norm(graph, add, norm)
+
+
+def _is_residual(add: ir.Node) -> bool:
+    """Return True if a node adds two activations of one shape, [1, T, N]."""
+    left, right = add.inputs
+    if left is None or right is None or left.shape is None or right.shape is None:
+        return False
+    return left.shape == right.shape and len(left.shape) == 3 and not left.shape.is_static()
+
+
+def _is_over_rows(norm: ir.Node) -> bool:
+    axis, scale = norm.attributes.get("axis"), norm.inputs[1]
+    is_vector = scale is not None and scale.shape is not None and len(scale.shape) == 1
+    return is_vector and (axis is None or axis.as_int() in (-1, 2))
+
+
+def _replace_norm(graph: ir.Graph, add: ir.Node, norm: ir.Node) -> None:
+    total, output = add.outputs[0], norm.outputs[0]
+    is_read = len(total.uses()) > 1
+    node = ir.node(
+        "SkipSimplifiedLayerNormalization",
+        [*add.inputs, norm.inputs[1]],
+        {"epsilon": norm.attributes["epsilon"].as_float()},
+        domain="com.microsoft",
+        num_outputs=4 if is_read else 1,
+    )
+    for new, old in zip((node.outputs[0], *node.outputs[3:]), (output, total), strict=False):
+        new.name, new.shape, new.type = f"{old.name}.fused", old.shape, old.type
+    for empty in node.outputs[1:3]:
+        empty.name = ""
+    graph.insert_before(norm, node)
+    output.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
+    if is_read:
+        total.replace_all_uses_with(node.outputs[3])
+    graph.remove(norm, safe=True)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product of bytes [..., T, N] and the nodes that multiply it by its scales."""
+
+    node: ir.Node
+    rows: ir.Node
+    columns: ir.Node
+
+
+def fuse_integer_products(graph: ir.Graph) -> None:
+    """Fuse the quantization of rows, and the scales of the products that read them.
+
+    Rows x [..., T, K] are divided by their largest magnitude, so that one constant step, 1 / 127,
+    is every row's quantization scale; MatMulIntegerToFloat multiplies by that and by the columns'
+    scales. A row of zeros is 0 / 0 there, some byte each, and 0 again after the product with its
+    magnitude.
+    """
+    for node in [node for node in graph if node.op_type == "QuantizeLinear"]:
+        divided = producer(node.inputs[0], "Div")
+        scale = producer(divided.inputs[1], "Mul") if divided is not None else None
+        above = producer(scale.inputs[0], "Max") if scale is not None else None
+        largest = producer(above.inputs[0], "ReduceMax") if above is not None else None
+        if divided is None or scale is None or largest is None:
+            continue
+        products = [_find_product(user, scale.outputs[0]) for user, _ in node.outputs[0].uses()]
+        if all(products):
+            magnitude, step = largest.outputs[0], scale.inputs[1]
+            divided.replace_input_with(1, magnitude)
+            node.replace_input_with(1, step)
+            for product in products:
+                assert product is not None
+                _rewrite_product(graph, product, magnitude, step)
+
+
+def _find_product(node: ir.Node, scale: ir.Value) -> _Product | None:
+    """Return the product that a MatMulInteger node begins, if its rows have this scale."""
+    if node.op_type != "MatMulInteger":
+        return None
+    chain = [node]
+    for op_type in ("Cast", "Mul", "Mul"):
+        users = [user for user, _ in chain[-1].outputs[0].uses()]
+        if len(users) != 1 or users[0].op_type != op_type:
+            return None
+        chain += users
+    _, _, rows, columns = chain
+    stored = columns.inputs[1]
+    if rows.inputs[1] is not scale or stored is None or stored.const_value is None:
+        return None
+    return _Product(node, rows, columns) if stored.const_value.size == stored.shape[-1] else None
+
+
+def _rewrite_product(
+    graph: ir.Graph, product: _Product, magnitude: ir.Value, step: ir.Value
+) -> None:
+    rows, weights, zero = product.node.inputs
+    output, scales = product.columns.outputs[0], product.columns.inputs[1]
+    name = output.name
+    whole = insert_node(
+        product.node, "MatMulIntegerToFloat", [rows, weights, step, _flat(graph, scales), zero],
+        f"{name}.steps", output, "com.microsoft",
+    )  # fmt: skip
+    output.name = f"{name}.unfused"
+    scaled = insert_node(product.columns, "Mul", [whole, magnitude], str(name), output)
+    output.replace_all_uses_with(scaled, replace_graph_outputs=True)
+
+
+def _flat(graph: ir.Graph, scales: ir.Value | None) -> ir.Value:
+    """Return stored scales [1, N] as a vector [N]."""
+    assert scales is not None
+    tensor = scales.const_value
+    assert isinstance(tensor, ir.ExternalTensor)
+    name = f"{scales.name}.columns"
+    if name not in graph.initializers:
+        shape = ir.Shape([tensor.size])
+        flat = ir.Value(
+            name=name, shape=shape, type=scales.type, const_value=view_tensor(tensor, shape, name)
+        )
+        graph.register_initializer(flat)
+    return graph.initializers[name]
