@@ -34,7 +34,13 @@ def check(model):
     )
 
 
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
+FEW = ("llama", "gpt2", "gemma2", "mixtral", "phi")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x if x in FEW else pytest.param(x, marks=pytest.mark.slow) for x in ARCHITECTURES],
+)
 def test_pruned_head_gives_columns_of_full_head(name):
     check(make_model(ARCHITECTURES[name][1]()))
 

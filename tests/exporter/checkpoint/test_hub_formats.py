@@ -74,7 +74,7 @@ def gguf_server(server, tmp_path):
 @pytest.mark.parametrize("name", [NAME, f"{NAME}/model-Q8_0.gguf"])
 def test_gguf_repository_is_known_by_files_header(gguf_server, name, monkeypatch):
     path = gguf_server.folder / NAME / GGUF
-    ends, size = downloads.gguf_files.header_ends(path), path.stat().st_size
+    ends, size = downloads.gguf_files.header_size(path), path.stat().st_size
     monkeypatch.setattr(downloads, "HEADER_BYTES", int(ends) // 2)
     found, sent = find(name=name), gguf_server.sent
     assert ends <= sent < size
@@ -125,7 +125,7 @@ def test_adapter_on_hub_is_merged_and_its_commit_is_in_source(server, original, 
 
 def test_fetched_header_is_a_sparse_file(server, original, monkeypatch, tmp_path):
     monkeypatch.setattr(downloads, "HEADER_BYTES", 1000)
-    monkeypatch.setattr(downloads.gguf_files, "header_ends", lambda path: 1500)
+    monkeypatch.setattr(downloads.gguf_files, "header_size", lambda path: 1500)
     found = find()
     size = found.remote.weights[WHOLE]
     hub.fetch_header(found.remote, WHOLE, tmp_path)
