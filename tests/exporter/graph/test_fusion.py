@@ -111,7 +111,7 @@ def test_fault_in_fused_operator_is_parity_error(fault, llama, references, tmp_p
     ("kind", "options", "rotated", "norms"),
     [
         ("mistral", {"head_size": 8}, 4, 3),  # rotary embedding inside takes multiples of 16
-        ("qwen2", {}, 0, 3),
+        pytest.param("qwen2", {}, 0, 3, marks=pytest.mark.slow),
         pytest.param("gpt2", {}, 0, 0, marks=pytest.mark.slow),
     ],
 )

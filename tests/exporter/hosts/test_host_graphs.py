@@ -52,7 +52,7 @@ def hosted(bundle):
     return Split((opened["draft"], target, opened["accept"]), bundle, 4, bundle.end_tokens)
 
 
-@pytest.mark.parametrize("layout", ["fused", "split"])
+@pytest.mark.parametrize("layout", ["fused", pytest.param("split", marks=pytest.mark.slow)])
 def test_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pipeline, layout):
     output = tmp_path / "hosted"
     done = run("--output", output, "--layout", layout)
@@ -137,6 +137,7 @@ def test_older_manifest_with_hosts_is_refused(folder):
         Bundle.read(folder)
 
 
+@pytest.mark.slow
 def test_self_draft_has_host_graphs(pairs, tmp_path):
     output = tmp_path / "self"
     export("self:1", pairs.checkpoint("gpt2")[1], output, draft_precision="fp32")
