@@ -45,6 +45,7 @@ from .middleware import (
 from .reasoning import thinking_format_of
 from .request_handler import RequestHandler
 from .requests import ParsedRequest, ParserSettings
+from .response_store import ResponseStore
 from .responses_shape import ResponsesShaper
 from .tools.harmony import is_harmony
 
@@ -139,11 +140,13 @@ class _Server:
         self._defaults: dict[str, float] = dict(DEFAULTS)
         if settings.generation_config == "auto":
             self._defaults |= model_defaults(pipeline.bundle.default_sampling)
+        self._store = ResponseStore()
         self._parser_settings = ParserSettings(
             pipeline.bundle.context_length,
             self._defaults,
             settings.strict,
             settings.template_variables,
+            self._store,
         )
         self._bodies = BodyReader(settings.max_body, settings.body_timeout)
         self._parser_pool = ThreadPoolExecutor(PARSER_THREADS)
@@ -166,6 +169,7 @@ class _Server:
             Route("/v1/models/{name:path}", self._get_model),
             Route("/health", self._health),
             Route(f"{anthropic.PATH}/count_tokens", self._count_tokens, methods=["POST"]),
+            Route("/v1/responses/{id}", self._stored_response, methods=["GET", "DELETE"]),
             Route("/version", self._version),
             Route("/props", self._props),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -308,6 +312,18 @@ class _Server:
                 "build_info": f"specedge {__version__}",
             }
         )
+
+    async def _stored_response(self, http_request: Request) -> Response:
+        """Return or drop a response that is kept."""
+        id_ = http_request.path_params["id"]
+        response = self._store.get(id_)
+        if response is None:
+            message = f"the response {id_[:100]!r} is not stored here"
+            raise ApiError(message, code="response_not_found", status=404)
+        if http_request.method == "DELETE":
+            self._store.remove(id_)
+            return JSONResponse({"id": id_, "object": "response", "deleted": True})
+        return JSONResponse(response.body)
 
     async def _count_tokens(self, http_request: Request) -> Response:
         """Return the number of prompt tokens of a request of Anthropic's API."""

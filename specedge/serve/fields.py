@@ -58,7 +58,7 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
     ),
     "completions": (*_COMMON, "metadata"),
     "responses": (
-        *_COMMON, "store", "include", "truncation", "max_tool_calls", "client_metadata",
+        *_COMMON, "truncation", "max_tool_calls", "client_metadata",
     ),
 }  # fmt: skip
 # Fields that would change the response in a way that this server cannot, by the values that do not.
@@ -68,7 +68,6 @@ UNSUPPORTED_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "responses": {
         "background": (False,),
         "conversation": (),
-        "previous_response_id": (),
         "prompt": (),
     },
 }

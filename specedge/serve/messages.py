@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Sequence
 from typing import Any
 
 from specedge.strict_json import JsonError, parse
 
 from .errors import UNSUPPORTED, ApiError
 from .fields import FieldReader, IgnoredFields, excerpt
+from .response_store import ResponseStore
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING_PARTS = ("thinking", "reasoning", "reasoning_text", "summary_text")
+SEALED = "specedge:"  # begins `encrypted_content`
 _ITEM_FIELDS = ("type", "id", "status")
 
 
 def parse_messages(
-    value: object, field_name: str, ignored: IgnoredFields | None = None
+    value: object,
+    field_name: str,
+    ignored: IgnoredFields | None = None,
+    history: Sequence[Message] = (),
+    store: ResponseStore | None = None,
 ) -> list[Message]:
     """Return messages for a chat template.
 
     In the field "input" of /v1/responses, calls, their outputs and reasoning are items; they become
     assistants' messages and messages of the role "tool".
+
+    Args:
+        value: The messages or items.
+        field_name: The field that has them.
+        ignored: Collects the names of unknown fields; None refuses them.
+        history: Earlier messages of the conversation, which come first.
+        store: Items to which references may point.
 
     Raises:
         ApiError: A message is invalid.
@@ -30,11 +45,13 @@ def parse_messages(
     if not isinstance(value, list) or not value:
         message = f"{field_name} must be a list of at least one message"
         raise ApiError(message, field_name, "invalid_type")
-    parser = _MessageParser(ignored)
+    parser = _MessageParser(ignored, history)
     for i, item in enumerate(value):
         path = f"{field_name}[{i}]"
         if not isinstance(item, dict):
             raise ApiError(f"{path} must be an object with a role and a content", path)
+        if item.get("type") == "item_reference" and field_name == "input":
+            item = _stored_item(item.get("id"), path, store)
         fields = FieldReader(item, path, ignored)
         parser.add(fields, item.get("type") if field_name == "input" else None)
         fields.finish()
@@ -51,11 +68,13 @@ def has_tool_calls(messages: list[Message]) -> bool:
 class _MessageParser:
     """Converts messages and items one by one."""
 
-    def __init__(self, ignored: IgnoredFields | None) -> None:
-        self.messages: list[Message] = []
+    def __init__(self, ignored: IgnoredFields | None, history: Sequence[Message]) -> None:
+        self.messages: list[Message] = [_copied(message) for message in history]
         self._ignored = ignored
         self._call_names: dict[str, str] = {}  # function names by the ids of calls so far
         self._reasoning = ""  # of an item whose message or call is yet to come
+        for message in history:
+            self._note_calls(message.get("tool_calls", []))
 
     def add(self, fields: FieldReader, item_type: object) -> None:
         """Convert one message or item."""
@@ -133,9 +152,12 @@ class _MessageParser:
         self.messages.append(self._tool_message(fields, "call_id", fields.take("call_id"), text))
 
     def _add_reasoning(self, fields: FieldReader) -> None:
-        fields.skip("encrypted_content", *_ITEM_FIELDS)
+        fields.skip(*_ITEM_FIELDS)
         content, summary = fields.take_list("content"), fields.take_list("summary")
+        encrypted = fields.take("encrypted_content")
         parts = content or summary
+        if not content and isinstance(encrypted, str) and encrypted.startswith(SEALED):
+            parts = [{"text": _unsealed(encrypted)}]
         self._reasoning += "".join(
             part["text"]
             for part in parts
@@ -190,6 +212,32 @@ class _MessageParser:
         return text, part_type in REASONING_PARTS
 
 
+def _copied(message: Message) -> Message:
+    """Return a copy of a message, to which calls can be added."""
+    calls = {"tool_calls": [*message["tool_calls"]]} if "tool_calls" in message else {}
+    return {**message, **calls}
+
+
+def sealed(text: str) -> str:
+    """Return reasoning in the form of `encrypted_content`, for clients that send that back."""
+    return SEALED + base64.b64encode(text.encode()).decode()
+
+
+def _unsealed(text: str) -> str:
+    try:
+        return base64.b64decode(text.removeprefix(SEALED), validate=True).decode()
+    except ValueError:
+        return ""
+
+
+def _stored_item(id_: object, path: str, store: ResponseStore | None) -> dict[str, Any]:
+    item = store.item(id_) if store is not None and isinstance(id_, str) else None
+    if item is None:
+        message = f"{path}: the item {excerpt(id_)} is not stored here; send it whole"
+        raise ApiError(message, f"{path}.id", "item_not_found", 404)
+    return item
+
+
 def _tool_call(fields: FieldReader, id_name: str, function: FieldReader) -> dict[str, Any]:
     """Return a call; its arguments are an object if they parse as one, else text as it came."""
     id_ = fields.take(id_name)
@@ -202,7 +250,12 @@ def _tool_call(fields: FieldReader, id_name: str, function: FieldReader) -> dict
     if not isinstance(value, str | dict | None):
         message = f"arguments must be text, got {excerpt(value)}"
         raise function.error("arguments", message, "invalid_type")
-    return {"id": id_, "type": "function", "function": {"name": name} | _arguments(value)}
+    return call_message(id_, name, value)
+
+
+def call_message(id_: str, name: str, arguments: str | dict[str, Any] | None) -> dict[str, Any]:
+    """Return a call as a message has it."""
+    return {"id": id_, "type": "function", "function": {"name": name} | _arguments(arguments)}
 
 
 def _arguments(value: str | dict[str, Any] | None) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from .reasoning import (
     thinking_format_of,
 )
 from .response_format import ResponseFormat, parse_chat_format, parse_responses_format
+from .response_store import ResponseStore
 from .tools.call_format import CallFormat, call_format_of
 from .tools.declarations import ToolSet, parse_chat_tools, parse_responses_tools
 from .tools.harmony import MARKS as HARMONY_MARKS
@@ -60,12 +61,14 @@ class ParserSettings:
         defaults: Options that apply where a body leaves them out.
         strict: True to refuse unknown fields.
         template_variables: Variables of the chat template that apply to all requests.
+        store: Earlier responses, to which requests may refer.
     """
 
     context_length: int
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     strict: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    store: ResponseStore | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,9 @@ class ParsedRequest:
         format_field: The field that sets a JSON schema as response format, if one does.
         tools: Functions that the model may call.
         ignored: Names of unknown fields.
+        store: Where the response is to be kept, None if nowhere.
+        messages: Messages of the conversation without instructions, as far as they are stored.
+        seals_reasoning: True if reasoning items have `encrypted_content`.
     """
 
     prompts: list[Any]
@@ -116,6 +122,9 @@ class ParsedRequest:
     format_field: str | None = None
     tools: ToolSet | None = None
     ignored: tuple[str, ...] = ()
+    store: ResponseStore | None = None
+    messages: list[Message] = field(default_factory=list)
+    seals_reasoning: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -249,7 +258,10 @@ def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
     input_items = fields.take("input")
     if isinstance(input_items, str):
         input_items = [{"role": "user", "content": input_items}]
-    messages = parse_messages(input_items, "input", fields.ignored)
+    previous_id = fields.take_typed("previous_response_id", str, "an id")
+    history = _history(previous_id, settings)
+    messages = parse_messages(input_items, "input", fields.ignored, history, settings.store)
+    conversation = messages
     instructions = fields.take_typed("instructions", str, "text")
     if instructions is not None:
         messages = [{"role": "system", "content": instructions}, *messages]
@@ -266,6 +278,11 @@ def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
     echoed = {"instructions": instructions, "max_output_tokens": limit}
     echoed["metadata"] = fields.take_typed("metadata", dict, "an object") or {}
     echoed |= {"text": {"format": response_format.value}}
+    stores = fields.take_flag("store", True)
+    echoed |= {"store": stores, "previous_response_id": previous_id}
+    include = fields.take_list("include", "a list of names")
+    reasoning = fields.peek("reasoning")
+    echoed["reasoning"] = reasoning if isinstance(reasoning, dict) else None
     if tools is not None:
         echoed |= {"tools": tools_value, "tool_choice": tool_choice or "auto"}
         echoed |= {"parallel_tool_calls": tools.parallel}
@@ -278,8 +295,23 @@ def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
         echoed=echoed,
         format_field=response_format.schema_field,
         tools=tools,
+        store=settings.store if stores else None,
+        messages=conversation,
+        seals_reasoning="reasoning.encrypted_content" in include,
     )
     return _finish(fields, "responses", request)
+
+
+def _history(previous_id: str | None, settings: ParserSettings) -> list[Message]:
+    """Return the messages of an earlier response's conversation."""
+    if previous_id is None:
+        return []
+    response = None if settings.store is None else settings.store.get(previous_id)
+    if response is None:
+        message = f"the response {excerpt(previous_id)} is not stored here; send its items instead"
+        name = "previous_response_id"
+        raise ApiError(message, name, "previous_response_not_found", 404)
+    return response.messages
 
 
 def parse_tokenize(body: object, settings: ParserSettings) -> tuple[ParsedRequest, bool]:

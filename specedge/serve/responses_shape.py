@@ -21,8 +21,10 @@ from .choices import (
 )
 from .errors import ApiError
 from .job_queue import TextPiece
+from .messages import call_message, sealed
 from .output_parser import AnswerPart
 from .requests import ParsedRequest
+from .response_store import StoredResponse
 
 _INCOMPLETE = {FinishReason.LENGTH, FinishReason.CONTEXT}
 _INCOMPLETE_DETAILS = {"reason": "max_output_tokens"}
@@ -33,6 +35,7 @@ class ResponsesShaper:
 
     def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
         self._sequence_number = 0
+        self._request = request
         self._ids: list[str] = []
         self._items: list[OutputItem] = []  # as far as events have reported them
         options = request.options
@@ -51,6 +54,8 @@ class ResponsesShaper:
             "temperature": options["temperature"],
             "top_p": options.get("top_p", 1.0),
             "store": False,
+            "background": False,
+            "truncation": "disabled",
             "usage": None,
             **request.echoed,
         }
@@ -96,7 +101,7 @@ class ResponsesShaper:
             items.append(OutputItem())
         statuses = ["completed"] * (len(items) - 1) + [status]
         usage = usage_of(choices, 1)
-        return self._fields | {
+        response = self._fields | {
             "status": status,
             "incomplete_details": None if status == "completed" else _INCOMPLETE_DETAILS,
             "output": [self._item_json(i, items[i], statuses[i]) for i in range(len(items))],
@@ -110,6 +115,10 @@ class ResponsesShaper:
                 "speculative": usage["speculative"],
             },
         }
+        if self._request.store is not None:
+            messages = [*self._request.messages, _message(choice)]
+            self._request.store.add(StoredResponse(response, messages))
+        return response
 
     def _add_item(self, item: OutputItem) -> Iterator[str]:
         """Yield the events that begin an item, without its text."""
@@ -177,7 +186,9 @@ class ResponsesShaper:
         fields: dict[str, Any] = {"id": self._id(index, item), "status": status}
         if item.is_reasoning:
             content = [_content_part(item, item.text)]
-            return fields | {"type": "reasoning", "summary": [], "content": content}
+            encrypted = sealed(item.text) if self._request.seals_reasoning else None
+            fields |= {"type": "reasoning", "summary": [], "content": content}
+            return fields | {"encrypted_content": encrypted}
         if item.name is None:
             content = [_content_part(item, item.text)]
             return fields | {"type": "message", "role": "assistant", "content": content}
@@ -188,6 +199,18 @@ class ResponsesShaper:
         payload = {"type": event_type, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
         return sse_event(payload, event_type)
+
+
+def _message(choice: ResponseChoice) -> dict[str, Any]:
+    """Return the assistant's message of a choice, as a later request continues it."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    if reasoning := choice.reasoning:
+        message["reasoning_content"] = reasoning
+    if calls := choice.calls:
+        message["tool_calls"] = [
+            call_message(call.id or "", call.name or "", call.text) for call in calls
+        ]
+    return message
 
 
 def _status(choice: ResponseChoice) -> str:

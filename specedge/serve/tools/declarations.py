@@ -75,11 +75,13 @@ def parse_chat_tools(fields: FieldReader) -> ToolSet | None:
 
 def parse_responses_tools(fields: FieldReader) -> ToolSet | None:
     """Parse the tools of /v1/responses, whose functions are the tools themselves."""
-    return _parse_tools(fields, lambda tool: tool)
+    return _parse_tools(fields, lambda tool: tool, skip_other_types=True)
 
 
 def _parse_tools(
-    fields: FieldReader, function_fields: Callable[[FieldReader], FieldReader]
+    fields: FieldReader,
+    function_fields: Callable[[FieldReader], FieldReader],
+    skip_other_types: bool = False,
 ) -> ToolSet | None:
     tools = fields.take_typed("tools", list, "a list of functions") or []
     choice = fields.take("tool_choice")
@@ -87,10 +89,14 @@ def _parse_tools(
     if len(tools) > MAX_FUNCTIONS:
         message = f"tools must be at most {MAX_FUNCTIONS} functions, got {len(tools)}"
         raise ApiError(message, "tools", "invalid_value")
-    functions = [
-        _parse_function(fields.child(tool, f"tools[{i}]"), function_fields)
-        for i, tool in enumerate(tools)
-    ]
+    functions = []
+    for i, value in enumerate(tools):
+        tool = fields.child(value, f"tools[{i}]")
+        tool_type = tool.peek("type")
+        if skip_other_types and tool_type != "function" and fields.ignored is not None:
+            fields.ignored.add(f"{tool.path}.{tool_type}")  # runs on OpenAI's servers alone
+        else:
+            functions.append(_parse_function(tool, function_fields))
     names = [function.name for function in functions]
     if duplicate := next((name for name in names if names.count(name) > 1), None):
         message = f"tools has two functions {excerpt(duplicate)}"
@@ -145,7 +151,11 @@ def _parse_choice(
     if value is None or value == "none":
         return value or "auto", None
     if not names:
+        if value == "auto" and not fields.is_strict:
+            return "auto", None
         raise ApiError("tool_choice needs tools", field_name, "invalid_value")
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        value = value.get("mode", "auto")
     if not isinstance(value, dict):
         if value not in _CHOICES:
             choices = ", ".join(_CHOICES)

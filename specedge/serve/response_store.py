@@ -1,0 +1,67 @@
+"""Responses kept in memory, for `previous_response_id` and references to items."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+MAX_RESPONSES = 512
+MAX_CHARACTERS = 2**25  # of all conversations together, as JSON
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response with the messages of its conversation, without instructions."""
+
+    body: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+    @property
+    def items(self) -> dict[str, dict[str, Any]]:
+        """Return the items of the output by their ids."""
+        return {item["id"]: item for item in self.body["output"]}
+
+
+class ResponseStore:
+    """The latest responses, as many as fit into the limits; safe for several threads."""
+
+    def __init__(
+        self, max_responses: int = MAX_RESPONSES, max_characters: int = MAX_CHARACTERS
+    ) -> None:
+        self._max_responses, self._max_characters = max_responses, max_characters
+        self._responses: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self._num_characters = 0
+        self._lock = threading.Lock()
+
+    def add(self, response: StoredResponse) -> None:
+        """Keep a response, and drop the oldest ones beyond the limits."""
+        size = len(json.dumps([response.body, response.messages], ensure_ascii=False))
+        with self._lock:
+            self._responses[response.body["id"]] = response, size
+            self._num_characters += size
+            while len(self._responses) > self._max_responses or (
+                self._num_characters > self._max_characters
+            ):
+                _, (_, dropped) = self._responses.popitem(last=False)
+                self._num_characters -= dropped
+
+    def get(self, id_: str) -> StoredResponse | None:
+        """Return a response, None if it is not kept."""
+        with self._lock:
+            return self._responses.get(id_, (None, 0))[0]
+
+    def remove(self, id_: str) -> bool:
+        """Drop a response; return False if it is not kept."""
+        with self._lock:
+            _, size = self._responses.pop(id_, (None, 0))
+            self._num_characters -= size
+        return size > 0
+
+    def item(self, id_: str) -> dict[str, Any] | None:
+        """Return an item of the output of a response, None if it is not kept."""
+        with self._lock:
+            responses = [response for response, _ in self._responses.values()]
+        return next((r.items[id_] for r in reversed(responses) if id_ in r.items), None)
