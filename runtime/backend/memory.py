@@ -215,22 +215,22 @@ def model_memory(
         BundleError: The graph cannot be read.
     """
     largest = bundle.files[model.weights].size  # what claims to be more, ONNX Runtime refuses
-    found = weights_of(bundle, model.graph("decoder", ops).file)
-    fitting = (weight for weight in found if weight.size <= largest)
+    weight_uses = weights_of(bundle, model.graph("decoder", ops).file)
+    fitting = (weight for weight in weight_uses if weight.size <= largest)
     is_16_bit = compute_dtype(ops) != "float32"
     is_32_bit = model.weights_dtype == "float32"
     cache = model.cache_layout(ops)
-    held = list(
+    sizes = list(
         chain.from_iterable(_weight_bytes(weight, is_16_bit, is_32_bit) for weight in fitting)
     )
-    packed = [size for size, is_packed in held if is_packed]
+    packed = [size for size, is_packed in sizes if is_packed]
     length = min(max_length or cache.capacity, cache.capacity)
     return ModelMemory(
         id=model.source.id,
         weights_dtype=model.weights_dtype,
         cache_dtype=cache.dtype,
         packed=sum(packed),
-        unpacked=sum(size for size, is_packed in held if not is_packed),
+        unpacked=sum(size for size, is_packed in sizes if not is_packed),
         opening=max(packed, default=0),
         caches=slots * cache.size * length // cache.capacity,
         passes=_pass_bytes(model, packed, length, bundle.num_draft_tokens, slots),
@@ -269,7 +269,7 @@ def _pass_bytes(
     hidden size, and the others for the layers', whose experts may be larger.
     """
     size, num_layers = _PACKED_BYTES.get(model.weights_dtype, 4.0), len(model.cache.layers)
-    unlike = [one for one, count in Counter(packed).items() if count % num_layers]
+    unlike = [num_bytes for num_bytes, count in Counter(packed).items() if count % num_layers]
     head = max(unlike or packed, default=0)
     hidden = head / size / model.padded_vocab_size
     of_layer = (sum(packed) - head) / size / num_layers
@@ -305,22 +305,24 @@ def _advice(need: PairMemory, limit: int) -> str:
         "--precision int8",
         f"--cache fp16, for --ops {need.ops}-{CACHE_TYPES['fp16']}",
     )
-    one = {
+    single = {
         _max_length_option(need, limit): need.with_context_below(limit),
         integers: rounded,
         caches: halved,
     }
-    two = {
+    pairs = {
         f"{integers} {_max_length_option(rounded, limit)}": rounded.with_context_below(limit),
         f"{integers} {caches}": both,
     }
-    three = {
+    all_options = {
         f"{integers} {_max_length_option(both, limit)} {caches}": both.with_context_below(limit)
     }
-    for ways in (one, two, three):
-        found = [f"{o} (about {format_bytes(w.peak)})" for o, w in ways.items() if w.peak <= limit]
-        if found:
-            return f"export the pair again with {' or '.join(found)}"
+    for ways in (single, pairs, all_options):
+        options = [
+            f"{o} (about {format_bytes(w.peak)})" for o, w in ways.items() if w.peak <= limit
+        ]
+        if options:
+            return f"export the pair again with {' or '.join(options)}"
     return "take a smaller model"
 
 
@@ -366,25 +368,25 @@ def available_bytes() -> int | None:
     It is the least of what the system, the process's limit and its control group leave. Swap
     counts, and page cache that would be reclaimed.
     """
-    found = []
+    limits = []
     with suppress(OSError, ValueError, KeyError):
-        facts = _numbers(Path("/proc/meminfo"))
-        found.append(1024 * (facts["MemAvailable"] + facts["SwapFree"]))
+        meminfo = _numbers(Path("/proc/meminfo"))
+        limits.append(1024 * (meminfo["MemAvailable"] + meminfo["SwapFree"]))
     with suppress(ImportError, OSError, ValueError):
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if limit != resource.RLIM_INFINITY:
             pages = int(Path("/proc/self/statm").read_text("utf-8").split()[0])
-            found.append(max(limit - pages * resource.getpagesize(), 0))
+            limits.append(max(limit - pages * resource.getpagesize(), 0))
     with suppress(OSError):
-        own = Path(Path("/proc/self/cgroup").read_text("utf-8").rpartition("::")[2].strip())
-        for group in (own, *own.parents):
+        path = Path(Path("/proc/self/cgroup").read_text("utf-8").rpartition("::")[2].strip())
+        for group in (path, *path.parents):
             with suppress(OSError, ValueError, KeyError):
-                found.append(
+                limits.append(
                     available_cgroup_bytes(Path("/sys/fs/cgroup") / group.relative_to("/"))
                 )
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 def available_cgroup_bytes(group: Path) -> int:
@@ -395,8 +397,8 @@ def available_cgroup_bytes(group: Path) -> int:
     """
     limit = int((group / "memory.max").read_text("utf-8"))
     used = int((group / "memory.current").read_text("utf-8"))
-    facts = _numbers(group / "memory.stat")
-    return max(limit - used + facts["inactive_file"] + facts["active_file"], 0)
+    stat = _numbers(group / "memory.stat")
+    return max(limit - used + stat["inactive_file"] + stat["active_file"], 0)
 
 
 def _numbers(path: Path) -> dict[str, int]:

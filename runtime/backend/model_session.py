@@ -136,8 +136,8 @@ class ModelSession:
     @contextmanager
     def _translated(self) -> Iterator[None]:
         """Turn ONNX Runtime's errors of a pass, out of memory included, into ours."""
-        what = f"a pass of {self.model.source.id}"
-        with self._enough_memory(), translated_errors(what):
+        action = f"a pass of {self.model.source.id}"
+        with self._enough_memory(), translated_errors(action):
             yield
 
 
@@ -170,43 +170,47 @@ def choose_ops(model: ModelEntry, ops: str = "auto", device: Device | None = Non
         return _gpu_ops(model, ops, device)
     if ops == "auto":
         return model.cpu_ops
-    if (found := model.op_set(ops)) is None:
+    if (op_set := model.op_set(ops)) is None:
         raise BundleError(
             f"{model.source.id} has no graphs in the op set '{ops}', only in "
             f"{', '.join(model.parity)}; leave --ops out{_export_hint(model, ops)}"
         )
-    return found
+    return op_set
 
 
 def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
     """Return the op set to run on a GPU, or the requested one if the GPU supports it."""
     fits = model.supports_engines if device.supports_engines else model.supports_gpu
-    supported = [one for one in device.preferred_ops if one in model.parity and fits(one)]
+    supported = [name for name in device.preferred_ops if name in model.parity and fits(name)]
     if ops == "auto" and supported:
         return supported[0]
     if ops != "auto" and model.op_set(ops) in supported:
         return str(model.op_set(ops))
-    found = f"only {', '.join(supported)}" if supported else f"none of {', '.join(model.parity)}"
-    kind = QDQ if device.supports_engines and model.weights_dtype in QUANTIZED_DTYPES else "fp16"
-    how = f"--compute {kind}" if model.dtype == "float32" else "--ops auto"
+    available = (
+        f"only {', '.join(supported)}" if supported else f"none of {', '.join(model.parity)}"
+    )
+    compute_type = (
+        QDQ if device.supports_engines and model.weights_dtype in QUANTIZED_DTYPES else "fp16"
+    )
+    options = f"--compute {compute_type}" if model.dtype == "float32" else "--ops auto"
     raise DeviceError(
-        f"{model.source.id}: {device.name} runs {found} of its op sets"
-        + (f", not '{ops}'" if ops != "auto" else f"; export the pair again with {how}")
+        f"{model.source.id}: {device.name} runs {available} of its op sets"
+        + (f", not '{ops}'" if ops != "auto" else f"; export the pair again with {options}")
     )
 
 
 def _export_hint(model: ModelEntry, ops: str) -> str:
     """Return the export options that give an op set, if there are any."""
-    plain, _, kind = ops.partition("-")
-    if kind in (("bf16",) if model.weights_dtype in QUANTIZED_DTYPES else ("fp32", QDQ)):
+    plain, _, suffix = ops.partition("-")
+    if suffix in (("bf16",) if model.weights_dtype in QUANTIZED_DTYPES else ("fp32", QDQ)):
         return ""
-    option = "--cache fp16" if kind in CACHE_SUFFIXES else f"--compute {kind}" if kind else ""
+    option = "--cache fp16" if suffix in CACHE_SUFFIXES else f"--compute {suffix}" if suffix else ""
     if plain != "gqa" or plain in map(attention_ops, model.parity):
         return f", or export the pair with --ops {plain} {option}".rstrip()
     if any(layer.key_size != layer.value_size for layer in model.cache.layers):
         return ""  # no GroupQueryAttention has that
-    how = f"--ops auto {option}".rstrip()
-    return f", or export the pair with {how}, which gives {ops} where a model can have it"
+    options = f"--ops auto {option}".rstrip()
+    return f", or export the pair with {options}, which gives {ops} where a model can have it"
 
 
 def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path: Path) -> None:
@@ -221,13 +225,13 @@ def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path:
         (session.get_outputs(), signature.outputs),
     )
     for values, tensors in promised:
-        found = {value.name: _describe(value.type, value.shape) for value in values}
-        wanted = {tensor.name: _expected(tensor, entry) for tensor in tensors}
-        for name in sorted(wanted.keys() | found.keys()):
-            if found.get(name) != wanted.get(name):
+        actual = {value.name: _describe(value.type, value.shape) for value in values}
+        expected = {tensor.name: _expected(tensor, entry) for tensor in tensors}
+        for name in sorted(expected.keys() | actual.keys()):
+            if actual.get(name) != expected.get(name):
                 raise BundleError(
-                    f"{path}: {name} is {found.get(name, 'missing')}, {MANIFEST} wants "
-                    f"{wanted.get(name, 'none')}; {REEXPORT_HINT}"
+                    f"{path}: {name} is {actual.get(name, 'missing')}, {MANIFEST} wants "
+                    f"{expected.get(name, 'none')}; {REEXPORT_HINT}"
                 )
 
 
@@ -236,7 +240,7 @@ def _expected(tensor: TensorSpec, entry: GraphEntry) -> str:
     return _describe(f"tensor({ORT_TYPES.get(tensor.dtype, tensor.dtype)})", shape)
 
 
-def _describe(kind: str, shape: list[Any]) -> str:
+def _describe(type_name: str, shape: list[Any]) -> str:
     """Format a type and shape; sizes that may be any number are "any"."""
     sizes = ", ".join(str(size) if isinstance(size, int) and size else "any" for size in shape)
-    return f"{kind} [{sizes}]"
+    return f"{type_name} [{sizes}]"

@@ -76,19 +76,19 @@ class OrtModel:
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         length = len(tokens)
-        wanted = length if num_rows is None else num_rows
-        if wanted < length and length > self._longest:  # of a prompt: its like may never come again
-            rows = max(wanted, self._session.min_length)
+        num_logits = length if num_rows is None else num_rows
+        if num_logits < length and length > self._longest:  # a prompt's: not kept for reuse
+            rows = max(num_logits, self._session.min_length)
             bound = self._session.bind(self.cache, length, rows)
             self._session.run(bound, tokens)
-            return self._scores(bound, rows - wanted, rows)
+            return self._scores(bound, rows - num_logits, rows)
         padded = max(length, self._session.min_length)
         if padded not in self._passes:
             captured = padded <= self._longest
             self._passes[padded] = self._session.bind(self.cache, padded, padded, captured)
         bound = self._passes[padded]
         self._session.run(bound, tokens)
-        return self._scores(bound, length - wanted, length)
+        return self._scores(bound, length - num_logits, length)
 
     def _scores(self, bound: BoundPass, start: int, end: int) -> Logits:
         """Return some rows of a pass's logits."""
@@ -133,15 +133,15 @@ class OrtModel:
             A note if a graph cannot be run.
         """
         try:
-            for name in filter(lambda one: model.has(one, self.ops), ONE_CALL):
+            for name in filter(lambda graph: model.has(graph, self.ops), ONE_CALL):
                 session = ModelSession(bundle, model, device, self.ops, name)
                 call = self._call(session, name)
                 if call.measure(partial(self._drafted, _HALF)) and self._drafts_equal_tokens(call):
                     self._draft_graphs.append(call)
         except SpecEdgeError as error:
             self.truncate(0)
-            what = "draws its drafts" if self._draft_graphs else "drafts"
-            return f"{model.source.id} {what} by passes, not in one call, which fails: {error}"
+            action = "samples drafts" if self._draft_graphs else "drafts"
+            return f"{model.source.id} {action} by passes; its draft graph fails: {error}"
         return None
 
     def _call(self, session: ModelSession, name: str) -> DraftGraph:
@@ -172,9 +172,9 @@ class OrtModel:
         def next_row(drafted: list[int]) -> Row:
             return self.forward(drafted[-1:] or [0])[-1]
 
-        found = draw_draft(next_row, History([0]), len(uniforms), sampling, uniforms)
+        draft = draw_draft(next_row, History([0]), len(uniforms), sampling, uniforms)
         self.truncate(0)
-        return found.tokens
+        return draft.tokens
 
     def draft(
         self,

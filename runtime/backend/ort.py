@@ -19,7 +19,7 @@ def onnxruntime() -> Any:
     Raises:
         MissingExtraError: It is not installed or broken; the message has the command to install it.
     """
-    how = "pip install 'specedge[cpu]', or 'specedge[gpu]' for NVIDIA GPUs"
+    command = "pip install 'specedge[cpu]', or 'specedge[gpu]' for NVIDIA GPUs"
     try:
         with disabled_telemetry():
             module = importlib.import_module("onnxruntime")
@@ -27,15 +27,15 @@ def onnxruntime() -> Any:
         if _was_interrupted(error):
             raise KeyboardInterrupt from error
         if isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime":
-            raise MissingExtraError(f"ONNX Runtime is not installed: {how}") from error
+            raise MissingExtraError(f"ONNX Runtime is not installed: {command}") from error
         raise MissingExtraError(
             f"ONNX Runtime is installed but cannot be loaded ({first_line(error)}); install what "
-            f"is missing, or again: {how}"
+            f"is missing, or again: {command}"
         ) from error
     if not hasattr(module, "InferenceSession"):  # its folder is there, and its files are gone
         raise MissingExtraError(
             "ONNX Runtime's files are gone, as they are when one of two of its packages is "
-            f"uninstalled; uninstall the others, too, and install one: {how}"
+            f"uninstalled; uninstall the others, too, and install one: {command}"
         )
     return module
 
@@ -69,7 +69,7 @@ def _was_interrupted(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def translated_errors(what: str) -> Iterator[None]:
+def translated_errors(action: str) -> Iterator[None]:
     """Turn an exception of ONNX Runtime, and no other, into ours or a MemoryError."""
     try:
         yield
@@ -78,7 +78,7 @@ def translated_errors(what: str) -> Iterator[None]:
             raise
         if is_out_of_memory(error):
             raise MemoryError from error
-        raise SpecEdgeError(f"{what} failed in ONNX Runtime: {first_line(error)}") from error
+        raise SpecEdgeError(f"{action} failed in ONNX Runtime: {first_line(error)}") from error
 
 
 def is_onnxruntime_error(error: Exception) -> bool:

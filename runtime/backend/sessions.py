@@ -213,10 +213,10 @@ def _make_pool(ort: Any, threads: int | None, fallback: int | None) -> None:
             except Exception as error:
                 if not is_onnxruntime_error(error):
                     raise
-                _pool_threads.append(None)  # the app has made it
-        if threads is not None and threads != (made := _pool_threads[0]):
+                _pool_threads.append(None)  # the app created it
+        if threads is not None and threads != (existing := _pool_threads[0]):
             raise DeviceError(
                 f"cannot use threads={threads}: this process already has ONNX Runtime's shared "
-                f"thread pool{f', of {made}' if made else ''}; leave threads out, or use a new "
-                "process"
+                f"thread pool{f', of {existing}' if existing else ''}; leave threads out, or use a "
+                "new process"
             )

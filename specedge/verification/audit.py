@@ -93,7 +93,7 @@ class ExecutionSettings:
     @property
     def devices(self) -> str:
         """Names of the devices that models run on."""
-        names = (one.name for one in (self.device, self.draft_device) if one)
+        names = (device.name for device in (self.device, self.draft_device) if device)
         return " and ".join(dict.fromkeys(names))
 
 
@@ -218,7 +218,7 @@ def self_test(
     """
     subject.time_passes(budget.clock)
     control = _loop_checks(subject, budget.share(CONTROL), on_progress, "as it is: ")
-    found: list[tuple[Defect, list[CheckResult]]] = []
+    results: list[tuple[Defect, list[CheckResult]]] = []
     for i, defect in enumerate(defects):
         planted = dataclasses.replace(subject, parts=defect.parts)
         share = budget.share(1 / (len(defects) - i))
@@ -229,8 +229,8 @@ def self_test(
             )
             if findings[-1].status == FAILED:
                 break
-        found.append((defect, findings))
-    return SelfTest(control, found)
+        results.append((defect, findings))
+    return SelfTest(control, results)
 
 
 Check = Callable[[Subject, Budget], CheckResult]
@@ -332,20 +332,20 @@ def _prompts(
 ) -> list[AuditPrompt]:
     """Tokenize the user's prompts, then the built-in ones, cut to half the context."""
     encoder = load_tokenizer(bundle)
-    encoded, made = Prompts(bundle, encoder), []
+    encoded, audit_prompts = Prompts(bundle, encoder), []
     for i, prompt in enumerate(prompts, 1):
         try:
             tokens = encoded.tokens_of(prompt, special_tokens)
         except PromptError as error:
             raise PromptError(f"prompt {i}: {error}") from error
-        made.append(AuditPrompt(f"your prompt {i}", tuple(tokens)))
+        audit_prompts.append(AuditPrompt(f"your prompt {i}", tuple(tokens)))
     most = max(1, bundle.context_length // 2)
     for text in BUILT_IN:
         if tokens := encode(encoder, text)[:most]:
-            made.append(
+            audit_prompts.append(
                 AuditPrompt(repr(text if len(text) < 40 else text[:37] + "..."), tuple(tokens))
             )
-    return made
+    return audit_prompts
 
 
 def _about(bundle: Bundle, settings: ExecutionSettings) -> dict[str, str]:
@@ -357,7 +357,7 @@ def _about(bundle: Bundle, settings: ExecutionSettings) -> dict[str, str]:
         + (f" at {model.source.revision}" if model.source.revision else "")
         for role, model in bundle.models.items()
     }
-    own = f" (draft {ops['draft']})" if "draft" in ops else ""
+    draft_ops = f" (draft {ops['draft']})" if "draft" in ops else ""
     return {
         "bundle": str(bundle.folder),
         "pair": f"target {ids['target']}, draft {ids.get('draft', 'none')}, "
@@ -365,7 +365,7 @@ def _about(bundle: Bundle, settings: ExecutionSettings) -> dict[str, str]:
         "identity": f"SHA-256 of {MANIFEST} {sha256(bundle.path(MANIFEST))}",
         "exported": f"by specedge {bundle.specedge_version} with {used}",
         **machine(),
-        "run": f"on {settings.devices}, op set {ops['target']}{own}, "
+        "run": f"on {settings.devices}, op set {ops['target']}{draft_ops}, "
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
 

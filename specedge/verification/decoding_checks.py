@@ -146,50 +146,50 @@ def greedy(subject: Subject, budget: Budget) -> CheckResult:
         for k in ks
         if k <= MAX_DRAFT_TOKENS
     }
-    found = _Greedy(by_k=dict.fromkeys(decoders, 0))
+    texts = _Greedy(by_k=dict.fromkeys(decoders, 0))
     for prompt in subject.greedy_prompts:
         if budget.over:
             break
         room = subject.sizes["target"].context_length - len(prompt.tokens)
         tokens = list(prompt.tokens)
         plain = _target_alone(subject, tokens, min(ROWS, room), budget)
-        ties = _near_ties(subject, found, prompt.name, tokens, plain)
+        ties = _near_ties(subject, texts, prompt.name, tokens, plain)
         for k, decoder in decoders.items():
             if budget.over:
                 break
             # As a request's, the first pass reads the prompt's end, where that is allowed.
             subject.target.truncate(max(0, len(tokens) - ROWS))
             text = _tokens(decoder, tokens, len(plain), budget)
-            found.by_k[k] += _compare(found, f"{prompt.name}, K = {k}", text, plain, ties)
-        found.num_texts += 1
-    return _greedy_finding(subject, found)
+            texts.by_k[k] += _compare(texts, f"{prompt.name}, K = {k}", text, plain, ties)
+        texts.num_texts += 1
+    return _greedy_finding(subject, texts)
 
 
-def _greedy_finding(subject: Subject, found: _Greedy) -> CheckResult:
+def _greedy_finding(subject: Subject, texts: _Greedy) -> CheckResult:
     facts: dict[str, Any] = {
-        "num_prompts": found.num_texts,
-        "num_tokens_by_k": {str(k): count for k, count in found.by_k.items()},
+        "num_prompts": texts.num_texts,
+        "num_tokens_by_k": {str(k): count for k, count in texts.by_k.items()},
         "noise": subject.noise.get("target", 0.0),
-        "near_ties": found.near_ties,
-        "smallest_margin": found.smallest_margin,
-        "differences": found.problems,
+        "near_ties": texts.near_ties,
+        "smallest_margin": texts.smallest_margin,
+        "differences": texts.problems,
     }
     lines = [
-        f"tokens compared by K: {', '.join(f'{k}: {n}' for k, n in found.by_k.items())}",
-        f"near-ties: {len(found.near_ties)} of {found.num_positions} positions, where the two "
+        f"tokens compared by K: {', '.join(f'{k}: {n}' for k, n in texts.by_k.items())}",
+        f"near-ties: {len(texts.near_ties)} of {texts.num_positions} positions, where the two "
         "largest logits are within twice this device's noise of "
         f"{subject.noise.get('target', 0.0):.1e}",
-        f"the closest two logits are {found.smallest_margin:.1e} apart",
-        *found.near_ties[:10],
+        f"the closest two logits are {texts.smallest_margin:.1e} apart",
+        *texts.near_ties[:10],
     ]
-    if found.problems:
-        summary = f"{len(found.problems)} texts differ from the target's own"
-        return CheckResult("greedy", FAILED, summary, tuple(found.problems[:10] + lines), facts)
-    if min(found.by_k.values()) < LEAST_TOKENS:
+    if texts.problems:
+        summary = f"{len(texts.problems)} texts differ from the target's own"
+        return CheckResult("greedy", FAILED, summary, tuple(texts.problems[:10] + lines), facts)
+    if min(texts.by_k.values()) < LEAST_TOKENS:
         return CheckResult("greedy", SHORT, "too few tokens for some K", tuple(lines), facts)
     summary = (
-        f"{sum(found.by_k.values())} tokens over {found.num_texts} prompts and "
-        f"{len(found.by_k)} K are the target's own"
+        f"{sum(texts.by_k.values())} tokens over {texts.num_texts} prompts and "
+        f"{len(texts.by_k)} K are the target's own"
     )
     return CheckResult("greedy", PASSED, summary, tuple(lines), facts)
 
@@ -208,32 +208,34 @@ def _target_alone(subject: Subject, prompt: list[int], count: int, budget: Budge
 
 
 def _near_ties(
-    subject: Subject, found: _Greedy, name: str, prompt: list[int], plain: list[int]
+    subject: Subject, texts: _Greedy, name: str, prompt: list[int], plain: list[int]
 ) -> set[int]:
     """Return the positions where the two largest logits are within the noise."""
     logits = subject.scores_after("target", prompt, plain).array()
     top = np.partition(logits, -2, axis=1)[:, -2:]
     margins = np.abs(top[:, 1] - top[:, 0])
-    found.num_positions += len(margins)
-    found.smallest_margin = min(found.smallest_margin, float(margins.min()))
+    texts.num_positions += len(margins)
+    texts.smallest_margin = min(texts.smallest_margin, float(margins.min()))
     ties = {int(i) for i in np.flatnonzero(margins <= 2 * subject.noise.get("target", 0.0))}
     for i in sorted(ties):
-        found.near_ties.append(f"{name}, new token {i}: the two are {margins[i]:.1e} apart")
+        texts.near_ties.append(f"{name}, new token {i}: the two are {margins[i]:.1e} apart")
     return ties
 
 
 def _compare(
-    found: _Greedy, what: str, text: Iterable[int], plain: list[int], ties: set[int]
+    texts: _Greedy, name: str, text: Iterable[int], plain: list[int], ties: set[int]
 ) -> int:
     """Count the tokens that equal plain decoding's, up to the first difference."""
-    at = 0
+    position = 0
     for token in text:
-        if token != plain[at]:
-            if at not in ties:
-                found.problems.append(f"{what}, new token {at}: {token} instead of {plain[at]}")
+        if token != plain[position]:
+            if position not in ties:
+                texts.problems.append(
+                    f"{name}, new token {position}: {token} instead of {plain[position]}"
+                )
             break
-        at += 1
-    return at
+        position += 1
+    return position
 
 
 def _tokens(

@@ -47,45 +47,45 @@ def files(bundle: Bundle, budget: Budget) -> CheckResult:
             bundle.check_hash(name, show_progress)
         except BundleError as error:
             problems.append(str(error))
-    what = f"{len(bundle.files)} files, {total / 1e6:.1f} MB"
+    total_text = f"{len(bundle.files)} files, {total / 1e6:.1f} MB"
     facts = {"num_files": len(bundle.files), "bytes": total, "num_bad": len(problems)}
     if problems:
-        summary = f"{len(problems)} of {what}, are not as listed"
+        summary = f"{len(problems)} of {total_text}, are not as listed"
         return CheckResult("files", FAILED, summary, tuple(problems), facts)
-    return CheckResult("files", PASSED, f"{what}: every SHA-256 is as listed", (), facts)
+    return CheckResult("files", PASSED, f"{total_text}: every SHA-256 is as listed", (), facts)
 
 
 def graphs(
     bundle: Bundle, op_set: Callable[[ModelEntry], str], open_: Open, budget: Budget
 ) -> CheckResult:
     """Compare the graphs of the bundle, first those of the op set that runs, loaded in turn."""
-    found = _Comparison(open_, budget)
-    wanted = {}
+    comparison = _Comparison(open_, budget)
+    expected = {}
     for role, model in bundle.models.items():
-        own = op_set(model)
-        graph = open_(model, own, "decoder")
-        found.rows(role, model, own, graph)
-        wanted[role] = _run(graph, model, own)
+        main_ops = op_set(model)
+        graph = open_(model, main_ops, "decoder")
+        comparison.rows(role, model, main_ops, graph)
+        expected[role] = _run(graph, model, main_ops)
         del graph
     for role, model in bundle.models.items():
-        own = op_set(model)
-        found.fixed(role, model, own, wanted[role])
-        for other in (name for name in model.parity if name != own):
-            found.other_ops(role, model, (own, other), wanted[role])
-    if found.missing:
-        found.lines.append(f"too little time to compare {', '.join(found.missing)}")
-        found.facts["not_compared"] = found.missing
-    lines = tuple(found.problems + found.lines)
-    if found.problems:
-        return CheckResult("graphs", FAILED, found.problems[0], lines[1:], found.facts)
-    if found.short:
-        return CheckResult("graphs", SHORT, "not one pass of each length", lines, found.facts)
+        main_ops = op_set(model)
+        comparison.fixed(role, model, main_ops, expected[role])
+        for other in (name for name in model.parity if name != main_ops):
+            comparison.other_ops(role, model, (main_ops, other), expected[role])
+    if comparison.missing:
+        comparison.lines.append(f"too little time to compare {', '.join(comparison.missing)}")
+        comparison.facts["not_compared"] = comparison.missing
+    lines = tuple(comparison.problems + comparison.lines)
+    if comparison.problems:
+        return CheckResult("graphs", FAILED, comparison.problems[0], lines[1:], comparison.facts)
+    if comparison.short:
+        return CheckResult("graphs", SHORT, "not one pass of each length", lines, comparison.facts)
     summary = "they agree with each other" + (
         ", and rows keep their bits as recorded"
-        if found.as_recorded
+        if comparison.as_recorded
         else ", but rows depend on the pass more than recorded: near-ties may be decided otherwise"
     )
-    return CheckResult("graphs", PASSED, summary, lines, found.facts)
+    return CheckResult("graphs", PASSED, summary, lines, comparison.facts)
 
 
 @dataclass
@@ -107,10 +107,10 @@ class _Comparison:
         recorded = [t for t in parity.invariant_lengths if t <= len(tokens)]
         verify = next((g.length for g in model.graphs if g.name == "verify" and g.length), 1)
         lengths = sorted({*recorded, *range(1, min(verify, len(tokens)) + 1)})
-        found = row_differences(graph, tokens, lengths, self.budget.share(0.25))
-        same = [t for t, difference in found.items() if difference.relative == 0]
-        worst = max((d.relative for d in found.values()), default=0.0)
-        self.short |= len(found) < len(lengths)
+        differences = row_differences(graph, tokens, lengths, self.budget.share(0.25))
+        same = [t for t, difference in differences.items() if difference.relative == 0]
+        worst = max((d.relative for d in differences.values()), default=0.0)
+        self.short |= len(differences) < len(lengths)
         self.as_recorded &= set(recorded) <= set(same)
         self.facts[role] = {
             "ops": ops,
@@ -119,10 +119,10 @@ class _Comparison:
             "relative_difference": worst,
             **{f"recorded_{name}": getattr(parity, name) for name in _ERRORS},
         }
-        passes = sum(difference.num_passes for difference in found.values())
+        passes = sum(difference.num_passes for difference in differences.values())
         self.lines.append(
             f"{role} ({ops}): the same bits for passes of {_list(same)} rows ({passes} passes; "
-            f"recorded {_list(recorded)}){_differing(found)}"
+            f"recorded {_list(recorded)}){_differing(differences)}"
         )
         self.lines.append(
             f"{role} ({ops}): recorded at export, not measured here: {model.describe_parity(ops)}"
@@ -134,10 +134,10 @@ class _Comparison:
             )
 
     def other_ops(
-        self, role: str, model: ModelEntry, ops: tuple[str, str], wanted: dict[str, Outputs]
+        self, role: str, model: ModelEntry, ops: tuple[str, str], expected: dict[str, Outputs]
     ) -> None:
         """Compare an op set that does not run with the one that does."""
-        own, other = ops
+        main_ops, other = ops
         if self.budget.over:
             self.missing.append(f"{role}'s {other} graphs")
             return
@@ -148,35 +148,35 @@ class _Comparison:
             return
         others = _run(graph, model, other)
         del graph
-        relative = _relative(others["decoder"], wanted["decoder"])
+        relative = _relative(others["decoder"], expected["decoder"])
         self.facts[role][f"relative_difference_to_{other}"] = relative
         line = (
-            f"{role}: {other} differs from {own} by up to {relative:.1e} of the largest value of "
-            f"logits or cache, allowed {allowed(model, *ops):.0e}"
+            f"{role}: {other} differs from {main_ops} by up to {relative:.1e} of the largest value "
+            f"of logits or cache, allowed {allowed(model, *ops):.0e}"
         )
         (self.lines if relative <= allowed(model, *ops) else self.problems).append(line)
         self.fixed(role, model, other, others)
 
-    def fixed(self, role: str, model: ModelEntry, ops: str, wanted: dict[str, Outputs]) -> None:
+    def fixed(self, role: str, model: ModelEntry, ops: str, expected: dict[str, Outputs]) -> None:
         """Compare the fixed-shape graphs with the decoder for any pass length."""
-        found: dict[str, float] = {}
+        differences: dict[str, float] = {}
         for entry in _fixed_shapes(model, ops):
             if self.budget.over:
                 self.missing.append(f"{role}'s {entry.name} ({ops})")
                 continue
             outputs = _passes(self.open_(model, ops, entry.name), model, entry, _tokens(model))
-            found[entry.name] = _relative(outputs, wanted[entry.name])
+            differences[entry.name] = _relative(outputs, expected[entry.name])
             gc.collect()  # a session holds its weights
-        if not found:
+        if not differences:
             return
-        self.facts[role][f"fixed_shapes_{ops}"] = found
-        same = [name for name, relative in found.items() if relative == 0]
+        self.facts[role][f"fixed_shapes_{ops}"] = differences
+        same = [name for name, relative in differences.items() if relative == 0]
         line = f"{role} ({ops}): fixed shapes with the bits of decoder: {', '.join(same) or 'none'}"
-        if others := {name: relative for name, relative in found.items() if relative != 0}:
+        if others := {name: relative for name, relative in differences.items() if relative != 0}:
             line += "; differing, in shares of the largest value: " + ", ".join(
                 f"{name} {relative:.1e}" for name, relative in others.items()
             )
-        good = all(relative <= allowed(model, ops) for relative in found.values())
+        good = all(relative <= allowed(model, ops) for relative in differences.values())
         (self.lines if good else self.problems).append(line)
 
 
@@ -195,8 +195,8 @@ def _tokens(model: ModelEntry) -> list[int]:
     return [int(t) for t in np.random.default_rng(0).integers(model.vocab_size, size=count)]
 
 
-def _differing(found: dict[int, RowDifference]) -> str:
-    others = {t: d for t, d in found.items() if d.relative != 0}
+def _differing(differences: dict[int, RowDifference]) -> str:
+    others = {t: d for t, d in differences.items() if d.relative != 0}
     if not others:
         return ""
     worst = max(d.relative for d in others.values())
@@ -235,11 +235,11 @@ def _passes(graph: OrtModel, model: ModelEntry, entry: GraphEntry, tokens: list[
     return np.concatenate(logits) if logits else None, graph.cache_rows(0, count)
 
 
-def _relative(found: Outputs, wanted: Outputs) -> float:
+def _relative(outputs: Outputs, expected: Outputs) -> float:
     """Return the largest difference relative to the largest value of its output."""
-    pairs = [*zip(found[1], wanted[1], strict=True)]
-    if found[0] is not None and wanted[0] is not None:
-        pairs.append((found[0], wanted[0]))
+    pairs = [*zip(outputs[1], expected[1], strict=True)]
+    if outputs[0] is not None and expected[0] is not None:
+        pairs.append((outputs[0], expected[0]))
     return max(distance(a, b) / size(b) for a, b in pairs)
 
 

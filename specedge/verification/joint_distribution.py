@@ -61,7 +61,7 @@ def joint(
         settings: Sampling options.
         alpha: Probability of a false alarm of one test.
     """
-    found: dict[str, SettingTests] = {}
+    results: dict[str, SettingTests] = {}
     prompts: dict[str, str] = {}
     first, later = AcceptanceSample(), AcceptanceSample()
     for i, sampling in enumerate(settings):
@@ -70,12 +70,12 @@ def joint(
         seeds = itertools.count(i, len(settings))
         tests = setting.test(budget.share(1 / (len(settings) - i)), seeds, alpha)
         if tests is not None:
-            found[name_of(sampling)] = tests
+            results[name_of(sampling)] = tests
             prompts[name_of(sampling)] = setting.prompt
             first.add(setting.first)
             later.add(setting.later)
     together = {"first": first.frequency_test(alpha), "later": later.frequency_test(alpha)}
-    return _finding(found, prompts, together, len(settings), alpha)
+    return _finding(results, prompts, together, len(settings), alpha)
 
 
 class _Setting:
@@ -181,32 +181,34 @@ class _Setting:
 
 
 def _finding(
-    found: dict[str, SettingTests],
+    results: dict[str, SettingTests],
     prompts: dict[str, str],
     together: dict[str, FrequencyTest],
     num_settings: int,
     alpha: float,
 ) -> CheckResult:
-    facts: dict[str, Any] = {"all together": {test: vars(one) for test, one in together.items()}}
-    for name, tests in found.items():
+    facts: dict[str, Any] = {
+        "all together": {test: vars(test_result) for test, test_result in together.items()}
+    }
+    for name, tests in results.items():
         facts[name] = {"prompt": prompts[name]}
-        facts[name] |= {test: vars(one) for test, one in vars(tests).items()}
+        facts[name] |= {test: vars(test_result) for test, test_result in vars(tests).items()}
     lines = [
         f"{'':{NAME}}  texts cells  p of: strings  first accepted  later accepted  "
         "would catch  at most off  after"
     ]
-    lines += [_line(name, tests, prompts[name]) for name, tests in found.items()]
+    lines += [_line(name, tests, prompts[name]) for name, tests in results.items()]
     first, later = together.values()
     lines.append(f"{'all together':{NAME}} {first.p_value:43.2g} {later.p_value:15.2g}")
     problems: list[str] = []
-    for name, tests in found.items():
+    for name, tests in results.items():
         problems += failed_tests(name, vars(tests), alpha)
     problems += failed_tests("all together", together, alpha)
     if problems:
         summary = f"first tokens do not follow the target's joint distribution: {problems[0]}"
         return CheckResult("joint", FAILED, summary, tuple(problems[1:] + lines), facts)
-    texts = [tests.strings.num_samples for tests in found.values()]
-    least = min(texts) if len(found) == num_settings else 0
+    texts = [tests.strings.num_samples for tests in results.values()]
+    least = min(texts) if len(results) == num_settings else 0
     if least < LEAST_TEXTS:
         summary = f"only {least} texts of a setting, {LEAST_TEXTS} are needed"
         return CheckResult("joint", SHORT, summary, tuple(lines), facts)

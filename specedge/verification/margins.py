@@ -106,22 +106,22 @@ class JudgedDraft:
 
     def margin(self, verdict: Verdict) -> float:
         """Return the smallest margin of the tests, the target's filters and the last draw."""
-        at, found = verdict.num_accepted, list[float]()
+        at, margins = verdict.num_accepted, list[float]()
         for i, token in enumerate(self.tokens[: at + 1]):
             prob = float(self.targets[i].probs[token])
             drafted = float(self.drafted[i].probs[token])
             slack = 2 * (self.tests[i] * drafted * (1 - drafted) + prob * (1 - prob))
             apart = abs(float(self.tests[i]) * drafted - prob)
-            found.append(self.temperature * apart / slack if slack else math.inf)
-        found += [target.cut for target in self.targets[: at + 1]]
+            margins.append(self.temperature * apart / slack if slack else math.inf)
+        margins += [target.cut for target in self.targets[: at + 1]]
         target = self.targets[at].probs
         if at == len(self.tokens):
-            return min(*found, draw_margin(target, self.last, self.temperature))
+            return min(*margins, draw_margin(target, self.last, self.temperature))
         residual = np.maximum(target - self.drafted[at].probs, 0)
         total = float(residual.sum())
         if not total:
             return 0.0
         # Where both distributions move, what is left of them moves by up to both, in its own size.
         sums = (residual / total).cumsum()
-        own = float(np.abs(sums[residual > 0][:-1] - self.last).min(initial=math.inf))
-        return min(*found, self.temperature * own * total / 4)
+        residual_margin = float(np.abs(sums[residual > 0][:-1] - self.last).min(initial=math.inf))
+        return min(*margins, self.temperature * residual_margin * total / 4)

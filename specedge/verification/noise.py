@@ -51,7 +51,7 @@ def row_differences(
     model.truncate(0)
     wide = model.forward(tokens).array().copy()
     wide_rows = model.cache_rows(0, len(tokens))
-    found: dict[int, RowDifference] = {}
+    differences: dict[int, RowDifference] = {}
     for i, length in enumerate(lengths):
         share = budget.share(1 / (len(lengths) - i))
         model.truncate(0)
@@ -63,24 +63,24 @@ def row_differences(
             model.truncate(start)
             logits = model.forward(tokens[start : start + length]).array()
             rows = model.cache_rows(start, start + length)
-            wanted = [part[:, start : start + length] for part in wide_rows]
+            expected = [part[:, start : start + length] for part in wide_rows]
             largest = max(largest, distance(logits, wide[start : start + length]))
-            triples = zip(rows, wanted, wide_rows, strict=True)
+            triples = zip(rows, expected, wide_rows, strict=True)
             shares = [distance(a, b) / size(c) for a, b, c in triples]
             relative = max(relative, largest / size(wide), *shares)
             num_passes += 1
         if num_passes:
-            found[length] = RowDifference(num_passes, largest, relative)
+            differences[length] = RowDifference(num_passes, largest, relative)
         if budget.over:
             break
-    return found
+    return differences
 
 
 def distance(one: Array, other: Array) -> float:
     """Return the largest difference; infinite if a value is not finite."""
     with np.errstate(invalid="ignore"):
-        found = float(np.abs(one - other).max(initial=0.0))
-    return found if np.isfinite(found) else np.inf
+        largest = float(np.abs(one - other).max(initial=0.0))
+    return largest if np.isfinite(largest) else np.inf
 
 
 def size(values: Array) -> float:

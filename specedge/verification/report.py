@@ -80,9 +80,9 @@ def _plain(value: Any) -> Any:
 
 
 def _why(report: AuditReport) -> str:
-    found = [f.check for f in report.findings if f.status == FAILED]
-    if found:
-        return f" ({', '.join(found)})"
+    failed = [f.check for f in report.findings if f.status == FAILED]
+    if failed:
+        return f" ({', '.join(failed)})"
     short = [f.check for f in report.findings if f.status == SHORT]
     if not short:
         return ""

@@ -218,9 +218,9 @@ def failed_tests(
 ) -> list[str]:
     """Return a line for each failed test of a setting."""
     return [
-        f"{name}: {_MEANINGS[test]}, p = {found.p_value:.1e}"
-        for test, found in tests.items()
-        if found.p_value < alpha
+        f"{name}: {_MEANINGS[test]}, p = {result.p_value:.1e}"
+        for test, result in tests.items()
+        if result.p_value < alpha
     ]
 
 

@@ -123,8 +123,8 @@ class Subject:
             # A draft in blocks may lose few bits, and seldom: it needs a time of its own.
             tokens, lengths = self.text(role), [1, *(k + 1 for k in self.greedy_ks)]
             share = budget.share(part)
-            found = row_differences(getattr(self, role), tokens, lengths, share)
-            self.noise[role] = max((d.largest for d in found.values()), default=0.0)
+            differences = row_differences(getattr(self, role), tokens, lengths, share)
+            self.noise[role] = max((d.largest for d in differences.values()), default=0.0)
 
     def memoized(self, role: str) -> MemoizedModel:
         """Return a memoized model, shared by all settings and parts."""

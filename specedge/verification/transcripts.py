@@ -86,10 +86,10 @@ def transcripts(bundle: Bundle, ks: Sequence[int]) -> str:
         SpecEdgeError: The bundle cannot be loaded here.
     """
     pipeline = load(bundle.folder)
-    made = [_best(pipeline, k, i) for k in ks for i in range(len(SETTINGS))]
+    items = [_best(pipeline, k, i) for k in ks for i in range(len(SETTINGS))]
     value = {
         "onnxruntime": str(onnxruntime().__version__),
-        "transcripts": [asdict(transcript) for transcript in made],
+        "transcripts": [asdict(transcript) for transcript in items],
     }
     return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
 
@@ -99,10 +99,10 @@ def _best(pipeline: Pipeline, k: int, index: int) -> Transcript:
     sampling, longest = SETTINGS[index], (0, "", list[int](), 0)
     for prompt, tokens, seed in islice(_requests(pipeline, index), MAX_TRIES):
         length = min(LENGTH, pipeline.bundle.context_length - len(tokens))
-        made = _written(pipeline, prompt, tokens, k, sampling, seed, length)
-        if made.margins[-1] > LEAST_MARGIN:
-            return made
-        wide = sum(n + 1 for n in made.num_accepted[:-1])
+        transcript = _written(pipeline, prompt, tokens, k, sampling, seed, length)
+        if transcript.margins[-1] > LEAST_MARGIN:
+            return transcript
+        wide = sum(n + 1 for n in transcript.num_accepted[:-1])
         longest = max(longest, (wide, prompt, tokens, seed))
     length, prompt, tokens, seed = longest
     return _written(pipeline, prompt, tokens, k, sampling, seed, max(1, length))
@@ -231,19 +231,19 @@ class _Listener:
         steps = list(zip(rows, texts[:-1], strict=True))
         if sampling.greedy:
             judged = [(scores[i], texts[i]) for i in range(verdict.num_accepted + 1)]
-            found = [greedy_margin(row, sampling, text) for row, text in steps + judged]
-            self.margins.append(min(found))
+            margins = [greedy_margin(row, sampling, text) for row, text in steps + judged]
+            self.margins.append(min(margins))
             return verdict
         temperature = sampling.temperature
         draws = uniforms(self._seed, len(self.margins) * (2 * self._k + 1), len(rows))
         drafted = [self._shares(row, text, sampling) for row, text in steps]
-        found = [
+        margins = [
             min(one.cut, draw_margin(one.probs, float(draw), temperature))
             for one, draw in zip(drafted, draws, strict=True)
         ]
         targets = [self._shares(scores[i], text, sampling) for i, text in enumerate(texts)]
         judging = JudgedDraft(draft.tokens, drafted, targets, tests, last, temperature)
-        self.margins.append(min([*found, judging.margin(verdict)]))
+        self.margins.append(min([*margins, judging.margin(verdict)]))
         return verdict
 
     def _shares(self, row: Row, text: History, sampling: Sampling) -> FilteredRow:

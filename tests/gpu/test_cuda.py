@@ -188,7 +188,7 @@ def test_a_call_that_fails_leaves_the_draft_to_passes_and_a_note_says_why(
     monkeypatch.setattr(DraftGraph, "measure", fail)
     with loaded(pairs("fp32-fp16"), slots=2) as pipeline:
         assert pipeline.note.endswith(
-            "not in one call, which fails: a pass of draft failed in ONNX Runtime: no kernel"
+            "its draft graph fails: a pass of draft failed in ONNX Runtime: no kernel"
         )
         found = pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=K)
         assert found.stats.num_draft_passes

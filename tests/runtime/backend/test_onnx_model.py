@@ -33,7 +33,9 @@ def test_caches_of_a_type_that_the_runtime_lacks_are_refused_at_load(role, dtype
     cache = dataclasses.replace(whole.cache, dtype=dtype)
     given = signatures(cache, whole.padded_vocab_size)
     changed = dataclasses.replace(whole, cache=cache, signatures=given)
-    said = f"with caches in {dtype}, this specedge runs float32 with caches in float32; "
+    said = (
+        f"with caches in {dtype}; this version of specedge supports float32 with caches in float32"
+    )
     with pytest.raises(BundleError, match=said) as caught:
         ort.OrtModel(bundle, changed, Device())
     assert whole.source.id in str(caught.value)
