@@ -115,7 +115,7 @@ def test_memory_is_the_targets_alone(bundle):
     assert alone.draft is None
     assert alone.caches == pair.target.caches < pair.caches
     assert alone.peak < pair.peak
-    assert alone.rounded().shorter(alone.peak).draft is None
+    assert alone.with_int8_weights().with_context_below(alone.peak).draft is None
 
 
 def test_a_draft_device_is_refused(bundle):
