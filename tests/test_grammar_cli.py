@@ -39,7 +39,7 @@ def test_every_kind_of_grammar_reaches_the_text_by_flag_and_by_line(pipeline, tm
         (["--json-schema", "nowhere.json"], "nowhere.json: No such file"),
         (["--json-schema", __file__], "json_schema is not valid JSON"),
         (["--grammar", __file__], "grammar is refused by llguidance"),
-        (["--grammar", __file__, "--regex", "a"], "grammar and regex cannot both be given"),
+        (["--grammar", __file__, "--regex", "a"], "grammar and regex cannot be combined"),
     ],
 )
 def test_a_bad_grammar_is_one_clear_message(arguments, message):

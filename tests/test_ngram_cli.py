@@ -28,7 +28,7 @@ def test_tables_are_built_from_text_and_draft(tmp_path, words, pipeline):
     assert (built.returncode, built.stdout) == (0, "")
     assert "tokens: " in built.stderr
     assert len(built.stderr.splitlines()) == 1
-    made = run("generate", PROMPT, "-n", 30, "--drafter", f"ngram:{output}", "--json")
+    made = run("generate", PROMPT, "-n", 30, "-k", 4, "--drafter", f"ngram:{output}", "--json")
     found = json.loads(made.stdout)
     assert found["tokens"] == pipeline.generate(PROMPT, 30).tokens
     assert found["drafter"] == "ngram"
@@ -78,7 +78,10 @@ def test_what_cannot_be_built_or_used_is_one_line_and_leaves_no_file(tmp_path, w
         ([*build, words, "--output", out, "--bundle", tmp_path], "bundle.json"),
         (["generate", PROMPT, "--drafter", "oracle"], "drafter must be auto, model, lookup"),
         (["generate", PROMPT, "--drafter", f"ngram:{out}"], "No such file"),
-        (["generate", PROMPT, "--drafter", f"ngram:{words}"], "it is damaged or of another kind"),
+        (
+            ["generate", PROMPT, "--drafter", f"ngram:{words}"],
+            "it is damaged or has another format",
+        ),
         (
             ["generate", PROMPT, "--drafter", "random", "--lookup-min", 3],
             "lookup_min applies to suffix decoding",

@@ -84,7 +84,7 @@ def test_what_is_not_lossy_is_not_marked(pipeline):
     [
         (["--logit-bias", "x"], "ID=BIAS"),
         (["--logit-bias", "5=x"], "ID=BIAS"),
-        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "twice"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "repeated"),
         (["--logit-bias", "5=101"], "between -100 and 100"),
         (["--logit-bias", "5=nan"], "between -100 and 100"),
         (["--logit-bias", "-5=1"], "at least 0"),

@@ -30,7 +30,7 @@ def run(*arguments):
 def test_tune_prints_costs_and_what_the_draft_would_gain_and_remembers_them():
     result = run("tune")
     assert result.exit_code == 0
-    for part in ("target, 9 tokens", "a round's 8 passes", "temperature 0", "K = 8:", "its best"):
+    for part in ("target, 9 tokens", "draft, 8 passes", "temperature 0", "K = 8:", "optimal"):
         assert part in result.stdout
     (path,) = store.costs_folder().iterdir()
     assert f"wrote {path}" in result.stderr

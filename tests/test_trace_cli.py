@@ -45,7 +45,7 @@ def test_without_a_terminal_the_marks_are_brackets(pipeline):
     assert all(mark in result.stdout for mark in "«»⟨⟩⟦⟧")
     assert re.sub("[«»⟨⟩⟦⟧]", "", result.stdout) == pipeline.generate(PROMPT, 40).text + "\n"
     legend, summary = result.stderr.splitlines()
-    assert legend.startswith("trace: «drafted and accepted», ")
+    assert legend.startswith("trace: «accepted draft token», ")
     assert "40 tokens" in summary
 
 

@@ -48,7 +48,7 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
+        cls,  # noqa: ANN001
         like: torch.Tensor,
         read: Callable[[], torch.Tensor],
         stored: torch.dtype | None = None,

@@ -133,6 +133,7 @@ def vocab_sizes(num_tokens: int, rows: Sequence[int], progress: Progress) -> lis
     Args:
         num_tokens: Ids of the tokenizer.
         rows: Rows of each model's embedding.
+        progress: Receives notes.
     """
     ours = min(num_tokens, rows[0])
     theirs = min(ours, *rows)

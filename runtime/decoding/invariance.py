@@ -1,6 +1,6 @@
-"""How far logits move when rows share a pass: 0 where they keep their bits.
+"""Batch invariance of passes: whether logits depend on the pass length.
 
-T tokens a pass, V vocabulary entries, n tokens of text.
+T tokens per pass, V vocabulary entries, n tokens of text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _largest(found: Floats, wanted: Floats) -> float:
 
 
 class Noise:
-    """What to reckon with between plain decoding and wider passes of one model on this device."""
+    """Bounds on the difference of logits between pass lengths of a model on this device."""
 
     def __init__(self, target: TargetModel, context_length: int) -> None:
         self._target = target
@@ -103,17 +103,15 @@ class Noise:
 
 
 def holds(length: int, held: Collection[int]) -> bool:
-    """Whether rows of passes of T have the bits of one-row passes, by the lengths that were tried.
+    """Return True if passes of T tokens are batch-invariant, given the tested lengths.
 
-    A T that was not tried counts where one below it and one at most twice that hold: kernels treat
-    rows in groups, so what changes with T changes at the sizes of groups.
+    An untested T counts if tested lengths below it and at most twice that are invariant: kernels
+    process rows in groups, so the result changes only at the sizes of groups.
     """
     below = max((t for t in held if t <= length), default=0)
     return 1 in held and any(length <= t <= 2 * below for t in held)
 
 
 def longest_held(held: Collection[int], most: int) -> int:
-    """The T up to which, and at most to `most`, rows of all passes have the bits of one-row passes;
-    0 where those of no pass have.
-    """
+    """Return the largest T, at most `most`, up to which all pass lengths are batch-invariant."""
     return sum(1 for _ in takewhile(lambda t: holds(t, held), range(1, most + 1)))

@@ -1,1 +1,1 @@
-"""What proposes tokens."""
+"""Drafters."""

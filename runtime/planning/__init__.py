@@ -1,1 +1,1 @@
-"""Who drafts how many tokens, by what it costs and how often it is accepted."""
+"""Planner: choice of drafter and number of draft tokens by cost and acceptance rate."""

@@ -1,1 +1,1 @@
-"""From logits to a distribution, and a token."""
+"""Sampling: distributions from logits, and tokens from distributions."""

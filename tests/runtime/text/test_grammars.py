@@ -109,7 +109,7 @@ def test_an_impossible_grammar_is_refused_before_anything_runs(pipeline, options
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"regex": "a", "grammar": "b"}, "grammar and regex cannot both be given"),
+        ({"regex": "a", "grammar": "b"}, "grammar and regex cannot be combined"),
         ({"regex": ""}, "regex must be text that is not empty"),
         ({"regex": 3}, "regex must be text"),
         ({"regex": "a" * (MAX_GRAMMAR_LENGTH + 1)}, "regex must have at most"),

@@ -1,0 +1,43 @@
+"""Docstrings and class names of the product."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import specedge
+
+ROOT = Path(specedge.__file__).parent
+CLAUSE_OPENINGS = {
+    "What", "Whether", "How", "Where", "Which", "Why", "Of", "As", "From", "Those", "Nothing",
+    "Who", "When",
+}  # fmt: skip
+
+UNFINISHED = ("exporter/quantization", "runtime/requests", "runtime/text")
+
+
+def nodes(*types):
+    folders = (ROOT, *(folder for folder in ROOT.iterdir() if folder.is_symlink()))
+    for path in sorted(path for folder in folders for path in folder.resolve().rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, types):
+                yield path.relative_to(ROOT.parent), node
+
+
+def test_no_docstring_opens_with_a_clause():
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = ((path, ast.get_docstring(node) or "-") for path, node in nodes(*documented))
+    assert not [
+        f"{path}: {text.splitlines()[0]}"
+        for path, text in docstrings
+        if text.split()[0].strip(",.:'") in CLAUSE_OPENINGS
+        and not path.as_posix().startswith(UNFINISHED)
+    ]
+
+
+def test_class_names_are_unique():
+    names = Counter(
+        node.name
+        for path, node in nodes(ast.ClassDef)
+        if not node.name.startswith("_") and not path.as_posix().startswith(UNFINISHED)
+    )
+    assert not [name for name, count in names.items() if count > 1]
