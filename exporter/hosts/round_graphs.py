@@ -98,8 +98,8 @@ class _RoundBuilder:
         )
         add_round_outputs(nodes, tokens, *judged)
         for i, step in enumerate(steps[:-1]):
-            add_cache_outputs(nodes, f"draft.{i}", self._caches["draft"], step.made)
-        add_cache_outputs(nodes, "draft", self._caches["draft"], steps[-1].made)
+            add_cache_outputs(nodes, f"draft.{i}", self._caches["draft"], step.outputs)
+        add_cache_outputs(nodes, "draft", self._caches["draft"], steps[-1].outputs)
         add_cache_outputs(nodes, "target", self._caches["target"], outputs)
         return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
@@ -112,7 +112,7 @@ class _RoundBuilder:
         for i, uniform in enumerate(uniforms):
             copy = partial(part.copy, nodes, f"draft.{i}")
             step = draft_step(nodes, self._bundle, copy, fed, length, buffers, settings, uniform)
-            buffers = {name: step.made[output_name(name)] for name in buffers}
+            buffers = {name: step.outputs[output_name(name)] for name in buffers}
             settings = replace(settings, seen=step.seen)
             fed, length, num_fed = step.token, nodes("Add", length, num_fed), nodes.constant([1])
             steps.append(step)
@@ -149,13 +149,13 @@ class _RoundBuilder:
 class DraftStep:
     """One draft step: its token [1, 1], its distribution [1, C], the tokens seen after it [1, V].
 
-    `made` are all outputs of the draft's pass.
+    `outputs` are all outputs of the draft's pass.
     """
 
     token: ir.Value
     weights: ir.Value
     seen: ir.Value
-    made: dict[str, ir.Value]
+    outputs: dict[str, ir.Value]
 
 
 def draft_step(
@@ -295,7 +295,7 @@ def draft_graph(root: Path, bundle: Bundle, ops: str) -> ir.Model:
     nodes.output("token", nodes("Reshape", step.token, [-1]), INT, [1])
     weights = sampling_nodes.restore_columns(nodes, step.weights, size, settings)
     nodes.output("weights", weights, FLOAT, [1, size])
-    add_cache_outputs(nodes, "draft", buffers, step.made)
+    add_cache_outputs(nodes, "draft", buffers, step.outputs)
     return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
 

@@ -44,12 +44,12 @@ def float32_error_bounds(error: np.ndarray, exact: np.ndarray) -> np.ndarray:
 class ErrorCheck:
     """Row-wise comparison of outputs that keeps the worst error and raises ParityError beyond it.
 
-    `wanted` names the reference in messages. With a `tolerance` an error may be that share of the
-    largest value of its output, and float32's own error does not count.
+    `reference_name` names the reference in messages. With a `tolerance` an error may be that share
+    of the largest value of its output, and float32's own error does not count.
     """
 
     role: str
-    wanted: str
+    reference_name: str
     tolerance: float | None = None
     multiple: float = FLOAT32.multiple
     worst: dict[str, float] = field(default_factory=dict)  # relative to the output's largest value
@@ -73,7 +73,7 @@ class ErrorCheck:
         if actual.shape != expected.shape:
             raise ParityError(
                 f"{self.role}: {name} from position {start} on has the shape "
-                f"{list(actual.shape)}, not {list(expected.shape)} as {self.wanted}"
+                f"{list(actual.shape)}, not {list(expected.shape)} as {self.reference_name}"
             )
         size = largest or float(np.abs(expected).max(initial=1e-30))
         error, scale = row_errors(actual, expected), row_scales(expected)
@@ -96,4 +96,4 @@ class ErrorCheck:
                 f"{error[worst] / scale[worst]:.1e} of the row's largest value, allowed are "
                 f"{self.multiple:g} times float32's own {float32[worst]:.1e}"
             )
-        raise ParityError(f"{self.role}: {where} differs from {self.wanted} by {reason}")
+        raise ParityError(f"{self.role}: {where} differs from {self.reference_name} by {reason}")
