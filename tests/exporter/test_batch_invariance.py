@@ -182,7 +182,7 @@ def test_generate_says_which_near_ties_there_were_and_what_exact_cost(command):
     assert re.search(
         r"near-ties? within the device's noise of \de-0\d \(positions? [\d, .]+\): ", line
     )
-    assert "--exact decides" in line
+    assert "--exact resolves" in line
     assert re.search(
         r"resolved exactly by \d+ more passes in",
         command("generate", *options, "--exact").stderr,
@@ -197,7 +197,7 @@ def test_compare_blames_near_tie_and_exact_settles_it(command):
     options = ("import", "-n", 200, "-k", 4, "--ignore-eos", "--repeats", 1)
     differing = command("compare", *options)
     assert differing.exit_code == 1
-    assert re.search(r"from new token \d+ on, a near-tie: --exact decides it", differing.stderr)
+    assert re.search(r"from new token \d+, a near-tie: --exact resolves it", differing.stderr)
     exact = command("compare", *options, "--exact")
     assert exact.exit_code == 0
     assert re.search(r"same tokens +yes", exact.stdout)

@@ -243,7 +243,7 @@ def test_corrupt_partial_download_is_fetched_again(server, original):
 def test_bytes_that_go_wrong_twice_are_refused(server, original):
     found = find()
     server.corrupt.add(WHOLE)
-    with pytest.raises(CheckpointError, match="both times its SHA-256 was not the one") as caught:
+    with pytest.raises(CheckpointError, match="each time with a SHA-256 that differs") as caught:
         loader.load(found, Progress())
     assert "\n" not in str(caught.value)
     assert not [*(found.folder.parents[1] / "blobs").glob("*.part")]
