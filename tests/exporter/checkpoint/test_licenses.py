@@ -28,15 +28,15 @@ def test_licence_files_are_copied_listed_and_shown(pairs, tmp_path):
     options = ("--draft", draft, "--target", target, "--output", tmp_path / "bundle")
     result = CliRunner().invoke(cli, ["export", "--max-length", "32", *map(str, options)])
     assert result.exit_code == 0, result.stderr
-    assert "target: licence llama3.2, target/LICENSE, target/NOTICE.txt\n" in result.stderr
+    assert "target: license llama3.2, target/LICENSE, target/NOTICE.txt\n" in result.stderr
     assert "note: draft: its checkpoint states no license" in result.stderr
     assert "note: target" not in result.stderr.replace("note: target: its logits", "")
     bundle = Bundle.read(tmp_path / "bundle")
     assert bundle.path("target/LICENSE").read_text("utf-8") == "Terms"
     assert bundle.license_files("draft") == []
     shown = CliRunner().invoke(cli, ["inspect", "--bundle", str(tmp_path / "bundle")]).stdout
-    assert "  licence        llama3.2, target/LICENSE, target/NOTICE.txt\n" in shown
-    assert "  licence        not stated\n" in shown
+    assert "  license        llama3.2, target/LICENSE, target/NOTICE.txt\n" in shown
+    assert "  license        not stated\n" in shown
 
 
 def test_names_are_made_plain_and_stay_apart(tmp_path):
