@@ -1,1 +1,1 @@
-"""The lean loop: NumPy, ONNX Runtime and tokenizers; never torch, transformers or onnx."""
+"""Runtime of requests on NumPy, ONNX Runtime and tokenizers, without torch or transformers."""

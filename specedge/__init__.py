@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specedge.runtime.decoding.verification import Draft
-    from specedge.runtime.requests.loading import load
+    from specedge.runtime.requests.loader import load
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.runtime.requests.stream import Generation
     from specedge.runtime.sampling.distribution import Distribution
@@ -45,7 +45,7 @@ _MODULES = {
     "Draft": "specedge.runtime.decoding.verification",
     "Generation": "specedge.runtime.requests.stream",
     "Pipeline": "specedge.runtime.requests.pipeline",
-    "load": "specedge.runtime.requests.loading",
+    "load": "specedge.runtime.requests.loader",
     "__version__": "specedge.version",
 }
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from specedge.errors import MissingExtraError, SpecEdgeError
 from specedge.option_specs import check_integer, option_specs
 from specedge.request import AUTO, GenerationRequest, build_request
-from specedge.runtime.requests.items import Item, answered, asked_of, failed, item_of, seed_of
+from specedge.runtime.requests.batch import (
+    BatchItem,
+    error_result,
+    item_fingerprint,
+    item_seed,
+    parse_item,
+    run_item,
+)
 
 if TYPE_CHECKING:
     from specedge.runtime.requests.pipeline import Pipeline
@@ -93,17 +100,17 @@ class Generate:
             index, id_ = row.get("index"), row.get("id")
             index = index if type(index) is int else 0
             id_ = id_ if type(id_) in (str, int) else None
-            return failed(Item(index, id_, None, None, {}), str(error))
-        return answered(self.pipeline, item)
+            return error_result(BatchItem(index, id_, None, None, {}), str(error))
+        return run_item(self.pipeline, item)
 
-    def _item(self, row: dict[str, Any]) -> Item:
+    def _item(self, row: dict[str, Any]) -> BatchItem:
         index, seed = check_integer("index", row.get("index", 0), 0), self._request["seed"]
         if seed is not None and not row.keys() & {"index", "seed"}:
             raise ValueError("a seed needs an index: prompt i is sampled with seed + i")
-        seeds = {} if seed is None else {"seed": seed_of(seed, index)}
-        item = item_of(index, row, self._request | seeds)
+        seeds = {} if seed is None else {"seed": item_seed(seed, index)}
+        item = parse_item(index, row, self._request | seeds)
         fix_draft_length(item.request, self.pipeline.bundle.num_draft_tokens)
-        return dataclasses.replace(item, asked=asked_of(item, *self._fingerprint))
+        return dataclasses.replace(item, asked=item_fingerprint(item, *self._fingerprint))
 
 
 def load_pipeline(
@@ -117,7 +124,7 @@ def load_pipeline(
 ) -> Pipeline:
     """Load a bundle in an actor, with a thread for each CPU that Ray assigned to it."""
     from specedge.bundle import store
-    from specedge.runtime.requests.loading import load
+    from specedge.runtime.requests.loader import load
 
     num_cpus = _assigned_cpus() if {"cpu", AUTO} & {device, draft_device or device} else None
     return load(

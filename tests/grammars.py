@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from specedge.runtime.text.grammars import Constraint, compiled
+from specedge.runtime.text.grammars import GrammarConstraint, compiled
 
 TOKENS = [b"a", b"b", b"c", b"<end>"]
 END = 3
@@ -31,7 +31,7 @@ def constraint(kind, text, tokens=TOKENS, ends=(END,)):
         llguidance.TokenizerWrapper(_Few(tokens)), n_vocab=len(tokens), eos_token=list(ends)
     )
     renew = partial(compiled, known, kind, text)
-    return Constraint(renew(), len(tokens), ends, renew)
+    return GrammarConstraint(renew(), len(tokens), ends, renew)
 
 
 def allowed_of(texts, new):

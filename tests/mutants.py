@@ -41,7 +41,7 @@ DRAFT_MODEL = "specedge.runtime.drafters.draft_model:DraftModel."
 PROBABILITIES = "specedge.runtime.sampling.probabilities:"
 DISTRIBUTION = "specedge.runtime.sampling.distribution:Distribution."
 RESOLVER = "specedge.runtime.decoding.near_ties:NearTieResolver."
-ASSEMBLER = "specedge.runtime.text.assembler:Assembler."
+ASSEMBLER = "specedge.runtime.text.detokenizer:TextAssembler."
 
 
 @dataclass(frozen=True)
@@ -369,7 +369,7 @@ def more_tokens_than_the_limit(original, self, *args, limit, **options):
     original(self, *args, limit=limit + 1, **options)  # jaymody/speculative-sampling, candle
 
 
-@mutant(ASSEMBLER + "_take", "test_pipeline.py")
+@mutant(ASSEMBLER + "_add", "test_pipeline.py")
 def tokens_after_the_end(original, self, token, fate):
     if fate == "accepted":  # jaymody/speculative-sampling, candle
         self._ends = frozenset()

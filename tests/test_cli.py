@@ -206,7 +206,7 @@ def test_inspect_shows_the_bundle_and_its_json(pipeline):
 
 
 def test_inspect_says_what_memory_a_pair_takes(pipeline):
-    from specedge.runtime.requests.loading import memory_of
+    from specedge.runtime.requests.loader import memory_of
 
     found = json.loads(run("inspect", "--memory", "--json").stdout)
     need = memory_of(pipeline.bundle)

@@ -13,7 +13,7 @@ from specedge.bundle import store
 from specedge.cpu_count import cpu_count
 from specedge.errors import BundleError, MissingExtraError, SpecEdgeError
 from specedge.request import GenerationRequest
-from specedge.runtime.requests.items import Item, seed_of
+from specedge.runtime.requests.batch import BatchItem, item_seed
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -28,7 +28,7 @@ from specedge.ray import (
 
 
 def items(number):
-    return [Item(i, f"id {i}", "a", None, {"num_draft_tokens": 4}) for i in range(number)]
+    return [BatchItem(i, f"id {i}", "a", None, {"num_draft_tokens": 4}) for i in range(number)]
 
 
 def results(missing):
@@ -106,7 +106,7 @@ def test_capacity_of_a_node():
 def test_threads_are_the_cpus_of_an_actor(monkeypatch, devices, threads):
     loaded = []
     monkeypatch.setattr(
-        "specedge.runtime.requests.loading.load", lambda *args, **_: loaded.append(args[2])
+        "specedge.runtime.requests.loader.load", lambda *args, **_: loaded.append(args[2])
     )
     monkeypatch.setattr("specedge.ray._assigned_cpus", lambda: 1)
     load_pipeline(None, *devices, None, "auto")
@@ -125,15 +125,15 @@ def test_an_actor_uses_no_more_cpus_than_are_available(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", ray)
     loaded = []
     monkeypatch.setattr(
-        "specedge.runtime.requests.loading.load", lambda *args, **_: loaded.append(args[2])
+        "specedge.runtime.requests.loader.load", lambda *args, **_: loaded.append(args[2])
     )
     load_pipeline(None, "cpu", None, None, "auto")
     assert loaded == [cpu_count()]
 
 
 def test_seeds_wrap_around_at_64_bits():
-    assert [seed_of(2**64 - 1, i) for i in (0, 1)] == [2**64 - 1, 0]
-    assert seed_of(-5, 2) == -3
+    assert [item_seed(2**64 - 1, i) for i in (0, 1)] == [2**64 - 1, 0]
+    assert item_seed(-5, 2) == -3
 
 
 def test_a_missing_ray_names_the_extra(text, monkeypatch):

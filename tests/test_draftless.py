@@ -109,7 +109,7 @@ def test_other_drafters_run(loaded, drafter):
 
 
 def test_memory_is_the_targets_alone(bundle):
-    from specedge.runtime.requests.loading import memory_of
+    from specedge.runtime.requests.loader import memory_of
 
     alone, pair = memory_of(bundle), memory_of(Bundle.read(store.embedded_folder()))
     assert alone.draft is None

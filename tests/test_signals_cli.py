@@ -48,7 +48,7 @@ def interrupted(tmp_path):
     "module",
     [
         *("specedge.errors", "specedge.version", "specedge.cli", "click", "specedge.cli.bench"),
-        *("specedge.runtime.requests.loading", "numpy", "numpy._core", "tokenizers"),
+        *("specedge.runtime.requests.loader", "numpy", "numpy._core", "tokenizers"),
         *(
             "onnxruntime.capi",
             "onnxruntime.capi.onnxruntime_pybind11_state",

@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 from specedge.errors import PromptError
 from specedge.runtime.drafters import ngram_files
-from specedge.runtime.text import special
+from specedge.runtime.text import special_tokens
 from specedge.verification import audit
 
 bench = importlib.import_module("specedge.cli.bench")  # the name in the package is a command
@@ -88,7 +88,7 @@ def test_a_text_that_cannot_be_encoded_is_named_by_its_file(tmp_path, text, monk
     def refused(*_, **__):
         raise PromptError("a text spells </s>")
 
-    monkeypatch.setattr(special.SpecialTokens, "encode_text", refused)
+    monkeypatch.setattr(special_tokens.SpecialTokens, "encode_text", refused)
     text.write_text(TEXT, "utf-8")
     result = run("ngram", "build", text, "--output", tmp_path / "out.npz")
     assert (result.returncode, result.stderr) == (1, f"specedge: {text}: a text spells </s>\n")

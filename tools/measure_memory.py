@@ -26,7 +26,7 @@ import click
 
 from harness import MB, process_memory, table_header, table_row
 from specedge.bundle import Bundle
-from specedge.runtime.requests.loading import load, memory_of
+from specedge.runtime.requests.loader import load, memory_of
 
 NEW_TOKENS = 64
 BUNDLE_COLUMNS = (

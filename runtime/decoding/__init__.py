@@ -1,1 +1,1 @@
-"""The speculative decoding loop."""
+"""Speculative decoding: the loop, the accept rule, random numbers and near-ties."""

@@ -1,6 +1,7 @@
-"""Batch invariance of passes: whether logits depend on the pass length.
+"""Pass-length invariance (batch invariance): noise of logits between passes of other lengths.
 
-T tokens per pass, V vocabulary entries, n tokens of text.
+A pass length T is invariant if the logits of a token are bitwise identical in passes of T tokens
+and of one. T tokens a pass, V vocabulary entries, n tokens of text.
 """
 
 from __future__ import annotations
@@ -15,32 +16,38 @@ import numpy as np
 from ..sampling.distribution import Floats
 from .protocols import LanguageModel, TargetModel
 
-ROWS = 16  # at least so many are compared
-PLACE = 64  # kernels change their blocks near multiples of it, so noise often begins there
-ANY = float(np.finfo(np.float32).max)  # the noise of a choice of experts that turns
-SAFETY = 4  # over a few windows of a noisy model the largest difference varied by 2 to 7 times
+MIN_ROWS = 16  # rows that are compared at least
+BLOCK = 64  # kernels change their blocks near multiples of it, so noise often begins there
+UNBOUNDED = float(np.finfo(np.float32).max)  # noise of a choice of experts that changes
+SAFETY_FACTOR = 4  # over windows of a noisy model the largest difference varied by 2 to 7 times
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The largest absolute difference of a logit for each T, and the largest logit."""
+class NoiseMeasurement:
+    """Largest absolute difference of a logit for each T, and the largest logit."""
 
     by_length: dict[int, float]
     largest: float
 
 
-def measure(
+def measure_noise(
     model: LanguageModel, tokens: Sequence[int], lengths: Collection[int], num_rows: int
-) -> Measured:
-    """Read the last rows of a text T a pass and one by one, and compare; 0.0 is bit for bit. [n]
+) -> NoiseMeasurement:
+    """Compare the logits of passes of T tokens with those of single tokens; 0.0 is bitwise equal.
 
     The passes of T build on rows that passes of T wrote, as in a request. The tokens before them
-    are prefilled, alike for every T. Ends with an empty cache.
+    are prefilled, alike for every T. The cache is empty afterwards.
+
+    Args:
+        model: Model to measure.
+        tokens: Text. [n]
+        lengths: Pass lengths T.
+        num_rows: Number of rows at the end of the text to compare.
     """
     plain = _read(model, tokens, num_rows, 1)
-    differences = {t: _largest(_read(model, tokens, num_rows, t), plain) for t in lengths}
+    differences = {t: _max_difference(_read(model, tokens, num_rows, t), plain) for t in lengths}
     model.truncate(0)
-    return Measured(differences, float(np.abs(plain[np.isfinite(plain)]).max(initial=0)))
+    return NoiseMeasurement(differences, float(np.abs(plain[np.isfinite(plain)]).max(initial=0)))
 
 
 def _read(model: LanguageModel, tokens: Sequence[int], num_rows: int, length: int) -> Floats:
@@ -51,67 +58,68 @@ def _read(model: LanguageModel, tokens: Sequence[int], num_rows: int, length: in
     return np.concatenate([model.forward(tokens[at : at + length]).array().copy() for at in starts])
 
 
-def _largest(found: Floats, wanted: Floats) -> float:
-    differing = found != wanted
-    return float(np.abs(found[differing] - wanted[differing]).max(initial=0))
+def _max_difference(logits: Floats, plain: Floats) -> float:
+    differs = logits != plain
+    return float(np.abs(logits[differs] - plain[differs]).max(initial=0))
 
 
-class Noise:
-    """Bounds on the difference of logits between pass lengths of a model on this device."""
+class LogitNoise:
+    """Bound of the difference between plain decoding's logits and those of longer passes."""
 
     def __init__(self, target: TargetModel, context_length: int) -> None:
         self._target = target
         self._context_length = context_length
-        self._measured: list[Measured] = []
+        self._measurements: list[NoiseMeasurement] = []
 
-    def over(self, target: TargetModel) -> Noise:
-        """The same, measured in another cache of the same weights; what is measured is shared."""
+    def for_twin(self, target: TargetModel) -> LogitNoise:
+        """Return a bound for another cache of the same weights, which shares measurements."""
         twin = copy.copy(self)
         twin._target = target
         return twin
 
-    def bound(self, prompt: Sequence[int], num_draft_tokens: int, trusting: bool) -> float:
-        """By how much a logit of a pass of up to K + 1 rows may differ from plain decoding's.
+    def bound(self, prompt: Sequence[int], num_draft_tokens: int, trusts_export: bool) -> float:
+        """Return the bound for passes of up to K + 1 tokens.
 
-        0.0 where the export found the same bits and that is trusted, though another CPU may
-        differ. Else it is measured, once for each K, and the target's cache is then empty. ANY
-        where rows lose their bits and choose experts: a choice that turns, turns all that follows.
+        It is 0.0 if these lengths were invariant at export and `trusts_export`, though another CPU
+        may differ. Else it is measured, once for each K, and the target's cache is then empty. It
+        is UNBOUNDED for a mixture of experts that is not invariant: a changed choice of experts
+        changes everything after it.
         """
         lengths = range(2, num_draft_tokens + 2)
-        held = self._target.invariant_lengths
-        if trusting and all(holds(t, held) for t in lengths):
+        tested = self._target.invariant_lengths
+        if trusts_export and all(is_invariant(t, tested) for t in lengths):
             return 0.0
         ends = {*lengths[:1], *lengths[-1:]}
         if missing := ends - self._by_length.keys():
-            num_rows = max(ROWS, 2 * max(missing))
-            end = min(PLACE + num_rows // 2, self._context_length)
+            num_rows = max(MIN_ROWS, 2 * max(missing))
+            end = min(BLOCK + num_rows // 2, self._context_length)
             tokens = (list(prompt) * -(-end // len(prompt)))[:end]
-            self._measured.append(measure(self._target, tokens, missing, num_rows))
+            self._measurements.append(measure_noise(self._target, tokens, missing, num_rows))
         by_length = self._by_length
         measured = max((by_length[t] for t in ends), default=0.0)
         if measured and self._target.num_experts:
-            return ANY
-        # Two right passes are each as far from exact as the export saw, so twice that from each
-        # other; noise may begin where nothing was measured.
-        largest = max((found.largest for found in self._measured), default=0.0)
-        least = 2 * self._target.float32_error * largest
-        return max(SAFETY * measured, least) if ends else 0.0
+            return UNBOUNDED
+        # Two correct passes are each as far from exact as the export measured, so twice that from
+        # each other; noise may begin where nothing was measured.
+        largest = max((m.largest for m in self._measurements), default=0.0)
+        lower = 2 * self._target.float32_error * largest
+        return max(SAFETY_FACTOR * measured, lower) if ends else 0.0
 
     @property
     def _by_length(self) -> dict[int, float]:
-        return {t: noise for found in self._measured for t, noise in found.by_length.items()}
+        return {t: noise for m in self._measurements for t, noise in m.by_length.items()}
 
 
-def holds(length: int, held: Collection[int]) -> bool:
-    """Return True if passes of T tokens are batch-invariant, given the tested lengths.
+def is_invariant(length: int, tested: Collection[int]) -> bool:
+    """Return True if a pass length is invariant, by the invariant ones among those tested.
 
-    An untested T counts if tested lengths below it and at most twice that are invariant: kernels
-    process rows in groups, so the result changes only at the sizes of groups.
+    A length that was not tested counts if one below it and one at most twice that are invariant:
+    kernels treat rows in groups, so that changes occur at the sizes of groups.
     """
-    below = max((t for t in held if t <= length), default=0)
-    return 1 in held and any(length <= t <= 2 * below for t in held)
+    below = max((t for t in tested if t <= length), default=0)
+    return 1 in tested and any(length <= t <= 2 * below for t in tested)
 
 
-def longest_held(held: Collection[int], most: int) -> int:
-    """Return the largest T, at most `most`, up to which all pass lengths are batch-invariant."""
-    return sum(1 for _ in takewhile(lambda t: holds(t, held), range(1, most + 1)))
+def longest_invariant(tested: Collection[int], limit: int) -> int:
+    """Return the T up to which all pass lengths are invariant, at most `limit`; 0 if none is."""
+    return sum(1 for _ in takewhile(lambda t: is_invariant(t, tested), range(1, limit + 1)))

@@ -66,14 +66,14 @@ class DraftingModel(LanguageModel, Protocol):
         """
 
 
-class LoadedModel(LanguageModel, Protocol):
+class ClosableModel(LanguageModel, Protocol):
     """Model that owns memory."""
 
     def close(self) -> None:
         """Release the memory; the model is not used again."""
 
 
-class TargetModel(LoadedModel, Protocol):
+class TargetModel(ClosableModel, Protocol):
     """Target model with the measured properties of its passes."""
 
     def shared(self, tokens: Sequence[int]) -> int:

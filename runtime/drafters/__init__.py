@@ -1,1 +1,1 @@
-"""Drafters."""
+"""Drafters: draft model, suffix decoding, n-grams, chains and custom drafters."""

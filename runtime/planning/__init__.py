@@ -1,1 +1,1 @@
-"""Planner: choice of drafter and number of draft tokens by cost and acceptance rate."""
+"""Planner: choice of drafter and K by measured costs and acceptance rates."""

@@ -1,4 +1,4 @@
-"""A stream for `async for`: the passes run in a thread, and the event loop goes on."""
+"""Asynchronous stream: passes run in a thread, and the event loop stays free."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ from .stream import Generation, Stream
 
 
 class AsyncStream:
-    """The pieces of a request's text, as they become certain. Close it or leave it at any time.
+    """Asynchronous iterator over the pieces of a request's text. It may be abandoned at any time.
 
-    Its thread starts with the first piece that is asked for, and does not wait for pieces to be
-    taken: a slow reader keeps the pipeline no longer than a fast one.
+    Its thread starts when the first piece is awaited and does not wait for pieces to be read: a
+    slow reader holds the pipeline no longer than a fast one.
     """
 
     def __init__(self, begin: Callable[[], Stream]) -> None:
         self._begin = begin
-        self._work: _Work | None = None
-        self._ended = False
+        self._worker: _StreamWorker | None = None
+        self._has_ended = False
 
     def __aiter__(self) -> AsyncStream:
         return self
 
     async def __anext__(self) -> str:
-        if self._ended:
+        if self._has_ended:
             raise StopAsyncIteration
-        if self._work is None:
-            self._work = _Work(asyncio.get_running_loop())
-            run = threading.Thread(target=self._work.run, args=(self._begin,), daemon=True)
-            run.start()
-        piece = await self._work.pieces.get()
+        if self._worker is None:
+            self._worker = _StreamWorker(asyncio.get_running_loop())
+            thread = threading.Thread(target=self._worker.run, args=(self._begin,), daemon=True)
+            thread.start()
+        piece = await self._worker.pieces.get()
         if isinstance(piece, str):
             return piece
-        self._ended = True
+        self._has_ended = True
         if piece is None:
             raise StopAsyncIteration
         raise piece
 
     def cancel(self) -> None:
-        """End it after the round that is running, from any thread."""
-        if self._work is not None:
-            self._work.cancel()
+        """Stop after the running round; callable from any thread."""
+        if self._worker is not None:
+            self._worker.cancel()
 
     async def aclose(self) -> None:
-        """End it after the round that is running; `generation` holds what there is."""
+        """Stop after the running round; `generation` has the result so far."""
         self.cancel()
-        while self._work is not None and not self._ended:
-            self._ended = not isinstance(await self._work.pieces.get(), str)
-        self._ended = True
+        while self._worker is not None and not self._has_ended:
+            self._has_ended = not isinstance(await self._worker.pieces.get(), str)
+        self._has_ended = True
 
     @property
     def generation(self) -> Generation | None:
-        """What there is so far; None before the request has begun."""
-        stream = self._work.stream if self._work is not None else None
+        """Result so far; None before the request has begun."""
+        stream = self._worker.stream if self._worker is not None else None
         return None if stream is None else stream.generation
 
     def __del__(self) -> None:
         self.cancel()
 
 
-class _Work:
-    """What the thread and the event loop share; it knows nothing of who reads."""
+class _StreamWorker:
+    """State shared by the thread and the event loop, without a reference to the reader."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -79,7 +79,7 @@ class _Work:
             self._put(None)
 
     def run(self, begin: Callable[[], Stream]) -> None:
-        """Put the pieces into the queue; None, or what went wrong, is the last."""
+        """Put the pieces into the queue, then None or an exception."""
         last: BaseException | None = None
         try:
             self.stream = begin()

@@ -1,4 +1,4 @@
-"""A loaded pair and its requests."""
+"""Pipeline: a loaded bundle and its requests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from specedge.bundle.manifest import chunk_length
 from specedge.request import AUTO, Coupling, GenerationRequest, RequestOptions, build_request
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
-from ..decoding.invariance import Noise, longest_held
-from ..decoding.protocols import LoadedModel, TargetModel
+from ..decoding.invariance import LogitNoise, longest_invariant
+from ..decoding.protocols import ClosableModel, TargetModel
 from ..decoding.random_numbers import GumbelNoise
 from ..decoding.timing import Stopwatch, TimedModel
 from ..drafters.registry import DrafterRegistry
@@ -24,33 +24,34 @@ from ..drafters.suffix import EarlierOutputs
 from ..planning.cost_files import PassCosts
 from ..planning.plans import create_plan
 from ..sampling.logprobs import TokenLogprobs, token_logprobs
-from ..text.assembler import Assembler, FinishReason
-from ..text.bad_words import sampling_of
-from ..text.grammars import Constraint as GrammarConstraint
-from ..text.grammars import Grammars
+from ..text.bad_words import resolve_sampling
+from ..text.detokenizer import FinishReason, TextAssembler
+from ..text.grammars import GrammarConstraint, Grammars
 from ..text.prompts import Prompts
 from .async_stream import AsyncStream
-from .run import Run
 from .slots import Slot, Slots
-from .stream import Generation, Stream
+from .stream import ActiveRequest, Generation, Stream
 
 SCORE_CHUNK = 64  # tokens: their logits are in memory together
 
 
-class _ScoreOwner:
-    """Owner of a slot while a prompt is scored."""
-
-
 class Pipeline:
-    """A loaded target, perhaps with a draft model; in each slot one request at a time.
+    """Loaded target model, perhaps with a draft model, that runs one request in each slot.
 
     A slot has caches of its own; weights are shared, and rounds of running requests take turns. A
     stream owns its slot until it ends, is closed, cancelled or garbage-collected, whichever threads
-    read it. Where no slot is free, a new request waits for one. It raises SpecEdgeError instead
-    with `wait` False, in a thread that runs an event loop, in the only thread of a process, and
-    when nobody has read a stream for 30 seconds. `more` are the target and the draft of each slot
-    but the first. Two pipelines are independent. `note` is what the self-test at load found of this
-    machine, None if nothing.
+    read it. If no slot is free, a new request waits for one. It raises SpecEdgeError instead with
+    `wait` False, in a thread that runs an event loop, in the only thread of a process, and if
+    nobody has read a stream for 30 seconds. Two pipelines are independent.
+
+    Args:
+        bundle: Bundle of the models.
+        tokenizer: Tokenizer of the bundle.
+        target: Target model of the first slot.
+        draft: Draft model of the first slot, None if the bundle has none.
+        costs: Pass costs for the planner.
+        note: Note of the self-test at load about this machine.
+        more: Target and draft model of each further slot.
     """
 
     def __init__(
@@ -58,26 +59,26 @@ class Pipeline:
         bundle: Bundle,
         tokenizer: Tokenizer,
         target: TargetModel,
-        draft: LoadedModel | None,
+        draft: ClosableModel | None,
         costs: PassCosts | None = None,
         note: str | None = None,
-        more: Iterable[tuple[TargetModel, LoadedModel | None]] = (),
+        more: Iterable[tuple[TargetModel, ClosableModel | None]] = (),
     ) -> None:
         self.bundle = bundle
         self.tokenizer = tokenizer
         self.target = target
         self.draft = draft
         self.drafters = DrafterRegistry(bundle)
-        self.noise = Noise(target, bundle.context_length)
+        self.noise = LogitNoise(target, bundle.context_length)
         self.costs = costs or PassCosts()
         self.note = note
-        others = [Slot(one, other, self.noise.over(one)) for one, other in more]
+        others = [Slot(twin, other, self.noise.for_twin(twin)) for twin, other in more]
         self.slots = Slots([Slot(target, draft, self.noise), *others])
         self.prompts = Prompts(bundle, tokenizer)
         self.grammars = Grammars(bundle, tokenizer)
         self._chunk_length = chunk_length(bundle.target.cache.capacity)
-        held = target.invariant_lengths
-        self.max_first_length = longest_held(held, self._chunk_length)
+        lengths = target.invariant_lengths
+        self.max_first_length = longest_invariant(lengths, self._chunk_length)
 
     def generate(
         self,
@@ -88,32 +89,39 @@ class Pipeline:
         wait: bool = True,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Continue a prompt, text or ids, by `max_new_tokens` tokens or to an end.
+        """Generate the continuation of a prompt.
 
         The output is the target's alone: its own tokens at temperature 0, else its distribution.
-        Generation stops at one of the bundle's end tokens unless `ignore_eos`, at the first of the
-        `stop` strings, or where the context is full. `num_draft_tokens` is chosen anew for each
-        round unless it is given; 0 is plain decoding. Without `seed` a fresh one is taken;
-        `Generation.seed` tells it. `drafter` is "auto" (the model, suffix and both in a chain, as
-        pays best; the model where `num_draft_tokens` is given), "model", "lookup", "suffix",
-        "chain", "block", "random", "ngram:FILE", or an object of your own
-        (`runtime.loop.round.Drafter`); it changes the speed alone. `lookup_min` and `lookup_max`
-        are the match lengths of lookup, by which auto and chain copy if they are given; with
-        `remember` suffix drafts from earlier outputs, too. `exact` decides near-ties at temperature
-        0 as plain decoding does, on any device. A prompt or a message that spells a special token
-        is text, unless `special_tokens`. `json_schema`, `regex` or `grammar` is what the text must
-        follow; the distribution is then the target's under the mask of what may come next.
-        `coupling` "gumbel" makes the text depend on the seed alone above temperature 0, too,
-        whatever drafts, where passes are pass-length-invariant; `choice` is its number among the
-        texts of a seed.
+        Generation ends after `max_new_tokens` tokens, at one of the bundle's end tokens unless
+        `ignore_eos`, at the first of the `stop` strings, or if the context is full.
 
-        The other options are those of `specedge.request.Request`, which says what they mean.
-        `lenience` below 1 gives up the target's distribution for speed. `logprobs` asks for the
-        tokens' log-probabilities, and for those of that many likeliest ones.
+        Args:
+            prompt: Text, or token ids. Text that spells a special token is encoded as text, unless
+                `special_tokens`.
+            max_new_tokens: Maximum number of new tokens.
+            temperature: Sampling temperature; 0 is greedy.
+            wait: False to raise an error instead of waiting for a free slot.
+            **options: Fields of `specedge.request.GenerationRequest`, among them:
+                num_draft_tokens: K, by default chosen for each round; 0 is plain decoding.
+                drafter: "auto" (draft model, suffix decoding or both in a chain, as pays best; the
+                draft model if K is given), "model", "suffix", "lookup", "chain", "random",
+                "ngram:FILE", or an object (`runtime.decoding.protocols.Drafter`). It affects the
+                speed alone.
+                lookup_min, lookup_max: Match lengths of suffix decoding.
+                remember: True to draft from earlier outputs, too.
+                seed: Seed that repeats the request, by default a new one (`Generation.seed`).
+                exact: True to resolve near-ties at temperature 0 as plain decoding does.
+                coupling: "gumbel" makes the text depend on the seed alone above temperature 0;
+                `choice` numbers the texts of a seed.
+                json_schema, regex, grammar: Constraint on the text; the distribution is the
+                target's under its mask.
+                lenience: Below 1, gives up the target's distribution for speed.
+                logprobs: Number of likeliest tokens to report beside each token's log-probability.
 
-        Raises PromptError, ContextLengthError, DrafterError or ValueError before anything runs, and
-        OptionError if the options leave no token to go on with; SpecEdgeError if no slot is free
-        and waiting is ruled out (see `Pipeline`).
+        Raises:
+            PromptError, ContextLengthError, DrafterError, ValueError: Before anything runs.
+            OptionError: The options leave no token to continue with.
+            SpecEdgeError: No slot is free and waiting is ruled out (see `Pipeline`).
         """
         stream = self.stream(prompt, max_new_tokens, temperature, wait=wait, **options)
         for _ in stream:
@@ -171,8 +179,8 @@ class Pipeline:
         """
         tokens = self.prompts.tokens(prompt)
         logprobs: list[TokenLogprobs] = []
-        owner = _ScoreOwner()
-        slot = self.slots.take(owner, tokens, wait=True)
+        lease = self.slots.lease(tokens, wait=True)
+        slot = lease.slot
         try:
             for start in range(0, len(tokens) - 1, SCORE_CHUNK):
                 if is_cancelled():
@@ -185,12 +193,12 @@ class Pipeline:
                     scores = slot.target.forward(chunk, len(chunk))
                     logprobs += token_logprobs(scores, following, num_logprobs) or []
         finally:
-            self.slots.give_back(owner)
+            lease.release()
         return logprobs
 
     def sampling(self, request: GenerationRequest) -> Sampling:
-        """How the text of one request is drawn; OptionError for what this bundle cannot have."""
-        sampling = sampling_of(request, self.bundle, self.tokenizer)
+        """Return the sampling options of a request. Raises OptionError if the bundle lacks them."""
+        sampling = resolve_sampling(request, self.bundle, self.tokenizer)
         return replace(sampling, constraint=self.grammars.constraint(request))
 
     def _begin(
@@ -202,50 +210,56 @@ class Pipeline:
         shown: Collection[int],
         include_stop: bool,
     ) -> Stream:
-        wanted, room = request.max_new_tokens, self.bundle.context_length - len(prompt)
-        limit = min(wanted, room)
-        watch = Stopwatch()
-        draft = None if self.draft is None else TimedModel(self.draft, watch, "draft")
-        drafters = self.drafters.create(request, draft)
-        planned = request.drafter == AUTO and request.fixed_k is None
+        room = self.bundle.context_length - len(prompt)
+        limit = min(request.max_new_tokens, room)
+        is_limited = request.max_new_tokens <= room
         seed = secrets.randbits(32) if request.seed is None else request.seed
         if request.coupling == Coupling.GUMBEL:
             sampling = replace(sampling, noise=GumbelNoise(seed, request.choice))
-        run = Run(
-            request=request,
-            prompt=prompt,
-            sampling=sampling,
-            seed=seed,
-            limit=limit,
-            plan=create_plan(request, drafters, self.costs, self.max_planned_tokens),
-            target=TimedModel(self.target, watch, "verify"),
-            again=TimedModel(self.target, watch, "exact"),
-            draft=draft,
-            watch=watch,
-            noise=self.noise,
-            drafter=AUTO if planned else next(iter(drafters.values())).name,
-            chunk_length=self._chunk_length,
-            max_first_length=self.max_first_length,
-        )
-        text = Assembler(
+        stopwatch = Stopwatch()
+        if isinstance(sampling.constraint, GrammarConstraint):
+            sampling.constraint.outside_turn = partial(self.slots.outside_turn, stopwatch)
+        text = TextAssembler(
             self.tokenizer,
             prompt,
             stops=request.stop,
             ends=frozenset(sampling.end_tokens),
             limit=limit,
-            at_limit=FinishReason.LENGTH if wanted <= room else FinishReason.CONTEXT,
+            at_limit=FinishReason.LENGTH if is_limited else FinishReason.CONTEXT,
             shown=shown,
             include_stop=include_stop,
         )
-        if isinstance(sampling.constraint, GrammarConstraint):
-            sampling.constraint.outside_turn = partial(self.slots.outside_turn, watch)
-        stream = Stream(run, text, self.slots, self._learn)
-        run.use(self.slots.take(stream, prompt, wait))  # last: what is refused takes no slot
-        return stream
+        self.drafters.check(request.drafter)  # before a slot is taken
+        lease = self.slots.lease(prompt, wait)
+        try:
+            slot = lease.slot
+            draft = None if slot.draft is None else TimedModel(slot.draft, stopwatch, "draft")
+            drafters = self.drafters.create(request, draft)
+            is_planned = request.drafter == AUTO and request.fixed_k is None
+            active = ActiveRequest(
+                request=request,
+                prompt=prompt,
+                sampling=sampling,
+                seed=seed,
+                limit=limit,
+                plan=create_plan(request, drafters, self.costs, self.max_planned_tokens),
+                target=TimedModel(slot.target, stopwatch, "verify"),
+                exact_target=TimedModel(slot.target, stopwatch, "exact"),
+                draft=draft,
+                stopwatch=stopwatch,
+                lease=lease,
+                drafter=AUTO if is_planned else next(iter(drafters.values())).name,
+                chunk_length=self._chunk_length,
+                max_first_length=self.max_first_length,
+            )
+            return Stream(active, text, self.slots, self._remember)
+        except BaseException:
+            lease.release()
+            raise
 
-    def _learn(self, run: Run, tokens: list[int]) -> None:
-        """A request's text has ended; it still has its turn."""
-        if run.request.remember:
+    def _remember(self, active: ActiveRequest, tokens: list[int]) -> None:
+        """Remember the output of a request whose text has ended, within its turn."""
+        if active.request.remember:
             self.drafters.earlier.add(tokens)
 
     def astream(
@@ -257,7 +271,7 @@ class Pipeline:
         wait: bool = True,
         **options: Unpack[RequestOptions],
     ) -> AsyncStream:
-        """As `stream`, for `async for`: a thread of its own waits and computes."""
+        """Return an asynchronous iterator like `stream`; a thread of its own waits and computes."""
         return AsyncStream(
             lambda: self.stream(prompt, max_new_tokens, temperature, wait=wait, **options)
         )
@@ -269,9 +283,7 @@ class Pipeline:
         self.prompts = Prompts(self.bundle, self.tokenizer)
 
     def forget(self) -> None:
-        """Begin anew, for measurements, while nothing runs: the next request reads all of its
-        prompt, and no output is remembered.
-        """
+        """Clear the caches and the remembered outputs, for measurements, while nothing runs."""
         self.drafters.earlier = EarlierOutputs()
         for slot in self.slots.all:
             slot.target.truncate(0)
@@ -279,9 +291,9 @@ class Pipeline:
                 slot.draft.truncate(0)
 
     def close(self) -> None:
-        """Give back what its models hold, of a GPU above all; it generates no more.
+        """Release the memory of the models; the pipeline is not used again.
 
-        A round that runs in another thread ends before; its stream has an error then.
+        A round that runs in another thread ends first; its stream raises an error afterwards.
         """
         for slot in self.slots.close():
             slot.target.close()
@@ -296,14 +308,15 @@ class Pipeline:
 
     @property
     def max_planned_tokens(self) -> int:
-        """The largest K that is chosen without being asked for: as far as rows keep their bits.
+        """Largest K that the planner may choose: as far as passes are pass-length-invariant.
 
-        Where those of floats keep none, they are off by little; integers may turn anywhere.
+        If no pass length is, logits in float are off by little, those of quantized inputs may be
+        off by anything.
         """
-        held, fast = self.target.invariant_lengths, self.target.fast_length
-        exact = longest_held(held, MAX_EXPORTED_DRAFT_TOKENS + 1) - 1
-        none = 0 if self.target.rounds_inputs else self.bundle.num_draft_tokens
-        return min(exact if exact > 0 else none, fast - 1)
+        lengths = self.target.invariant_lengths
+        invariant = longest_invariant(lengths, MAX_EXPORTED_DRAFT_TOKENS + 1) - 1
+        fallback = 0 if self.target.rounds_inputs else self.bundle.num_draft_tokens
+        return min(invariant if invariant > 0 else fallback, self.target.fast_length - 1)
 
     def chat(
         self,
@@ -314,10 +327,12 @@ class Pipeline:
         wait: bool = True,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Answer a chat: messages with a "role" and a "content", by the target's own template.
+        """Answer a chat, rendered by the target's chat template.
 
-        Takes the options of `generate` and raises what it raises; PromptError also where the
-        bundle has no template or the template refuses the messages.
+        Takes the options of `generate`. Messages have a "role" and a "content".
+
+        Raises:
+            PromptError: The bundle has no template, or the template refuses the messages.
         """
         tokens = self.prompts.chat_tokens(messages, bool(options.get("special_tokens")))
         return self.generate(tokens, max_new_tokens, temperature, wait=wait, **options)
@@ -331,6 +346,6 @@ class Pipeline:
         wait: bool = True,
         **options: Unpack[RequestOptions],
     ) -> Stream:
-        """As `chat`, in pieces as `stream` gives them."""
+        """Answer a chat in pieces, as `stream` does."""
         tokens = self.prompts.chat_tokens(messages, bool(options.get("special_tokens")))
         return self.stream(tokens, max_new_tokens, temperature, wait=wait, **options)

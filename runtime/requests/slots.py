@@ -1,4 +1,7 @@
-"""Slots of a pipeline: each has caches of its own, all share the weights."""
+"""Slots of a pipeline, their leases, and the scheduler of turns.
+
+Each slot has caches of its own; all share the weights.
+"""
 
 from __future__ import annotations
 
@@ -7,61 +10,63 @@ import gc
 import itertools
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from specedge.errors import SpecEdgeError
 
-from ..decoding.invariance import Noise
-from ..decoding.protocols import LoadedModel, TargetModel
+from ..decoding.invariance import LogitNoise
+from ..decoding.protocols import ClosableModel, TargetModel
 from ..decoding.timing import Stopwatch
-from .turns import Turns
 
 _CLOSED = "this pipeline is closed; load the bundle again"
-COLLECTION_DELAY = 1.0  # seconds without progress, until what may be abandoned is collected
+COLLECTION_DELAY = 1.0  # seconds without progress, until abandoned streams are collected
+_IDLE_SECONDS = 0.01  # in which a stream that continues takes its next turn
 IDLE_TIMEOUT = 30.0  # seconds that a request waits for a slot while no stream makes progress
 
 
 @dataclass(eq=False)
 class Slot:
-    """A cache of each model, which one stream owns at a time.
-
-    `lease` frees the slot, once: when it is called, or when the owner is garbage-collected.
-    """
+    """Caches of each model, which one request leases at a time."""
 
     target: TargetModel
-    draft: LoadedModel | None
-    noise: Noise
-    lease: weakref.finalize[..., object] | None = field(default=None, init=False)
+    draft: ClosableModel | None
+    noise: LogitNoise
+    is_free: bool = field(default=True, init=False)
     last_used: int = field(default=0, init=False)
 
-    @property
-    def is_free(self) -> bool:
-        """Return True if no stream owns it."""
-        return self.lease is None
 
-    def is_owned_by(self, owner: object) -> bool:
-        """Return True if it is this object's."""
-        alive = self.lease.peek() if self.lease is not None else None
-        return alive is not None and alive[0] is owner
+class Lease:
+    """Ownership of a slot until it is released, or the lease is garbage-collected."""
+
+    def __init__(self, slot: Slot, slots: Slots) -> None:
+        self.slot = slot
+        self._finalizer = weakref.finalize(self, slots._free, slot)
+        self._finalizer.atexit = False
+
+    def release(self) -> None:
+        """Free the slot, once."""
+        self._finalizer()
 
 
 class Slots:
-    """The slots, which requests get in no order. Hold `turns` for a round, and no longer."""
+    """Slots, which requests get in no order. Hold `turns` for a round, and no longer."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.all = tuple(slots)
-        self.turns = Turns()
+        self.turns = FairLock()
         self._lock = threading.Lock()
         self._clock = itertools.count(1)
         # Wakes requests that wait. A queue of this type may be put to wherever garbage is
         # collected, even inside its own `get`, which no lock and no condition allows.
         self._freed: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def take(self, owner: object, prompt: Sequence[int], wait: bool) -> Slot:
-        """Give the owner a free slot until it is freed or its owner is collected.
+    def lease(self, prompt: Sequence[int], wait: bool) -> Lease:
+        """Return a lease of a free slot.
 
         Prefers the slot whose cache shares the longest prefix with the prompt, then the least
         recently used one. If none is free, waits for one. No thread and no task owns a slot, so a
@@ -72,49 +77,43 @@ class Slots:
                 would block an event loop or could never end, or no stream made progress for
                 `IDLE_TIMEOUT` seconds.
         """
-        slot = self._leased(owner, prompt)
-        if slot is not None:
+        lease = self._try_lease(prompt)
+        if lease is not None:
             with suppress(queue.Empty):
                 self._freed.get_nowait()  # this slot's wake-up, which nobody needs any more
-            return slot
-        while slot is None:
+            return lease
+        while lease is None:
             if not wait:
                 raise SpecEdgeError(self._taken("; wait for a stream to end, close one"))
             self._wait()
-            slot = self._leased(owner, prompt)
-        return slot
+            lease = self._try_lease(prompt)
+        return lease
 
-    def has_others(self, owner: object) -> bool:
-        """Return True if streams other than the owner have slots."""
-        return any(not slot.is_free and not slot.is_owned_by(owner) for slot in self.all)
-
-    def give_back(self, owner: object) -> None:
-        """Free the owner's slot, if it still has one."""
-        for slot in self.all:
-            if slot.is_owned_by(owner) and (lease := slot.lease):
-                lease()
+    def has_others(self, lease: Lease) -> bool:
+        """Return True if other requests have slots."""
+        return any(not slot.is_free and slot is not lease.slot for slot in self.all)
 
     @contextmanager
-    def outside_turn(self, watch: Stopwatch) -> Iterator[None]:
+    def outside_turn(self, stopwatch: Stopwatch) -> Iterator[None]:
         """Let other streams have turns during a block inside a round, which does not count it.
 
         Raises:
             SpecEdgeError: The pipeline was closed meanwhile.
         """
-        with watch.part("waiting"), self.turns.released():
+        with stopwatch.part("waiting"), self.turns.released():
             yield
         if not self.all:
             raise SpecEdgeError(_CLOSED)
 
     def close(self) -> tuple[Slot, ...]:
-        """Take all slots from their owners for good, between rounds."""
+        """Remove all slots between rounds, and return them."""
         with self.turns, self._lock:
             closed, self.all = self.all, ()
         self._freed.put(None)
         return closed
 
-    def _leased(self, owner: object, prompt: Sequence[int]) -> Slot | None:
-        """Return a slot that is now the owner's, None if none is free."""
+    def _try_lease(self, prompt: Sequence[int]) -> Lease | None:
+        """Return a lease, None if no slot is free."""
         with self._lock:
             if not self.all:
                 self._freed.put(None)  # for the next one that waits
@@ -125,15 +124,14 @@ class Slots:
             slot = free[0]
             if len(free) > 1:
                 slot = max(free, key=lambda slot: (slot.target.shared(prompt), -slot.last_used))
-            slot.lease = weakref.finalize(owner, self._free, slot)
-            slot.lease.atexit = False
+            slot.is_free = False
             slot.last_used = next(self._clock)
-        return slot
+            return Lease(slot, self)
 
     def _free(self, slot: Slot) -> None:
-        """Run by a lease, perhaps in the midst of anything in any thread, so it takes no lock."""
+        """Free a slot; called by a lease, perhaps at any point of any thread: it takes no lock."""
         slot.last_used = next(self._clock)
-        slot.lease = None
+        slot.is_free = True
         self._freed.put(None)
 
     def _wait(self) -> None:
@@ -147,7 +145,7 @@ class Slots:
             )
         elif self._has_progress(COLLECTION_DELAY):
             return
-        gc.collect()  # what nobody reads any more may be in a reference cycle
+        gc.collect()  # an abandoned stream may be in a reference cycle
         if not self.all or any(slot.is_free for slot in self.all):
             return
         if reason is None:
@@ -167,9 +165,100 @@ class Slots:
 
     def _taken(self, reason: str) -> str:
         count = len(self.all)
-        taken = "the slot" if count == 1 else f"all {count} slots"
+        subject = "the slot" if count == 1 else f"all {count} slots"
         by = "is taken by an unfinished stream" if count == 1 else "are taken by unfinished streams"
-        return f"{taken} of this pipeline {by}{reason}, or load the pipeline with more slots"
+        return f"{subject} of this pipeline {by}{reason}, or load the pipeline with more slots"
+
+
+class FairLock:
+    """Lock that goes to the thread that has waited longest: turns of a scheduler.
+
+    A thread that wants it again is behind all others. Python's own lock goes to any thread, often
+    to the one that has just released it. `num_begun` counts turns.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_begun = 0
+        self.busy_seconds = 0.0  # of turns that have ended
+        self._start = 0.0
+        self._taken = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                self.num_begun += 1
+                self._start = time.perf_counter()
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        try:
+            turn.acquire()  # until it is handed over
+        except BaseException:  # an interrupt, perhaps after the turn was handed over
+            if not self._stop_waiting(turn):
+                self._hand_over()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._hand_over()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Release the lock for the block, and wait for another turn after it."""
+        self._hand_over()
+        try:
+            yield
+        finally:
+            self._take_again()
+
+    def _take_again(self) -> None:
+        """Wait for a turn; an interrupt is raised only once there is one, for its holder to end."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self.__enter__()
+            except BaseException as error:
+                interrupt = error
+            else:
+                break
+        if interrupt is not None:
+            raise interrupt
+
+    def wait_for_others(self, seconds: float, is_cancelled: Callable[[], bool]) -> None:
+        """Wait until others had turns for some seconds, or no thread takes one any more."""
+        end, num_seen = self.busy_seconds + seconds, -1
+        while self.busy_seconds < end and not is_cancelled():
+            if not self._taken and self.num_begun == num_seen:
+                return
+            num_seen = self.num_begun
+            threading.Event().wait(_IDLE_SECONDS)
+
+    @property
+    def is_taken(self) -> bool:
+        """True while a thread has a turn."""
+        return self._taken
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            now = time.perf_counter()
+            self.busy_seconds += now - self._start
+            self._start = now
+            if self._waiting:
+                self.num_begun += 1
+                self._waiting.popleft().release()
+            else:
+                self._taken = False
+
+    def _stop_waiting(self, turn: threading.Lock) -> bool:
+        """Return True if the turn was still waiting."""
+        with self._lock:
+            if turn not in self._waiting:
+                return False
+            self._waiting.remove(turn)
+            return True
 
 
 def _runs_event_loop() -> bool:

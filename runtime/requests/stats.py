@@ -1,4 +1,4 @@
-"""What a run did, by the field's names, and where its time went."""
+"""Statistics of a request: acceptance, passes and time by part."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ PARTS = ("prefill", "draft", "verify", "sampling", "exact", "other", "noise")
 
 @dataclass(frozen=True)
 class Stats:
-    """What a run did. Seconds exclude the time between two pieces of a stream.
+    """Statistics of a request. Seconds exclude the time between two pieces of a stream.
 
     A draft token is tested if no earlier one of its round was rejected: `accepted_over_tested`
-    estimates alpha, the mean acceptance rate; `accepted_over_drafted` is what vLLM reports.
-    Ratios are None where nothing was drafted. Passes are those of the loop, not of the prefill.
-    Sources are the drafters by name, of which a chain has several; what they do without a model
-    counts as sampling.
-    `num_reused_tokens` are those of the prompt that the cache held from an earlier request.
-    The first round's pass may read the end of the prompt, too: then as much of it is the round's as
-    other rounds' passes took, in a request of one round its share of the tokens, and the rest the
-    prefill's.
-    `num_exact_passes` and `exact_seconds` are what deciding near-ties cost; `noise_seconds` is for
-    measuring the noise, once a pipeline, and counts neither as decoding nor as prefill.
+    estimates the acceptance rate alpha; `accepted_over_drafted` is the rate that vLLM reports.
+    Ratios are None if nothing was drafted. Passes are those of the loop, not of the prefill.
+    Sources are drafters by name, several in a chain; the time of drafters without a model counts as
+    sampling. `num_reused_tokens` is the prefix of the prompt that the cache held (prefix cache
+    reuse). The first verify pass may read the end of the prompt, too: then the mean time of other
+    verify passes, in a request of one round its share of the tokens, counts as verify and the rest
+    as prefill. `num_exact_passes` and `exact_seconds` are those of the near-tie resolver;
+    `noise_seconds` is the time to measure the noise, once a pipeline, and is no part of decoding or
+    prefill.
     """
 
     num_prompt_tokens: int = 0
@@ -54,58 +53,65 @@ class Stats:
 
     @property
     def tokens_per_round(self) -> float | None:
-        """New tokens for each pass of the target."""
+        """Mean number of new tokens per round."""
         return _ratio(self.num_new_tokens, self.num_rounds)
 
     @property
     def accepted_over_tested(self) -> float | None:
-        """The share of judged draft tokens that were accepted: alpha's estimate."""
+        """Acceptance rate: accepted over tested draft tokens."""
         return _ratio(self.num_accepted, self.num_tested)
 
     @property
     def accepted_over_drafted(self) -> float | None:
-        """The share of all draft tokens that were accepted."""
+        """Accepted over all draft tokens."""
         return _ratio(self.num_accepted, self.num_drafted)
 
     @property
     def acceptance_by_position(self) -> list[float | None]:
-        """The share accepted among those tested, for the first, second, ... draft token."""
+        """Acceptance rate by position in the draft."""
         pairs = zip(self.accepted_by_position, self.tested_by_position, strict=True)
         return [_ratio(accepted, tested) for accepted, tested in pairs]
 
     @property
     def decode_seconds(self) -> float:
-        """Everything but the prefill."""
+        """Time without the prefill."""
         passes = self.draft_seconds + self.verify_seconds + self.exact_seconds
         return passes + self.sampling_seconds + self.other_seconds
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Decoding time of a new token, without the prefill."""
+        """Decoding time per new token, without the prefill."""
         return _ratio(self.decode_seconds, self.num_new_tokens)
 
 
-def stats_of(
+def compute_stats(
     rounds: Sequence[Round],
     num_draft_tokens: int,
     seconds: Mapping[str, float],
     **counts: int,
 ) -> Stats:
-    """What rounds of a K of at least `num_draft_tokens` did, with counts that others keep."""
+    """Return the statistics of rounds.
+
+    Args:
+        rounds: Rounds of a request.
+        num_draft_tokens: Number of positions to report at least.
+        seconds: Seconds by part.
+        **counts: Further fields.
+    """
     drafted, tested, accepted = Counter[str](), Counter[str](), Counter[str]()
-    for one in rounds:
-        drafted.update(one.sources)
-        tested.update(one.sources[: one.num_accepted + 1])
-        accepted.update(one.sources[: one.num_accepted])
-    most = max([num_draft_tokens, *(one.num_drafted for one in rounds)])
-    tested_of = Counter(min(one.num_accepted + 1, one.num_drafted) for one in rounds)
-    accepted_of = Counter(one.num_accepted for one in rounds)
-    tested_by_position = [_above(tested_of, i) for i in range(most)]
-    accepted_by_position = [_above(accepted_of, i) for i in range(most)]
+    for round_ in rounds:
+        drafted.update(round_.sources)
+        tested.update(round_.sources[: round_.num_accepted + 1])
+        accepted.update(round_.sources[: round_.num_accepted])
+    num_positions = max([num_draft_tokens, *(r.num_drafted for r in rounds)])
+    num_tested = Counter(min(r.num_accepted + 1, r.num_drafted) for r in rounds)
+    num_accepted = Counter(r.num_accepted for r in rounds)
+    tested_by_position = [_count_above(num_tested, i) for i in range(num_positions)]
+    accepted_by_position = [_count_above(num_accepted, i) for i in range(num_positions)]
     times: dict[str, Any] = {f"{part}_seconds": seconds[part] for part in PARTS}
     return Stats(
         num_rounds=len(rounds),
-        num_drafted=sum(one.num_drafted for one in rounds),
+        num_drafted=sum(r.num_drafted for r in rounds),
         num_tested=sum(tested_by_position),
         num_accepted=sum(accepted_by_position),
         tested_by_position=tested_by_position,
@@ -118,9 +124,9 @@ def stats_of(
     )
 
 
-def _above(counts: Counter[int], number: int) -> int:
-    """How many of what is counted are larger than a number."""
-    return sum(count for each, count in counts.items() if each > number)
+def _count_above(counts: Counter[int], limit: int) -> int:
+    """Return the count of values above a limit."""
+    return sum(count for value, count in counts.items() if value > limit)
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -128,6 +134,6 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def as_dict(stats: Stats) -> dict[str, Any]:
-    """Every field and every ratio by its name."""
+    """Return every field and every ratio by name."""
     properties = [name for name, value in vars(Stats).items() if isinstance(value, property)]
     return asdict(stats) | {name: getattr(stats, name) for name in properties}

@@ -1,4 +1,4 @@
-"""The pieces of a request's text, as they become certain, and what the request gave."""
+"""Stream of a request's text, its rounds and its result."""
 
 from __future__ import annotations
 
@@ -8,35 +8,43 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from specedge.errors import SpecEdgeError
-from specedge.request import AUTO, PlannedRounds
+from specedge.request import AUTO, GenerationRequest, PlannedRounds
+from specedge.sampling_options import Sampling
 
+from ..decoding.decoding import SpeculativeDecoder
+from ..decoding.invariance import UNBOUNDED
+from ..decoding.near_ties import NearTieResolver
 from ..decoding.protocols import NearTie, Plan, Round
-from ..planning.plans import summarize_rounds
+from ..decoding.timing import Stopwatch, TimedModel
+from ..planning.plans import AutoPlan, summarize_rounds
 from ..sampling.logprobs import TokenLogprobs
-from ..text.assembler import Assembler, FinishReason
-from ..text.spans import Span, fates
-from .run import Run
-from .slots import Slots
-from .stats import Stats
+from ..text.detokenizer import FinishReason, TextAssembler, TextSpan, token_outcomes
+from .slots import Lease, Slots
+from .stats import Stats, compute_stats
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What a request gave.
+    """Result of a request.
 
-    `text` is the continuation alone, without the end token or stop string that ended it; `tokens`
-    are the new ids, that end token or those of the stop string included. `finish_reason` is
-    "length" (`max_new_tokens`), "end" (an end token), "stop" (a stop string), "context" (no room
-    left), or "unfinished". `seed` repeats the request. `spans` are `text` by token, with what
-    became of each: accepted, recovered, bonus, or plain. `logprobs` has an entry for each of
-    `tokens` if they were asked for. `lossy` names what made the text follow another distribution
-    than the target's, None where nothing did. `drafter` is the drafter's name. `plan` is the
-    drafter and K of every round, equal ones in a row counted together, as the option `replay` takes
-    it. If rounds were planned, `expected_speedup` is what they gained over the target alone, by the
-    table of costs.
-
-    `near_ties` are greedy choices that the device's noise may have turned. `noise` is what was
-    reckoned with: by how much a logit may differ from plain decoding's, 0 if by no bit.
+    Attributes:
+        text: Continuation alone, without the end token or stop string that ended it.
+        tokens: New token ids, including the end token or the tokens of the stop string.
+        finish_reason: "length" (`max_new_tokens`), "end" (end token), "stop" (stop string),
+            "context" (context is full) or "unfinished".
+        seed: Seed that repeats the request.
+        num_draft_tokens: K, or "auto".
+        drafter: Name of the drafter.
+        plan: Drafter and K of each round, equal ones in a row counted together, as the option
+            `replay` takes it.
+        expected_speedup: Speed-up of planned rounds over plain decoding by the cost table.
+        stats: Statistics.
+        rounds: Rounds.
+        spans: `text` by token, with each token's outcome: accepted, recovered, bonus or plain.
+        logprobs: Log-probabilities of `tokens`, if they were requested.
+        lossy: Option that made the text follow another distribution than the target's, or None.
+        near_ties: Greedy choices that the noise of this device may have changed.
+        noise: Largest assumed difference of a logit from plain decoding's; 0 if bitwise equal.
     """
 
     text: str
@@ -49,59 +57,150 @@ class Generation:
     expected_speedup: float | None
     stats: Stats
     rounds: list[Round] = field(repr=False)
-    spans: list[Span] = field(repr=False)
+    spans: list[TextSpan] = field(repr=False)
     logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
     lossy: str | None = None
     near_ties: list[NearTie] = field(default_factory=list)
     noise: float = 0.0
 
 
-class Stream:
-    """The pieces of a request's text, as they become certain. Close it or leave it at any time.
+@dataclass
+class ActiveRequest:
+    """Request that runs in a slot, and its rounds so far.
 
-    It owns a slot from the start to the end of its text, or until it is closed, cancelled or
-    garbage-collected, whichever threads read it; its rounds take turns with those of other slots.
-    `learn` is told of the run and of the new tokens when the text has ended.
+    A long prompt is prefilled `chunk_length` tokens at a time; the rest shares the first verify
+    pass if both fit into `max_first_length`. `exact_target` is the target as the near-tie resolver
+    uses it. `drafter` is the name of the drafter, AUTO if rounds are planned.
+    """
+
+    request: GenerationRequest
+    prompt: list[int]
+    sampling: Sampling
+    seed: int
+    limit: int
+    plan: Plan
+    target: TimedModel
+    exact_target: TimedModel
+    draft: TimedModel | None
+    stopwatch: Stopwatch
+    lease: Lease
+    drafter: str
+    chunk_length: int
+    max_first_length: int
+    done: list[Round] = field(default_factory=list, init=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    num_new_tokens: int = field(default=0, init=False)
+    num_reused_tokens: int = field(default=0, init=False)
+    logit_noise: float = field(default=0.0, init=False)
+
+    def rounds(self) -> Generator[Round | None]:
+        """Yield the rounds; first None after each chunk of a long prompt but the last.
+
+        So other requests have turns meanwhile. An exact request prefills its whole prompt: cached
+        rows may be of longer passes.
+        """
+        if self.request.exact:
+            self.target.truncate(0)
+        resolver = self._near_tie_resolver()
+        longest = 1 if resolver or self.request.exact else self.max_first_length
+        decoder = SpeculativeDecoder(self.target, self.plan, self.stopwatch, resolver, longest)
+        yield from self._prefill(self.prompt[:-1])
+        yield from decoder.rounds(
+            self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs
+        )
+
+    def _prefill(self, tokens: list[int]) -> Generator[None]:
+        """Prefill all uncached chunks but the last, which the decoder reads."""
+        self.num_reused_tokens = self.target.reuse(tokens)
+        for start in range(self.num_reused_tokens, len(tokens), self.chunk_length):
+            if (end := start + self.chunk_length) < len(tokens):
+                self.target.prefill(tokens[start:end])
+                yield
+
+    def _near_tie_resolver(self) -> NearTieResolver | None:
+        """Return a resolver for greedy text if passes are not pass-length-invariant."""
+        if not self.sampling.greedy:
+            return None
+        exact, k = self.request.exact, self.plan.max_draft_tokens
+        with self.stopwatch.part("noise"):
+            noise = self.lease.slot.noise.bound(self.prompt, k, trusts_export=not exact)
+            self.logit_noise = noise
+        if exact and noise == UNBOUNDED:
+            raise SpecEdgeError(
+                "passes of this mixture of experts are not pass-length-invariant on this "
+                "device, which may change the choice of experts; use 0 draft tokens to be exact"
+            )
+        return NearTieResolver(self.exact_target, noise, exact) if noise else None
+
+    @property
+    def stats(self) -> Stats:
+        """Statistics so far."""
+        seconds, first = self.stopwatch.seconds.copy(), self.target.seconds_of_first
+        seconds["prefill"] -= first
+        seconds["verify"] += first
+        return compute_stats(
+            self.done,
+            self.request.fixed_k or 0,
+            seconds,
+            num_prompt_tokens=len(self.prompt),
+            num_new_tokens=self.num_new_tokens,
+            num_reused_tokens=self.num_reused_tokens,
+            num_draft_passes=self.draft.num_passes if self.draft else 0,
+            num_target_passes=self.target.num_passes,
+            num_exact_passes=self.exact_target.num_passes,
+        )
+
+    @property
+    def expected_speedup(self) -> float | None:
+        """Speed-up of planned rounds over plain decoding, by the cost table."""
+        return self.plan.planner.expected_speedup if isinstance(self.plan, AutoPlan) else None
+
+
+class Stream:
+    """Iterator over the pieces of a request's text. It may be closed or abandoned at any time.
+
+    It owns a slot until its text ends, or until it is closed, cancelled or garbage-collected,
+    whichever threads read it; its rounds take turns with those of other slots. `on_end` is called
+    with the request and the new tokens when the text has ended.
     """
 
     def __init__(
-        self, run: Run, text: Assembler, slots: Slots, learn: Callable[[Run, list[int]], None]
+        self,
+        active: ActiveRequest,
+        text: TextAssembler,
+        slots: Slots,
+        on_end: Callable[[ActiveRequest, list[int]], None],
     ) -> None:
-        self._run, self._text, self._slots, self._learn = run, text, slots, learn
-        self._rounds: Generator[Round | None] = run.rounds()
+        self._active, self._text, self._slots, self._on_end = active, text, slots, on_end
+        self._rounds: Generator[Round | None] = active.rounds()
         self._reading = threading.Lock()  # held by a reader, before it waits for a turn
         self._running = threading.Lock()  # held for a round
-        self._cancelled = False
+        self._is_cancelled = False
         self._chunk_seconds: float | None = None  # of the turn, if it read a part of the prompt
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        while not (self._text.finished or self._cancelled):
+        while not (self._text.is_finished or self._is_cancelled):
             try:
                 # A second reader must not hold a turn: the first one's round may wait for it.
                 with (
                     self._reading,
                     self._slots.turns,
                     self._running,
-                    self._run.watch.part("other"),
+                    self._active.stopwatch.part("other"),
                 ):
                     piece = self._next_piece()
             except BaseException:
                 self.cancel()
                 raise
-            if self._cancelled or self._text.finished:
+            if self._is_cancelled or self._text.is_finished:
                 self.cancel()
             if piece:
                 return piece
             self._share_turns()
         raise StopIteration
-
-    def _share_turns(self) -> None:
-        """After a part of a long prompt, let other streams have turns for as long as it took."""
-        if self._chunk_seconds is not None and self._slots.has_others(self):
-            self._slots.turns.wait_for_others(self._chunk_seconds, lambda: self._cancelled)
 
     def __enter__(self) -> Stream:
         return self
@@ -109,92 +208,97 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def traced(self) -> Iterator[list[Span]]:
-        """The pieces as spans: the text of each token, with what became of the token."""
+    def _share_turns(self) -> None:
+        """Let other streams have turns for as long as the last chunk of a long prompt took."""
+        if self._chunk_seconds is not None and self._slots.has_others(self._active.lease):
+            self._slots.turns.wait_for_others(self._chunk_seconds, lambda: self._is_cancelled)
+
+    def traced(self) -> Iterator[list[TextSpan]]:
+        """Yield the pieces as spans: the text of each token, with the token's outcome."""
         for _ in self:
             yield self._text.spans[-1]
 
     def close(self) -> None:
-        """Stop here; `generation` holds what there is."""
+        """Stop; `generation` has the result so far."""
         self.cancel()
 
     def cancel(self) -> None:
-        """Stop here, or after the round that a thread is in; that thread looks when it is done."""
-        self._cancelled = True
+        """Stop now, or after the round that a thread is running."""
+        self._is_cancelled = True
         if self._running.acquire(blocking=False):
             try:
                 self._rounds.close()
-                self._slots.give_back(self)
+                self._active.lease.release()
             finally:
                 self._running.release()
 
     @property
     def plan(self) -> Plan:
-        """What decides each round."""
-        return self._run.plan
+        """Plan of the rounds."""
+        return self._active.plan
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the text has ended, if it has."""
+        """Reason that the text ended, "unfinished" until then."""
         return self._text.finish_reason
 
     @property
     def num_rounds(self) -> int:
-        """How many rounds there were so far."""
-        return len(self._run.done)
+        """Number of rounds so far."""
+        return len(self._active.done)
 
     @property
     def stats(self) -> Stats:
-        """What was done so far."""
-        return self._run.stats
+        """Statistics so far."""
+        return self._active.stats
 
     @property
     def generation(self) -> Generation:
-        """What there is so far."""
-        run, text, rounds = self._run, self._text, self._run.done
-        k = run.request.fixed_k
+        """Result so far."""
+        active, text, rounds = self._active, self._text, self._active.done
+        k = active.request.fixed_k
         spans = [span for piece in text.spans for span in piece]
         return Generation(
             text="".join(span.text for span in spans),
             tokens=list(text.tokens),
             finish_reason=text.finish_reason,
-            seed=run.seed,
+            seed=active.seed,
             num_draft_tokens=AUTO if k is None else k,
-            drafter=run.drafter,
+            drafter=active.drafter,
             plan=summarize_rounds(rounds),
-            expected_speedup=run.expected_speedup,
-            stats=run.stats,
+            expected_speedup=active.expected_speedup,
+            stats=active.stats,
             rounds=list(rounds),
             spans=spans,
-            logprobs=None if run.request.logprobs is None else self.logprobs(),
-            lossy=None if k == 0 else run.sampling.lossy,
+            logprobs=None if active.request.logprobs is None else self.logprobs(),
+            lossy=None if k == 0 else active.sampling.lossy,
             near_ties=[t for r in rounds for t in r.near_ties if t.position < len(text.tokens)],
-            noise=run.logit_noise,
+            noise=active.logit_noise,
         )
+
+    def logprobs(self, start: int = 0) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the tokens from `start` on, if they were requested."""
+        return self._active.logprobs[start : len(self._text.tokens)]
 
     def tokens(self, start: int = 0) -> list[int]:
         """Return the tokens so far from `start` on."""
         return self._text.tokens[start:]
 
-    def logprobs(self, start: int = 0) -> list[TokenLogprobs]:
-        """Those of the tokens so far from one on, if they were asked for."""
-        return self._run.logprobs[start : len(self._text.tokens)]
-
     def _next_piece(self) -> str:
-        """Return what the next round adds to the text; nothing, if more of the prompt was read."""
-        if self._cancelled:  # while this thread waited for its turn
+        """Run a round and return its text, or prefill a chunk and return nothing."""
+        if self._is_cancelled:  # while this thread waited for its turn
             return ""
         if not self._slots.all:
-            raise SpecEdgeError("this stream ended when its pipeline was closed")
+            raise SpecEdgeError("the pipeline of this stream was closed")
         start = time.perf_counter()
         round_ = next(self._rounds)
         self._chunk_seconds = time.perf_counter() - start if round_ is None else None
         if round_ is None:
             return ""
-        piece = self._text.feed(zip(round_.tokens, fates(round_), strict=True))
-        self._run.done.append(round_)
-        self._run.logprobs += round_.logprobs or ()
-        self._run.num_new_tokens = len(self._text.tokens)
-        if self._text.finished:
-            self._learn(self._run, self._text.tokens)
+        piece = self._text.feed(zip(round_.tokens, token_outcomes(round_), strict=True))
+        self._active.done.append(round_)
+        self._active.logprobs += round_.logprobs or ()
+        self._active.num_new_tokens = len(self._text.tokens)
+        if self._text.is_finished:
+            self._on_end(self._active, self._text.tokens)
         return piece

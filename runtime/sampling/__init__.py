@@ -1,1 +1,1 @@
-"""Sampling: distributions from logits, and tokens from distributions."""
+"""Sampling: logits processors, filters, distributions and log-probabilities."""

@@ -1,1 +1,1 @@
-"""From text to tokens, and back."""
+"""Prompts, chat templates, grammars and detokenization."""

@@ -1,4 +1,4 @@
-"""What a request's options mean for one bundle: bad words as its tokens, and its end tokens."""
+"""Sampling options of a request for one bundle: tokens of bad words, and end tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specedge.errors import OptionError
 from specedge.request import GenerationRequest
 from specedge.sampling_options import Sampling
 
-from .tokenizing import encode
+from .tokenizer import encode
 
 
-def sampling_of(request: GenerationRequest, bundle: Bundle, tokenizer: Tokenizer) -> Sampling:
-    """How the bundle draws for a request; OptionError if that names a token it does not have."""
+def resolve_sampling(request: GenerationRequest, bundle: Bundle, tokenizer: Tokenizer) -> Sampling:
+    """Return the sampling options of a request. Raises OptionError for a token out of range."""
     words = dict.fromkeys(
         tokens for word in request.bad_words for tokens in _sequences(tokenizer, word)
     )
@@ -33,8 +33,10 @@ def sampling_of(request: GenerationRequest, bundle: Bundle, tokenizer: Tokenizer
 
 
 def _sequences(tokenizer: Tokenizer, word: str | Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The tokens of a bad word. Text counts with and without a space before it, which are other
-    tokens to most tokenizers; text that begins with white space is taken as it is.
+    """Yield the token sequences of a bad word.
+
+    Text is banned with and without a space before it, which have other tokens in most tokenizers,
+    unless it begins with white space.
     """
     if not isinstance(word, str):
         yield tuple(word)

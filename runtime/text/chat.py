@@ -1,8 +1,7 @@
-"""A chat as the prompt that the target was trained on: its own Jinja template, as transformers
-renders it.
+"""Chat templates: the target's Jinja template, rendered as transformers does.
 
-A template comes with a checkpoint, so it is code that nobody here has read: it runs in Jinja's
-sandbox and sees plain values alone.
+A template comes with a checkpoint and is untrusted code: it runs in Jinja's sandbox and sees plain
+values only.
 """
 
 from __future__ import annotations
@@ -208,8 +207,11 @@ def _shows_calls(message: Mapping[str, Any], text: str) -> bool:
 
 
 def load_template(bundle: Bundle) -> jinja2.Template:
-    """The bundle's chat template, ready to render. Raises BundleError if it is broken,
-    PromptError if there is none.
+    """Return the compiled chat template of a bundle.
+
+    Raises:
+        BundleError: The template is broken.
+        PromptError: There is none.
     """
     name, text = bundle.target.source.id, bundle.chat_template
     if text is None:
@@ -224,7 +226,7 @@ def load_template(bundle: Bundle) -> jinja2.Template:
 
 
 class _RefusedError(Exception):
-    """What a template says of messages that it does not take."""
+    """Refusal of messages by a template."""
 
 
 @lru_cache(maxsize=8)
@@ -256,7 +258,7 @@ class _Generation(Extension):
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """Refuses names that could reach into Python, as transformers does."""
+    """Namespace that refuses names that could reach into Python, as in transformers."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):

@@ -1,4 +1,4 @@
-"""Compilation of grammars, each in a thread of its own.
+"""Compilation of grammars in background threads.
 
 llguidance takes from a millisecond to minutes, cannot be stopped, and lets Python run meanwhile.
 """
@@ -22,10 +22,10 @@ LOWEST_PRIORITY = 19
 
 
 class Compilations:
-    """Runs `NUM_AT_A_TIME` compilations, in the order in which they come.
+    """Executor of `NUM_AT_A_TIME` compilations at a time, first in, first out.
 
-    One that overruns `PATIENCE` seconds lets the next one begin, and gets the CPU time that others
-    leave (on Linux, where threads have priorities). At most `MAX_OVERRUNS` do.
+    One that overruns `PATIENCE` seconds lets the next one begin and runs at the lowest priority (on
+    Linux, where threads have priorities). At most `MAX_OVERRUNS` do.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Compilations:
         self.num_overruns = 0
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in a thread, which does not keep the process from ending.
+        """Run `work` in a daemon thread.
 
         Work whose future is cancelled before its turn comes is not begun.
         """

@@ -1,23 +1,182 @@
-"""From tokens to text as they come: whole characters, and stop strings."""
+"""Text of generated tokens: whole characters, stop strings, finish reason and token outcomes.
+
+No I/O.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from tokenizers import Tokenizer
 
-from .tokenizing import decode
+from specedge.option_specs import NameEnum
+
+from ..decoding.protocols import Round
+from .tokenizer import decode
 
 _CONTEXT = 8  # tokens of the prompt that decoding sees, so that the first space is right
 
 
-class Detokenizer:
-    """Turns tokens into text pieces that never split a character.
+class FinishReason(NameEnum):
+    """Reason that a text ends."""
 
-    A piece is what a token adds to the text of the tokens before it, held back while it ends in an
-    incomplete character. Pieces depend on the tokens alone, not on how they are grouped. Special
-    tokens have no text, but for those that are `shown`.
+    LENGTH = "length"  # as many tokens as requested
+    END = "end"  # an end token
+    STOP = "stop"  # a stop string
+    CONTEXT = "context"  # the context is full
+    UNFINISHED = "unfinished"  # it was closed early
+
+
+class TokenOutcome(NameEnum):
+    """Origin of a committed token."""
+
+    ACCEPTED = "accepted"  # a draft token that the target accepted
+    RECOVERED = "recovered"  # the target's own after a rejection
+    BONUS = "bonus"  # the target's own after it accepted the whole draft
+    PLAIN = "plain"  # the target's own without a draft
+
+
+@dataclass(frozen=True)
+class TextSpan:
+    """Text that one token completed, and the token's outcome."""
+
+    text: str
+    outcome: TokenOutcome
+
+    @property
+    def fate(self) -> TokenOutcome:
+        """Alias of `outcome`."""
+        return self.outcome
+
+
+def token_outcomes(round_: Round) -> list[TokenOutcome]:
+    """Return the outcome of each token of a round: accepted ones, and one of the target's own."""
+    if not round_.num_drafted:
+        last = TokenOutcome.PLAIN
+    elif round_.num_accepted < round_.num_drafted:
+        last = TokenOutcome.RECOVERED
+    else:
+        last = TokenOutcome.BONUS
+    return [TokenOutcome.ACCEPTED] * round_.num_accepted + [last]
+
+
+class TextAssembler:
+    """Text of one request, assembled from the tokens of its rounds.
+
+    Attributes:
+        tokens: Tokens up to the end of the text.
+        spans: Spans of each piece.
+        finish_reason: Reason that the text ended.
+
+    Args:
+        tokenizer: Tokenizer of the bundle.
+        prompt: Tokens before the text.
+        stops: Stop strings.
+        ends: End tokens.
+        limit: Maximum number of tokens.
+        at_limit: Finish reason at the limit.
+        shown: Special tokens whose names are in the text.
+        include_stop: True if the text includes the stop string that ends it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        *,
+        stops: Sequence[str],
+        ends: frozenset[int],
+        limit: int,
+        at_limit: FinishReason,
+        shown: Collection[int] = (),
+        include_stop: bool = False,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt, shown)
+        self._stop_strings = StopStrings(stops, include_stop)
+        self._buffer = SpanBuffer()
+        self._ends, self._limit, self._at_limit = ends, limit, at_limit
+        self.tokens: list[int] = []
+        self.spans: list[list[TextSpan]] = []
+        self.finish_reason = FinishReason.UNFINISHED
+
+    @property
+    def is_finished(self) -> bool:
+        """True if no token can follow."""
+        return self.finish_reason != FinishReason.UNFINISHED
+
+    def feed(self, committed: Iterable[tuple[int, TokenOutcome]]) -> str:
+        """Add a round's tokens, up to the end of the text; return the new text."""
+        piece = "".join(self._add(token, outcome) for token, outcome in committed)
+        if self.is_finished:
+            piece += self._flush()
+        self.spans.append(self._buffer.take(len(piece)))
+        return piece
+
+    def _add(self, token: int, outcome: TokenOutcome) -> str:
+        if self.is_finished:
+            return ""
+        self.tokens.append(token)
+        if token in self._ends:
+            self.finish_reason = FinishReason.END
+            return ""
+        text = self._detokenizer.feed(token)
+        self._buffer.add(text, outcome)
+        text = self._stop_strings.feed(text)
+        if self._stop_strings.has_matched:
+            self.finish_reason = FinishReason.STOP
+        elif len(self.tokens) == self._limit:
+            self.finish_reason = self._at_limit
+        return text
+
+    def _flush(self) -> str:
+        """Return the text held back until now."""
+        text = self._detokenizer.flush()
+        self._buffer.add(text)
+        text = self._stop_strings.feed(text)
+        if self._stop_strings.has_matched:
+            self.finish_reason = FinishReason.STOP
+        return text + self._stop_strings.flush()
+
+
+class SpanBuffer:
+    """Outcomes of text that is emitted later than its tokens were committed.
+
+    A character belongs to the token that completed it. Text that is never emitted, such as a stop
+    string, gives no span.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[TextSpan] = deque()
+        self._last = TokenOutcome.PLAIN
+
+    def add(self, text: str, outcome: TokenOutcome | None = None) -> None:
+        """Add the text that a token completed, or without an outcome the last token's rest."""
+        self._last = outcome or self._last
+        self._pending.append(TextSpan(text, self._last))
+
+    def take(self, length: int) -> list[TextSpan]:
+        """Return the spans of the next `length` characters; tokens without text have none."""
+        spans = []
+        while length:
+            span = self._pending.popleft()
+            if len(span.text) > length:
+                self._pending.appendleft(TextSpan(span.text[length:], span.outcome))
+                span = TextSpan(span.text[:length], span.outcome)
+            length -= len(span.text)
+            if span.text:
+                spans.append(span)
+        return spans
+
+
+class Detokenizer:
+    """Decoder of tokens into pieces of text that never split a character.
+
+    A piece is the text that a token adds to that of the tokens before it, held back while it ends
+    in an incomplete character. Pieces depend on the tokens alone, not on how they are grouped.
+    Special tokens have no text, except those that are `shown`.
     """
 
     def __init__(
@@ -25,39 +184,39 @@ class Detokenizer:
     ) -> None:
         self._decode = partial(decode, tokenizer)
         self._names = {token: str(tokenizer.id_to_token(token)) for token in shown}
-        self._shown = list(prompt[-_CONTEXT:])
+        self._emitted = list(prompt[-_CONTEXT:])
         self._pending: list[int] = []
-        while self._shown and self._decode(self._shown).endswith("\ufffd"):
-            self._pending.insert(0, self._shown.pop())
-        self._prompts = ""  # what the prompt itself shows of the pending tokens
-        self._prompts = self._new_text()
+        while self._emitted and self._decode(self._emitted).endswith("\ufffd"):
+            self._pending.insert(0, self._emitted.pop())
+        self._prompt_text = ""  # text of pending tokens that belongs to the prompt
+        self._prompt_text = self._new_text()
 
     def feed(self, token: int) -> str:
-        """The text that has become certain with this token."""
+        """Return the text that this token completes."""
         if token in self._names:
             text = self.flush() + self._names[token]
-            self._shown, self._prompts = [token], ""
+            self._emitted, self._prompt_text = [token], ""
             return text
         self._pending.append(token)
         text = self._new_text()
         if not text or text.endswith("\ufffd"):
             return ""
-        self._shown, self._pending, self._prompts = self._pending, [], ""
+        self._emitted, self._pending, self._prompt_text = self._pending, [], ""
         return text
 
     def flush(self) -> str:
-        """What is left: an incomplete character, shown as the replacement character."""
+        """Return the rest: an incomplete character, as the replacement character."""
         text, self._pending = self._new_text(), []
         return text
 
     def _new_text(self) -> str:
-        before = self._decode(self._shown)
-        text = self._decode(self._shown + self._pending)[len(before) :]
-        return text.removeprefix(self._prompts)
+        before = self._decode(self._emitted)
+        text = self._decode(self._emitted + self._pending)[len(before) :]
+        return text.removeprefix(self._prompt_text)
 
 
 class StopStrings:
-    """Passes text on, holding back a possible beginning of a stop string.
+    """Filter that ends a text at a stop string and holds back a possible beginning of one.
 
     With `include_stop` the text ends with the stop string, else before it.
     """
@@ -65,16 +224,16 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         self._stops, self._include_stop = tuple(stops), include_stop
         self._held = ""
-        self.found = False
+        self.has_matched = False
 
     def feed(self, text: str) -> str:
-        """The text that no stop string can take back; after a stop string, nothing more."""
-        if self.found:
+        """Return the text that no stop string can begin in; nothing after a stop string."""
+        if self.has_matched:
             return ""
         self._held += text
         starts = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if starts:
-            self.found = True
+            self.has_matched = True
             start, stop = min(starts)
             end = start + len(stop) if self._include_stop else start
             text, self._held = self._held[:end], ""
@@ -85,12 +244,12 @@ class StopStrings:
         return text
 
     def flush(self) -> str:
-        """What was held back, once nothing can follow."""
+        """Return the text held back, once nothing can follow."""
         text, self._held = self._held, ""
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest end of `text` that begins `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,9 +1,8 @@
-"""Texts that follow a grammar: which of V tokens may come next, as llguidance says.
+"""Constrained decoding: token masks of a JSON schema, regular expression or Lark grammar.
 
-What may follow depends on the text alone, never on who asks: so draft, target and plain decoding
-mask their logits alike, and the text follows the target's distribution under that mask, token by
-token. A JSON schema, a regular expression or a Lark grammar; nothing but an end token follows a
-text that is complete and cannot go on.
+llguidance computes the masks. A mask depends on the text alone, so that draft, target and plain
+decoding mask their logits alike, and the text follows the target's distribution under the mask,
+token by token. Only an end token follows a complete text that cannot continue. V tokens.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from .compilation import Compilations
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Of a request's matcher for its text, and of those that its drafts or other texts filled, too: each
-# may have taken a second to fill.
+# Renewals of a request's matcher, counted for its text and for its drafts or other texts: to fill a
+# lexer may take a second.
 MAX_RENEWALS = 8
-NUM_KEPT = 16  # compiled grammars: lines of a file and a request's choices share theirs
+NUM_CACHED = 16  # compiled grammars: lines of a file and a request's choices share theirs
 COMPILE_SECONDS = 20.0  # for a request's grammars: what is larger could take minutes
 # A state of the lexer takes one or two kilobytes. llguidance's own limit is 250,000.
 _LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
-# Between two signs of JSON: a space, or a new line with its indentation. JSON itself sets no bound,
-# and models go on.
+# Between two symbols of JSON: a space, or a new line with its indentation. JSON itself sets no
+# bound, and models may never stop.
 WHITE_SPACE = r" |\n[ \t]{0,20}"
 
 
 class Grammars:
-    """The grammars of a bundle's requests. The tokenizer is handed over when one is first used."""
+    """Cache of compiled grammars of a bundle. llguidance gets the tokenizer on first use."""
 
     def __init__(self, bundle: Bundle, tokenizer: Tokenizer) -> None:
         self._bundle, self._tokenizer = bundle, tokenizer
@@ -57,33 +56,33 @@ class Grammars:
         self._num_waiting: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
-    def constraint(self, request: GenerationRequest) -> Constraint | None:
-        """What a request's text must follow, if anything; OptionError where it cannot be had."""
-        given = request.grammar_given
-        if given is None:
+    def constraint(self, request: GenerationRequest) -> GrammarConstraint | None:
+        """Return the constraint of a request, if any. Raises OptionError if it is impossible."""
+        grammar = request.grammar_given
+        if grammar is None:
             return None
         ends = self._bundle.end_tokens
         if not ends:
             raise OptionError(
-                f"{given[0]} needs an end token, {self._bundle.target.source.id} has none; "
+                f"{grammar[0]} needs an end token, {self._bundle.target.source.id} has none; "
                 "leave it out",
-                given[0],
+                grammar[0],
             )
-        budget = _Budget(given[0], COMPILE_SECONDS)
-        matcher = self._matcher(*given, budget)
-        renew = partial(self._renewed, matcher, *given, budget)
-        found = Constraint(matcher, self._bundle.target.vocab_size, ends, renew)
-        if found.banned(History([])).all():
+        budget = _Budget(grammar[0], COMPILE_SECONDS)
+        matcher = self._matcher(*grammar, budget)
+        renew = partial(self._renewed, matcher, *grammar, budget)
+        constraint = GrammarConstraint(matcher, self._bundle.target.vocab_size, ends, renew)
+        if constraint.banned(History([])).all():
             raise OptionError(
-                f"{given[0]} allows no text that this bundle's tokens can spell", given[0]
+                f"{grammar[0]} allows no text that this bundle's tokens can spell", grammar[0]
             )
-        return found
+        return constraint
 
     def _matcher(self, name: str, text: str, budget: _Budget) -> LLMatcher:
-        """Return a matcher that has read nothing, and must not."""
+        """Return a shared matcher, which must be copied before it reads a token."""
         key = name, text
         with self._lock:
-            self._tokens = self._tokens or self._handed_over(name)
+            self._tokens = self._tokens or self._llguidance_tokenizer(name)
             if matcher := self._compiled.get(key):
                 self._compiled.move_to_end(key)
                 return matcher
@@ -128,12 +127,12 @@ class Grammars:
         with self._lock:
             del self._running[name, text]
             self._compiled[name, text] = matcher
-            while len(self._compiled) > NUM_KEPT:
+            while len(self._compiled) > NUM_CACHED:
                 self._compiled.popitem(last=False)
         return matcher
 
-    def _handed_over(self, name: str) -> Any:
-        """The tokenizer as llguidance takes it."""
+    def _llguidance_tokenizer(self, name: str) -> Any:
+        """Return the tokenizer in llguidance's form."""
         try:
             import llguidance
         except ImportError as error:
@@ -152,13 +151,13 @@ class Grammars:
 
 
 class _Budget:
-    """Seconds that a request may wait for its grammars."""
+    """Time budget of a request for the compilation of its grammars."""
 
     def __init__(self, option: str, seconds: float) -> None:
         self._option, self._total, self._left = option, seconds, seconds
 
     def wait(self, running: Future[LLMatcher]) -> LLMatcher:
-        """Return what is compiled; OptionError where the budget does not suffice."""
+        """Return the compiled matcher. Raises OptionError if the budget is exceeded."""
         begin = time.perf_counter()
         try:
             return running.result(max(0.0, self._left))
@@ -173,49 +172,57 @@ class _Budget:
 
 
 def compiled(tokens: Any, name: str, text: str) -> LLMatcher:
-    """A matcher for a grammar of that kind; OptionError where llguidance refuses it."""
+    """Compile a matcher for a grammar. Raises OptionError if llguidance refuses it."""
     from llguidance import LLMatcher, LLParserLimits
 
     read = {
-        "json_schema": _of_schema,
+        "json_schema": _schema_grammar,
         "regex": LLMatcher.grammar_from_regex,
         "grammar": LLMatcher.grammar_from_lark,
     }[name]
     try:
-        made = LLMatcher(tokens, read(text), log_level=0, limits=LLParserLimits(**_LIMITS))
-        reason = made.get_error()
+        matcher: LLMatcher = LLMatcher(
+            tokens, read(text), log_level=0, limits=LLParserLimits(**_LIMITS)
+        )
+        reason = matcher.get_error()
     except ValueError as error:
         reason = str(error)
     if reason:
         raise OptionError(f"{name} is refused by llguidance: {_one_line(reason)}", name)
-    return made
+    return matcher
 
 
-def _of_schema(text: str) -> str:
-    """A schema's grammar; its white space is bounded unless it says itself what there may be."""
+def _schema_grammar(text: str) -> str:
+    """Return a schema's grammar, with bounded white space unless it has settings of its own."""
     from llguidance import LLMatcher
 
-    own = json.loads(text).get("x-guidance")
-    says = isinstance(own, dict) and any(name.startswith("whitespace_") for name in own)
-    defaults = None if says else {"whitespace_pattern": WHITE_SPACE}
-    found: str = LLMatcher.grammar_from_json_schema(text, defaults)
-    return found
+    settings = json.loads(text).get("x-guidance")
+    has_white_space = isinstance(settings, dict) and any(
+        name.startswith("whitespace_") for name in settings
+    )
+    defaults = None if has_white_space else {"whitespace_pattern": WHITE_SPACE}
+    grammar: str = LLMatcher.grammar_from_json_schema(text, defaults)
+    return grammar
 
 
-class Constraint:
-    """What may follow a text that begins to follow a grammar after its prompt.
+class GrammarConstraint:
+    """Token masks of a text that follows a grammar after its prompt.
 
-    `matcher` has read nothing and is copied; `ends` end a text that is complete. It goes along with
-    whoever asks, over a draft and back to where another one begins, and remembers the masks of as
-    many positions as a round has, so that draft and target share them.
+    It follows drafts and rolls back to where another draft begins, and caches the masks of as many
+    positions as a round has, so that draft and target share them.
 
-    Where llguidance's limits stop it, `renew` gives another matcher, as other texts, and drafts
-    that the text never followed, may have filled this one. So the text has renewals of its own, and
-    drafts that used up theirs are followed no more. Where the text's own are used up still depends
-    on when it got them.
+    If llguidance's limits stop it, `renew` gives another matcher, since other texts, and drafts
+    that were rejected, may have filled the lexer of this one. The text has renewals of its own;
+    drafts that used up theirs are not followed any more.
 
-    `outside_turn` gives a context in which it gets another matcher, for one that is asked within
-    the turn of its pipeline: compiling takes up to seconds.
+    Attributes:
+        outside_turn: Context for a renewal within a pipeline's turn, since it may take seconds.
+
+    Args:
+        matcher: Matcher without tokens; it is copied.
+        vocab_size: Number of tokens V.
+        ends: End tokens, which end a complete text.
+        renew: Function that compiles another matcher.
     """
 
     outside_turn: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -239,8 +246,10 @@ class Constraint:
         self._masks: dict[int, NDArray[np.bool_]] = {}
 
     def banned(self, history: History) -> NDArray[np.bool_]:
-        """Whether each token cannot follow a text. OptionError if that breaks the grammar, as a
-        text that a drafter only reckons with may. -> [V]
+        """Return the mask of the tokens that cannot follow a text. -> [V]
+
+        Raises:
+            OptionError: The text breaks the grammar, as a draft may.
         """
         drafted = history.length > history.num_kept
         if drafted and self._num_renewals["mixed"] >= MAX_RENEWALS:
@@ -264,12 +273,12 @@ class Constraint:
             raise
 
     def _may_renew(self) -> bool:
-        """Count one renewal more; whether it may be."""
+        """Count a renewal; return True if it is allowed."""
         self._num_renewals["mixed" if self._mixed else "text"] += 1
         return self._mixed or self._num_renewals["text"] <= MAX_RENEWALS
 
     def _after(self, new: list[int]) -> NDArray[np.bool_]:
-        shared = _shared(self._read, new)
+        shared = _common_prefix_length(self._read, new)
         if shared < len(new) or shared not in self._masks:
             self._go_back(shared)
             self._read_on(new[shared:])
@@ -279,9 +288,9 @@ class Constraint:
         return self._masks[len(new)]
 
     def forced(self, history: History) -> int | None:
-        """The one token that may follow a text; None if several may, or an end token ended it.
+        """Return the forced token after a text; None if several may follow, or it has ended.
 
-        By the mask alone: what llguidance calls forced is bytes, which other tokens may spell.
+        It follows from the mask: llguidance's forced bytes may have several spellings in tokens.
         """
         banned = self.banned(history)
         if history.num_new_tokens and history.last(1)[0] in self._ends:
@@ -319,7 +328,7 @@ class Constraint:
         return banned
 
     def _check(self) -> None:
-        """An error where llguidance's limits stopped it."""
+        """Raise an error if llguidance's limits stopped the matcher."""
         if reason := self._matcher.get_error():
             raise _LimitError(f"the grammar cannot be followed here: {_one_line(reason)}")
 
@@ -329,15 +338,15 @@ class Constraint:
 
 
 class _LimitError(OptionError):
-    """llguidance's limits were reached, perhaps by other texts than this one."""
+    """Error at llguidance's limits, perhaps reached by other texts than this one."""
 
 
-def _shared(one: list[int], other: list[int]) -> int:
-    """How many tokens two texts begin with alike, found by halves: both may be long."""
-    low, high = 0, min(len(one), len(other))
+def _common_prefix_length(first: list[int], second: list[int]) -> int:
+    """Return the length of the common prefix by bisection, as both texts may be long."""
+    low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == second[low:middle]:
             low = middle
         else:
             high = middle - 1

@@ -1,4 +1,4 @@
-"""The messages of a chat, checked."""
+"""Validation of chat messages."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class TemplateOptions:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A copy of messages in plain values, each with a role and a content; else PromptError."""
+    """Return a copy of messages with a role and content each. Raises PromptError."""
     if not isinstance(messages, list | tuple) or not messages:
         raise PromptError("messages must be a list of at least one {'role': ..., 'content': ...}")
     for i, message in enumerate(messages):
-        given = message if isinstance(message, Mapping) else {}
+        fields = message if isinstance(message, Mapping) else {}
         for key in ("role", "content"):
-            if not isinstance(given.get(key), str):
+            if not isinstance(fields.get(key), str):
                 raise PromptError(f"messages[{i}] must have '{key}' as text")
     return plain(messages, "messages")
 
 
 def plain(objects: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
-    """A copy of objects in plain values; PromptError, which names them, if they hold others."""
+    """Return a copy of objects as JSON values. Raises PromptError with their name."""
     try:
         copied: list[dict[str, Any]] = json.loads(json.dumps([dict(one) for one in objects]))
     except (TypeError, ValueError, RecursionError) as error:

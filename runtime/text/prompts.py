@@ -1,4 +1,4 @@
-"""From what a caller gives, text, ids or messages, to the tokens of a prompt."""
+"""Tokens of a prompt, which is text, token ids or chat messages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from specedge.bundle import Bundle
 from specedge.errors import ContextLengthError, PromptError
 
 from .messages import TemplateOptions, plain, plain_messages
-from .special import SpecialTokens
-from .tokenizing import encode
+from .special_tokens import SpecialTokens
+from .tokenizer import encode
 
 Tools = Sequence[Mapping[str, Any]]  # what the assistant of a chat may call
 UserPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, tokens, or a chat
@@ -22,9 +22,9 @@ _LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of
 
 
 class Prompts:
-    """The prompts of a bundle as its tokenizer's tokens.
+    """Encoder of prompts for a bundle.
 
-    With `special_tokens` a text that spells a special token has that token, else it is text.
+    With `special_tokens` text that spells a special token is encoded as that token, else as text.
     """
 
     def __init__(self, bundle: Bundle, tokenizer: Tokenizer) -> None:
@@ -32,7 +32,7 @@ class Prompts:
         self._special = SpecialTokens(tokenizer)
 
     def tokens(self, prompt: str | Sequence[int], special_tokens: bool = False) -> list[int]:
-        """The tokens of a prompt; PromptError or ContextLengthError if no model can continue it."""
+        """Return the tokens of a prompt. Raises PromptError or ContextLengthError."""
         vocab_size, context = self._bundle.target.vocab_size, self._bundle.context_length
         if not isinstance(prompt, str):
             tokens = _ids(prompt)
@@ -59,7 +59,7 @@ class Prompts:
     def completion_tokens(
         self, text: str, add_special_tokens: bool = True, max_length: int | None = None
     ) -> list[int]:
-        """Return the tokens of a text in which special tokens control, as in rendered prompts.
+        """Return the tokens of a text with special tokens, as in rendered prompts.
 
         A BOS token that both the text and the tokenizer begin with is there once. Of more than
         `max_length` tokens the last ones are kept.
@@ -79,8 +79,8 @@ class Prompts:
         tools: Tools | None = None,
         options: TemplateOptions = _DEFAULTS,
     ) -> list[int]:
-        """The tokens of a text, of token ids, or of a chat; the rest as of `tokens`."""
-        if not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt):
+        """Return the tokens of text, token ids or a chat, as `tokens` does."""
+        if not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt):
             chat = cast(Sequence[Mapping[str, Any]], prompt)
             prompt = self.chat_tokens(chat, special_tokens, tools, options)
         return self.tokens(cast(str | Sequence[int], prompt), special_tokens)
@@ -92,9 +92,9 @@ class Prompts:
         tools: Tools | None = None,
         options: TemplateOptions = _DEFAULTS,
     ) -> list[int]:
-        """The tokens of a chat; the template writes the special tokens itself, so none are added.
+        """Return the tokens of a chat. The template writes the special tokens, so none are added.
 
-        With `special_tokens` the messages and the tools may write them too.
+        With `special_tokens` messages and tools may write them, too.
         """
         from .chat import render  # plain prompts do without Jinja
 
@@ -104,13 +104,13 @@ class Prompts:
         self._check_text(text)
         if special_tokens:
             return encode(self._tokenizer, text, add_special_tokens=False)
-        given = [plain_messages(messages), None if tools is None else plain(tools, "tools")]
+        chat = [plain_messages(messages), None if tools is None else plain(tools, "tools")]
 
         def render_hidden(hidden: list[Any]) -> str:
             messages, tools = hidden
             return render(self._bundle, messages, tools, options, check_visible=False)
 
-        return self._special.encode_chat(text, given, render_hidden)
+        return self._special.encode_chat(text, chat, render_hidden)
 
     def _check_text(self, text: str) -> None:
         context = self._bundle.context_length

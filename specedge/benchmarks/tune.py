@@ -29,10 +29,10 @@ from specedge.runtime.planning.measurement import (
     Models,
     Progress,
 )
-from specedge.runtime.requests import loading
+from specedge.runtime.requests import loader
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
-from specedge.runtime.text.tokenizing import encode
+from specedge.runtime.text.tokenizer import encode
 from specedge.sampling_options import Sampling
 
 SECONDS = 3.0  # of sweeps through all passes
@@ -184,7 +184,7 @@ def fastest_threads(bundle: str | os.PathLike[str] | None, ops: str) -> int | No
     )
     if len(counts) == 1 or size > LARGE_WEIGHTS or has_pool():
         return None
-    pipelines = {n: loading.load(bundle, threads=n, ops=ops) for n in counts}
+    pipelines = {n: loader.load(bundle, threads=n, ops=ops) for n in counts}
     seconds: dict[tuple[int, int], list[float]] = {
         (n, k): [] for n in counts for k in _DRAFT_LENGTHS
     }

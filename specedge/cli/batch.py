@@ -14,7 +14,7 @@ import click
 
 from specedge.bundle.store import errors_naming
 from specedge.cli.terminal import pluralize, progress_bar
-from specedge.runtime.requests.items import Item, answered, check_drafters
+from specedge.runtime.requests.batch import BatchItem, check_drafters, run_item
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 NEW, OVERWRITE, RESUME = "new", "overwrite", "resume"
 
 
-def generate_results(pipeline: Pipeline, items: list[Item]) -> Iterator[dict[str, Any]]:
+def generate_results(pipeline: Pipeline, items: list[BatchItem]) -> Iterator[dict[str, Any]]:
     """Yield the results of prompts; raise before any of them runs."""
     if any(item.messages for item in items):
         from specedge.runtime.text.chat import load_template
 
         load_template(pipeline.bundle)
     check_drafters(pipeline.drafters, ((item.place, item.request["drafter"]) for item in items))
-    return (answered(pipeline, item) for item in items)
+    return (run_item(pipeline, item) for item in items)
 
 
 def write_results(
@@ -65,7 +65,7 @@ def write_results(
     return not failed
 
 
-def remaining(items: Sequence[Item], output: str, seeded: bool) -> list[Item]:
+def remaining(items: Sequence[BatchItem], output: str, seeded: bool) -> list[BatchItem]:
     """Return the prompts without a line in an output file.
 
     Args:
@@ -93,7 +93,7 @@ def remaining(items: Sequence[Item], output: str, seeded: bool) -> list[Item]:
     return [item for item in items if item.index not in completed]
 
 
-def _index(result: object, items: Sequence[Item], seeded: bool) -> int:
+def _index(result: object, items: Sequence[BatchItem], seeded: bool) -> int:
     index = result.get("index") if isinstance(result, dict) else None
     if not isinstance(result, dict) or type(index) is not int or not 0 <= index < len(items):
         raise JsonError("it is not a result of these prompts")

@@ -225,10 +225,10 @@ def _report(
     from specedge.benchmarks.measure import PLAIN_SETTING
     from specedge.benchmarks.summary import losing, summarize
     from specedge.cli.bench_output import BenchmarkReport
-    from specedge.runtime.text.bad_words import sampling_of
+    from specedge.runtime.text.bad_words import resolve_sampling
 
     distribution = GenerationRequest(**request, ignore_eos=True)
-    sampling = sampling_of(distribution, pipeline.bundle, pipeline.tokenizer)
+    sampling = resolve_sampling(distribution, pipeline.bundle, pipeline.tokenizer)
     alphas = {}
     for i, prompt in enumerate(prompts):
         text = measured.texts[PLAIN_SETTING, i]

@@ -33,11 +33,11 @@ from specedge.cli.terminal import sanitize_line
 @options.ops
 def build(bundle: str | None, device: str, gpu: str | None, output: Path | None, ops: str) -> None:
     """Build TensorRT engines of a bundle ahead of time."""
-    from specedge.runtime.requests import building
+    from specedge.runtime.backend.cuda import engine_builder
 
     start = time.perf_counter()
     report = lambda graph: click.echo(sanitize_line(f"building {graph}"), err=True)  # noqa: E731
-    for engine in building.build(bundle, device, gpu, output, ops, report):
+    for engine in engine_builder.build_engines(bundle, device, gpu, output, ops, report):
         status = "exists" if engine.seconds is None else f"took {engine.seconds:.1f} s"
         click.echo(sanitize_line(f"{engine.graph} {status}"), err=True)
         click.echo(sanitize_line(str(engine.path)))

@@ -21,14 +21,14 @@ from specedge.bundle import Bundle, store
 from specedge.cli.terminal import pluralize, sanitize_line
 from specedge.errors import BundleError, SpecEdgeError
 from specedge.ray import Generate, actor_resources, fix_draft_length, import_ray
-from specedge.runtime.requests.items import Item, answered, check_drafters, failed
+from specedge.runtime.requests.batch import BatchItem, check_drafters, error_result, run_item
 
 ANY_CLUSTER = "any"  # `--ray` without an address
 HEAD_PORT = 6379  # Ray's default
 CONNECT_TIMEOUT = 10.0  # seconds; Ray itself retries for minutes
 MAX_ATTEMPTS = 5  # passes that may lose a prompt's worker before the prompt gets an error
 
-Attempt = Callable[[list[Item]], Iterator[tuple[int, dict[str, Any]]]]
+Attempt = Callable[[list[BatchItem]], Iterator[tuple[int, dict[str, Any]]]]
 
 
 class ItemGenerator(Generate):
@@ -44,13 +44,13 @@ class ItemGenerator(Generate):
         items = [pickle.loads(item) for item in batch["item"]]
         return {
             "index": [item.index for item in items],
-            "result": [pickle.dumps(answered(self.pipeline, item)) for item in items],
+            "result": [pickle.dumps(run_item(self.pipeline, item)) for item in items],
         }
 
 
 @contextmanager
 def generate_results(
-    address: str, num_actors: int | None, models: dict[str, Any], items: list[Item]
+    address: str, num_actors: int | None, models: dict[str, Any], items: list[BatchItem]
 ) -> Iterator[Iterator[dict[str, Any]]]:
     """Connect to a cluster and yield the results of prompts, in their order.
 
@@ -103,7 +103,7 @@ def check_devices(*devices: str | None) -> None:
             )
 
 
-def in_order(items: list[Item], attempt: Attempt) -> Iterator[dict[str, Any]]:
+def in_order(items: list[BatchItem], attempt: Attempt) -> Iterator[dict[str, Any]]:
     """Yield results in the order of their prompts, and retry prompts whose worker was lost.
 
     Ray's own retries would wait for the lost actor to restart, which never happens where the
@@ -123,11 +123,13 @@ def in_order(items: list[Item], attempt: Attempt) -> Iterator[dict[str, Any]]:
     if len(missing) == len(items) > 1:
         raise SpecEdgeError("every worker was lost before it completed a prompt; see Ray's logs")
     for index, item in missing.items():
-        ready[index] = failed(item, f"its worker was lost {MAX_ATTEMPTS} times; see Ray's logs")
+        ready[index] = error_result(
+            item, f"its worker was lost {MAX_ATTEMPTS} times; see Ray's logs"
+        )
     yield from (ready[index] for index in due)
 
 
-def _check_items(bundle: Bundle, items: list[Item]) -> None:
+def _check_items(bundle: Bundle, items: list[BatchItem]) -> None:
     """Fix K of each prompt; raise before any of them runs."""
     from specedge.runtime.drafters.registry import DrafterRegistry
     from specedge.runtime.text.chat import load_template
@@ -147,7 +149,7 @@ def _check_items(bundle: Bundle, items: list[Item]) -> None:
 
 def _attempt(
     ray: Any,
-    items: list[Item],
+    items: list[BatchItem],
     *,
     digest: str,
     models: dict[str, Any],

@@ -140,7 +140,7 @@ def _many(
     from specedge.cli import batch, cluster
     from specedge.cli.batch import NEW, OVERWRITE, RESUME, remaining
     from specedge.cli.prompts import read_prompts
-    from specedge.runtime.requests.items import asked_of
+    from specedge.runtime.requests.batch import item_fingerprint
 
     if resume and (overwrite or output == "-"):
         raise click.UsageError("--resume needs --output and excludes --overwrite")
@@ -149,7 +149,7 @@ def _many(
         options.check_output(output, [prompts], overwrite=way != NEW)
     fingerprint = Bundle.read(store.find_bundle(models["bundle"])).digest(), models["ops"]
     items = [
-        replace(item, asked=asked_of(item, *fingerprint))
+        replace(item, asked=item_fingerprint(item, *fingerprint))
         for item in read_prompts(prompts, form, chat, system, request)
     ]
     if way == RESUME:

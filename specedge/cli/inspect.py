@@ -44,7 +44,7 @@ def _memory(bundle: Bundle, device: str, ops: str, as_json: bool) -> None:
     """Print the estimated peak memory, its parts, and the available memory."""
     from specedge.runtime.backend.memory import available_bytes, format_bytes
     from specedge.runtime.backend.sessions import Device
-    from specedge.runtime.requests.loading import memory_of
+    from specedge.runtime.requests.loader import memory_of
 
     Device(device)  # raises DeviceError
     need, left = memory_of(bundle, ops), available_bytes()

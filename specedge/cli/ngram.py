@@ -44,8 +44,8 @@ def build(
     read = {name: options.read_text(name) for name in texts}
     from specedge.bundle import Bundle, store
     from specedge.runtime.drafters import ngram_files, ngrams
-    from specedge.runtime.text.special import SpecialTokens
-    from specedge.runtime.text.tokenizing import encode, load_tokenizer
+    from specedge.runtime.text.special_tokens import SpecialTokens
+    from specedge.runtime.text.tokenizer import encode, load_tokenizer
 
     manifest = Bundle.read(store.find_bundle(bundle))
     with hidden_panics():

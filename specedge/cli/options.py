@@ -72,10 +72,10 @@ def load_pipeline(
     max_length: int | None = None,
 ) -> Pipeline:
     """Load a bundle with one thread pool for all sessions of the process."""
-    from specedge.runtime.requests import loading
+    from specedge.runtime.requests import loader
 
     with hidden_panics():
-        pipeline = loading.load(
+        pipeline = loader.load(
             bundle,
             device,
             threads,

@@ -14,13 +14,13 @@ from specedge.errors import BundleError
 @contextmanager
 def hidden_panics() -> Iterator[None]:
     """Suppress panic messages of tokenizers loaded in this context."""
-    from specedge.runtime.text import tokenizing
+    from specedge.runtime.text import tokenizer
 
-    before, tokenizing.around_trial = tokenizing.around_trial, _hidden
+    before, tokenizer.around_trial = tokenizer.around_trial, _hidden
     try:
         yield
     finally:
-        tokenizing.around_trial = before
+        tokenizer.around_trial = before
 
 
 @contextmanager

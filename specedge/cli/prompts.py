@@ -14,7 +14,7 @@ from specedge.cli.terminal import sanitize_line
 from specedge.errors import PromptError
 from specedge.option_specs import option_specs, suggest
 from specedge.request import GenerationRequest
-from specedge.runtime.requests.items import Item, item_of, seed_of
+from specedge.runtime.requests.batch import BatchItem, item_seed, parse_item
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def read_prompts(
     name: str, form: str | None, chat: bool, system: str | None, request: dict[str, Any]
-) -> list[Item]:
+) -> list[BatchItem]:
     """Read the prompts of a file, or of standard input for `-`.
 
     Args:
@@ -46,9 +46,9 @@ def read_prompts(
     if form is None:
         form = _form(name, lines[0][1])
     seed = secrets.randbits(32) if request["seed"] is None else request["seed"]
-    items: list[Item] = []
+    items: list[BatchItem] = []
     for index, (number, line) in enumerate(lines):
-        defaults = request | {"seed": seed_of(seed, index)}
+        defaults = request | {"seed": item_seed(seed, index)}
         try:
             fields = _parse_line(line) if form == "jsonl" else {"prompt": line.removesuffix("\r")}
             item = _item(index, fields, defaults, chat, system)
@@ -93,12 +93,12 @@ def _parse_line(line: str) -> dict[str, Any]:
 
 def _item(
     index: int, fields: dict[str, Any], defaults: dict[str, Any], chat: bool, system: str | None
-) -> Item:
+) -> BatchItem:
     if system is not None and "messages" in fields:
         raise ValueError(
             "--system does not apply to a line with messages; add a system message to the line"
         )
-    item = item_of(index, fields, defaults)
+    item = parse_item(index, fields, defaults)
     if not chat or item.messages is not None:
         return item
     if not isinstance(item.prompt, str):
@@ -106,7 +106,7 @@ def _item(
     return dataclasses.replace(item, prompt=None, messages=options.messages(item.prompt, system))
 
 
-def _check_ids(name: str, items: list[Item], numbers: list[int]) -> None:
+def _check_ids(name: str, items: list[BatchItem], numbers: list[int]) -> None:
     seen: dict[str | int, int] = {}
     for item, number in zip(items, numbers, strict=True):
         if item.id is None:

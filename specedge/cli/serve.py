@@ -243,7 +243,7 @@ def _template_variables(text: str | None, effort: str | None) -> dict[str, Any]:
 
 def _started(url: str, name: str | None, pipeline: Pipeline, ops: str) -> str:
     from specedge.runtime.backend.memory import format_bytes
-    from specedge.runtime.requests.loading import memory_of
+    from specedge.runtime.requests.loader import memory_of
 
     slots, length = len(pipeline.slots.all), pipeline.bundle.context_length
     need = memory_of(pipeline.bundle, ops, slots, length)

@@ -13,7 +13,7 @@ from specedge.cli.terminal import pluralize
 
 if TYPE_CHECKING:
     from specedge.runtime.requests.stream import Generation
-    from specedge.runtime.text.spans import Span
+    from specedge.runtime.text.detokenizer import TextSpan
 
 _SHOWN = 9
 _MIN_REPORTED = 0.1  # seconds
@@ -48,7 +48,7 @@ def legend(num_draft_tokens: int | str, colors: bool) -> str:
     return "trace: " + ", ".join(marks)
 
 
-def mark(piece: list[Span], colors: bool) -> str:
+def mark(piece: list[TextSpan], colors: bool) -> str:
     """Return text with its outcomes as colors, or as brackets around equal neighbors."""
     if colors:
         return "".join(_styled(span) for span in piece)
@@ -56,7 +56,7 @@ def mark(piece: list[Span], colors: bool) -> str:
     return "".join(_bracketed("".join(s.text for s in spans), outcome) for outcome, spans in groups)
 
 
-def _styled(span: Span) -> str:
+def _styled(span: TextSpan) -> str:
     color = _COLORS.get(span.fate)
     return click.style(span.text, color) if color else span.text
 

@@ -89,7 +89,7 @@ def _execution_settings(
     bundle: Bundle, device: str, threads: int | None, ops: str, draft_device: str | None
 ) -> ExecutionSettings:
     """Return devices and op sets that share one thread pool."""
-    from specedge.runtime.requests.loading import devices_of
+    from specedge.runtime.requests.loader import devices_of
     from specedge.verification.audit import ExecutionSettings
 
     on = devices_of(bundle, device, threads, True, ops, draft_device)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specedge.runtime.text.assembler import FinishReason
+from specedge.runtime.text.detokenizer import FinishReason
 
 from .chat_shapes import LogprobFormatter
 from .choices import (

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from specedge.runtime.requests.stream import Generation
 from specedge.runtime.sampling.logprobs import TokenLogprobs
-from specedge.runtime.text.assembler import FinishReason
+from specedge.runtime.text.detokenizer import FinishReason
 
 from .errors import ApiError
 from .job_queue import TextPiece

@@ -12,8 +12,7 @@ from specedge.errors import DrafterError, OptionError
 from specedge.runtime.requests.stats import Stats
 from specedge.runtime.requests.stream import Generation, Stream
 from specedge.runtime.sampling.logprobs import TokenLogprobs
-from specedge.runtime.text.assembler import FinishReason
-from specedge.runtime.text.spans import Span
+from specedge.runtime.text.detokenizer import FinishReason, TextSpan
 
 from .errors import ApiError, busy_error, logged_error
 
@@ -22,7 +21,7 @@ from .errors import ApiError, busy_error, logged_error
 class TextPiece:
     """New text by token, the ids of the new tokens and their log-probabilities."""
 
-    spans: list[Span]
+    spans: list[TextSpan]
     logprobs: list[TokenLogprobs]
     tokens: list[int] = field(default_factory=list)
 

@@ -18,7 +18,7 @@ from specedge.errors import DrafterError, OptionError
 from specedge.request import Coupling
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.requests.stream import Generation, Stream
-from specedge.runtime.text.assembler import FinishReason
+from specedge.runtime.text.detokenizer import FinishReason
 
 from . import errors
 from .choices import ResponseChoice, ResponseShaper

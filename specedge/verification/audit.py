@@ -17,9 +17,9 @@ from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.self_test import exact_device, verify_lengths
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.decoding.invariance import longest_held
+from specedge.runtime.decoding.invariance import longest_invariant
 from specedge.runtime.text.prompts import Prompts, UserPrompt
-from specedge.runtime.text.tokenizing import encode, load_tokenizer
+from specedge.runtime.text.tokenizer import encode, load_tokenizer
 
 from . import decoding_checks, graph_checks, joint_distribution, sampled_text
 from .budget import Budget
@@ -260,7 +260,7 @@ def make_subject(
         for model in bundle.models.values()
     )
     longest = chunk_length(bundle.target.cache.capacity)
-    first = longest_held(target.invariant_lengths, longest)
+    first = longest_invariant(target.invariant_lengths, longest)
     sizes = {"target": bundle.target, "draft": bundle.draft or bundle.target}
     return Subject(target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first)
 

@@ -23,12 +23,12 @@ from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft, Verdict, verify
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.planning.plans import FixedPlan
-from specedge.runtime.requests.loading import load
+from specedge.runtime.requests.loader import load
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
-from specedge.runtime.text.tokenizing import decode
+from specedge.runtime.text.tokenizer import decode
 from specedge.sampling_options import Sampling
 from specedge.verification.margins import (
     FilteredRow,

@@ -8,7 +8,7 @@ import pytest
 from specedge.benchmarks import tune
 from specedge.bundle import store
 from specedge.runtime.backend import sessions
-from specedge.runtime.requests import loading
+from specedge.runtime.requests import loader
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -30,13 +30,13 @@ class Loaded:
 )
 def test_fewer_threads_are_taken_where_they_are_clearly_faster(monkeypatch, seconds, best):
     monkeypatch.setattr(tune, "cpu_count", lambda: 4)
-    monkeypatch.setattr(loading, "load", lambda bundle, threads, ops: Loaded(threads))
+    monkeypatch.setattr(loader, "load", lambda bundle, threads, ops: Loaded(threads))
     monkeypatch.setattr(tune, "_seconds_per_token", lambda loaded, text, k: seconds[loaded.count])
     assert tune.fastest_threads(store.embedded_folder(), "auto") == best
 
 
 def test_nothing_is_tried_for_large_models_on_one_core_or_beside_a_shared_pool(monkeypatch):
-    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr(tune, "cpu_count", lambda: 1)
     assert tune.fastest_threads(store.embedded_folder(), "auto") is None
     monkeypatch.setattr(tune, "cpu_count", lambda: 4)
@@ -52,16 +52,16 @@ def test_a_pipeline_that_is_given_no_number_has_the_one_that_was_the_fastest():
     code = """if True:
         import dataclasses
         from specedge.bundle import store
-        from specedge.runtime.requests import loading
+        from specedge.runtime.requests import loader
         from specedge.runtime.backend import sessions
-        loaded = loading.load(store.embedded_folder(), threads=1)
+        loaded = loader.load(store.embedded_folder(), threads=1)
         table = dataclasses.replace(loaded.costs.table, origin="tune", threads=1)
         loaded.costs.store_as_default(table)
         opened, real = [], sessions.Device.open
         sessions.Device.open = lambda device, path: opened.append(device) or real(device, path)
-        assert loading.load(store.embedded_folder()).costs.table == table
+        assert loader.load(store.embedded_folder()).costs.table == table
         assert [(d.threads, d.default_threads) for d in opened[-2:]] == [(None, 1)] * 2
-        loading.load(store.embedded_folder(), threads=1)
+        loader.load(store.embedded_folder(), threads=1)
         assert [(d.threads, d.default_threads) for d in opened[-2:]] == [(1, None)] * 2
         """
     subprocess.run([sys.executable, "-c", code], check=True)

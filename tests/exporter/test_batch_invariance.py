@@ -16,8 +16,8 @@ from specedge.exporter import Progress, export
 from specedge.exporter.verification import checks
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.decoding.invariance import Noise, measure
-from specedge.runtime.requests import loading
+from specedge.runtime.decoding.invariance import LogitNoise, measure_noise
+from specedge.runtime.requests import loader
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.logits import Logits
 
@@ -84,7 +84,7 @@ def test_exported_models_are_batch_invariant(exported):
 
 def test_noise_of_device_is_found(noisy):
     tokens = np.random.default_rng(0).integers(1, 500, 72).tolist()
-    found = measure(noisy.target, tokens, (5,), 16)
+    found = measure_noise(noisy.target, tokens, (5,), 16)
     assert 0 < found.by_length[5] < 2 * noisy.target.float32_error * found.largest
 
 
@@ -128,7 +128,7 @@ def test_every_choice_is_near_tie_where_rows_may_turn_choice_of_experts(noisy):
     options = {"ignore_eos": True, "num_draft_tokens": 4}
     one = pipeline.generate(PROMPTS[0], 20, **options)
     assert [tie.position for tie in one.near_ties] == list(range(20))
-    with pytest.raises(SpecEdgeError, match="may turn a choice; take 0 draft tokens"):
+    with pytest.raises(SpecEdgeError, match="may change the choice of experts; use 0 draft tokens"):
         pipeline.generate(PROMPTS[0], 20, exact=True, **options)
     options["num_draft_tokens"] = 0
     assert pipeline.generate(PROMPTS[0], 20, exact=True, **options).near_ties == []
@@ -152,23 +152,27 @@ def test_noise_is_measured_once_and_not_where_export_found_none(noisy, pairs, mo
 
     def counted(*args):
         calls.append(args)
-        return measure(*args)
+        return measure_noise(*args)
 
-    monkeypatch.setattr(noise, "measure", counted)
-    reckoned = Noise(noisy.target, 256)
-    assert reckoned.bound([1, 2], 4, trusting=True) == reckoned.bound([3], 4, trusting=False) > 0
+    monkeypatch.setattr(noise, "measure_noise", counted)
+    reckoned = LogitNoise(noisy.target, 256)
+    assert (
+        reckoned.bound([1, 2], 4, trusts_export=True)
+        == reckoned.bound([3], 4, trusts_export=False)
+        > 0
+    )
     assert len(calls) == 1
     quiet = specedge.load(pairs.bundle("llama").folder)
-    assert quiet.noise.bound([1, 2], 4, trusting=True) == 0
+    assert quiet.noise.bound([1, 2], 4, trusts_export=True) == 0
     assert len(calls) == 1
-    assert quiet.noise.bound([1, 2], 4, trusting=False) > 0
+    assert quiet.noise.bound([1, 2], 4, trusts_export=False) > 0
     assert len(calls) == 2
 
 
 @pytest.fixture
 def command(twins, monkeypatch):
     """Run the command line over the noisy pair."""
-    monkeypatch.setattr(loading, "load", lambda *_, **options: twins)
+    monkeypatch.setattr(loader, "load", lambda *_, **options: twins)
 
     def run(*arguments):
         return CliRunner().invoke(cli, [str(argument) for argument in arguments])

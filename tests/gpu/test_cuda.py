@@ -22,7 +22,7 @@ from specedge.runtime.backend.cuda.draft_graphs import (
 )
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.requests import loading
+from specedge.runtime.requests import loader
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
@@ -257,11 +257,11 @@ def test_a_length_beyond_the_exported_one_runs_without_a_graph(cuda, pipeline):
 
 def test_auto_is_the_gpu_where_it_works_and_the_bundle_has_graphs_for_it(cuda, pairs, monkeypatch):
     for reason, ops in ((None, "gqa-fp16"), ("no driver", "gqa")):
-        monkeypatch.setattr(loading, "why_not", lambda device, reason=reason: reason)
+        monkeypatch.setattr(loader, "why_not", lambda device, reason=reason: reason)
         pipeline = specedge.load(pairs("fp32-fp16"), device="auto")
         assert pipeline.target.ops == ops
         pipeline.close()
-    monkeypatch.setattr(loading, "why_not", lambda device: None)
+    monkeypatch.setattr(loader, "why_not", lambda device: None)
     assert specedge.load(device="auto").target.ops == "gqa"  # the embedded pair has none
 
 
@@ -269,7 +269,7 @@ def test_threads_are_refused_where_no_model_is_on_the_cpu(cuda, pairs):
     with pytest.raises(DeviceError, match="threads=1 is for models on the CPU, and both run on"):
         specedge.load(pairs("fp32-fp16"), device="cuda", threads=1)
     bundle = Bundle.read(pairs("fp32-fp16"))
-    on = loading.devices_of(bundle, "cuda", threads=1, draft_device="cpu")
+    on = loader.devices_of(bundle, "cuda", threads=1, draft_device="cpu")
     assert on == {"target": Device("cuda", 1), "draft": Device("cpu", 1)}
 
 

@@ -6,7 +6,7 @@ import specedge
 from specedge.bundle import store
 from specedge.errors import ContextLengthError
 from specedge.runtime.backend import self_test
-from specedge.runtime.requests.loading import memory_of
+from specedge.runtime.requests.loader import memory_of
 
 
 def test_a_pipelines_length_bounds_prompt_and_text():

@@ -98,7 +98,7 @@ def test_client_that_disconnects_while_its_stream_waits_for_a_turn_leaves_no_tra
 
     async def main():
         jobs = JobQueue(num_slots=1, max_waiting=0)
-        events = jobs.run(lambda: begin(pipeline, PROMPTS[0]), lambda stats: None)
+        events = jobs.run(lambda is_cancelled: begin(pipeline, PROMPTS[0]), lambda stats: None)
         with pipeline.slots.turns:
             reader = asyncio.create_task(anext(events))
             while not has_reader_in_line(pipeline):
@@ -310,27 +310,24 @@ def test_stream_that_is_collected_wakes_a_request_that_waits(pipeline):
 def test_every_freed_slot_wakes_a_request_that_waits(monkeypatch):
     monkeypatch.setattr(slots_module, "COLLECTION_DELAY", slots_module.IDLE_TIMEOUT)
 
-    class Owner:
-        pass
-
     class FirstTime:
         def shared(self, prompt):
             return 0
 
     slots = Slots([Slot(FirstTime(), None, None) for _ in range(2)])
-    streams = [Owner(), Owner()]
-    for stream in streams:
-        slots.take(stream, [], wait=True)
-    requests = [Owner(), Owner()]
-    waiting = [threading.Thread(target=slots.take, args=(one, [], True)) for one in requests]
+    leases = [slots.lease([], wait=True) for _ in range(2)]
+    later = []
+    waiting = [
+        threading.Thread(target=lambda: later.append(slots.lease([], True))) for _ in range(2)
+    ]
     for thread in waiting:
         thread.start()
     time.sleep(0.05)
-    for stream in streams:
-        slots.give_back(stream)
+    for lease in leases:
+        lease.release()
     for thread in waiting:
         thread.join(slots_module.IDLE_TIMEOUT / 3)  # after that, waiting requests look anyway
-    assert all(any(slot.is_owned_by(request) for slot in slots.all) for request in requests)
+    assert {lease.slot for lease in later} == {*slots.all}
 
 
 def test_stream_that_was_left_in_a_reference_cycle_keeps_nobody_waiting(pipeline, monkeypatch):

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from specedge.runtime.requests.turns import Turns
+from specedge.runtime.requests.slots import FairLock
 from threads import in_threads
 
 
 def test_turns_go_round_though_everyone_wants_them_again_at_once():
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def run(name):
         for _ in range(50):
@@ -25,7 +25,7 @@ def test_turns_go_round_though_everyone_wants_them_again_at_once():
 
 @pytest.mark.parametrize("has_it", [False, True])
 def test_who_is_interrupted_while_it_waits_leaves_the_turns_to_others(monkeypatch, has_it):
-    turns, lock = Turns(), threading.Lock
+    turns, lock = FairLock(), threading.Lock
 
     class Interrupted:
         def __init__(self):
@@ -53,7 +53,7 @@ def test_who_is_interrupted_while_it_waits_leaves_the_turns_to_others(monkeypatc
 
 
 def test_who_releases_its_turn_waits_for_the_next_one():
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def other():
         with turns:
@@ -69,7 +69,7 @@ def test_who_releases_its_turn_waits_for_the_next_one():
 
 
 def test_an_interrupt_while_a_turn_is_taken_again_is_raised_by_its_holder(monkeypatch):
-    turns, enter, interrupted = Turns(), Turns.__enter__, []
+    turns, enter, interrupted = FairLock(), FairLock.__enter__, []
 
     def interrupting(self):
         if len(interrupted) == 1:
@@ -78,7 +78,7 @@ def test_an_interrupt_while_a_turn_is_taken_again_is_raised_by_its_holder(monkey
         interrupted.append(0)
         return enter(self)
 
-    monkeypatch.setattr(Turns, "__enter__", interrupting)
+    monkeypatch.setattr(FairLock, "__enter__", interrupting)
     with pytest.raises(KeyboardInterrupt), turns, turns.released():
         pass
     assert not turns.is_taken

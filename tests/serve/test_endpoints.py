@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from served import MODEL, PROMPT, SHORT, ask, chat_pair, head, health, serving, until
-from specedge.runtime.requests.turns import Turns
+from specedge.runtime.requests.slots import Turns
 from specedge.serve.app import ServerSettings, make_app
 from specedge.version import __version__
 

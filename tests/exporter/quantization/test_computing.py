@@ -23,7 +23,7 @@ from specedge.exporter.verification import partition, runner
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.requests.loading import memory_of
+from specedge.runtime.requests.loader import memory_of
 from specedge.runtime.sampling.logits import Row
 
 CASES = [

@@ -11,7 +11,7 @@ from specedge.bundle.op_sets import OPS
 from specedge.cli.inspect import inspect
 from specedge.cli.verify import verify
 from specedge.errors import BundleError
-from specedge.runtime.requests.loading import memory_of
+from specedge.runtime.requests.loader import memory_of
 
 SETS = [f"{ops}-kv16" for ops in OPS]
 CASES = [

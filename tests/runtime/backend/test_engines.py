@@ -8,10 +8,9 @@ import pytest
 from specedge.bundle import Bundle, store
 from specedge.bundle.manifest import FileEntry
 from specedge.errors import DeviceError
-from specedge.runtime.backend.cuda import engines, tensorrt, tensorrt_rtx
+from specedge.runtime.backend.cuda import engine_builder, engines, tensorrt, tensorrt_rtx
 from specedge.runtime.backend.cuda.engines import ENGINE, EngineKey, EnginePlatform
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.requests import building
 
 PLATFORM = EnginePlatform("tensorrt", "1.31.1", "10.16.1", "sm89", "590.44", "R39.1.0")
 WHOLE = EngineKey("a" * 64, "b" * 64, PLATFORM)
@@ -111,18 +110,18 @@ def test_a_bundles_own_engine_is_taken_before_the_caches(bundle, tmp_path):
     assert engines.find(bundle, key) is None
     cached = built(engines.cache_folder(), key)
     assert engines.find(bundle, key) == cached
-    folder = building._copied(bundle, tmp_path / "copy")
+    folder = engine_builder._copied(bundle, tmp_path / "copy")
     own = built(folder, key)
     assert engines.find(Bundle.read(tmp_path / "copy"), key) == own
 
 
 def test_a_copy_of_another_bundle_is_not_written_into(bundle, tmp_path):
-    folder = building._copied(bundle, tmp_path / "copy")
-    assert building._copied(bundle, tmp_path / "copy") == folder
+    folder = engine_builder._copied(bundle, tmp_path / "copy")
+    assert engine_builder._copied(bundle, tmp_path / "copy") == folder
     files = {**bundle.files, bundle.tokenizer: FileEntry(1, "0" * 64)}
     other = dataclasses.replace(bundle, files=files)
     with pytest.raises(DeviceError, match="holds another bundle; name a new folder"):
-        building._copied(other, tmp_path / "copy")
+        engine_builder._copied(other, tmp_path / "copy")
 
 
 def test_a_missing_engine_is_named_with_the_command_that_builds_it(bundle):
@@ -184,7 +183,7 @@ def test_rtx_wants_its_plug_in_or_says_why(monkeypatch):
 
 def test_engines_are_for_devices_that_need_them():
     with pytest.raises(DeviceError, match="cuda runs graphs as they are"):
-        building.build(store.embedded_folder(), "cuda")
+        engine_builder.build_engines(store.embedded_folder(), "cuda")
     with pytest.raises(DeviceError, match="TensorRT builds for the GPU that is here alone"):
         Device("tensorrt").platform("sm89")
 
@@ -195,7 +194,7 @@ def test_weights_of_integers_need_an_op_set_of_their_own(device):
         f"{device} runs none of onnx, gqa of its op sets; export the pair again with --compute qdq"
     )
     with pytest.raises(DeviceError, match=said):
-        building.build(store.embedded_folder(), device)
+        engine_builder.build_engines(store.embedded_folder(), device)
 
 
 def test_what_tensorrt_links_is_loaded_before_its_provider(monkeypatch):

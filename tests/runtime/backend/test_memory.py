@@ -22,7 +22,7 @@ from test_graph_files import INITIALIZER, NODE, field
 
 from specedge.runtime.backend import memory
 from specedge.runtime.backend.memory import ModelMemory, PairMemory
-from specedge.runtime.requests import loading
+from specedge.runtime.requests import loader
 
 MB = 10**6
 
@@ -128,7 +128,7 @@ def test_a_length_that_is_no_length_is_left_to_onnx_runtime():
 
 
 def test_parts_add_up_to_the_peak(need):
-    found = loading.memory_of(Bundle.read(store.embedded_folder()))
+    found = loader.memory_of(Bundle.read(store.embedded_folder()))
     assert sum(found.parts.values()) == found.peak
     large = replace(need, target=model(opening=900))
     assert sum(large.parts.values()) == large.peak == large.opening
@@ -137,7 +137,7 @@ def test_parts_add_up_to_the_peak(need):
 
 def test_caches_are_those_of_the_capacity():
     bundle = Bundle.read(store.embedded_folder())
-    found = loading.memory_of(bundle)
+    found = loader.memory_of(bundle)
     arrays = [
         4 * layer.heads * (layer.key_size + layer.value_size) * one.cache.capacity
         for one in bundle.models.values()
@@ -225,7 +225,7 @@ def test_a_load_that_cannot_fit_opens_nothing(monkeypatch):
         raise AssertionError("a session was opened")
 
     leave(monkeypatch, 1)
-    monkeypatch.setattr(loading, "OrtModel", opened)
+    monkeypatch.setattr(loader, "OrtModel", opened)
     with pytest.raises(DeviceError, match="not enough memory for"):
         specedge.load(store.embedded_folder())
 
@@ -250,7 +250,7 @@ def test_the_peak_is_predicted():
     for _ in range(2):  # the first load measures costs and tests long passes, once a machine
         said = subprocess.run(command, capture_output=True, text=True, check=True)
     measured = int(said.stdout.split()[-1])
-    need = loading.memory_of(Bundle.read(store.embedded_folder()))
+    need = loader.memory_of(Bundle.read(store.embedded_folder()))
     assert need.peak == pytest.approx(measured, rel=0.1)
 
 

@@ -175,7 +175,7 @@ def test_a_pair_beyond_the_processs_limit_is_refused_with_what_would_help():
 def limited(megabytes, action):
     """What becomes of an action in a process that may take so much more memory."""
     code = f"""if True:
-        import resource, specedge, specedge.runtime.requests.loading, onnxruntime
+        import resource, specedge, specedge.runtime.requests.loader, onnxruntime
         from specedge.bundle import store
         from specedge.bundle import Bundle
         from specedge.runtime.backend.onnx_model import OrtModel

@@ -13,10 +13,10 @@ from specedge.runtime.backend import self_test
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.requests import loading
+from specedge.runtime.requests import loader
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.logits import Logits
-from specedge.runtime.text.tokenizing import load_tokenizer
+from specedge.runtime.text.tokenizer import load_tokenizer
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -104,10 +104,10 @@ def faulty_from(length, monkeypatch):
 
 
 def test_first_passes_are_as_long_as_rows_keep_their_bits_on_this_machine(monkeypatch):
-    assert loading.load().max_first_length == 256
+    assert loader.load().max_first_length == 256
     monkeypatch.setattr(store, "costs_folder", lambda: store.data_folder() / "others")
     faulty_from(40, monkeypatch)
-    pipeline = loading.load()
+    pipeline = loader.load()
     assert pipeline.max_first_length <= 36
     read, forward = [], pipeline.target.forward
     monkeypatch.setattr(
@@ -126,22 +126,22 @@ def test_first_passes_are_as_long_as_rows_keep_their_bits_on_this_machine(monkey
 def test_lengths_that_take_a_large_model_too_long_to_try_are_not_relied_on_until_tune_tried_them(
     bundle, monkeypatch
 ):
-    monkeypatch.setattr(loading, "EXACT_BYTES", 0)
+    monkeypatch.setattr(loader, "EXACT_BYTES", 0)
     for _ in range(2):
-        pipeline = loading.load()
+        pipeline = loader.load()
         assert pipeline.max_first_length == self_test.LONGEST
     assert self_test.longest_invariant_length(pipeline.target, bundle.target) == 256
     table = dataclasses.replace(pipeline.costs.table, exact_length=256)
     pipeline.costs.store(table)
-    assert loading.load().max_first_length == 256
+    assert loader.load().max_first_length == 256
 
 
 def test_lengths_that_were_tried_once_are_not_tried_by_later_loads(monkeypatch):
-    loading.load()
+    loader.load()
     monkeypatch.setattr(
         self_test, "longest_invariant_length", lambda *_: pytest.fail("tried again")
     )
-    assert loading.load().max_first_length == 256
+    assert loader.load().max_first_length == 256
 
 
 @pytest.mark.parametrize(("num_experts", "kept"), [(8, (1, 2, 3)), (0, None)])

@@ -13,7 +13,7 @@ from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.planning.plans import FixedPlan
-from specedge.runtime.requests.stats import stats_of
+from specedge.runtime.requests.stats import compute_stats
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
@@ -152,7 +152,7 @@ def test_no_pass_reaches_past_the_last_token_asked_for():
 
 def test_stats_count_tested_and_accepted_by_position():
     rounds = [decoding.Round([0] * (accepted + 1), 3, accepted) for accepted in (3, 1, 0)]
-    stats = stats_of(rounds, 3, Stopwatch().seconds, num_new_tokens=7)
+    stats = compute_stats(rounds, 3, Stopwatch().seconds, num_new_tokens=7)
     assert (stats.num_new_tokens, stats.num_drafted) == (7, 9)
     assert stats.tested_by_position == [3, 2, 1]
     assert stats.accepted_by_position == [2, 1, 1]

@@ -8,7 +8,7 @@ import pytest
 from fakes import NoisyModel, TableModel, hashed_distribution, near_ties_distribution
 from specedge.errors import OptionError, SpecEdgeError
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.invariance import measure
+from specedge.runtime.decoding.invariance import measure_noise
 from specedge.runtime.decoding.near_ties import NearTieResolver
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_model import DraftModel
@@ -211,9 +211,9 @@ def test_noise_above_what_was_measured_is_an_error_and_not_another_text():
 def test_noise_is_measured_over_passes_that_build_on_each_other():
     distribution = hashed_distribution(1, 6)
     text = np.random.default_rng(0).integers(0, 6, 40).tolist()
-    found = measure(NoisyModel(distribution, NOISE), text, (2, 5), 16)
+    found = measure_noise(NoisyModel(distribution, NOISE), text, (2, 5), 16)
     assert all(NOISE < x <= BOUND for x in found.by_length.values())
-    assert measure(TableModel(distribution), text, (2, 5), 16).by_length == {2: 0.0, 5: 0.0}
+    assert measure_noise(TableModel(distribution), text, (2, 5), 16).by_length == {2: 0.0, 5: 0.0}
 
 
 def test_a_row_that_only_its_cache_makes_noisy_is_measured():
@@ -228,6 +228,6 @@ def test_a_row_that_only_its_cache_makes_noisy_is_measured():
             return Logits(logits)
 
     text = np.random.default_rng(0).integers(0, 6, 40).tolist()
-    found = measure(NoisyCache(hashed_distribution(1, 6), NOISE), text, (2, 16), 16)
+    found = measure_noise(NoisyCache(hashed_distribution(1, 6), NOISE), text, (2, 16), 16)
     assert found.by_length[2] == pytest.approx(NOISE)
     assert found.by_length[16] == 0.0

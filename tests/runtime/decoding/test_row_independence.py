@@ -10,7 +10,7 @@ from rows import LENGTHS, dependent_lengths
 from specedge.bundle.op_sets import OPS
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.decoding.invariance import holds
+from specedge.runtime.decoding.invariance import is_invariant
 
 
 @pytest.mark.slow(after_first=True)
@@ -27,15 +27,15 @@ def test_lengths_between_those_that_the_export_tried_hold_too(pipeline, ops):
     target = pipeline.bundle.target
     assert target.parity[ops].invariant_lengths == LENGTHS
     between = [t for t in range(1, 19) if t not in LENGTHS]
-    assert [t for t in between if holds(t, LENGTHS)] == between
+    assert [t for t in between if is_invariant(t, LENGTHS)] == between
     model = OrtModel(pipeline.bundle, target, Device(), ops)
     assert dependent_lengths(model, between) == []
 
 
 def test_a_length_beside_one_that_failed_does_not_hold():
-    assert not holds(4, (1, 2, 3, 9, 64))
-    assert not holds(4, (1, 2, 5, 9, 64))
-    assert not holds(2, (1, 3, 5, 9, 64))
-    assert not holds(5, (2, 3, 5, 9))
-    assert not holds(2, ())
-    assert holds(2, (1, 2))
+    assert not is_invariant(4, (1, 2, 3, 9, 64))
+    assert not is_invariant(4, (1, 2, 5, 9, 64))
+    assert not is_invariant(2, (1, 3, 5, 9, 64))
+    assert not is_invariant(5, (2, 3, 5, 9))
+    assert not is_invariant(2, ())
+    assert is_invariant(2, (1, 2))

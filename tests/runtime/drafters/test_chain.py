@@ -7,7 +7,7 @@ from specedge import Draft
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.requests.stats import stats_of
+from specedge.runtime.requests.stats import compute_stats
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
@@ -82,7 +82,7 @@ def test_rounds_and_counts_tell_the_drafter_of_each_token():
         places = range(start, start + one.num_drafted)
         assert one.sources == tuple("model" if at % 3 else "sure" for at in places)
         start += len(one.tokens)
-    stats = stats_of(rounds, 3, Stopwatch().seconds)
+    stats = compute_stats(rounds, 3, Stopwatch().seconds)
     for name in ("drafted", "tested", "accepted"):
         whole = getattr(stats, f"num_{name}")
         assert sum(getattr(stats, f"{name}_by_source").values()) == whole

@@ -8,13 +8,13 @@ import pytest
 from specedge import OptionError
 from specedge.request import GenerationRequest
 from specedge.runtime.requests.pipeline import Pipeline
-from specedge.runtime.text.bad_words import sampling_of
+from specedge.runtime.text.bad_words import resolve_sampling
 
 PROMPT = "def read_config(path):"
 
 
 def words_of(pipeline, *words):
-    return sampling_of(
+    return resolve_sampling(
         GenerationRequest(bad_words=words), pipeline.bundle, pipeline.tokenizer
     ).bad_words
 

@@ -86,13 +86,13 @@ def test_text_ends_before_the_stop_string_however_it_is_cut(size):
     text = "one\ntwo\n\nthree"
     out, strings = fed(["\n\n"], [text[i : i + size] for i in range(0, len(text), size)])
     assert "".join(out) == "one\ntwo"
-    assert strings.found
+    assert strings.has_matched
 
 
 def test_what_may_begin_a_stop_string_is_held_back_until_it_does_not():
     out, strings = fed(["###"], ["a#", "#", "b#"])
     assert out == ["a", "", "##b"]
-    assert (strings.flush(), strings.found) == ("#", False)
+    assert (strings.flush(), strings.has_matched) == ("#", False)
 
 
 def test_the_earliest_of_several_stop_strings_counts():
@@ -106,7 +106,7 @@ def test_without_a_match_nothing_is_lost(text, stops):
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     joined = "".join(out) + strings.flush()
     assert joined == text if not found else text.startswith(joined)
-    assert strings.found == bool(found)
+    assert strings.has_matched == bool(found)
 
 
 def test_special_tokens_that_are_shown_have_their_names_between_whole_characters(pipeline):

@@ -15,7 +15,7 @@ from specedge.errors import OptionError, SpecEdgeError
 from specedge.request import MAX_GRAMMAR_LENGTH, DrafterName, GenerationRequest
 from specedge.runtime.sampling.history import History
 from specedge.runtime.text import grammars
-from specedge.runtime.text.grammars import NUM_KEPT, Grammars
+from specedge.runtime.text.grammars import NUM_CACHED, Grammars
 from specedge.sampling_options import MAX_DRAFT_TOKENS
 
 WORDS = ["a", "ab", "abca", "cab", "bbb"]
@@ -140,9 +140,9 @@ def test_a_grammar_is_compiled_once_for_the_requests_that_name_it(pipeline, monk
 
     monkeypatch.setattr(grammars, "compiled", counted)
     kept = Grammars(pipeline.bundle, pipeline.tokenizer)
-    for text in ["a", "b", "a", *"c" * 3, *map(str, range(NUM_KEPT)), "a"]:
+    for text in ["a", "b", "a", *"c" * 3, *map(str, range(NUM_CACHED)), "a"]:
         kept.constraint(GenerationRequest(regex=text))
-    assert made == ["a", "b", "c", *map(str, range(NUM_KEPT)), "a"]
+    assert made == ["a", "b", "c", *map(str, range(NUM_CACHED)), "a"]
 
 
 def test_a_grammar_is_compiled_once_for_requests_that_come_at_once(pipeline, monkeypatch):

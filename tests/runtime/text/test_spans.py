@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fakes import TableModel
 from specedge.runtime.decoding.protocols import Round
 from specedge.runtime.requests.pipeline import Pipeline
-from specedge.runtime.text.spans import Fate, Marks, Span, fates
+from specedge.runtime.text.detokenizer import SpanBuffer, TextSpan, TokenOutcome, token_outcomes
 
-A, R, B, P = Fate.ACCEPTED, Fate.RECOVERED, Fate.BONUS, Fate.PLAIN
+A, R, B, P = TokenOutcome.ACCEPTED, TokenOutcome.RECOVERED, TokenOutcome.BONUS, TokenOutcome.PLAIN
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,12 @@ A, R, B, P = Fate.ACCEPTED, Fate.RECOVERED, Fate.BONUS, Fate.PLAIN
 )
 def test_a_rounds_last_token_is_recovered_bonus_or_plain(num_drafted, num_accepted, expected):
     round_ = Round([7] * (num_accepted + 1), num_drafted, num_accepted)
-    assert fates(round_) == expected
+    assert token_outcomes(round_) == expected
 
 
-@given(st.lists(st.tuples(st.text("ab", max_size=3), st.sampled_from(Fate))), st.data())
+@given(st.lists(st.tuples(st.text("ab", max_size=3), st.sampled_from(TokenOutcome))), st.data())
 def test_marked_text_is_the_text_in_whatever_lengths_it_is_taken(tokens, data):
-    marks, taken = Marks(), []
+    marks, taken = SpanBuffer(), []
     whole = [fate for text, fate in tokens for _ in text]
     text, waiting = "".join(text for text, _ in tokens), 0
     for piece, fate in tokens:
@@ -71,15 +71,18 @@ def test_a_character_belongs_to_the_token_that_completes_it(pipeline):
     made = scripted(pipeline, tokens, draft).generate([5], 7, num_draft_tokens=2)
     # rounds: x + two bytes (A, A, B); one byte (R); the last byte, y, z (A, A, B)
     assert [len(round_.tokens) for round_ in made.rounds] == [3, 1, 3]
-    assert made.spans == [Span("x", A), Span("😀", A), Span("y", A), Span("z", B)]
+    assert made.spans == [TextSpan("x", A), TextSpan("😀", A), TextSpan("y", A), TextSpan("z", B)]
 
 
 def test_an_incomplete_character_at_the_end_belongs_to_its_last_token(pipeline):
     tokens, draft = spelled(pipeline, "x😀", 2)
     made = scripted(pipeline, tokens, draft).generate([5], 3, num_draft_tokens=1)
-    assert made.spans == [Span("x", A), Span("\ufffd", P)]  # one token was wanted
+    assert made.spans == [TextSpan("x", A), TextSpan("\ufffd", P)]  # one token was wanted
     ended = scripted(pipeline, [*tokens[:3], 0], [*draft[:3], 0])
-    assert ended.generate([5], 9, num_draft_tokens=1).spans == [Span("x", A), Span("\ufffd", R)]
+    assert ended.generate([5], 9, num_draft_tokens=1).spans == [
+        TextSpan("x", A),
+        TextSpan("\ufffd", R),
+    ]
 
 
 def test_held_back_text_keeps_the_fate_of_its_own_token(pipeline):
@@ -87,8 +90,8 @@ def test_held_back_text_keeps_the_fate_of_its_own_token(pipeline):
     made = scripted(pipeline, tokens, draft).stream([5], 7, num_draft_tokens=3, stop="##c")
     pieces = list(made.traced())
     assert pieces == [
-        [Span("a", A)],
-        [Span("#", R), Span("#", A), Span("b", A)],
+        [TextSpan("a", A)],
+        [TextSpan("#", R), TextSpan("#", A), TextSpan("b", A)],
     ]
     assert made.generation.text == "a##b"
     assert made.generation.finish_reason == "stop"
@@ -98,7 +101,7 @@ def test_a_stop_string_inside_a_token_cuts_its_mark(pipeline):
     token = pipeline.tokenizer.encode("return").ids
     assert len(token) == 1
     made = scripted(pipeline, token, token).generate([5], 5, num_draft_tokens=1, stop="turn")
-    assert made.spans == [Span("re", A)]
+    assert made.spans == [TextSpan("re", A)]
 
 
 @pytest.mark.parametrize(("k", "temperature"), list(product((0, 1, 4), (0.0, 1.0))))
@@ -111,7 +114,7 @@ def test_spans_join_to_the_text_and_agree_with_the_counts(pipeline, k, temperatu
     assert [span for span in made.spans if not span.text] == []
     assert "".join(span.text for span in made.spans) == made.text == "".join(pieces)
     assert len(made.spans) == 80  # this text is ASCII: each token has its own
-    counts = {fate: sum(span.fate == fate for span in made.spans) for fate in Fate}
+    counts = {fate: sum(span.fate == fate for span in made.spans) for fate in TokenOutcome}
     if k == 0:
         assert counts == {A: 0, R: 0, B: 0, P: 80}
     else:

@@ -19,8 +19,8 @@ from specedge.request import GenerationRequest
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.chat import render
 from specedge.runtime.text.prompts import Prompts
-from specedge.runtime.text.special import SpecialTokens
-from specedge.runtime.text.tokenizing import encode
+from specedge.runtime.text.special_tokens import SpecialTokens
+from specedge.runtime.text.tokenizer import encode
 from special_tokenizers import CHOOSY, CONTROLS, FLAGS, TOKENIZERS, harmless, spelling, trained
 from templates import CHATML, QUESTION, SPECIAL, SYSTEM, TEMPLATES, TURNS
 
@@ -85,7 +85,9 @@ def test_a_chat_that_spells_no_special_token_is_encoded_as_ever(name, messages, 
     tokenizer, bundle = trained(*CONTROLS[name]), with_template(name)
     whole = encode(tokenizer, render(bundle, messages), add_special_tokens=False)
     with monkeypatch.context() as patch:
-        patch.setattr("specedge.runtime.text.special.Twin", None)  # it is not even made
+        patch.setattr(
+            "specedge.runtime.text.special_tokens.TokenizerTwin", None
+        )  # it is not even made
         assert Prompts(bundle, tokenizer).chat_tokens(messages) == whole
     assert set(controls_in(tokenizer, whole)) <= set(CONTROLS[name])
 
@@ -252,10 +254,12 @@ def test_a_chat_takes_the_option(pipeline):
 def test_stop_strings_and_bad_words_are_as_before(pipeline):
     """A stop string is looked for in text, where control tokens do not show; a bad word is the
     tokenizer's own split of it, so that a special token can be forbidden."""
-    from specedge.runtime.text.bad_words import sampling_of
+    from specedge.runtime.text.bad_words import resolve_sampling
 
     end = pipeline.tokenizer.token_to_id(END)
-    sampling = sampling_of(GenerationRequest(bad_words=END), pipeline.bundle, pipeline.tokenizer)
+    sampling = resolve_sampling(
+        GenerationRequest(bad_words=END), pipeline.bundle, pipeline.tokenizer
+    )
     assert (end,) in sampling.bad_words
     made = pipeline.generate(f"x = '{END}'\ny = '", 20, stop=END)
     assert END not in made.text

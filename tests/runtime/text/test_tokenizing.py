@@ -73,7 +73,7 @@ def test_a_tokenizer_that_panics_later_is_an_error_of_ours(pipeline):
 
 
 def test_truncation_and_padding_in_a_tokenizers_file_change_no_prompt(changed, pipeline):
-    from specedge.runtime.requests.loading import load
+    from specedge.runtime.requests.loader import load
 
     found = load(changed(truncation=CUTTING, padding=PADDING).folder)
     for text in ("def read_config(path):\n    with open(path) as file:", "x"):

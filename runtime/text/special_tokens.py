@@ -1,7 +1,7 @@
-"""Special tokens that users' texts spell: text as any other, while a chat template's own control.
+"""Special tokens: control tokens from a chat template, plain text from users.
 
-What may control are the added tokens that the tokenizer's file flags as special. Others, such as
-`<think>` in Qwen3, are found in any text, as the tokenizer says.
+Special tokens are the added tokens that the tokenizer's file flags as special. Others, such as
+`<think>` in Qwen3, are recognized in any text, as the tokenizer does.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 
 from specedge.errors import PromptError
 
-from .tokenizing import encode, encoding, translated_panics
+from .tokenizer import encode, encoding, translated_panics
 
 Chat = list[Any]  # messages, or these and the tools, in plain values
-Span = tuple[int, int, int]  # where a special token begins and ends in a text, and its id
+TokenSpan = tuple[int, int, int]  # start and end of a special token in a text, and its id
 
 # Private-use characters, of two planes of Unicode.
 _PRIVATE = range(0xF0000, 0xFFFFE)
@@ -29,11 +29,13 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 class SpecialTokens:
-    """A tokenizer's special tokens, and the tokens of texts that may spell them.
+    """Encoder of texts that may spell special tokens.
 
-    Kept with the tokenizer, because a twin of a large one takes a second and 100 MB; nobody may
-    change the tokenizer afterwards. Both ways to encode raise PromptError where the tokenizer has
-    no other tokens for the text of a special one.
+    It is kept with the tokenizer, as a twin of a large one takes a second and 100 MB; the tokenizer
+    must not change afterwards.
+
+    Raises:
+        PromptError: The tokenizer has no other tokens for the text of a special one.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -43,7 +45,7 @@ class SpecialTokens:
         self._names = {token: each.content for token, each in self._tokens.items()}
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text, where nothing controls but what the tokenizer puts around it.
+        """Return the tokens of a text in which only tokens that the tokenizer adds are special.
 
         A text that spells no special token is encoded by the tokenizer itself.
         """
@@ -53,13 +55,13 @@ class SpecialTokens:
         return list(encoded.ids)
 
     def encode_chat(self, text: str, chat: Chat, render: Callable[[Chat], str]) -> list[int]:
-        """The tokens of a chat that renders to `text`, where nothing in a message controls.
+        """Return the tokens of a chat that renders to `text`; messages have no special tokens.
 
         Strings of a chat that spell a special token are rendered again with the characters of that
         text replaced by private ones, one for one, so that lengths, slices and white space stay.
-        Special tokens that are then found are the template's. A template that looks for a special
-        token in a message finds none. Text that becomes one only where the template joins two
-        strings, or takes a part out of one, is the template's.
+        Special tokens in the result are the template's. A template that searches a message for a
+        special token finds none. Text that becomes one only where the template joins two strings,
+        or takes a part out of one, is the template's.
         """
         hidden, shown = self._hide(chat, text)
         if not shown:
@@ -70,27 +72,27 @@ class SpecialTokens:
         return twin.encode(named, add_special_tokens=False, named=[token for _, _, token in spans])
 
     @cached_property
-    def _twin(self) -> Twin:
-        return Twin(self._tokenizer, self._tokens, self._unknown)
+    def _twin(self) -> TokenizerTwin:
+        return TokenizerTwin(self._tokenizer, self._tokens, self._unknown)
 
-    def _spans_of(self, text: str) -> list[Span]:
-        """Where a text spells special tokens, if nothing is put around it."""
+    def _spans_of(self, text: str) -> list[TokenSpan]:
+        """Return the spans of special tokens in a text without added tokens."""
         return self._spans(text, encoding(self._tokenizer, text, add_special_tokens=False))
 
-    def _spans(self, text: str, encoded: Encoding) -> list[Span]:
-        """Where a text spells special tokens, without white space that they swallow.
+    def _spans(self, text: str, encoded: Encoding) -> list[TokenSpan]:
+        """Return the spans of special tokens in a text, without white space that they absorb.
 
-        Unknown text, which becomes a special token too, spells none.
+        Unknown text becomes a special token, too, but spells none.
         """
         name = self._names
         if name.keys().isdisjoint(encoded.ids):
             return []
         rows = zip(encoded.ids, encoded.offsets, encoded.special_tokens_mask, strict=True)
-        found = [_stripped(text, (*at, t), name[t]) for t, at, put in rows if not put and t in name]
-        return [(a, b, t) for a, b, t in found if t not in self._unknown or text[a:b] == name[t]]
+        spans = [_stripped(text, (*at, t), name[t]) for t, at, put in rows if not put and t in name]
+        return [(a, b, t) for a, b, t in spans if t not in self._unknown or text[a:b] == name[t]]
 
     def _hide(self, chat: Chat, text: str) -> tuple[Chat, dict[int, str]]:
-        """A chat with private characters for special tokens' text; and what these stand for."""
+        """Return a chat with private characters for special tokens' text, and their meanings."""
         plain = json.dumps(chat)
         strings = {json.loads(string) for string in _STRING.findall(plain)}
         spelt = {string: spans for string in strings if (spans := self._spans_of(_valid(string)))}
@@ -103,19 +105,19 @@ class SpecialTokens:
             for string, spans in spelt.items()
         }
 
-        def replaced(found: re.Match[str]) -> str:
-            string = json.loads(found[0])
+        def replaced(match: re.Match[str]) -> str:
+            string = json.loads(match[0])
             return json.dumps(hidden.get(string, string))
 
         shown = {ord(private[code]): chr(code) for code in private}
         return json.loads(_STRING.sub(replaced, plain)), shown
 
 
-class Twin:
-    """A copy of a tokenizer, to which the text of a special token is text.
+class TokenizerTwin:
+    """Copy of a tokenizer that encodes the text of a special token as text.
 
-    `names` are texts that stand for the special tokens there. A name is random, so that no user
-    spells it, and found under the same rules as its token (`lstrip` and the like). It is a copy
+    `names` are texts that stand for the special tokens in it. A name is random, so that no user
+    spells it, and matches by the same rules as its token (`lstrip` and the like). It is a copy
     because the setting belongs to the tokenizer object, which threads share.
     """
 
@@ -131,15 +133,16 @@ class Twin:
         self._ids = {self._tokenizer.token_to_id(name): t for t, name in self.names.items()}
 
     def encode(self, text: str, add_special_tokens: bool, named: Sequence[int] = ()) -> list[int]:
-        """The tokens of a text with the names of `named`, in this order."""
+        """Return the tokens of a text with the names of `named`, in this order."""
         encoded = encoding(self._tokenizer, text, add_special_tokens)
         rows = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
-        own = [token for token, put in rows if not put]
-        spelt = next((repr(self._controls[t]) for t in own if t in self._controls), None)
-        if spelt or [self._ids[token] for token in own if token in self._ids] != list(named):
+        text_tokens = [token for token, is_added in rows if not is_added]
+        spelt = next((repr(self._controls[t]) for t in text_tokens if t in self._controls), None)
+        names = [self._ids[token] for token in text_tokens if token in self._ids]
+        if spelt or names != list(named):
             raise PromptError(
-                f"a text spells {spelt or 'a special token'}, which the tokenizer takes for no "
-                "other token; leave it out, or allow it with --special-tokens"
+                f"a text spells {spelt or 'a special token'}, which the tokenizer cannot encode as "
+                "text; remove it, or allow it with --special-tokens"
             )
         return [self._ids.get(token, token) for token in encoded.ids]
 
@@ -156,7 +159,7 @@ def _renamed(token: AddedToken, name: str) -> AddedToken:
 
 
 def _unknown(tokenizer: Tokenizer) -> set[int]:
-    """What the model makes of unknown text. Not every kind of model tells otherwise."""
+    """Return the tokens of unknown text, which not every model type names."""
     try:
         with translated_panics():
             return {token.id for token in tokenizer.model.tokenize(_UNKNOWN)}
@@ -164,8 +167,8 @@ def _unknown(tokenizer: Tokenizer) -> set[int]:
         return set()
 
 
-def _stripped(text: str, span: Span, content: str) -> Span:
-    """A span without white space beside its token, unless white space is the token's own."""
+def _stripped(text: str, span: TokenSpan, content: str) -> TokenSpan:
+    """Return a span without white space beside its token, unless the token has white space."""
     start, stop, token = span
     if content != content.strip():
         return span
@@ -174,8 +177,8 @@ def _stripped(text: str, span: Span, content: str) -> Span:
     return start, start + len(inner.strip()), token
 
 
-def _respelt(text: str, spans: Sequence[Span], new: Callable[[str, int], str]) -> str:
-    """A text with what `new` makes of each span's text and token in its place."""
+def _respelt(text: str, spans: Sequence[TokenSpan], new: Callable[[str, int], str]) -> str:
+    """Return a text with each span replaced by `new` of its text and token."""
     parts, at = [], 0
     for start, stop, token in spans:
         parts += [text[at:start], new(text[start:stop], token)]
@@ -184,5 +187,5 @@ def _respelt(text: str, spans: Sequence[Span], new: Callable[[str, int], str]) -
 
 
 def _valid(string: str) -> str:
-    """A string without half surrogate pairs, which a template may leave out; as long as it was."""
+    """Return a string of the same length without lone surrogates, which a template may drop."""
     return string.encode(errors="replace").decode()

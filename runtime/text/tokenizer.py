@@ -1,4 +1,4 @@
-"""The bundle's tokenizer: loaded and tried, and its panics turned into our errors."""
+"""Tokenizer of a bundle: loading, encoding and decoding, with panics raised as errors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ _TRIAL = "A trial: def f(x):\n    return 'é'  # 1 + 2\n"
 
 
 def load_tokenizer(bundle: Bundle) -> Tokenizer:
-    """A bundle's tokenizer, which cuts and pads nothing. Raises BundleError if it does not work.
+    """Load a bundle's tokenizer, without truncation and padding.
 
-    Truncation and padding in its file are for training: they would cut a prompt silently.
+    Those in its file are for training: they would truncate a prompt silently.
+
+    Raises:
+        BundleError: The tokenizer does not work.
     """
     path = bundle.path(bundle.tokenizer)
     try:
@@ -37,24 +40,24 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-    """The tokens of a text; BundleError where the tokenizer panics."""
+    """Return the tokens of a text. Raises BundleError if the tokenizer panics."""
     return list(encoding(tokenizer, text, add_special_tokens).ids)
 
 
 def encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> Encoding:
-    """As `encode`, with where in the text each token is."""
+    """Return the tokens of a text with their offsets."""
     with translated_panics():
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens, without special ones; BundleError where the tokenizer panics."""
+    """Return the text of tokens, without special tokens. Raises BundleError on a panic."""
     with translated_panics():
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def _try(tokenizer: Tokenizer, special: bool) -> None:
-    """Let a tokenizer panic now; one that lacks some of these characters says so when asked."""
+    """Let a tokenizer panic now; missing characters are errors when they are encoded."""
     try:
         decode(tokenizer, encode(tokenizer, _TRIAL, special))
     except BundleError:
@@ -65,7 +68,7 @@ def _try(tokenizer: Tokenizer, special: bool) -> None:
 
 @contextmanager
 def translated_panics() -> Iterator[None]:
-    """Turn a panic of Rust, which is no Exception and of a type without a module, into ours."""
+    """Raise panics of Rust, which are no Exceptions and of no importable type, as BundleError."""
     try:
         yield
     except BaseException as error:

@@ -1,0 +1,163 @@
+"""Batch items: prompts of a file with their options, and their results as JSON objects."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from specedge.errors import DrafterError, SpecEdgeError
+from specedge.option_specs import option_specs
+from specedge.request import GenerationRequest
+
+from ..text.messages import plain_messages
+
+if TYPE_CHECKING:
+    from ..drafters.registry import DrafterRegistry
+    from .pipeline import Pipeline
+    from .stream import Generation
+
+
+@dataclass(frozen=True)
+class BatchItem:
+    """Prompt of a batch: `prompt` or `messages`, and every option of its request.
+
+    `place` is "prompts.jsonl, line 3: " if the line itself names a drafter, `asked` the fingerprint
+    of the item.
+    """
+
+    index: int
+    id: str | int | None
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    request: dict[str, Any]
+    place: str = ""
+    asked: str = ""
+
+
+def parse_item(index: int, fields: dict[str, Any], request: dict[str, Any]) -> BatchItem:
+    """Parse a batch item.
+
+    Args:
+        index: Index of the item.
+        fields: Fields of the item: `prompt` or `messages`, perhaps `id` and options.
+        request: Every option, for those that the item does not give.
+
+    Raises:
+        ValueError: The fields are not valid.
+        PromptError: The messages are not valid.
+    """
+    if ("prompt" in fields) == ("messages" in fields):
+        raise ValueError("a line must have either 'prompt' or 'messages'")
+    _check_unicode(fields)
+    id_, prompt, messages = (fields.get(name) for name in ("id", "prompt", "messages"))
+    if "id" in fields and type(id_) not in (str, int):
+        raise ValueError("id must be text or a whole number")
+    if "messages" in fields:
+        messages = plain_messages(fields["messages"])
+    elif not (isinstance(prompt, str) or _are_tokens(prompt)):
+        raise ValueError("prompt must be text or a list of token ids")
+    request = request | _parse_options(fields)
+    GenerationRequest(**request)
+    return BatchItem(index, id_, prompt, messages, request)
+
+
+def _are_tokens(prompt: object) -> bool:
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(type(token) is int and token >= 0 for token in prompt)
+
+
+def _parse_options(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of an item; null is the default."""
+    options = {}
+    for name, (_, spec) in option_specs(GenerationRequest).items():
+        if (value := fields.get(name)) is None:
+            continue
+        if isinstance(value, bool) and spec.type != "flag":
+            raise ValueError(f"{name} must not be {json.dumps(value)}")
+        options[name] = value
+    return options
+
+
+def _check_unicode(fields: dict[str, Any]) -> None:
+    try:
+        json.dumps(fields, ensure_ascii=False, default=str, skipkeys=True).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid Unicode text ({error.reason})") from error
+
+
+def item_fingerprint(item: BatchItem, bundle: str, ops: str) -> str:
+    """Return the fingerprint of an item: its prompt, options, op set and bundle.
+
+    Seed and K are fields of the result itself and left out.
+
+    Args:
+        item: Batch item.
+        bundle: SHA-256 of the bundle's manifest.
+        ops: Op sets.
+    """
+    request = asdict(GenerationRequest(**item.request))
+    del request["seed"], request["num_draft_tokens"]
+    content = [bundle, ops, item.prompt, item.messages, request]
+    text = json.dumps(content, sort_keys=True, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def item_seed(seed: int, index: int) -> int:
+    """Return the seed of an item, wrapped to the range of seeds."""
+    seed += index
+    return seed if seed < 2**64 else seed - 2**64
+
+
+def check_drafters(drafters: DrafterRegistry, items: Iterable[tuple[str, object]]) -> None:
+    """Raise DrafterError with its place for the first drafter that cannot be used."""
+    for place, name in items:
+        try:
+            drafters.check(name)
+        except DrafterError as error:
+            raise DrafterError(f"{place}{error}") from error
+
+
+def run_item(pipeline: Pipeline, item: BatchItem) -> dict[str, Any]:
+    """Run an item; return its result, or its error."""
+    try:
+        if item.messages is not None:
+            generation = pipeline.chat(item.messages, **item.request)
+        else:
+            generation = pipeline.generate(item.prompt or "", **item.request)
+    except SpecEdgeError as error:
+        return error_result(item, str(error))
+    return _identify(item) | _generation_fields(generation)
+
+
+def error_result(item: BatchItem, error: str) -> dict[str, Any]:
+    """Return the result of an item that failed."""
+    return _identify(item) | {"error": error}
+
+
+def _identify(item: BatchItem) -> dict[str, Any]:
+    identity = {} if item.id is None else {"id": item.id}
+    return {"index": item.index, **identity, "asked": item.asked}
+
+
+def _generation_fields(generation: Generation) -> dict[str, Any]:
+    """Return the fields that the same seed and cost table reproduce byte for byte.
+
+    Seconds and reused tokens are left out.
+    """
+    from .stats import as_dict
+
+    counts = {
+        name: value
+        for name, value in as_dict(generation.stats).items()
+        if "seconds" not in name and name != "num_reused_tokens"
+    }
+    names = ("text", "tokens", "finish_reason", "seed", "num_draft_tokens", "lossy", "drafter")
+    fields: dict[str, Any] = {name: getattr(generation, name) for name in names}
+    fields |= {"stats": counts, "near_ties": [vars(tie) for tie in generation.near_ties]}
+    if generation.logprobs is not None:
+        fields["logprobs"] = [vars(logprob) for logprob in generation.logprobs]
+    return fields

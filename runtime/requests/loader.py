@@ -1,0 +1,198 @@
+"""Loader: a bundle on disk to a pipeline."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from specedge.bundle import Bundle, store
+from specedge.bundle.manifest import ModelEntry
+from specedge.diagnosis.doctor import why_not
+from specedge.errors import DeviceError
+from specedge.option_specs import check_integer
+
+from ..backend import self_test
+from ..backend.cuda.fixed_shapes import FixedShapeModel
+from ..backend.memory import PairMemory, check_memory, pair_memory
+from ..backend.model_session import choose_ops
+from ..backend.onnx_model import OrtModel
+from ..backend.sessions import Device
+from ..planning.cost_files import PassCosts, cost_key
+from ..planning.measurement import MIN_CONTEXT, Models, measure
+from ..text.tokenizer import load_tokenizer
+from .pipeline import Pipeline
+
+AUTO = "auto"
+EXACT_BYTES = 50_000_000  # of weights up to which long passes' bits are tried at the first load
+
+
+def load(
+    bundle: str | os.PathLike[str] | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+    share_threads: bool = False,
+    ops: str = "auto",
+    draft_device: str | None = None,
+    slots: int = 1,
+    max_length: int | None = None,
+) -> Pipeline:
+    """Load a bundle.
+
+    Args:
+        bundle: Folder of the bundle, by default that of SPECEDGE_BUNDLE, else the one exported last
+            without an output folder, else the embedded pair.
+        device: "cpu", "cuda", "tensorrt" or "rtx", with a number for one of several GPUs, such as
+            "cuda:1"; or "auto": "cuda" if it works and the bundle has graphs for it, else "cpu".
+            "tensorrt" and "rtx" run engines that `specedge build` has built.
+        threads: Number of CPU threads, by default the fastest by `specedge tune`, else one per core
+            that this process may use (CPU affinity and the control group's CPU quota count).
+        share_threads: True for one thread pool for all sessions of the process, which is faster for
+            small models. Sessions of the app itself then need `use_per_session_threads` False. A
+            pool that exists is used in any case.
+        ops: Op set: "onnx", "gqa", one with a compute type, such as "gqa-fp16", or "auto" for the
+            best one of each model on its device.
+        draft_device: Device of the draft model, by default that of the target.
+        slots: Number of requests that may run at a time, each in caches of its own.
+        max_length: Maximum length of texts, prompt included, by default the target's context.
+
+    Raises:
+        BundleError: There is no valid bundle.
+        DeviceError: The device cannot run the bundle, or the available memory does not suffice.
+        MissingExtraError: An optional package is missing.
+    """
+    loaded = Bundle.read(store.find_bundle(bundle))
+    store.verify_large_files(loaded)
+    devices = devices_of(loaded, device, threads, share_threads, ops, draft_device)
+    target_device, draft_on_device = devices["target"], devices["draft"]
+    need = memory_of(loaded, ops, slots, max_length)
+    if target_device.is_cpu:
+        check_memory(need)
+    chosen = [choose_ops(model, ops, devices[role]) for role, model in loaded.models.items()]
+    read_costs = partial(_costs, loaded, target_device, draft_on_device, chosen)
+    # A GPU's driver is queried once sessions use it; threads are tuned without a GPU.
+    costs = read_costs() if target_device.is_cpu and draft_on_device.is_cpu else None
+    usual = (costs and costs.table.threads) or None
+    target_on, draft_on = (
+        self_test.exact_device(loaded.models.values(), replace(each, default_threads=usual))
+        for each in (target_device, draft_on_device)
+    )
+    draft = None if loaded.draft is None else _open_model(loaded, loaded.draft, draft_on, ops)
+    target = _open_model(loaded, loaded.target, target_on, ops)
+    more = [(target.twin(), draft.twin() if draft else None) for _ in range(slots - 1)]
+    longest = loaded.num_draft_tokens + 1
+    for twin, other in [(target, draft), *more]:
+        if not target_on.is_cpu:
+            twin.warm_up(range(1, longest + 1))
+        if other is not None and not draft_on.is_cpu:
+            other.warm_up(range(1, 3))
+    seconds: dict[int, float] = {}
+    notes = [self_test.verify_lengths(target, loaded.target, target_on, longest, seconds)]
+    if draft is not None and not draft_on.is_cpu and not draft_on.supports_engines:
+        for model in [draft] if target_on.is_cpu else [target, draft]:
+            model.read_longest()
+        notes.append(draft.unroll(loaded, loaded.draft_model, draft_on))
+    costs = costs or read_costs()
+    exact_length = costs.table.exact_length
+    if target_on.is_cpu:
+        if not costs.is_measured and loaded.files[loaded.target.weights].size <= EXACT_BYTES:
+            exact_length = self_test.longest_invariant_length(target, loaded.target)
+        longest = max(exact_length, self_test.LONGEST)
+        target.invariant_lengths = tuple(t for t in target.invariant_lengths if t <= longest)
+    for twin, other in more:
+        twin.invariant_lengths = target.invariant_lengths
+        if other is not None and draft is not None:
+            other.unroll_as(draft)
+    shortened = _with_max_length(loaded, max_length)
+    note = "; ".join(filter(None, notes)) or None
+    pipeline = Pipeline(shortened, load_tokenizer(loaded), target, draft, costs, note, more)
+    models = Models.of(loaded, target, draft)
+    if models.context >= MIN_CONTEXT:
+        max_draft_tokens = max(1, pipeline.max_planned_tokens)
+        costs.complete(
+            lambda: replace(
+                measure(models, max_draft_tokens, samples=seconds).costs, exact_length=exact_length
+            )
+        )
+    return pipeline
+
+
+def devices_of(
+    bundle: Bundle,
+    device: str,
+    threads: int | None = None,
+    share_threads: bool = False,
+    ops: str = "auto",
+    draft_device: str | None = None,
+) -> dict[str, Device]:
+    """Return the devices of a bundle's models by role, for the arguments of `load`.
+
+    Raises:
+        DeviceError: A device is unknown, threads are given and no model may run on the CPU, or a
+            draft device is given without a draft model.
+    """
+    if draft_device and bundle.draft is None:
+        raise DeviceError(
+            f"draft_device={draft_device} is for a draft model, which this bundle does not have; "
+            "leave it out"
+        )
+    target = Device(_resolve_device(device, bundle, ops), threads, share_threads)
+    draft = target
+    if draft_device:
+        draft = replace(target, name=_resolve_device(draft_device, bundle, ops))
+    on_cpu = target.is_cpu or draft.is_cpu
+    if threads is not None and not on_cpu and AUTO not in (device, draft_device):
+        names = " and ".join(dict.fromkeys((target.name, draft.name)))
+        raise DeviceError(
+            f"threads={threads} is for models on the CPU, and both run on {names}; leave threads "
+            "out, or run the draft on the CPU"
+        )
+    return {"target": target, "draft": draft}
+
+
+def _costs(bundle: Bundle, target_on: Device, draft_on: Device, ops: list[str]) -> PassCosts:
+    """Return the pass costs of a bundle on its devices."""
+    return PassCosts(cost_key(bundle, target_on, draft_on, ", ".join(ops)))
+
+
+def _open_model(bundle: Bundle, model: ModelEntry, device: Device, ops: str) -> OrtModel:
+    """Open a model for its device."""
+    return (FixedShapeModel if device.supports_engines else OrtModel)(bundle, model, device, ops)
+
+
+def _resolve_device(device: str, bundle: Bundle, ops: str) -> str:
+    """Return the device, resolved if it is "auto"."""
+    if device != AUTO:
+        return device
+    with suppress(DeviceError):
+        for model in bundle.models.values():
+            choose_ops(model, ops, Device("cuda"))
+        if why_not("cuda") is None:
+            return "cuda"
+    return "cpu"
+
+
+def memory_of(
+    bundle: Bundle, ops: str = "auto", slots: int = 1, max_length: int | None = None
+) -> PairMemory:
+    """Predict the peak memory of a process that loads and runs a bundle.
+
+    The first load of a bundle on a machine, which measures passes, may take tens of MB more.
+
+    Raises:
+        BundleError: The bundle has no graphs for `ops`.
+        ValueError: The number of slots or the length is invalid.
+    """
+    check_integer("slots", slots, 1)
+    if max_length is not None:
+        check_integer("max_length", max_length, 2, bundle.context_length)
+    chosen = {role: choose_ops(model, ops) for role, model in bundle.models.items()}
+    return pair_memory(bundle, chosen, slots, max_length)
+
+
+def _with_max_length(bundle: Bundle, max_length: int | None) -> Bundle:
+    """Return the bundle with a shorter context of its target."""
+    length = bundle.context_length if max_length is None else max_length
+    target = replace(bundle.target, context_length=length)
+    return replace(bundle, target=target).at(bundle.folder)
