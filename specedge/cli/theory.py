@@ -226,7 +226,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "tokens / round": shown(row["tokens_per_round"]),
         "round cost": shown(row["round_cost"]),
         "speed-up": shown(row["speedup"]),
-        "break-even alpha": "never" if k and pays is None else shown(pays),
+        "min alpha": "never" if k and pays is None else shown(pays),
         "accepted / drafted": shown(row["accepted_over_drafted"]),
         "tokens / rows": shown(row["tokens_over_rows"]),
     }
