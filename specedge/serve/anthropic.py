@@ -170,7 +170,7 @@ def _parse_choice(choice: FieldReader | None) -> dict[str, Any]:
     if choice_type == "tool":
         function = {"type": "function", "function": {"name": name}}
         return {"tool_choice": function, "parallel_tool_calls": parallel}
-    if choice_type not in _CHOICES:
+    if not isinstance(choice_type, str) or choice_type not in _CHOICES:
         raise choice.error(
             "type", f"type must be auto, any, tool or none, got {excerpt(choice_type)}"
         )
