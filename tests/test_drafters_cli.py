@@ -214,5 +214,5 @@ def test_compare_times_any_drafter_and_predicts_only_where_costs_are_known(draft
     result = run("compare", REPEATED, "-n", 30, "--repeats", 1, "--drafter", drafter, "-k", k)
     assert result.returncode == 0
     assert ("predicted" in result.stdout) == (k == "auto")
-    for word in ("speed-up", "tokens per round", "accepted / tested", "same tokens          yes"):
+    for word in ("speed-up", "tokens per round", "acceptance rate", "same tokens          yes"):
         assert word in result.stdout
