@@ -94,7 +94,7 @@ def as_it_is(reason: str, plain_error: float = 0.0) -> Choice:
 def in_blocks(group: Group, x: Seen, bits: int) -> Choice:
     """One scale a block of so many bits, for a group that reads x."""
     error = max(rounding.error_in_blocks(w, x.rows, bits) for w in _some(group))
-    if error > WORST:
+    if error > WORST and not (bits == 4 and x.hessian is not None):  # GPTQ costs less than that
         return as_it_is(f"rounding would cost it {error:.1%}", error)
     return Choice(None, 1, error, error, bits, x.square)
 
