@@ -159,7 +159,7 @@ def test_a_strict_function_is_called_by_its_schema(pairs, name):
 def test_the_grammar_of_strict_functions_lets_any_text_be_but_a_wrong_call(name, special):
     pipeline = tool_pair(name, slots=1, special=special)
     tools = ToolSet((FunctionTool(**WEATHER, strict=True), FunctionTool("clock", "", {}, False)))
-    calling = call_format_of(pipeline.bundle, pipeline.tokenizer, tools, "messages")
+    calling = call_format_of(pipeline.bundle, pipeline.tokenizer, tools)
 
     def follows(text):
         one = pipeline.grammars.constraint(GenerationRequest(grammar=calling.grammar))
