@@ -51,6 +51,10 @@ class TextSpan:
         """Alias of `outcome`."""
         return self.outcome
 
+    def to_json(self) -> dict[str, str]:
+        """Return the fields under their names in JSON, where the outcome is the `fate`."""
+        return {"text": self.text, "fate": self.outcome}
+
 
 def token_outcomes(round_: Round) -> list[TokenOutcome]:
     """Return the outcome of each token of a round: accepted ones, and one of the target's own."""

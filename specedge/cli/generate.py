@@ -232,7 +232,7 @@ def _as_json(generation: Generation, traced: bool) -> str:
         fields["logprobs"] = [vars(entry) for entry in generation.logprobs]
     fields["near_ties"] = [vars(tie) for tie in generation.near_ties]
     if traced:
-        fields["spans"] = [vars(span) for span in generation.spans]
+        fields["spans"] = [span.to_json() for span in generation.spans]
     return json.dumps(fields, ensure_ascii=False, indent=1)
 
 

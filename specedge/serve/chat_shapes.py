@@ -157,7 +157,7 @@ class _ChunkShaper(ABC):
         return ending | token_ids
 
     def _spans(self, piece: TextPiece) -> dict[str, Any]:
-        return {"spans": [vars(span) for span in piece.spans]} if self._request.trace else {}
+        return {"spans": [span.to_json() for span in piece.spans]} if self._request.trace else {}
 
     @property
     def _has_logprobs(self) -> bool:

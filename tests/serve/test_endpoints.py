@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from served import MODEL, PROMPT, SHORT, ask, chat_pair, head, health, serving, until
-from specedge.runtime.requests.slots import Turns
+from specedge.runtime.requests.slots import FairLock
 from specedge.serve.app import ServerSettings, make_app
 from specedge.version import __version__
 
@@ -146,7 +146,7 @@ def test_client_that_leaves_during_a_long_prefill_frees_its_slot(port, pair, str
 
 
 def test_prompt_waits_until_other_streams_had_as_much_time():
-    turns, seen = Turns(), []
+    turns, seen = FairLock(), []
 
     def other():
         while turns.busy_seconds < 1:

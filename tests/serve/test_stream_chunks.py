@@ -65,6 +65,6 @@ def test_new_logprobs_do_not_depend_on_earlier_rounds(pipeline):
     list(stream)
     found = stream.generation.logprobs
     assert [one.token for one in found] == stream.generation.tokens
-    stream._run.done.clear()
+    stream._active.done.clear()
     assert stream.logprobs(20) == found[20:]
     assert pipeline.generate("a", 5, **options).logprobs is None

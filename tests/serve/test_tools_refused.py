@@ -38,9 +38,9 @@ BAD = [
     ),
     ({"tools": DEEP, "tool_choice": "required"}, "tools"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
-    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice"),
-    ({"tools": [], "tool_choice": "auto"}, "tool_choice"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"extra_body": {"ignore_eos": True}, "tool_choice": "required"}, "tools"),
     (
