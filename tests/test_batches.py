@@ -73,7 +73,7 @@ def test_a_batch_says_what_it_lacks():
 def test_a_batch_of_chats_and_of_token_ids_is_plain_values(monkeypatch):
     found = []
     generate = Generate(max_new_tokens=1)
-    monkeypatch.setattr("specedge.ray.answered", lambda _, item: found.append(item) or {})
+    monkeypatch.setattr("specedge.ray.run_item", lambda _, item: found.append(item) or {})
     message = {"role": "user", "content": "Hi"}
     generate({"messages": [np.array([message], dtype=object)], "seed": np.array([3])})
     generate({"prompt": [np.array([1, 2])]})
@@ -134,7 +134,7 @@ def test_a_row_without_index_or_seed_is_an_error_beside_a_seed():
 def test_keys_that_only_other_rows_objects_have_are_not_given(generate, monkeypatch):
     """A column of objects has the keys of all of them."""
     items = []
-    monkeypatch.setattr("specedge.ray.answered", lambda _, item: items.append(item) or {})
+    monkeypatch.setattr("specedge.ray.run_item", lambda _, item: items.append(item) or {})
     bias = objects({"4": 1.0, "5": None}, {"4": None, "5": 2.0})
     generate({"prompt": ["a", "b"], "logit_bias": bias})
     messages = [{"role": "user", "content": "a", "name": None}]
@@ -145,7 +145,9 @@ def test_keys_that_only_other_rows_objects_have_are_not_given(generate, monkeypa
 
 
 def test_a_row_may_repeat_the_rounds_of_another_run(generate):
-    found = generate({"prompt": ["a"], "replay": objects([["chain", 1, 2]])})
-    assert "chain" in found["error"][0]
-    found = generate({"prompt": ["a"], "drafter": ["chain"], "replay": objects([["chain", 1, 2]])})
+    found = generate({"prompt": ["a"], "replay": objects([["random", 1, 2]])})
+    assert "random" in found["error"][0]
+    found = generate(
+        {"prompt": ["a"], "drafter": ["random"], "replay": objects([["random", 1, 2]])}
+    )
     assert found["error"] == [None]

@@ -63,7 +63,7 @@ def read(folder, manifest: bytes):
 def check_message(message):
     assert message.isprintable()
     assert len(message) < 1500
-    assert "export" in message or "use the specedge" in message
+    assert "export" in message or "upgrade specedge" in message
 
 
 def refusal(folder):
@@ -159,7 +159,7 @@ def test_many_keys_and_one_of_them_twice_is_one_line(whole):
 def test_a_manifest_too_large_to_be_one_is_refused_before_it_is_read(folder):
     with (folder / MANIFEST).open("r+b") as file:
         file.truncate(MAX_MANIFEST_SIZE + 1)
-    assert "at most" in refusal(folder)
+    assert "the limit is" in refusal(folder)
 
 
 @pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "a\x9bb", "\x7f"])
@@ -180,7 +180,7 @@ def test_a_fifo_is_refused_without_waiting_for_a_writer(folder, name):
     if name != MANIFEST:
         text = (folder / MANIFEST).read_text("utf-8").replace(f'"size": {size},', '"size": 0,')
         (folder / MANIFEST).write_text(text, "utf-8")
-    assert "no file" in refusal(folder)
+    assert "is not a regular file" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "target/weights.bin", MANIFEST])
@@ -192,7 +192,7 @@ def test_a_folder_in_place_of_a_file_is_refused(folder, name):
         found = (folder / name).stat().st_size
         text = (folder / MANIFEST).read_text("utf-8")
         (folder / MANIFEST).write_text(text.replace(f'"size": {size},', f'"size": {found},'))
-    assert "no file" in refusal(folder)
+    assert "is not a regular file" in refusal(folder)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_removing_the_default_falls_back_to_the_embedded_pair_and_says_so():
     folder = install()
     store.set_default(folder)
     result = run("remove", "pair", "-y")
-    assert "embedded pair is used" in result.stderr
+    assert "the default bundle is now the embedded pair" in result.stderr
     assert store.find_bundle() == store.embedded_folder()
     assert store.last_exported() is None
 
@@ -74,7 +74,7 @@ def test_one_name_that_cannot_be_removed_keeps_all():
     "name", ["embedded", str(store.embedded_folder()), f"{store.embedded_folder()}/"]
 )
 def test_the_embedded_pair_is_never_removed(name):
-    with pytest.raises(BundleError, match="embedded pair is a part"):
+    with pytest.raises(BundleError, match="embedded pair is part of specedge"):
         bundle_library.find_removable(name)
 
 
@@ -100,11 +100,11 @@ def test_a_folder_that_is_no_bundle_is_never_removed(tmp_path, monkeypatch):
 def test_a_bundle_with_somebodys_files_in_it_is_not_removed(tmp_path):
     make_bundle(tmp_path)
     (tmp_path / "target/notes.txt").write_text("precious", "utf-8")
-    with pytest.raises(BundleError, match=r"holds target/notes\.txt"):
+    with pytest.raises(BundleError, match=r"contains target/notes\.txt"):
         bundle_library.find_removable(str(tmp_path))
     (tmp_path / "target/notes.txt").unlink()
     (tmp_path / "photos").mkdir()
-    with pytest.raises(BundleError, match="holds photos"):
+    with pytest.raises(BundleError, match="contains photos"):
         bundle_library.find_removable(str(tmp_path))
 
 
@@ -129,7 +129,7 @@ def test_what_a_bundles_folder_links_to_stays(tmp_path):
 def test_the_folder_one_is_in_is_not_removed(monkeypatch):
     folder = install()
     monkeypatch.chdir(folder / "target")
-    with pytest.raises(BundleError, match="you are in"):
+    with pytest.raises(BundleError, match="is the current folder"):
         bundle_library.find_removable("pair")
 
 

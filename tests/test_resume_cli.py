@@ -105,7 +105,7 @@ def test_resume_refuses_lines_of_another_bundle(finished, tmp_path):
     (other / MANIFEST).write_text(json.dumps(manifest | {"chat_template": "Hi"}), "utf-8")
     result = run(*command, "--bundle", other)
     assert result.returncode == 1
-    assert "prompt 0 is not what is asked now, or was asked of another bundle" in result.stderr
+    assert "prompt 0 or the bundle has changed" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_a_full_disk_leaves_whole_lines_and_is_named(tmp_path):
     output = tmp_path / "results.jsonl"
     code = f"""if True:
         import resource, signal
-        from specedge.cli.batch import NEW, opened
+        from specedge.cli.batch import NEW, open_output
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         try:
-            with opened({str(output)!r}, NEW) as write:
+            with open_output({str(output)!r}, NEW) as write:
                 for _ in range(9):
                     write("x" * 299)
         except OSError as error:
@@ -181,5 +181,5 @@ def test_what_cannot_be_written_is_found_and_nothing_stays(tmp_path):
 
 def test_time_spent_on_noise_is_told_in_the_summary():
     result = run("generate", "x" * 30, "-n", 3, "-k", 64, "--exact")
-    assert "s before it to measure this device's noise for K = 64, once a process" in result.stderr
+    assert "measuring this device's noise for K = 64 took" in result.stderr
     assert "noise for K" not in run("generate", "x", "-n", 3).stderr
