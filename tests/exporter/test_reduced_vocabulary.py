@@ -178,8 +178,8 @@ def test_options_that_name_tokens_which_draft_lacks_change_no_text(made, options
 @EVERY_KIND
 def test_inspect_shows_head(made):
     shown = CliRunner().invoke(inspect, ["--bundle", str(made.bundle.folder)])
-    assert "512 tokens, a head of 200 of them" in shown.output
-    assert shown.output.count("a head of") == 1
+    assert "512 tokens, LM head pruned to 200" in shown.output
+    assert shown.output.count("LM head pruned to") == 1
     assert "512 tokens, 512 columns" in shown.output
 
 

@@ -51,7 +51,7 @@ def test_float32_groupqueryattention_is_no_kernel_of_a_gpu(cuda, pairs):
         specedge.load(pairs("fp32-fp16"), device="cuda", ops="gqa")
     bundle = Bundle.read(pairs("fp32-fp16"))
     path = bundle.path(bundle.target.graph("decoder", "gqa").file)
-    with pytest.raises(DeviceError, match="no kernels for: 2 GroupQueryAttention; take another"):
+    with pytest.raises(DeviceError, match=r"no CUDA kernels .*: 2 GroupQueryAttention"):
         Device("cuda").open(path)
 
 

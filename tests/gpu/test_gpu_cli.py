@@ -78,5 +78,5 @@ def test_why_a_second_gpu_does_not_work_is_told(pairs, libraries):
     done = run(*arguments, STANDIN_DIR=libraries, STANDIN_DEVICES=2, STANDIN_DRIVER=12040)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "specedge: cuda:1 does not work here: NVIDIA's driver 580.95.05 runs CUDA 12.4 and older"
+        "specedge: cuda:1 does not work here: the NVIDIA driver 580.95.05 supports CUDA 12.4"
     )

@@ -111,7 +111,7 @@ def test_a_tied_table_of_bytes_is_on_the_device_once(cuda, pairs, name, ops):
 def test_without_the_private_way_to_pinned_memory_public_calls_serve(
     cuda, pairs, planted, monkeypatch
 ):
-    monkeypatch.setattr(CudaBuffers, "_make_pinned", None)
+    monkeypatch.setattr(CudaBuffers, "_allocate_pinned", None)
     with loaded(pairs("fp32-fp16")) as pipeline:
         found = pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=K)
         assert found.tokens == [1] * 12

@@ -87,7 +87,7 @@ def test_a_replay_keeps_nobody_waiting(cuda, pipeline):
 
     class Session:
         def run_with_iobinding(self, binding, options):
-            with buffers.freeing():  # what an allocation would be let through by
+            with buffers.release():  # what an allocation would be let through by
                 pass
 
     buffers.run(Session(), bound.binding, bound.options)

@@ -60,7 +60,7 @@ def test_every_graph_of_a_pair_becomes_one_engine(pairs, name, gpu):
         key = json.loads((path.parent / "key.json").read_text("utf-8"))
         assert key["platform"]["gpu"] == gpu
     again = run("build", "--bundle", pairs(name), "--device", "rtx", "--gpu", gpu)
-    assert again.stderr.count(" is there") == 8
+    assert again.stderr.count(" exists") == 8
 
 
 def test_engines_are_delivered_in_a_copy_of_the_bundle(pairs, tmp_path):

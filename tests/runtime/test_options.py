@@ -100,7 +100,7 @@ def test_none_is_an_options_default():
 
 
 def test_an_unknown_option_gets_the_nearest_name():
-    with pytest.raises(TypeError, match="no option 'temprature'; did you mean 'temperature'"):
+    with pytest.raises(TypeError, match="unknown option 'temprature'; did you mean 'temperature'"):
         build_request(temprature=1)
 
 

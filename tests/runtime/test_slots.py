@@ -34,7 +34,7 @@ def places(pipeline):
 
 
 def slot_of(pipeline, stream):
-    return next(i for i, slot in enumerate(pipeline.slots.all) if slot.is_owned_by(stream))
+    return pipeline.slots.all.index(stream._active.lease.slot)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -186,7 +186,8 @@ def test_a_stream_is_cancelled_while_another_slots_round_runs(slots):
     next(waiting)
     with slots.slots.turns:  # as in a round of `running`
         assert in_threads(waiting.cancel) == [None]
-        assert not any(slot.is_owned_by(waiting) for slot in slots.slots.all)
+        taken = [i for i, (free, _) in enumerate(places(slots)) if not free]
+        assert taken == [slot_of(slots, running)]
     assert list(waiting) == []
     assert next(running)
     running.close()
@@ -249,9 +250,9 @@ def test_noise_is_measured_in_the_slots_own_cache(slots):
     kept, own, _ = slots.slots.all
     kept.target.prefill([1, 2, 3])
     own.target.prefill([4, 5, 6])
-    bound = own.noise.bound([1, 2], 4, trusting=False)
+    bound = own.noise.bound([1, 2], 4, trusts_export=False)
     assert (kept.target.length, own.target.length) == (3, 0)
-    assert kept.noise.bound([1, 2], 4, trusting=False) == bound
+    assert kept.noise.bound([1, 2], 4, trusts_export=False) == bound
     assert kept.target.length == 3  # measured once for all
     slots.forget()
 
@@ -262,7 +263,7 @@ def test_a_closed_pipeline_says_so_and_may_be_closed_again():
         next(stream)
         pipeline.close()
     assert stream.generation.tokens
-    with pytest.raises(SpecEdgeError, match="its pipeline was closed"):
+    with pytest.raises(SpecEdgeError, match="the pipeline of this stream was closed"):
         next(stream)
     with pytest.raises(SpecEdgeError, match="this pipeline is closed; load the bundle again"):
         pipeline.generate(PROMPTS[0])

@@ -118,7 +118,7 @@ def test_fp8_numbers_are_widened_to_their_products_with_scales(block, exact, tmp
     loaded, notes = load(folder)
     assert same(loaded, model)
     assert loaded.dtype == ("bfloat16" if exact else "float32")
-    assert "stored in fp8 and widened" in notes
+    assert "stored in fp8 and dequantized" in notes
 
 
 @pytest.mark.slow(exhaustive=True)
@@ -172,7 +172,7 @@ def test_fp8_scales_of_another_layout_are_refused_as_such(shape, tmp_path):
 def test_fp8_scales_of_other_experts_than_there_are_do_not_fit():
     state = {"w": torch.ones(4, 8, 8).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 1, 1)}
     raw = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
-    with pytest.raises(CheckpointError, match=r"w_scale_inv is \[2, 1, 1\], a layout"):
+    with pytest.raises(CheckpointError, match=r"w_scale_inv is \[2, 1, 1\], an unknown layout"):
         quantized_formats.dequantize_state("target m", raw, state)
 
 

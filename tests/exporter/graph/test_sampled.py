@@ -73,7 +73,7 @@ def test_sampled_draft_loop_equals_single_passes(passes, cached, sampled, option
         history = History(TEXT[: length + num_fed])
         numbers = np.random.default_rng(i).random(count)
         asked = tokens, count, history, sampling, numbers
-        assert sampled.knows(history, sampling)
+        assert sampled.supports(history, sampling)
         found, wanted = sampled.draft(*asked), by_passes(passes, *asked)
         assert found.tokens == wanted.tokens
         assert cached.cache._tokens == passes.cache._tokens
@@ -140,9 +140,9 @@ def test_distribution_fetched_late_belongs_to_its_call(sampled, monkeypatch):
 )
 def test_unsupported_options_fall_back_to_passes(sampled, options):
     sampling = Sampling(temperature=1.0, **options)
-    assert not sampled.knows(History([5, 6]), sampling)
+    assert not sampled.supports(History([5, 6]), sampling)
     later = History([5], [6, 7, 8])
-    assert sampled.knows(later, sampling) is ("min_new_tokens" in options)
+    assert sampled.supports(later, sampling) is ("min_new_tokens" in options)
 
 
 def test_non_finite_logits_fall_back_to_passes(sampled, monkeypatch):

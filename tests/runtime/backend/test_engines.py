@@ -110,18 +110,18 @@ def test_a_bundles_own_engine_is_taken_before_the_caches(bundle, tmp_path):
     assert engines.find(bundle, key) is None
     cached = built(engines.cache_folder(), key)
     assert engines.find(bundle, key) == cached
-    folder = engine_builder._copied(bundle, tmp_path / "copy")
+    folder = engine_builder._copy_bundle(bundle, tmp_path / "copy")
     own = built(folder, key)
     assert engines.find(Bundle.read(tmp_path / "copy"), key) == own
 
 
 def test_a_copy_of_another_bundle_is_not_written_into(bundle, tmp_path):
-    folder = engine_builder._copied(bundle, tmp_path / "copy")
-    assert engine_builder._copied(bundle, tmp_path / "copy") == folder
+    folder = engine_builder._copy_bundle(bundle, tmp_path / "copy")
+    assert engine_builder._copy_bundle(bundle, tmp_path / "copy") == folder
     files = {**bundle.files, bundle.tokenizer: FileEntry(1, "0" * 64)}
     other = dataclasses.replace(bundle, files=files)
-    with pytest.raises(DeviceError, match="holds another bundle; name a new folder"):
-        engine_builder._copied(other, tmp_path / "copy")
+    with pytest.raises(DeviceError, match="holds another bundle; name a new folder with --output"):
+        engine_builder._copy_bundle(other, tmp_path / "copy")
 
 
 def test_a_missing_engine_is_named_with_the_command_that_builds_it(bundle):

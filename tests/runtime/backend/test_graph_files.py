@@ -95,7 +95,7 @@ def test_a_graph_of_another_file_format_is_refused(folder):
     from specedge.bundle.graph_scan import check_graph
 
     bundle = append(folder, b"")
-    with pytest.raises(BundleError, match=r"ends in \.onnx"):
+    with pytest.raises(BundleError, match=r"must end in \.onnx"):
         check_graph(bundle, "tokenizer.json")
 
 

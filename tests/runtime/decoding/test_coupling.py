@@ -295,7 +295,7 @@ def test_a_row_has_the_same_choice_wherever_it_lies_in_a_pass():
 
 
 def test_lenience_is_refused_beside_it():
-    with pytest.raises(ValueError, match=r"coupling 'gumbel'.*lenience.*leave one out"):
+    with pytest.raises(ValueError, match=r"coupling 'gumbel'.*lenience.*omit one of them"):
         coupled(0, lenience=0.5)
 
 

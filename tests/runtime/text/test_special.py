@@ -193,7 +193,7 @@ def sentencepiece():
 
 def test_a_model_that_knows_a_text_as_a_control_token_alone_is_refused():
     tokenizer, bundle = sentencepiece(), with_template("ChatML")
-    with pytest.raises(PromptError, match=r"'</s>'.* leave it out, or allow .* --special-tokens"):
+    with pytest.raises(PromptError, match=r"'</s>'.* remove it, or allow it with --special-tokens"):
         Prompts(bundle, tokenizer).tokens("a </s> b")
     with pytest.raises(PromptError, match="'</s>'"):
         Prompts(bundle, tokenizer).chat_tokens([{"role": "user", "content": "</s>"}])
