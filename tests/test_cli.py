@@ -215,7 +215,7 @@ def test_inspect_says_what_memory_a_pair_takes(pipeline):
     assert found["free"] is None or found["free"] > 0
     shown = run("inspect", "--memory")
     assert shown.returncode == 0
-    for name in ("peak", "free", *need.parts):
+    for name in ("peak", "available", *need.parts):
         assert name in shown.stdout
     assert "device must be" in run("inspect", "--memory", "--device", "abacus").stderr
 
