@@ -79,7 +79,12 @@ def test_logits_are_those_of_the_sets_for_the_cpu_but_for_what_rounds_inputs(mad
         off = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
         assert off < 0.06, off
         report = model.quantization[QDQ]
-        assert report.perplexity == pytest.approx(model.quantization["onnx"].perplexity, rel=0.02)
+        (like,) = (
+            one
+            for ops, one in model.quantization.items()
+            if ops in ("onnx", "gqa") and one.num_tokens == report.num_tokens
+        )
+        assert report.perplexity == pytest.approx(like.perplexity, rel=0.02)
 
 
 def test_there_is_one_such_op_set_and_it_is_for_engines_alone(made):
