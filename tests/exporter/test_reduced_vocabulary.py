@@ -195,7 +195,7 @@ def test_audit_passes(made):
     report = audit.audit(made.bundle, audit.ExecutionSettings(), prompts, ticks.budget, told)
     found = {one.check: one.status for one in report.findings}
     assert found == dict.fromkeys(found, PASSED)
-    assert len(found) == 7
+    assert len(found) == 8
 
 
 @pytest.mark.parametrize("made", ["llama"], indirect=True)

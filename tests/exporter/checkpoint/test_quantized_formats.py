@@ -87,14 +87,14 @@ def test_gpt_oss_in_mxfp4_is_widened_and_exported(tmp_path):
     loaded, notes = load(folder)
     assert same(loaded, model)
     assert loaded.dtype == "bfloat16"
-    assert "stored in mxfp4 and widened" in notes
-    assert "the target is this quantized model" in notes
+    assert "stored in mxfp4 and dequantized" in notes
+    assert "the target is the quantized model" in notes
     progress = Progress()
     bundle = export(folder, folder, tmp_path / "bundle", max_length=64, progress=progress)
     assert bundle.target.weights_dtype == "bfloat16"
     size = 2 * sum(parameter.numel() for parameter in model.parameters())
     assert size <= bundle.files["target/weights.bin"].size < 1.1 * size  # both op sets' in one
-    assert any("draft is this quantized model" in note for note in progress.notes)
+    assert any("draft is the quantized model" in note for note in progress.notes)
 
 
 def test_mxfp4_blocks_without_their_scales_are_refused(tmp_path):
