@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_generate_prints_text_to_stdout_and_one_line_to_stderr(pipeline):
-    result = run_process("generate", PROMPT, "-n", 40)
+    result = run_process("generate", PROMPT, "-n", 40, "-k", 4)
     assert result.returncode == 0
     assert result.stdout == pipeline.generate(PROMPT, 40).text + "\n"
     summary = r"40 tokens in [\d.]+ s .*tokens per round.*acceptance rate \d+%\n"
@@ -166,7 +166,7 @@ def test_a_closed_standard_input_is_one_line():
 
 
 def test_compare_shows_a_text_that_is_the_same_once_and_the_figures(pipeline):
-    result = run("compare", PROMPT, "-n", 40, "--repeats", 2)
+    result = run("compare", PROMPT, "-n", 40, "-k", 4, "--repeats", 2)
     assert result.returncode == 0
     assert result.stdout.count(pipeline.generate(PROMPT, 40).text) == 1
     for word in ("speed-up", "predicted", "tokens per round", "acceptance rate", "same tokens"):
@@ -184,18 +184,18 @@ def test_compare_without_a_draft_has_no_prediction():
 
 def test_compare_exits_1_if_the_tokens_differ():
     code = (
-        "from specedge.runtime.decoding import verify, decoding\n"
+        "from specedge.runtime.decoding import verification, decoding\n"
         "from specedge.cli import main\n"
         "def wrong(draft, *rest):\n"
-        "    return verify.Verdict(len(draft.tokens), 5)\n"
-        f"import sys; sys.argv = ['specedge', 'compare', {PROMPT!r}, '-n', '20']\n"
-        "accept_rule = lambda d, *r: wrong(d) if d.tokens else verify.verify(d, *r)\n"
+        "    return verification.Verdict(len(draft.tokens), 5)\n"
+        f"import sys; sys.argv = ['specedge', 'compare', {PROMPT!r}, '-n', '20', '-k', '4']\n"
+        "accept_rule = lambda d, *r: wrong(d) if d.tokens else verification.verify(d, *r)\n"
         "decoding.SpeculativeDecoder.accept_rule = staticmethod(accept_rule)\n"
         "main()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
-    assert "other tokens" in result.stderr
+    assert "plain decoding differ from new token" in result.stderr
 
 
 def test_inspect_shows_the_bundle_and_its_json(pipeline):

@@ -110,8 +110,8 @@ def test_an_impossible_grammar_is_refused_before_anything_runs(pipeline, options
     ("options", "reason"),
     [
         ({"regex": "a", "grammar": "b"}, "grammar and regex cannot be combined"),
-        ({"regex": ""}, "regex must be text that is not empty"),
-        ({"regex": 3}, "regex must be text"),
+        ({"regex": ""}, "regex must be non-empty text"),
+        ({"regex": 3}, "regex must be non-empty text"),
         ({"regex": "a" * (MAX_GRAMMAR_LENGTH + 1)}, "regex must have at most"),
         ({"regex": "a", "ignore_eos": True}, "omit ignore_eos"),
         ({"json_schema": "[1"}, "json_schema is not valid JSON"),
