@@ -23,10 +23,9 @@ from .graph import best_logits, draft_loop
 from .graph.graphs import SOURCE
 from .model_export import export_model
 from .progress import Progress
-from .quantization import drafting, texts
-from .quantization.computing import add_kinds
-from .quantization.quantising import quantise
-from .quantization.written import Written
+from .quantization import draft_precision, texts
+from .quantization.float_model import FloatModel
+from .quantization.quantizer import add_op_sets, quantize
 from .request import ExportRequest, PathOrName
 from .tokenizers import pair
 from .tracing import tracer
@@ -66,7 +65,9 @@ def export(
     else:
         request = ExportRequest(draft, target, output, **options)
     progress = progress or Progress()
-    calibration = texts.read(None if request.calibrate is None else os.fspath(request.calibrate))
+    calibration = texts.read_source(
+        None if request.calibrate is None else os.fspath(request.calibrate)
+    )
     try:
         with destination.destination(request.folder) as work:
             models = _find(request)
@@ -111,7 +112,7 @@ class _Job:
 
     request: ExportRequest
     models: _Models
-    calibration: texts.Source
+    calibration: texts.TextSource
     work: Path
     progress: Progress
     text: pair.TextMetadata
@@ -127,10 +128,10 @@ class _Job:
         drafts = checkpoint.role == "draft" or self.request.num_draft_layers is not None
         return self.draft_ids if drafts else None
 
-    def calibration_texts(self, model: ModelEntry) -> texts.Texts:
+    def calibration_texts(self, model: ModelEntry) -> texts.CalibrationTexts:
         """Tokenize the calibration set for a model."""
         target = self.models.target
-        return texts.cut(
+        return texts.tokenize(
             self.calibration, self.work / pair.TOKENIZER_FILE, model.vocab_size,
             model.context_length, pair.chat_writer(target, self.progress), pair.end_tokens(target),
         )  # fmt: skip
@@ -161,7 +162,7 @@ def _find(request: ExportRequest) -> _Models:
 def _check(
     request: ExportRequest,
     models: _Models,
-    calibration: texts.Source,
+    calibration: texts.TextSource,
     work: Path,
     progress: Progress,
 ) -> _Job:
@@ -207,21 +208,21 @@ def _quantize(
     folder, suffixes = job.work / checkpoint.role, job.request.op_set_suffixes
     precision = request.precision_of(checkpoint.role)
     roles = dict(zip((checkpoint.role, "draft"), traced, strict=False))
-    if earlier and request.selects_draft_precision and drafting.matters(traced[0]):
-        first = Written("target", earlier[0], job.work / "target")
-        draft, weights = drafting.fastest(
+    if earlier and request.selects_draft_precision and draft_precision.needs_selection(traced[0]):
+        first = FloatModel("target", earlier[0], job.work / "target")
+        draft, weights = draft_precision.select_draft_precision(
             first, traced[0], weights, folder, job.calibration_texts(traced[0]), ids, progress,
             suffixes, request.rounding,
         )  # fmt: skip
         return [draft], weights
     if precision in QUANTIZED_DTYPES:
-        return quantise(
+        return quantize(
             roles, folder, precision, job.calibration_texts(traced[0]), ids, progress, suffixes,
             request.rounding, request.average_bits,
         )  # fmt: skip
     if suffixes:
         pieces = job.calibration_texts(traced[0])
-        return add_kinds(suffixes, roles, folder, pieces, ids, progress), weights
+        return add_op_sets(suffixes, roles, folder, pieces, ids, progress), weights
     return traced, weights
 
 

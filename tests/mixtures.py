@@ -6,11 +6,11 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from specedge.exporter.graph.weights import FILE
-from specedge.exporter.quantization import choosing
-from specedge.exporter.quantization.calibration import Seen
-from specedge.exporter.quantization.experts import apart, mixtures
-from specedge.exporter.quantization.rewriting import Rewriter
-from specedge.exporter.quantization.storing import Store
+from specedge.exporter.quantization import schemes
+from specedge.exporter.quantization.calibration import InputStatistics
+from specedge.exporter.quantization.experts import expert_layers, find_excluded
+from specedge.exporter.quantization.integer_rewriter import IntegerRewriter
+from specedge.exporter.quantization.weight_store import WeightStore
 from specedge.exporter.tracing.experts import Swiglu
 from specedge.exporter.verification.subgraph import open_session
 
@@ -120,20 +120,20 @@ class Model:
         return open_session(path, ort.SessionOptions())
 
 
-def rewritten(tmp_path, weights, given, nodes, bits=8, kind=Rewriter):
+def rewritten(tmp_path, weights, given, nodes, bits=8, kind=IntegerRewriter):
     """A session over experts in integers, and how they were chosen."""
-    known = apart([Model(tmp_path / "float", weights, sparse).graph], E)
+    known = find_excluded([Model(tmp_path / "float", weights, sparse).graph], E)
     made = Model(tmp_path / "float", weights, nodes)
-    (mixture,) = mixtures(made.graph, known)
-    choice = choosing.of_experts(mixture.experts, Seen.of(given[0]), bits)
+    (mixture,) = expert_layers(made.graph, known)
+    choice = schemes.expert_scheme(mixture.experts, InputStatistics.from_values(given[0]), bits)
     made.folder = tmp_path / f"{nodes.__name__}-{bits}-{kind.__name__}"
     made.folder.mkdir()
-    with Store(made.folder) as store:
+    with WeightStore(made.folder) as store:
         kind(made.graph, store, {}).experts(mixture, choice)
         for value in made.graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor) and tensor.base_dir != made.folder:
-                value.const_value = store.as_it_is(tensor)
+                value.const_value = store.copy(tensor)
     return made.session(), choice
 
 

@@ -1,7 +1,8 @@
-"""What matrices read while a float graph runs a text."""
+"""Statistics of the inputs of matrices, collected while a float graph runs a text."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
@@ -11,51 +12,64 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from specedge.bundle.precision import GPTQ
+
 from ..graph.graphs import GraphFile
 from ..tracing.geometry import Geometry
 from ..verification.runner import FillNoise, PassAction, Runner
 from ..verification.subgraph import SubgraphSession, Values, open_session, unpacked_options
-from .experts import NOTHING, Apart, mixtures, opened
-from .matrices import groups
+from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, load_graph
+from .float_model import FloatModel
+from .matrices import matrix_groups
+from .texts import CalibrationTexts
 
-NUM_ROWS = 48  # of the texts, that errors are measured with
+NUM_SAMPLE_ROWS = 48  # of the texts, that errors are measured with
 ANSWER_TOKENS = 48  # of a prompt's answer
-_DECODER = GraphFile("decoder", None, prefix="calibration-")
+_TIMED_SIZE = 1024  # of matrices whose product is timed
+_NUM_PASSES = 4  # over the report's text: float, an op set, and two formats of llama.cpp
+_BYTES_PER_SECOND = 8e9  # of weights that an answer's token reads
+_PASS_EFFICIENCY = 0.5  # of the timed product's operations a second, that passes reach,
+_GPTQ_EFFICIENCY = 0.4  # and GPTQ's small steps
+_DECODER_FILE = GraphFile("decoder", None, prefix="calibration-")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Statistics of a group's input: maximum and mean square by channel [K], sample rows [n, K].
+class InputStatistics:
+    """Statistics of a group's input.
 
-    And, if it is wanted, the Hessian of its products' squared errors, x^T x of all rows [K, K].
+    Attributes:
+        maximum: Largest absolute value by channel, [K].
+        mean_square: Mean square by channel, [K].
+        rows: Sample of rows, [n, K].
+        hessian: x^T x of all rows, the Hessian of the products' squared errors, [K, K].
     """
 
-    largest: np.ndarray
-    square: np.ndarray
+    maximum: np.ndarray
+    mean_square: np.ndarray
     rows: np.ndarray
     hessian: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, x: np.ndarray, num_rows: int = NUM_ROWS) -> Seen:
-        """A value of a pass, and rows of it that are evenly apart. [T, K]"""
+    def from_values(cls, x: np.ndarray, num_rows: int = NUM_SAMPLE_ROWS) -> InputStatistics:
+        """Compute statistics of the values of one pass, [T, K]."""
         return cls(np.abs(x).max(0), np.square(x).mean(0), x[:: max(1, len(x) // num_rows)].copy())
 
     @classmethod
-    def all(cls, parts: Sequence[Seen]) -> Seen:
-        """Of several passes over about as many tokens each."""
+    def combine(cls, parts: Sequence[InputStatistics]) -> InputStatistics:
+        """Combine statistics of passes with about equal numbers of tokens."""
         return cls(
-            np.max([part.largest for part in parts], axis=0),
-            np.mean([part.square for part in parts], axis=0),
+            np.max([part.maximum for part in parts], axis=0),
+            np.mean([part.mean_square for part in parts], axis=0),
             np.concatenate([part.rows for part in parts]),
         )
 
 
-def answers(
+def generate_answers(
     decoder: Path, geometry: Geometry, prompts: Sequence[np.ndarray], end_tokens: Container[int]
 ) -> list[np.ndarray]:
-    """Return prompts with what a float graph answers by greedy decoding. [T] each
+    """Return prompts followed by the float graph's greedy answers. [T] each
 
-    The whole graph is one session over its mapped weights, without copies of them.
+    The graph runs in one session over memory-mapped weights, without a copy of them.
     """
     shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
     options = unpacked_options()
@@ -64,12 +78,12 @@ def answers(
     folding = ["ConstantFolding"]
     stage = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
     try:
-        return [_answer(stage, geometry, prompt, end_tokens) for prompt in prompts]
+        return [_generate_answer(stage, geometry, prompt, end_tokens) for prompt in prompts]
     finally:
         stage.close()
 
 
-def _answer(
+def _generate_answer(
     stage: SubgraphSession, geometry: Geometry, prompt: np.ndarray, end_tokens: Container[int]
 ) -> np.ndarray:
     tokens, new, length = [*prompt], prompt, 0
@@ -90,7 +104,7 @@ def _answer(
     return np.array(tokens, np.int64)
 
 
-Visit = Callable[[tuple[int, ...], Seen], None]
+Visit = Callable[[tuple[int, ...], InputStatistics], None]
 
 
 def visit_inputs(
@@ -99,38 +113,50 @@ def visit_inputs(
     ops: str,
     texts: Sequence[np.ndarray],
     visit: Visit,
-    apart: Apart = NOTHING,
+    excluded: ExcludedWeights = NO_EXCLUSIONS,
     hessians: bool = False,
-    wanted: Container[tuple[int, ...]] | None = None,
+    keys_to_visit: Container[tuple[int, ...]] | None = None,
 ) -> None:
-    """Run a graph for any length over texts that begin anew, and visit what each group reads.
+    """Run a graph over independent texts, [T] each, and visit the statistics of each group's input.
 
-    And what experts read. Nothing of a group that reads a cache itself. A group is visited by its
-    key, as soon as the part of a large model that it is in has run, so that the Hessians of one
-    part are held at a time; with `wanted` no other group is. [T] each
+    Groups are visited by key as soon as their part of a large model has run, so that only one
+    part's Hessians are held at a time. Expert layers are visited, too; groups that read a cache are
+    not.
+
+    Args:
+        decoder: Graph for any pass length.
+        geometry: Sizes of the model.
+        ops: Op set of the graph.
+        texts: Tokens, [T] each.
+        visit: Callback.
+        excluded: Weights that are in no group.
+        hessians: Compute Hessians.
+        keys_to_visit: Keys of the groups to visit; all if None.
     """
-    model = opened(decoder, apart)
+    model = load_graph(decoder, excluded)
     keys: defaultdict[str | None, list[tuple[int, ...]]] = defaultdict(list)
-    found = groups(model.graph, apart.places)
-    with_hessian = {group.key for group in found if hessians}
-    readers = {group.key: group.value for group in found}
-    readers |= {one.experts.key: one.x for one in mixtures(model.graph, apart)}
-    readers = {key: x for key, x in readers.items() if wanted is None or key in wanted}
+    all_groups = matrix_groups(model.graph, excluded.offsets)
+    with_hessian = {group.key for group in all_groups if hessians}
+    readers = {group.key: group.value for group in all_groups}
+    readers |= {layer.experts.key: layer.x for layer in expert_layers(model.graph, excluded)}
+    readers = {
+        key: x for key, x in readers.items() if keys_to_visit is None or key in keys_to_visit
+    }
     for key, value in readers.items():
         keys[value.name].append(key)
         value.dtype = ir.DataType.FLOAT
         if not value.is_graph_output():
             model.graph.outputs.append(value)
-    path = decoder.parent / _DECODER.file(ops)
+    path = decoder.parent / _DECODER_FILE.file(ops)
     ir.save(model, path)
-    parts: defaultdict[tuple[int, ...], list[Seen]] = defaultdict(list)
+    parts: defaultdict[tuple[int, ...], list[InputStatistics]] = defaultdict(list)
     sums: dict[str, torch.Tensor] = {}
-    num_rows = max(1, NUM_ROWS // len(texts))
+    num_rows = max(1, NUM_SAMPLE_ROWS // len(texts))
 
-    def told(made: Values) -> None:
-        for name in made.keys() & keys.keys():
-            x = made[name].reshape(-1, made[name].shape[-1])
-            seen = Seen.of(x, num_rows)
+    def accumulate(values: Values) -> None:
+        for name in values.keys() & keys.keys():
+            x = values[name].reshape(-1, values[name].shape[-1])
+            seen = InputStatistics.from_values(x, num_rows)
             for key in keys[name]:
                 parts[key].append(seen)
             if with_hessian.intersection(keys[name]):
@@ -139,18 +165,48 @@ def visit_inputs(
                     sums[name] = torch.zeros(x.shape[1], x.shape[1])
                 sums[name].addmm_(rows.T, rows)
 
-    def ended(stages: int) -> None:
+    def finish_part(stages: int) -> None:
         for name, group_keys in keys.items():
             for key in group_keys:
                 if key in parts:
                     hessian = sums.get(name or "") if key in with_hessian else None
-                    visit(key, replace(Seen.all(parts.pop(key)), hessian=hessian))
+                    visit(key, replace(InputStatistics.combine(parts.pop(key)), hessian=hessian))
             sums.pop(name or "", None)
 
     try:
-        runner = Runner(decoder.parent, [_DECODER], geometry, ops)
-        passes = [PassAction("decoder", text, 0, on_outputs=told) for text in texts]
+        runner = Runner(decoder.parent, [_DECODER_FILE], geometry, ops)
+        passes = [PassAction("decoder", text, 0, on_outputs=accumulate) for text in texts]
         noise = FillNoise(0, geometry.capacity)
-        runner.run([], ended, through=[noise, *passes])
+        runner.run([], finish_part, through=[noise, *passes])
     finally:
         path.unlink()
+
+
+def predict_seconds(model: FloatModel, texts: CalibrationTexts, rounding: str) -> float:
+    """Estimate the time of calibration, rounding and report from a product that is timed now."""
+    graph = load_graph(model.decoder(model.ops[0])).graph
+    calibrated, compared = (sum(map(len, part)) for part in (texts.calibration, texts.evaluation))
+    passes = hessians = rounded = weights = 0.0
+    for group in matrix_groups(graph):
+        shapes = [matrix.stored.data().shape for matrix in group.matrices]
+        size, width = float(shapes[0][-2]), float(sum(shape[-1] for shape in shapes))
+        weights += size * width
+        passes += 2 * size * width * (calibrated + _NUM_PASSES * compared)
+        hessians += 2 * size * size * calibrated
+        rounded += 2 * size * size * (width + size)
+    speed = _measure_speed()
+    if rounding != GPTQ:
+        return passes / _PASS_EFFICIENCY / speed
+    answers = 4 * weights * ANSWER_TOKENS * len(texts.prompts) / _BYTES_PER_SECOND
+    work = passes / _PASS_EFFICIENCY + hessians + rounded / _GPTQ_EFFICIENCY
+    return work / speed + answers
+
+
+def _measure_speed() -> float:
+    x = torch.ones(_TIMED_SIZE, _TIMED_SIZE)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        x @ x
+        best = min(best, time.perf_counter() - start)
+    return 2 * _TIMED_SIZE**3 / best

@@ -1,4 +1,4 @@
-"""Verification that a model in another basis computes what it computed before."""
+"""Verification that a model in another basis computes the same function."""
 
 from __future__ import annotations
 
@@ -12,52 +12,55 @@ from ..tracing.geometry import Geometry
 from ..verification.exact_graph import ExactGraph
 from ..verification.row_errors import ErrorCheck, float32_error_bounds, row_errors
 from ..verification.runner import Action, FillNoise, PassAction, ReadRows
-from .written import Written
+from .float_model import FloatModel
 
 NUM_TOKENS = 24
 
 
-def check(before: Written, after: Written) -> None:
-    """Compare both in float64, and in float32 with what float32 itself costs. Raises ParityError.
+def check_equivalence(before: FloatModel, after: FloatModel) -> None:
+    """Compare two models in float64, and in float32 relative to float32's own error.
 
-    Float64 shows a wrong structure, of which only the rounding of changed weights is left.
+    Float64 shows errors of structure; only the rounding of changed weights remains.
+
+    Raises:
+        ParityError: If they differ.
     """
     model = before.model
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, NUM_TOKENS)
     tokens = tokens[: model.context_length]
     ops, geometry = before.ops[0], before.geometry
-    exact = _exact(before.decoder(ops), geometry, tokens)
-    float32 = _float32(before, ops, tokens)
+    exact = _float64_outputs(before.decoder(ops), geometry, tokens)
+    float32 = _float32_outputs(before, ops, tokens)
     judge = ErrorCheck(before.role, "the model's in its own basis", multiple=FLOAT32.multiple)
-    rotated = _exact(after.decoder(ops), geometry, tokens)
-    others = [_float32(after, each, tokens) for each in after.ops]
-    for name, wanted in exact.items():
-        own = float32_error_bounds(row_errors(float32[name], wanted), wanted)
+    rotated = _float64_outputs(after.decoder(ops), geometry, tokens)
+    others = [_float32_outputs(after, each, tokens) for each in after.ops]
+    for name, expected in exact.items():
+        float32_error = float32_error_bounds(row_errors(float32[name], expected), expected)
         # In a rotated stream the error of the largest channel is in all of them, and of one run
         # the error of a row is luck: so the worst row of an output is the measure of all.
-        worst = np.full_like(own, own.max())
-        for one in (rotated, *others):
-            judge.compare("basis", name, one[name], wanted, worst)
+        worst = np.full_like(float32_error, float32_error.max())
+        for outputs in (rotated, *others):
+            judge.compare("basis", name, outputs[name], expected, worst)
 
 
-def _exact(path: Path, geometry: Geometry, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Logits [T, V] and caches [H, T, D] of a graph in float64."""
+def _float64_outputs(path: Path, geometry: Geometry, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Return logits [T, V] and caches [H, T, D] of a graph in float64."""
     shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
     inputs = {"input_ids": tokens[None], "past_length": np.zeros(1), "logits_from": np.zeros(1)}
 
-    def given(name: str) -> np.ndarray:
+    def graph_input(name: str) -> np.ndarray:
         if name in shapes:
             return np.zeros(shapes[name])
         return inputs[name].astype(np.int64)
 
-    found = {}
-    for name, value in ExactGraph(path).run(given):
-        found[name] = value[0] if name == "logits" else value[0][:, : len(tokens)]
-    return found
+    outputs = {}
+    for name, value in ExactGraph(path).run(graph_input):
+        outputs[name] = value[0] if name == "logits" else value[0][:, : len(tokens)]
+    return outputs
 
 
-def _float32(model: Written, ops: str, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """The same in ONNX Runtime."""
+def _float32_outputs(model: FloatModel, ops: str, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Return logits [T, V] and caches [H, T, D] of a graph in ONNX Runtime."""
     actions: list[Action] = [
         FillNoise(0, model.geometry.capacity),
         PassAction("decoder", tokens, 0),

@@ -1,8 +1,8 @@
-"""The experts of a mixture, in the two forms that graphs have them in, and what no group holds.
+"""Expert weights of a mixture of experts in its two forms, and weights that no group contains.
 
-A MoE node has an expert's matrices as they are stored, E of them in a block; elsewhere all experts
-are one wide MLP of two products. Both forms read the same bytes, so what one has in blocks of
-integers the other has, too. T rows of H values, E experts of I inner values, G of H or I in blocks.
+A MoE node reads the E stacked matrices of all experts; elsewhere all experts are one wide MLP of
+two products. Both forms read the same bytes, so that integers in blocks serve both. T rows of H
+values, E experts of I inner values, G blocks along H or I.
 """
 
 from __future__ import annotations
@@ -15,45 +15,50 @@ import onnx_ir as ir
 import torch
 
 from ..tracing.experts import Swiglu
-from .matrices import NORMS, PRODUCTS, Stored, behind, stored_in, unfold
+from .matrices import (
+    NORMS,
+    PRODUCT_INPUTS,
+    StoredTensor,
+    split_gemms,
+    stored_tensor,
+    underlying_tensor,
+)
 
 _FIRST, _BIAS, _LAST = 2, 3, 4  # inputs of a MoE node
-_WALLS = {*NORMS, *PRODUCTS, "Attention", "GroupQueryAttention", "TensorScatter"}
+_BOUNDARY_OPS = {*NORMS, *PRODUCT_INPUTS, "Attention", "GroupQueryAttention", "TensorScatter"}
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The stored matrices of a layer's experts, [E, 2 * I, H] and [E, H, I], and what the first
-    ones' products get, [E, 2 * I].
-    """
+class ExpertWeights:
+    """Stored matrices of experts, [E, 2 * I, H] and [E, H, I], and the bias [E, 2 * I]."""
 
-    first: Stored
-    bias: Stored | None
-    last: Stored
+    first: StoredTensor
+    bias: StoredTensor | None
+    last: StoredTensor
     activation: Swiglu
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What they are known by in the graphs of every op set: where their weights lie."""
-        return self.first.place, self.last.place
+        """Offsets of the weights, the same in the graphs of all op sets."""
+        return self.first.offset, self.last.offset
 
     @property
     def names(self) -> list[ir.ExternalTensor]:
         return [self.first.tensor, self.last.tensor]
 
     def inner(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """What an expert's last matrix is multiplied with. [n, H] -> [n, I]"""
-        both = x @ self.first.numbers()[expert].float().T
+        """Return the input of an expert's last matrix. [n, H] -> [n, I]"""
+        both = x @ self.first.data()[expert].float().T
         if self.bias is not None:
-            both = both + self.bias.numbers()[expert].float()
+            both = both + self.bias.data()[expert].float()
         return self.activation(both[:, ::2], both[:, 1::2])
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """Experts in a graph: their rows x, and one MoE node or two products."""
+class ExpertLayer:
+    """Experts in a graph: input rows x, and one MoE node or two products."""
 
-    experts: Experts
+    experts: ExpertWeights
     x: ir.Value
     nodes: tuple[ir.Node, ...]
 
@@ -63,97 +68,108 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Apart:
-    """What is in no group of a model: places of what routers have, and experts."""
+class ExcludedWeights:
+    """Weights that are in no group: routers' offsets, and experts."""
 
     routers: frozenset[int] = frozenset()
-    experts: tuple[Experts, ...] = ()
-    places: frozenset[int] = field(init=False)
+    experts: tuple[ExpertWeights, ...] = ()
+    offsets: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        of_experts = {place for experts in self.experts for place in experts.key}
-        object.__setattr__(self, "places", self.routers | of_experts)
+        of_experts = {offset for experts in self.experts for offset in experts.key}
+        object.__setattr__(self, "offsets", self.routers | of_experts)
 
 
-NOTHING = Apart()
+NO_EXCLUSIONS = ExcludedWeights()
 
 
-def apart(graphs: Iterable[ir.Graph], num_experts: int) -> Apart:
-    """What is in no group of a model whose layers choose among so many experts, 0 for none."""
-    routers, found = set(), dict[tuple[int, ...], Experts]()
+def find_excluded(graphs: Iterable[ir.Graph], num_experts: int) -> ExcludedWeights:
+    """Return the weights of routers and experts, with `num_experts` experts per layer."""
+    routers, layers = set(), dict[tuple[int, ...], ExpertWeights]()
     for node in (node for graph in graphs for node in graph if num_experts):
         if node.op_type == "MoE":
-            if (experts := _experts(node)) is not None:
-                found[experts.key] = experts
+            if (experts := _expert_weights(node)) is not None:
+                layers[experts.key] = experts
         elif node.op_type in ("MatMul", "Gemm"):
-            stored = stored_in(node.inputs[1])
-            if stored is not None and num_experts in stored.tensor.shape[-2:] and _routes(node):
-                routers.add(stored.place)
-    return Apart(frozenset(routers), tuple(found.values()))
+            stored = stored_tensor(node.inputs[1])
+            if stored is not None and num_experts in stored.tensor.shape[-2:] and _is_router(node):
+                routers.add(stored.offset)
+    return ExcludedWeights(frozenset(routers), tuple(layers.values()))
 
 
-def opened(path: Path, known: Apart = NOTHING) -> ir.Model:
-    """A float model's file, its products in the form that groups are made of."""
+def load_graph(path: Path, excluded: ExcludedWeights = NO_EXCLUSIONS) -> ir.Model:
+    """Load a float model with its products in the form that groups have."""
     model = ir.load(path)
-    unfold(model.graph, known.places)
+    split_gemms(model.graph, excluded.offsets)
     return model
 
 
-def mixtures(graph: ir.Graph, known: Apart) -> list[Mixture]:
-    """Where a graph has the experts of a model."""
-    return [found for experts in known.experts if (found := _mixture(graph, experts)) is not None]
+def expert_layers(graph: ir.Graph, excluded: ExcludedWeights) -> list[ExpertLayer]:
+    """Return the expert layers of a graph."""
+    return [
+        layer
+        for experts in excluded.experts
+        if (layer := _expert_layer(graph, experts)) is not None
+    ]
 
 
-def _routes(node: ir.Node) -> bool:
-    """Whether a product's result chooses experts, or its input says which were chosen."""
-    ahead = _between(node, lambda n: [user for output in n.outputs for user, _ in output.uses()])
-    back = _between(node, lambda n: [x.producer() for x in n.inputs[:1] if x is not None])
+def _is_router(node: ir.Node) -> bool:
+    """Return True if a product's result selects experts, or its input depends on the selection."""
+    ahead = _op_types_between(
+        node, lambda n: [user for output in n.outputs for user, _ in output.uses()]
+    )
+    back = _op_types_between(node, lambda n: [x.producer() for x in n.inputs[:1] if x is not None])
     return "TopK" in ahead | back
 
 
-def _between(node: ir.Node, step: Callable[[ir.Node], Iterable[ir.Node | None]]) -> set[str]:
-    """The types of nodes on the way from one, up to products, norms and attention."""
-    found: set[ir.Node] = set()
-    waiting = [*step(node)]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and one not in found and one.op_type not in _WALLS:
-            found.add(one)
-            waiting += step(one)
-    return {one.op_type for one in found}
+def _op_types_between(
+    node: ir.Node, step: Callable[[ir.Node], Iterable[ir.Node | None]]
+) -> set[str]:
+    """Return the types of nodes reached from a node, up to products, norms and attention."""
+    visited: set[ir.Node] = set()
+    pending = [*step(node)]
+    while pending:
+        current = pending.pop()
+        if current is not None and current not in visited and current.op_type not in _BOUNDARY_OPS:
+            visited.add(current)
+            pending += step(current)
+    return {current.op_type for current in visited}
 
 
-def _experts(node: ir.Node) -> Experts | None:
-    """A MoE node's, if they are stored as it reads them."""
-    first, last = stored_in(node.inputs[_FIRST]), stored_in(node.inputs[_LAST])
+def _expert_weights(node: ir.Node) -> ExpertWeights | None:
+    """Return the experts of a MoE node if they are stored in the node's order."""
+    first, last = stored_tensor(node.inputs[_FIRST]), stored_tensor(node.inputs[_LAST])
     if first is None or last is None:
         return None
-    numbers = {name: node.attributes[name].as_float() for name in _NUMBERS & {*node.attributes}}
+    numbers = {
+        name: node.attributes[name].as_float()
+        for name in _ACTIVATION_ATTRIBUTES & {*node.attributes}
+    }
     activation = Swiglu(
         numbers["activation_alpha"], numbers["activation_beta"], numbers.get("swiglu_limit")
     )
-    return Experts(first, stored_in(node.inputs[_BIAS]), last, activation)
+    return ExpertWeights(first, stored_tensor(node.inputs[_BIAS]), last, activation)
 
 
-_NUMBERS = {"activation_alpha", "activation_beta", "swiglu_limit"}
+_ACTIVATION_ATTRIBUTES = {"activation_alpha", "activation_beta", "swiglu_limit"}
 
 
-def _mixture(graph: ir.Graph, experts: Experts) -> Mixture | None:
-    found = {}
+def _expert_layer(graph: ir.Graph, experts: ExpertWeights) -> ExpertLayer | None:
+    products = {}
     for node in graph:
-        if node.op_type == "MoE" and _place(node.inputs[_FIRST]) == experts.first.place:
+        if node.op_type == "MoE" and _offset(node.inputs[_FIRST]) == experts.first.offset:
             assert node.inputs[0] is not None
-            return Mixture(experts, node.inputs[0], (node,))
+            return ExpertLayer(experts, node.inputs[0], (node,))
         if node.op_type in ("MatMul", "Gemm"):
-            found[_place(node.inputs[1])] = node
-    nodes = [found.get(place) for place in experts.key]
+            products[_offset(node.inputs[1])] = node
+    nodes = [products.get(offset) for offset in experts.key]
     if None in nodes:
         return None
     first, last = (node for node in nodes if node is not None)
     assert first.inputs[0] is not None
-    return Mixture(experts, first.inputs[0], (first, last))
+    return ExpertLayer(experts, first.inputs[0], (first, last))
 
 
-def _place(value: ir.Value | None) -> int | None:
-    tensor = behind(value)
+def _offset(value: ir.Value | None) -> int | None:
+    tensor = underlying_tensor(value)
     return None if tensor is None else tensor.offset

@@ -1,6 +1,6 @@
-"""The products with stored weights in an exported graph, and what their inputs come from.
+"""Matrix products with stored weights in an exported graph.
 
-x [..., T, K] times W [..., K, N]; matrices that read one x are a group.
+x [..., T, K] times W [..., K, N]; matrices that read the same x are a group.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from ..graph.nodes import insert_node, producer
 from ..graph.weights import TORCH_TYPES
 
 NORMS = ("RMSNormalization", "LayerNormalization")
-PRODUCTS = {"MatMul": (0, 1), "Gemm": (0, 1), "MoE": (2, 4)}  # and which inputs are matrices
-_SHAPES = ("Cast", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-LEAST = 1024  # numbers; what is smaller stays as it is
+PRODUCT_INPUTS = {"MatMul": (0, 1), "Gemm": (0, 1), "MoE": (2, 4)}  # and which inputs are matrices
+_SHAPE_OPS = ("Cast", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+MIN_SIZE = 1024  # numbers; what is smaller stays as it is
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in the weights file, with its axes in the order that `order` says."""
+class StoredTensor:
+    """Tensor of the weights file with permuted axes."""
 
     tensor: ir.ExternalTensor
     order: tuple[int, ...]
 
     @cached_property
-    def place(self) -> int:
-        """Where it begins in the file, by which it is known in every graph."""
+    def offset(self) -> int:
+        """Offset in the file, the same in every graph."""
         assert self.tensor.offset is not None
         return self.tensor.offset
 
-    def numbers(self) -> torch.Tensor:
-        """Its numbers in their own type, as pages of the file."""
-        return contents(self.tensor).permute(self.order)
+    def data(self) -> torch.Tensor:
+        """Return the values in their stored type, memory-mapped."""
+        return tensor_data(self.tensor).permute(self.order)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A MatMul node and its W."""
+    """MatMul node and its stored matrix W."""
 
     node: ir.Node
-    stored: Stored
+    stored: StoredTensor
 
     @property
-    def place(self) -> int:
-        return self.stored.place
+    def offset(self) -> int:
+        return self.stored.offset
 
 
 @dataclass(frozen=True)
-class Group:
+class MatrixGroup:
     """All products with stored weights that read one value."""
 
     value: ir.Value
@@ -64,19 +64,19 @@ class Group:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What it is known by in the graphs of every op set: where its weights lie."""
-        return tuple(sorted(matrix.place for matrix in self.matrices))
+        """Offsets of the weights, the same in the graphs of all op sets."""
+        return tuple(sorted(matrix.offset for matrix in self.matrices))
 
 
-def contents(tensor: ir.ExternalTensor) -> torch.Tensor:
-    """A tensor of the weights file in its own type, as pages of the file."""
+def tensor_data(tensor: ir.ExternalTensor) -> torch.Tensor:
+    """Return a tensor of the weights file in its stored type, memory-mapped."""
     assert tensor.length is not None
     data = mapped_memory.map_file(Path(tensor.path), tensor.offset or 0, tensor.length)
     return torch.from_numpy(data).view(TORCH_TYPES[tensor.dtype.value]).reshape(tuple(tensor.shape))
 
 
-def stored_in(value: ir.Value | None) -> Stored | None:
-    """What a value is of the weights file, cast and transposed on the way, if it is that."""
+def stored_tensor(value: ir.Value | None) -> StoredTensor | None:
+    """Return the stored tensor behind a value, through casts and transpositions."""
     order: list[int] | None = None
     while value is not None and value.const_value is None:
         if (node := producer(value, "Transpose")) is not None:
@@ -88,14 +88,14 @@ def stored_in(value: ir.Value | None) -> Stored | None:
     tensor = value.const_value if value is not None else None
     if not isinstance(tensor, ir.ExternalTensor):
         return None
-    return Stored(tensor, tuple(range(len(tensor.shape)) if order is None else order))
+    return StoredTensor(tensor, tuple(range(len(tensor.shape)) if order is None else order))
 
 
-def vector(value: ir.Value | None) -> np.ndarray | None:
-    """A constant's numbers, if it has one axis that is longer than 1: the last."""
-    stored = stored_in(value)
+def constant_vector(value: ir.Value | None) -> np.ndarray | None:
+    """Return a constant that varies along its last axis alone."""
+    stored = stored_tensor(value)
     if stored is not None:
-        array = contents(stored.tensor).float().numpy()
+        array = tensor_data(stored.tensor).float().numpy()
     elif value is not None and value.const_value is not None:
         array = value.const_value.numpy()
     else:
@@ -104,30 +104,27 @@ def vector(value: ir.Value | None) -> np.ndarray | None:
     return array if array.dtype == np.float32 and is_vector else None
 
 
-def groups(graph: ir.Graph, apart: Set[int] = frozenset()) -> list[Group]:
-    """Every product with stored weights in their order, those that read one value together.
-
-    But for those whose weights lie at a place in `apart`.
-    """
-    found: defaultdict[ir.Value, list[Matrix]] = defaultdict(list)
+def matrix_groups(graph: ir.Graph, excluded: Set[int] = frozenset()) -> list[MatrixGroup]:
+    """Return the groups of all products with stored weights, without offsets in `apart`."""
+    products: defaultdict[ir.Value, list[Matrix]] = defaultdict(list)
     for node in graph:
         value = node.inputs[0] if node.op_type == "MatMul" else None
-        stored = stored_in(node.inputs[1]) if value is not None else None
-        if value is None or stored is None or stored.place in apart:
+        stored = stored_tensor(node.inputs[1]) if value is not None else None
+        if value is None or stored is None or stored.offset in excluded:
             continue
-        if stored.tensor.size >= LEAST:
-            found[value].append(Matrix(node, stored))
-    return [Group(value, tuple(matrices)) for value, matrices in found.items()]
+        if stored.tensor.size >= MIN_SIZE:
+            products[value].append(Matrix(node, stored))
+    return [MatrixGroup(value, tuple(matrices)) for value, matrices in products.items()]
 
 
-def unfold(graph: ir.Graph, apart: Set[int] = frozenset()) -> None:
-    """Write Gemm nodes, of rows and a stored matrix, as MatMul and Add, which groups are made of.
+def split_gemms(graph: ir.Graph, excluded: Set[int] = frozenset()) -> None:
+    """Replace Gemm nodes with stored matrices by MatMul and Add.
 
-    But for columns alone, and weights that lie at a place in `apart`.
+    Except for single columns, and weights at offsets in `apart`.
     """
     for node in [node for node in graph if node.op_type == "Gemm"]:
-        stored = stored_in(node.inputs[1])
-        if stored is None or stored.place in apart or 1 in stored.tensor.shape:
+        stored = stored_tensor(node.inputs[1])
+        if stored is None or stored.offset in excluded or 1 in stored.tensor.shape:
             continue
         if any(
             node.attributes[name].value != 1
@@ -151,48 +148,45 @@ def unfold(graph: ir.Graph, apart: Set[int] = frozenset()) -> None:
         graph.remove(node, safe=True)
 
 
-def others(
-    graph: ir.Graph, apart: Set[int] = frozenset(), known: Iterable[int] = ()
+def ungrouped_weights(
+    graph: ir.Graph, excluded: Set[int] = frozenset(), quantized: Iterable[int] = ()
 ) -> dict[str, list[ir.ExternalTensor]]:
-    """Stored weights of products that are in no group, by the type of the nodes that read them.
-
-    `known` are the places of those that are rounded another way.
-    """
-    in_groups = (matrix for group in groups(graph, apart) for matrix in group.matrices)
-    told = {*known, *(matrix.place for matrix in in_groups)}
-    found: defaultdict[str, list[ir.ExternalTensor]] = defaultdict(list)
+    """Return weights of products in no group and not in `quantized`, by node type."""
+    in_groups = (matrix for group in matrix_groups(graph, excluded) for matrix in group.matrices)
+    seen = {*quantized, *(matrix.offset for matrix in in_groups)}
+    ungrouped: defaultdict[str, list[ir.ExternalTensor]] = defaultdict(list)
     for node in graph:
-        inputs = (i for i in PRODUCTS.get(node.op_type, ()) if i < len(node.inputs))
+        inputs = (i for i in PRODUCT_INPUTS.get(node.op_type, ()) if i < len(node.inputs))
         for value in (node.inputs[i] for i in inputs):
-            tensor = behind(value)
-            if tensor is None or tensor.size < LEAST or len(tensor.shape) < 2:
+            tensor = underlying_tensor(value)
+            if tensor is None or tensor.size < MIN_SIZE or len(tensor.shape) < 2:
                 continue
-            if tensor.offset not in told:
-                told.add(tensor.offset or 0)
-                found[node.op_type].append(tensor)
-    return found
+            if tensor.offset not in seen:
+                seen.add(tensor.offset or 0)
+                ungrouped[node.op_type].append(tensor)
+    return ungrouped
 
 
-def behind(value: ir.Value | None) -> ir.ExternalTensor | None:
-    """What a value is of the weights file, in whatever shape and type."""
+def underlying_tensor(value: ir.Value | None) -> ir.ExternalTensor | None:
+    """Return the stored tensor behind a value, through any change of shape or type."""
     while value is not None and value.const_value is None:
         node = value.producer()
-        value = node.inputs[0] if node is not None and node.op_type in _SHAPES else None
+        value = node.inputs[0] if node is not None and node.op_type in _SHAPE_OPS else None
     tensor = value.const_value if value is not None else None
     return tensor if isinstance(tensor, ir.ExternalTensor) else None
 
 
-def embeddings(graph: ir.Graph) -> Iterator[tuple[ir.Node, Stored]]:
-    """The tables that rows are taken from by token, [V, H]."""
+def embeddings(graph: ir.Graph) -> Iterator[tuple[ir.Node, StoredTensor]]:
+    """Return lookups by token with their tables, [V, H]."""
     for node in graph:
-        if node.op_type == "Gather" and _reshaped(node.inputs[1]) is graph.inputs[0]:
-            stored = stored_in(node.inputs[0])
+        if node.op_type == "Gather" and _before_reshape(node.inputs[1]) is graph.inputs[0]:
+            stored = stored_tensor(node.inputs[0])
             if stored is not None and len(stored.tensor.shape) == 2:
                 yield node, stored
 
 
-def _reshaped(value: ir.Value | None) -> ir.Value | None:
-    """What a value is but for its shape."""
+def _before_reshape(value: ir.Value | None) -> ir.Value | None:
+    """Return a value before its reshapes."""
     while (node := producer(value, "Reshape")) is not None:
         value = node.inputs[0]
     return value

@@ -1,9 +1,9 @@
-"""Orthogonal matrices that spread large channels over all of them.
+"""Orthogonal matrices that spread outlier channels over all channels.
 
-A `Rotation` [d, d] is for the residual stream, whose basis a model with RMS norms does not depend
-on (QuaRot, Ashkboos et al. 2024): random signs, a Hadamard matrix of the largest power of two that
-divides d, and a Hartley matrix of the rest, so that every channel reaches every other one at the
-cost of a fast transform. `hadamard` is for blocks of channels that have to be rotated in the graph.
+A `Rotation` [d, d] is for the residual stream, whose basis is free in models with RMS norms
+(QuaRot, Ashkboos et al. 2024): random signs, a Hadamard matrix of the largest power of two that
+divides d, and a Hartley matrix of the rest, applied as a fast transform. `hadamard` is for blocks
+of channels that are rotated in the graph.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-BLOCK = 64  # channels that a Hadamard matrix in the graph mixes
-_FACTOR = 64  # the largest Hadamard matrix that is multiplied with as a whole
+HADAMARD_SIZE = 64  # channels that a Hadamard matrix in the graph mixes
+_MAX_FACTOR_SIZE = 64  # the largest Hadamard matrix that is multiplied with as a whole
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Rotation:
 
     @cached_property
     def signs(self) -> torch.Tensor:
-        """Signs of the channels before they are mixed, [d]."""
+        """Random signs of the channels, [d]."""
         bits = np.random.default_rng(self.seed).integers(0, 2, self.size)
         return torch.from_numpy(1.0 - 2.0 * bits)
 
@@ -37,7 +37,7 @@ class Rotation:
         power = self.size & -self.size
         matrices = [hartley(self.size // power)]
         while power > 1:
-            matrices.append(hadamard(min(power, _FACTOR)))
+            matrices.append(hadamard(min(power, _MAX_FACTOR_SIZE)))
             power //= len(matrices[-1])
         return tuple(matrix for matrix in matrices if len(matrix) > 1)
 
@@ -74,6 +74,6 @@ def hartley(size: int) -> torch.Tensor:
     return (angles.cos() + angles.sin()) / size**0.5
 
 
-def in_blocks(x: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
+def apply_hadamard(x: torch.Tensor, block: int = HADAMARD_SIZE) -> torch.Tensor:
     """Return x with every `block` channels times a Hadamard matrix, in float64. [..., d]"""
     return (x.double().reshape(*x.shape[:-1], -1, block) @ hadamard(block)).reshape(x.shape)

@@ -1,8 +1,8 @@
-"""Weights as integers: how they are rounded, and what that and rounded inputs cost a product.
+"""Rounding of weights to integers, and the error of a product of quantized inputs and weights.
 
-x [n, K] times W [..., K, N]. All is symmetric: a scale, no zero point. Columns have one scale a row
-of x and one a column of W; blocks have one for every `BLOCK` numbers along K of both. So a row's
-result depends on no other row.
+x [n, K] times W [..., K, N]. Quantization is symmetric, without zero points. Per-channel: one scale
+per row of x and per column of W; block-wise: one scale for every `BLOCK_SIZE` values along K of
+both. Rows are quantized independently of each other.
 """
 
 from __future__ import annotations
@@ -13,228 +13,234 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-LARGEST = 127
+MAX_INT8 = 127
 _TINY = 1e-30
-_STRIP = 1 << 24  # numbers that are widened at a time
-BLOCK = 32
-_COLUMNS = 512  # that an error is measured of
+_STRIP_SIZE = 1 << 24  # numbers that are widened at a time
+BLOCK_SIZE = 32
+_NUM_SAMPLED_COLUMNS = 512  # that an error is measured of
 # Of the scale at which a block's largest number is the largest integer of 4 bits: those tried.
-_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+_SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 @dataclass(frozen=True)
-class Integers:
+class IntegerMatrix:
     """W = values * scales: int8 [..., K, N], float32 [..., 1, N]."""
 
     values: np.ndarray
     scales: np.ndarray
 
 
-def columns(weights: torch.Tensor, powers: np.ndarray | None = None) -> Integers:
-    """Round a matrix with one scale a column, after row k was multiplied by 2 ** powers[k]."""
+def quantize_columns(weights: torch.Tensor, powers: np.ndarray | None = None) -> IntegerMatrix:
+    """Quantize a matrix per column, after row k is multiplied by 2 ** powers[k]."""
     values = torch.empty(weights.shape, dtype=torch.int8)
     scales = torch.empty((*weights.shape[:-2], 1, weights.shape[-1]))
-    for at in _strips(weights):
+    for at in _column_strips(weights):
         strip = weights[..., at].float()
         if powers is not None:
-            strip = strip * _factors(powers)[:, None]
-        scale = strip.abs().amax(-2, keepdim=True).clamp_min(_TINY) / LARGEST
+            strip = strip * _scale_factors(powers)[:, None]
+        scale = strip.abs().amax(-2, keepdim=True).clamp_min(_TINY) / MAX_INT8
         values[..., at] = (strip / scale).round().to(torch.int8)
         scales[..., at] = scale
-    return Integers(values.numpy(), scales.numpy())
+    return IntegerMatrix(values.numpy(), scales.numpy())
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """W as MatMulNBits reads it: bytes [N, blocks, BLOCK * bits / 8], scales float32 [N, blocks].
+class BlockMatrix:
+    """W as MatMulNBits reads it: bytes [N, blocks, BLOCK_SIZE * bits / 8], scales [N, blocks].
 
-    Integers lie `2 ** (bits - 1)` higher than they are, the first of two in a byte's low half.
+    Integers are stored plus `2 ** (bits - 1)`, the first of two in a byte's low half.
     """
 
     values: np.ndarray
     scales: np.ndarray
 
 
-def blocks(weights: torch.Tensor, bits: int, weight: np.ndarray | None = None) -> Blocks:
-    """Round a matrix with a scale a block. [K, N]
+def quantize_blocks(
+    weights: torch.Tensor, bits: int, weight: np.ndarray | None = None
+) -> BlockMatrix:
+    """Quantize a matrix block-wise. [K, N]
 
-    Of 8 bits the nearest. Of 4 bits each block's scale is searched for the least square error of
-    its part of the product, with `weight` [K] the mean square of what a row is multiplied with:
-    the largest number may be beyond what 4 bits hold, and the scale may be negative, as there is
-    one more integer below 0 than above.
+    8 bits are rounded to nearest. At 4 bits each block's scale is searched for the least squared
+    error of its product, with `weight` [K] the mean square of the input: the largest value may be
+    clipped, and the scale may be negative, as there is one more integer below 0 than above.
     """
     values, scales = [], []
-    for at in _strips(weights):
-        strip = _cut(weights[:, at].float())
-        found, scale = _in_blocks(strip, bits, _importance(weight, strip))
-        values.append(packed(found.to(torch.int16) + 2 ** (bits - 1), bits))
+    for at in _column_strips(weights):
+        strip = _to_blocks(weights[:, at].float())
+        integers, scale = _round_blocks(strip, bits, _importance(weight, strip))
+        values.append(pack(integers.to(torch.int16) + 2 ** (bits - 1), bits))
         scales.append(scale.squeeze(-1))
-    return Blocks(torch.cat(values).numpy(), torch.cat(scales).numpy())
+    return BlockMatrix(torch.cat(values).numpy(), torch.cat(scales).numpy())
 
 
-def _cut(weights: torch.Tensor) -> torch.Tensor:
-    """[K, N] -> [N, blocks, BLOCK], with zeros at the end."""
-    missing = -weights.shape[0] % BLOCK
+def _to_blocks(weights: torch.Tensor) -> torch.Tensor:
+    """Return a matrix in blocks, padded with zeros. [K, N] -> [N, blocks, BLOCK_SIZE]"""
+    missing = -weights.shape[0] % BLOCK_SIZE
     padded = torch.nn.functional.pad(weights.T, (0, missing))
-    return padded.reshape(weights.shape[1], -1, BLOCK)
+    return padded.reshape(weights.shape[1], -1, BLOCK_SIZE)
 
 
 def _importance(weight: np.ndarray | None, strip: torch.Tensor) -> torch.Tensor:
-    """The weight of each number's error, [blocks, BLOCK]."""
+    """Return the weight of each value's error, [blocks, BLOCK_SIZE]."""
     if weight is None:
         return torch.ones(strip.shape[1:])
-    missing = strip.shape[1] * BLOCK - len(weight)
+    missing = strip.shape[1] * BLOCK_SIZE - len(weight)
     wide = torch.from_numpy(np.pad(weight.astype(np.float32), (0, missing)))
-    return wide.reshape(-1, BLOCK) + _TINY
+    return wide.reshape(-1, BLOCK_SIZE) + _TINY
 
 
 def block_scales(strip: torch.Tensor, bits: int, importance: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each block, [N, blocks, 1], with the weight of each number's error.
+    """Return the scale of each block, [N, blocks, 1].
 
-    [N, blocks, BLOCK], [blocks, BLOCK]
+    Args:
+        strip: Values, [N, blocks, BLOCK_SIZE].
+        bits: Bits of an integer.
+        importance: Weight of each value's error, [blocks, BLOCK_SIZE].
     """
-    return _in_blocks(strip, bits, importance)[1]
+    return _round_blocks(strip, bits, importance)[1]
 
 
-def _in_blocks(
+def _round_blocks(
     strip: torch.Tensor, bits: int, importance: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _nearest(strip) if bits == 8 else _searched(strip, importance)
+    return _round_to_nearest(strip) if bits == 8 else _search_scales(strip, importance)
 
 
-def _nearest(strip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = strip.abs().amax(-1, keepdim=True).clamp_min(_TINY) / LARGEST
+def _round_to_nearest(strip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = strip.abs().amax(-1, keepdim=True).clamp_min(_TINY) / MAX_INT8
     return (strip / scale).round(), scale
 
 
-def _searched(strip: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best of some scales at 4 bits, each then the best one for its integers."""
+def _search_scales(strip: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Search the best 4-bit scale of each block; return integers and scales."""
     largest = strip.gather(-1, strip.abs().argmax(-1, keepdim=True))
     full = torch.where(largest.abs() < _TINY, torch.full_like(largest, _TINY), largest) / -8
     best = torch.full(strip.shape[:-1], torch.inf)
     values, scales = torch.zeros_like(strip), full.clone()
     weighted = strip * weight
-    for share in _SHARES:
-        given = (strip / (full * share)).round_().clamp_(-8, 7)
-        size = (given.square() * weight).sum(-1)
-        scale = (weighted * given).sum(-1) / size.clamp_min(_TINY)
-        error = ((strip - given * scale[..., None]).square_() * weight).sum(-1)
+    for share in _SCALE_FACTORS:
+        integers = (strip / (full * share)).round_().clamp_(-8, 7)
+        size = (integers.square() * weight).sum(-1)
+        scale = (weighted * integers).sum(-1) / size.clamp_min(_TINY)
+        error = ((strip - integers * scale[..., None]).square_() * weight).sum(-1)
         better = (error < best) & (size > _TINY)
         best = torch.where(better, error, best)
-        values = torch.where(better[..., None], given, values)
+        values = torch.where(better[..., None], integers, values)
         scales[..., 0] = torch.where(better, scale, scales[..., 0])
     return values, scales
 
 
-def packed(values: torch.Tensor, bits: int) -> torch.Tensor:
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Return unsigned integers as bytes, two of 4 bits in one."""
-    found = values.to(torch.uint8)
-    return found if bits == 8 else found[..., 0::2] | (found[..., 1::2] << 4)
+    unsigned = values.to(torch.uint8)
+    return unsigned if bits == 8 else unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
 
 
-def signed(blocks_: Blocks, bits: int, size: int) -> Integers:
-    """Blocks as DequantizeLinear reads them: integers [K, N], scales [blocks, N].
+def to_signed(blocks_: BlockMatrix, bits: int, size: int) -> IntegerMatrix:
+    """Return blocks as DequantizeLinear reads them: integers [K, N], scales [blocks, N].
 
-    Of 4 bits two are in a byte, in their order. K is `size`.
+    4-bit integers are packed in pairs. K is `size`.
     """
-    values = (_bytes(blocks_, bits).to(torch.int16) - 2 ** (bits - 1)).flatten(1)[:, :size].T
+    values = (_unpack_bytes(blocks_, bits).to(torch.int16) - 2 ** (bits - 1)).flatten(1)[:, :size].T
     whole = values.to(torch.int8).contiguous().numpy()
     if bits == 4:
         pairs = np.pad(whole.reshape(-1) & 15, (0, whole.size % 2)).astype(np.uint8)
         whole = pairs[0::2] | (pairs[1::2] << 4)
-    return Integers(whole, np.ascontiguousarray(blocks_.scales.T))
+    return IntegerMatrix(whole, np.ascontiguousarray(blocks_.scales.T))
 
 
-def _bytes(blocks_: Blocks, bits: int) -> torch.Tensor:
-    """A byte a number. -> [N, blocks, BLOCK]"""
+def _unpack_bytes(blocks_: BlockMatrix, bits: int) -> torch.Tensor:
+    """Return one byte per integer. -> [N, blocks, BLOCK_SIZE]"""
     values = torch.from_numpy(blocks_.values)
     return values if bits == 8 else torch.stack((values & 15, values >> 4), -1).flatten(-2)
 
 
-def unpacked(blocks_: Blocks, bits: int) -> torch.Tensor:
-    """Return what rounded weights are. -> [K and zeros, N]"""
-    values, scales = _bytes(blocks_, bits), torch.from_numpy(blocks_.scales)
+def dequantize(blocks_: BlockMatrix, bits: int) -> torch.Tensor:
+    """Return the values of block-wise weights. -> [K and padding, N]"""
+    values, scales = _unpack_bytes(blocks_, bits), torch.from_numpy(blocks_.scales)
     return ((values.float() - 2 ** (bits - 1)) * scales[..., None]).flatten(1).T
 
 
-def error_in_blocks(weights: torch.Tensor, x: np.ndarray, bits: int) -> float:
-    """As `error`, in blocks, of `_COLUMNS` columns: scales of all are only searched to be stored.
-
-    [K, N], [n, K]
-    """
+def block_error(weights: torch.Tensor, x: np.ndarray, bits: int) -> float:
+    """Return `product_error` of a block-wise product on sampled columns. [K, N], [n, K]"""
     off = size = 0.0
-    some = weights[:, :: -(-weights.shape[1] // _COLUMNS)]
-    for wanted, found in _products_in_blocks(some, x, bits):
-        off += float((found - wanted).square().sum())
-        size += float(wanted.square().sum())
+    sample = weights[:, :: -(-weights.shape[1] // _NUM_SAMPLED_COLUMNS)]
+    for exact, approximate in _block_products(sample, x, bits):
+        off += float((approximate - exact).square().sum())
+        size += float(exact.square().sum())
     return (off / max(size, _TINY)) ** 0.5
 
 
-def divergence_in_blocks(weights: torch.Tensor, x: np.ndarray, bits: int) -> float:
-    """What rounding in blocks costs logits x W: Kullback-Leibler, nats a row. [K, V], [n, K]"""
-    pairs = zip(*_products_in_blocks(weights, x, bits), strict=True)
-    wanted, found = (torch.log_softmax(torch.cat(strips, 1).double(), 1) for strips in pairs)
-    return float((wanted.exp() * (wanted - found)).sum(1).mean())
+def block_divergence(weights: torch.Tensor, x: np.ndarray, bits: int) -> float:
+    """Return the KL divergence of block-wise logits x W in nats per row. [K, V], [n, K]"""
+    pairs = zip(*_block_products(weights, x, bits), strict=True)
+    expected, actual = (torch.log_softmax(torch.cat(strips, 1).double(), 1) for strips in pairs)
+    return float((expected.exp() * (expected - actual)).sum(1).mean())
 
 
-def _products_in_blocks(
+def _block_products(
     weights: torch.Tensor, x: np.ndarray, bits: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """x W of some columns at a time, and what rounding both in blocks makes of it."""
-    wide = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -1, BLOCK)
-    given = torch.from_numpy(rows(wide).reshape(len(x), -1))
+    """Yield strips of x W, exact and block-wise quantized."""
+    wide = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK_SIZE))).reshape(len(x), -1, BLOCK_SIZE)
+    rounded = torch.from_numpy(round_rows(wide).reshape(len(x), -1))
     exact, weight = torch.from_numpy(x), np.square(x).mean(0)
-    for at in _strips(weights):
+    for at in _column_strips(weights):
         strip = weights[:, at]
-        yield exact @ strip.float(), given @ unpacked(blocks(strip, bits, weight), bits)
+        yield (
+            exact @ strip.float(),
+            rounded @ dequantize(quantize_blocks(strip, bits, weight), bits),
+        )
 
 
-def rows(x: np.ndarray) -> np.ndarray:
-    """x as it is after rounding with one scale a row. [..., K] -> the same"""
-    scale = np.maximum(np.abs(x).max(-1, keepdims=True), _TINY) / np.float32(LARGEST)
+def round_rows(x: np.ndarray) -> np.ndarray:
+    """Return x quantized with one scale per row, and dequantized. [..., K] -> [..., K]"""
+    scale = np.maximum(np.abs(x).max(-1, keepdims=True), _TINY) / np.float32(MAX_INT8)
     return np.rint(x / scale) * scale
 
 
-def error(
+def product_error(
     weights: torch.Tensor, x: np.ndarray, powers: np.ndarray | None = None, num_parts: int = 1
 ) -> float:
-    """What the rounding of both costs x W, in the size of x W: root of the mean square.
+    """Return the relative RMS error of x W with both quantized.
 
     K is cut into `num_parts` with scales of their own. [K, N], [n, K]
     """
     off = size = 0.0
-    factors = np.ones(x.shape[1], np.float32) if powers is None else _factors(powers).numpy()
+    factors = np.ones(x.shape[1], np.float32) if powers is None else _scale_factors(powers).numpy()
     cuts = np.array_split(np.arange(x.shape[1]), num_parts)
-    rounded = [torch.from_numpy(rows(x[:, part] / factors[part])) for part in cuts]
+    rounded = [torch.from_numpy(round_rows(x[:, part] / factors[part])) for part in cuts]
     exact = torch.from_numpy(x)
-    for at in _strips(weights):
+    for at in _column_strips(weights):
         strip = weights[:, at].float()
-        wanted, found = exact @ strip, torch.zeros(())
-        for part, given in zip(cuts, rounded, strict=True):
-            piece = columns(strip[part[0] : part[-1] + 1], None if powers is None else powers[part])
-            found = found + given @ (torch.from_numpy(piece.values * piece.scales))
-        off += float((found - wanted).square().sum())
-        size += float(wanted.square().sum())
+        expected, actual = exact @ strip, torch.zeros(())
+        for part, part_rows in zip(cuts, rounded, strict=True):
+            piece = quantize_columns(
+                strip[part[0] : part[-1] + 1], None if powers is None else powers[part]
+            )
+            actual = actual + part_rows @ (torch.from_numpy(piece.values * piece.scales))
+        off += float((actual - expected).square().sum())
+        size += float(expected.square().sum())
     return (off / max(size, _TINY)) ** 0.5
 
 
-def error_of_columns(weights: torch.Tensor, powers: np.ndarray) -> float:
-    """What rounding costs the worst of some columns of W itself, in the size of the column. [K, N]
+def column_error(weights: torch.Tensor, powers: np.ndarray) -> float:
+    """Return the largest relative error of a column of W. [K, N]
 
-    Each is rounded after row k was multiplied by 2 ** powers[k], and divided again.
+    Columns are quantized after row k is multiplied by 2 ** powers[k], and divided again.
     """
-    found, wanted = columns(weights, powers), weights.float()
-    whole = torch.from_numpy(found.values * found.scales) / _factors(powers)[:, None]
-    off = (whole - wanted).norm(dim=0) / wanted.norm(dim=0).clamp_min(_TINY)
+    integers, exact = quantize_columns(weights, powers), weights.float()
+    whole = torch.from_numpy(integers.values * integers.scales) / _scale_factors(powers)[:, None]
+    off = (whole - exact).norm(dim=0) / exact.norm(dim=0).clamp_min(_TINY)
     return float(off.max())
 
 
-def _factors(powers: np.ndarray) -> torch.Tensor:
+def _scale_factors(powers: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.exp2(powers).astype(np.float32))
 
 
-def _strips(weights: torch.Tensor) -> list[slice]:
-    """Some columns at a time."""
+def _column_strips(weights: torch.Tensor) -> list[slice]:
+    """Return slices of columns of bounded size."""
     num_columns = weights.shape[-1]
-    width = max(1, _STRIP * num_columns // max(1, weights.numel()))
+    width = max(1, _STRIP_SIZE * num_columns // max(1, weights.numel()))
     return [slice(at, at + width) for at in range(0, num_columns, width)]

@@ -1,70 +1,218 @@
-"""Moving a channel's size out of a product's input and into its weights.
+"""SmoothQuant (Xiao et al. 2023): scales of input channels moved into the weights.
 
-SmoothQuant (Xiao et al. 2023): x W = (x / p)(p W) for one p a channel. Here p are powers of two, so
-that in floating point nothing is rounded: the graph before integers keeps its bits. x / p costs
-nothing, as constants on the way to x are divided.
+x W = (x / s) (s W) for a scale s per channel. Scales are powers of two, so that the float graph
+keeps its bits, and x / s is free: constants on the path to x are divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from ..graph.nodes import add_constant
-from .matrices import groups, vector
-from .routes import Columns, Route, route
+from . import column_flow
+from .column_flow import FlowCache
+from .matrices import NORMS, MatrixGroup, constant_vector, matrix_groups, stored_tensor
 
-_MOST = 12  # the largest power
+_MAX_EXPONENT = 12
 
 
-def powers(
+@dataclass(frozen=True)
+class VectorFactor:
+    """Constant input of a node that varies along the last axis alone. [size]"""
+
+    node: ir.Node
+    index: int
+
+
+@dataclass(frozen=True)
+class ColumnFactor:
+    """Product with stored weights whose `size` columns can be scaled."""
+
+    node: ir.Node
+
+
+ScalableFactor = VectorFactor | ColumnFactor
+
+
+@dataclass(frozen=True)
+class SmoothingPath:
+    """Constants whose scaling scales the channels of a value, channel k by `channels[k]`. [K]
+
+    Each part has `size` numbers. Channels of one number share a scale: query heads that share a
+    head of v. The `cache` on the path, if any, holds scaled values.
+    """
+
+    parts: tuple[ScalableFactor, ...]
+    size: int
+    channels: np.ndarray
+    cache: FlowCache | None = None
+
+    def spread(self, exponents: np.ndarray) -> np.ndarray:
+        """Return exponents by number of the parts, 0 without a channel. [K] -> [size]"""
+        spread_exponents = np.zeros(self.size)
+        spread_exponents[self.channels] = exponents
+        return spread_exponents
+
+
+def shared_channels(
+    graphs: Iterable[ir.Graph], apart: Set[int] = frozenset()
+) -> dict[tuple[int, ...], np.ndarray]:
+    """Return the channels of groups that have the same path in each graph, by key.
+
+    Weights are shared by all graphs, so that all must be scaled alike.
+    """
+    paths: dict[tuple[int, ...], SmoothingPath | None] = {}
+    for graph in graphs:
+        for group in matrix_groups(graph, apart):
+            path_here = smoothing_path(group)
+            path = paths.setdefault(group.key, path_here)
+            if (
+                path_here is None
+                or path is None
+                or not np.array_equal(path.channels, path_here.channels)
+            ):
+                paths[group.key] = None
+    return {key: path_here.channels for key, path_here in paths.items() if path_here is not None}
+
+
+def smoothing_path(group: MatrixGroup) -> SmoothingPath | None:
+    """Return the path of a group's input; None if scaling it would change other values."""
+    users = {matrix.node for matrix in group.matrices}
+    size = group.matrices[0].stored.data().shape[-2]
+    if (parts := _scalable_factors(group.value, users)) is not None:
+        return SmoothingPath(tuple(parts), size, np.arange(size))
+    path = _through_attention(group.value, users)
+    return path if path is not None and len(path.channels) == size else None
+
+
+def _scalable_factors(value: ir.Value | None, users: set[ir.Node]) -> list[ScalableFactor] | None:
+    node = value.producer() if value is not None else None
+    if value is None or node is None or value.is_graph_output():
+        return None
+    if {user for user, _ in value.uses()} != users:
+        return None
+    if node.op_type in NORMS:
+        vectors = [i for i in range(1, len(node.inputs)) if node.inputs[i] is not None]
+        are_constant = all(constant_vector(node.inputs[i]) is not None for i in vectors)
+        return (
+            [VectorFactor(node, i) for i in vectors] if are_constant and _last_axis(node) else None
+        )
+    if node.op_type == "Reshape":
+        return _scalable_factors(node.inputs[0], {node}) if _keeps_channels(node) else None
+    if node.op_type == "MatMul":
+        return [ColumnFactor(node)] if _num_columns(node) else None
+    if node.op_type == "Mul":
+        candidates = (_scalable_input(node, i) for i in (0, 1))
+        return next((candidate for candidate in candidates if candidate is not None), None)
+    if node.op_type == "Add":
+        terms = [_scalable_input(node, i) for i in (0, 1)]
+        return None if None in terms else [part for term in terms for part in term or ()]
+    return None
+
+
+def _through_attention(value: ir.Value, users: set[ir.Node]) -> SmoothingPath | None:
+    """Return the columns of v's matrix, and its bias, if only these users read them."""
+    product = column_flow.producing_product(value)
+    size = _num_columns(product) if product is not None else 0
+    if product is None or not size:
+        return None
+    flow = column_flow.follow_columns(product, size)
+    ours = [end.columns for end in flow.ends if end.node in users]
+    others = [end.columns for end in flow.ends if end.node not in users]
+    if not ours:
+        return None
+    channels = ours[0][0, 0]
+    if any((columns != channels).any() for columns in ours):
+        return None
+    if any(np.isin(columns, channels).any() for columns in others):
+        return None
+    caches = [cache for cache in flow.caches if np.isin(cache.columns, channels).any()]
+    if len(caches) != 1:
+        return None
+    biases = (VectorFactor(node, index) for node, index in flow.biases)
+    return SmoothingPath((ColumnFactor(product), *biases), size, channels, caches[0])
+
+
+def _num_columns(product: ir.Node) -> int:
+    """Return the number of columns of a product's stored matrix, 0 without one."""
+    stored = stored_tensor(product.inputs[1])
+    return stored.data().shape[-1] if stored is not None and len(stored.order) == 2 else 0
+
+
+def _scalable_input(node: ir.Node, index: int) -> list[ScalableFactor] | None:
+    """Return the scalable constants behind one input of a node."""
+    value = node.inputs[index]
+    if value is not None and constant_vector(value) is not None:
+        return [VectorFactor(node, index)]
+    return _scalable_factors(value, {node})
+
+
+def _keeps_channels(node: ir.Node) -> bool:
+    """Return True if a node keeps the last axis."""
+    before, after = node.inputs[0], node.outputs[0]
+    if before is None or not before.shape or not after.shape:
+        return False
+    return isinstance(before.shape[-1], int) and before.shape[-1] == after.shape[-1]
+
+
+def _last_axis(node: ir.Node) -> bool:
+    axis = node.attributes.get("axis")
+    return axis is None or axis.as_int() == -1
+
+
+def smoothing_exponents(
     largest: np.ndarray, weights: np.ndarray, strength: float, channels: np.ndarray
 ) -> np.ndarray:
-    """The power of two of each channel: of its size to `strength`, over that of its weights to the
-    rest. The largest of each channel, and of each row of the weights, and which of them have one
-    power: those with one number in `channels`. 3 * [K] -> [K]
+    """Return the base-2 exponent of each channel's scale. -> [K]
+
+    Args:
+        largest: Largest value of each channel, [K].
+        weights: Largest value of each row of the weights, [K].
+        strength: Exponent of SmoothQuant's alpha.
+        channels: Channels with equal numbers share a scale, [K].
     """
-    sizes = np.maximum(_over(largest, channels), 1e-5) ** strength
-    sizes = sizes / np.maximum(_over(weights, channels), 1e-5) ** (1 - strength)
-    found = np.rint(np.log2(sizes / np.exp2(np.median(np.log2(sizes)))))
-    return np.clip(found, -_MOST, _MOST)
+    sizes = np.maximum(_shared_maximum(largest, channels), 1e-5) ** strength
+    sizes = sizes / np.maximum(_shared_maximum(weights, channels), 1e-5) ** (1 - strength)
+    exponents = np.rint(np.log2(sizes / np.exp2(np.median(np.log2(sizes)))))
+    return np.clip(exponents, -_MAX_EXPONENT, _MAX_EXPONENT)
 
 
-def _over(sizes: np.ndarray, channels: np.ndarray) -> np.ndarray:
-    """The largest of all channels that have the same number. [K] -> [K]"""
-    found = np.zeros(channels.max() + 1, sizes.dtype)
-    np.maximum.at(found, channels, sizes)
-    return found[channels]
+def _shared_maximum(sizes: np.ndarray, channels: np.ndarray) -> np.ndarray:
+    """Return the maximum over channels of equal number. [K] -> [K]"""
+    maxima = np.zeros(channels.max() + 1, sizes.dtype)
+    np.maximum.at(maxima, channels, sizes)
+    return maxima[channels]
 
 
-def divide(graph: ir.Graph, way: Route, by: np.ndarray) -> dict[ir.Node, np.ndarray]:
-    """Divide what lies on a route by 2 ** by; what is left to do with the columns of matrices."""
-    left: dict[ir.Node, np.ndarray] = {}
-    spread = way.spread(by)
-    for part in way.parts:
-        if isinstance(part, Columns):
-            left[part.node] = -spread
+def apply_smoothing(
+    graph: ir.Graph, path: SmoothingPath, exponents: np.ndarray
+) -> dict[ir.Node, np.ndarray]:
+    """Divide constants on a path by 2 ** by; return exponents that remain for columns."""
+    column_exponents: dict[ir.Node, np.ndarray] = {}
+    spread = path.spread(exponents)
+    for part in path.parts:
+        if isinstance(part, ColumnFactor):
+            column_exponents[part.node] = -spread
             continue
-        array = vector(part.node.inputs[part.index])
+        array = constant_vector(part.node.inputs[part.index])
         assert array is not None
         name = f"{part.node.outputs[0].name}.smooth{part.index}"
         divided = add_constant(graph, (array * np.exp2(-spread)).astype(np.float32), name)
         part.node.replace_input_with(part.index, divided)
-    return left
+    return column_exponents
 
 
-def of_caches(
+def cache_factors(
     graph: ir.Graph, moved: Mapping[tuple[int, ...], np.ndarray | None]
 ) -> dict[str, np.ndarray]:
-    """What caches of a graph are divided by where powers, [K], were moved out of groups' inputs.
-
-    By the cache's name; [heads, 1, D] each
-    """
-    found = {}
-    for group in groups(graph):
-        by, way = moved.get(group.key), route(group)
-        if by is not None and way is not None and way.cache is not None:
-            found[way.cache.name] = np.exp2(way.spread(by)[way.cache.columns])[:, None]
-    return found
+    """Return factors [heads, 1, D] that undo the smoothing of caches, by name."""
+    factors = {}
+    for group in matrix_groups(graph):
+        exponents, path = moved.get(group.key), smoothing_path(group)
+        if exponents is not None and path is not None and path.cache is not None:
+            factors[path.cache.name] = np.exp2(path.spread(exponents)[path.cache.columns])[:, None]
+    return factors

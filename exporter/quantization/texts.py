@@ -1,4 +1,4 @@
-"""The texts that a quantization is calibrated with, and others that it is reported on."""
+"""Texts for the calibration of a quantization, and others for its report."""
 
 from __future__ import annotations
 
@@ -14,34 +14,39 @@ from specedge.errors import ExportError
 from ..libraries import translate_errors
 
 FOLDER = Path(__file__).with_name("text")
-NAME = "specedge's own texts"
-KINDS = ("prose", "code", "chat")
-ANSWERED = 4  # prompts that the model itself answers, for calibration
-CALIBRATED, COMPARED = 256, 512  # tokens that are run together, after nothing
-TOKENS = {"calibration": 18 * CALIBRATED, "evaluation": 3 * COMPARED}
-MOST_PIECES = 36  # in a small context
-LEAST = 32  # tokens
+BUILT_IN_NAME = "specedge's own texts"
+GENRES = ("prose", "code", "chat")
+NUM_PROMPTS = 4  # prompts that the model itself answers, for calibration
+CALIBRATION_WINDOW, EVALUATION_WINDOW = 256, 512  # tokens that are run together, after nothing
+NUM_TOKENS = {"calibration": 18 * CALIBRATION_WINDOW, "evaluation": 3 * EVALUATION_WINDOW}
+MAX_PIECES = 36  # in a small context
+MIN_TOKENS = 32  # tokens
 Turns = list[dict[str, str]]
 Template = Callable[[Turns], str]
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Tokens of pieces for calibration and for the report, [T] each, and the text's name.
+class CalibrationTexts:
+    """Tokens for calibration and for evaluation, [T] each.
 
-    The model's answers to `prompts`, up to one of `end_tokens`, are for calibration, too.
+    Attributes:
+        name: Name of the text.
+        calibration: Windows to calibrate with.
+        evaluation: Windows to report on.
+        prompts: Chat prompts that the model answers for calibration.
+        end_tokens: Tokens that end an answer.
     """
 
     name: str
     calibration: list[np.ndarray]
-    report: list[np.ndarray]
+    evaluation: list[np.ndarray]
     prompts: Sequence[np.ndarray] = ()
     end_tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
-class Source:
-    """Documents to calibrate with and to compare on; those of a user's file are the same."""
+class TextSource:
+    """Documents for calibration and evaluation; those of a user's file are the same."""
 
     name: str
     calibration: tuple[str, ...]
@@ -49,103 +54,117 @@ class Source:
 
     @property
     def text(self) -> str:
-        """All that may be chosen by."""
+        """Calibration documents as one text."""
         return "\n\n".join(self.calibration)
 
 
-def read(file: str | None) -> Source:
-    """Read a user's text file, or the built-in texts. Raises ExportError."""
+def read_source(file: str | None) -> TextSource:
+    """Read a user's text file, or the built-in texts.
+
+    Raises:
+        ExportError: If the file cannot be read.
+    """
     if file is None:
-        return Source(NAME, _built_in("calibration"), _built_in("evaluation"))
+        return TextSource(
+            BUILT_IN_NAME, _read_built_in("calibration"), _read_built_in("evaluation")
+        )
     try:
         text = Path(file).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ExportError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
-    return Source(Path(file).name, (text,), (text,))
+    return TextSource(Path(file).name, (text,), (text,))
 
 
-def _built_in(use: str) -> tuple[str, ...]:
-    return tuple((FOLDER / f"{use}-{kind}.txt").read_text("utf-8") for kind in KINDS)
+def _read_built_in(use: str) -> tuple[str, ...]:
+    return tuple((FOLDER / f"{use}-{genre}.txt").read_text("utf-8") for genre in GENRES)
 
 
-def cut(
-    source: Source,
+def tokenize(
+    source: TextSource,
     tokenizer: Path,
     num_tokens: int,
     context: int,
     template: Template | None = None,
     end_tokens: Sequence[int] = (),
-) -> Texts:
-    """Return pieces for a model of `context` tokens whose first `num_tokens` ids are real.
+) -> CalibrationTexts:
+    """Return windows of tokens for a model.
 
-    Each begins with the tokens that the tokenizer puts before a text. Chats are written with the
-    model's `template` where it has one. Of a user's file every other piece is for the report.
+    Each begins with the tokens that the tokenizer puts before a text, such as BOS. Of a user's file
+    every other window is for evaluation.
+
+    Args:
+        source: Documents.
+        tokenizer: Path of tokenizer.json.
+        num_tokens: Ids that the model has an embedding for.
+        context: Context length.
+        template: Chat template, if the model has one.
+        end_tokens: Tokens that end an answer.
+
+    Raises:
+        ExportError: If a text is too short or the template fails.
     """
-    encoder = Encoder(Tokenizer.from_file(str(tokenizer)), num_tokens, template)
+    encoder = TextEncoder(Tokenizer.from_file(str(tokenizer)), num_tokens, template)
     if source.calibration == source.evaluation:
         (text,) = source.calibration
-        size = min(CALIBRATED, context, max(LEAST, len(encoder.tokens(text)) // 2))
-        pieces = encoder.pieces(text, size)[: 2 * _number("calibration", size)]
-        if sum(map(len, pieces)) < 2 * min(LEAST, size) or len(pieces) < 2:
+        size = min(CALIBRATION_WINDOW, context, max(MIN_TOKENS, len(encoder.tokens(text)) // 2))
+        pieces = encoder.pieces(text, size)[: 2 * _num_pieces("calibration", size)]
+        if sum(map(len, pieces)) < 2 * min(MIN_TOKENS, size) or len(pieces) < 2:
             raise ExportError(
                 f"{source.name} has {len(encoder.tokens(text))} tokens; a quantization needs at "
-                f"least {2 * LEAST}, better {2 * TOKENS['calibration']}"
+                f"least {2 * MIN_TOKENS}, better {2 * NUM_TOKENS['calibration']}"
             )
-        return Texts(source.name, pieces[::2], pieces[1::2])
+        return CalibrationTexts(source.name, pieces[::2], pieces[1::2])
     calibration, report = (
-        _in_turn([encoder.pieces(text, size) for text in texts], _number(use, size))
+        _first_pieces([encoder.pieces(text, size) for text in texts], _num_pieces(use, size))
         for use, texts, size in (
-            ("calibration", source.calibration, min(CALIBRATED, context)),
-            ("evaluation", source.evaluation, min(COMPARED, context)),
+            ("calibration", source.calibration, min(CALIBRATION_WINDOW, context)),
+            ("evaluation", source.evaluation, min(EVALUATION_WINDOW, context)),
         )
     )
     prompts = encoder.prompts(source.calibration[-1], context // 2)
-    return Texts(source.name, calibration, report, prompts, end_tokens)
+    return CalibrationTexts(source.name, calibration, report, prompts, end_tokens)
 
 
-def _number(use: str, size: int) -> int:
-    """Return how many pieces of a size there are for a use."""
-    return min(MOST_PIECES, TOKENS[use] // size)
+def _num_pieces(use: str, size: int) -> int:
+    """Return the number of windows of a size for a use."""
+    return min(MAX_PIECES, NUM_TOKENS[use] // size)
 
 
-def _in_turn(documents: Sequence[list[np.ndarray]], number: int) -> list[np.ndarray]:
-    """Return as many pieces, evenly of each document, those of a document together."""
+def _first_pieces(documents: Sequence[list[np.ndarray]], number: int) -> list[np.ndarray]:
+    """Return the first windows of each document, grouped by document."""
     each = -(-number // len(documents))
     return [piece for pieces in documents for piece in pieces[:each]]
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """Tokens of texts as a model reads them."""
+class TextEncoder:
+    """Tokenizer and chat template of a model."""
 
     tokenizer: Tokenizer
     num_tokens: int
     template: Template | None = None
 
     def tokens(self, text: str) -> np.ndarray:
-        """Return a text's tokens, without those that the tokenizer adds. [T]"""
+        """Return a text's tokens without special tokens; chats are rendered by the template. [T]"""
         if self.template is not None and text.startswith("User: "):
-            text = "".join(map(self._rendered, chats(text)))
+            text = "".join(map(self._rendered, parse_conversations(text)))
         return self.encode(text)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text as it is. [T]"""
+        """Return the tokens of a text without special tokens. [T]"""
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return np.array([token for token in ids if token < self.num_tokens], np.int64)
 
     def prompts(self, text: str, size: int) -> list[np.ndarray]:
-        """Return the first questions of a text's conversations, as the model is asked them.
-
-        At most `ANSWERED` of at most `size` tokens; none without a template. [T] each
-        """
+        """Return first questions of conversations as prompts of at most `size` tokens. [T] each"""
         if self.template is None or not text.startswith("User: "):
             return []
-        questions = (self._rendered(turns[:1]) for turns in chats(text))
+        questions = (self._rendered(turns[:1]) for turns in parse_conversations(text))
         prompts = (self._after_prefix(self.encode(question)) for question in questions)
-        return [prompt for prompt in prompts if len(prompt) <= size][:ANSWERED]
+        return [prompt for prompt in prompts if len(prompt) <= size][:NUM_PROMPTS]
 
     def _after_prefix(self, tokens: np.ndarray) -> np.ndarray:
-        """Put the prefix before tokens that a template has not given it. [T]"""
+        """Prepend the prefix to tokens that lack it. [T]"""
         prefix = self.prefix()
         has_prefix = np.array_equal(tokens[: len(prefix)], prefix)
         return tokens if has_prefix else np.concatenate((prefix, tokens))
@@ -156,14 +175,14 @@ class Encoder:
             return self.template(turns)
 
     def prefix(self) -> np.ndarray:
-        """Return what the tokenizer puts before a text. [n]"""
+        """Return the tokens that the tokenizer puts before a text, such as BOS. [n]"""
         encoding = self.tokenizer.encode("a", add_special_tokens=True)
         added = encoding.special_tokens_mask
         count = next((i for i, special in enumerate(added) if not special), 0)
         return np.array(encoding.ids[:count], np.int64)
 
     def pieces(self, text: str, size: int) -> list[np.ndarray]:
-        """Return a text in pieces of at most `size` tokens, each after the prefix. [size] each
+        """Return a text in windows of at most `size` tokens, each after the prefix.
 
         A prefix that leaves no room for two tokens is cut.
         """
@@ -174,8 +193,8 @@ class Encoder:
         return [piece for piece in pieces if len(piece) > len(prefix) + 1]
 
 
-def chats(text: str) -> list[Turns]:
-    """Return the conversations of a text, in which turns begin with "User: " or "Assistant: "."""
+def parse_conversations(text: str) -> list[Turns]:
+    """Return the conversations of a text, whose turns begin with "User: " or "Assistant: "."""
     conversations: list[Turns] = []
     for line in text.splitlines():
         role, colon, content = line.partition(": ")

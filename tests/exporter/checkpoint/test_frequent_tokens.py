@@ -28,7 +28,7 @@ def kept(tokenizer, count, text=TEXT, ends=(0,), num_tokens=515):
     return most_frequent_tokens(count, text, tokenizer, ends, num_tokens, Progress())
 
 
-BUILT_IN = texts.read(None)
+BUILT_IN = texts.read_source(None)
 
 
 @pytest.mark.parametrize("text", [TEXT, (BUILT_IN.name, BUILT_IN.text)], ids=["short", "built in"])

@@ -13,7 +13,7 @@ from checkpoints import make_model
 from comparing import traced
 from specedge.errors import ParityError
 from specedge.exporter.quantization import basis, rotation
-from specedge.exporter.quantization.matrices import embeddings, groups
+from specedge.exporter.quantization.matrices import embeddings, matrix_groups
 from specedge.exporter.quantization.rotation import Rotation
 from specedge.exporter.verification.exact_graph import ExactGraph
 
@@ -37,7 +37,7 @@ def test_a_rotation_is_orthogonal_and_mixes_every_channel(size):
 
 def test_a_hadamard_matrix_is_its_own_inverse():
     x = torch.randn(3, 128, dtype=torch.float64)
-    torch.testing.assert_close(rotation.in_blocks(rotation.in_blocks(x, 32), 32), x)
+    torch.testing.assert_close(rotation.apply_hadamard(rotation.apply_hadamard(x, 32), 32), x)
 
 
 def with_gains(model):
@@ -60,10 +60,10 @@ class Changed:
         self.folder = folder.with_name("changed")
         self.folder.mkdir()
         path = self.before.path("decoder")
-        self.basis = change(basis.choose([ir.load(path).graph], set()))
+        self.basis = change(basis.choose_basis([ir.load(path).graph], set()))
         model = ir.load(path)
-        with basis.Store(self.folder) as store:
-            basis.change(model, self.basis, set(), store)
+        with basis.WeightStore(self.folder) as store:
+            basis.change_graph(model, self.basis, set(), store)
             ir.save(model, self.folder / path.name)
         self.path = self.folder / path.name
         self.graph = ir.load(self.path).graph
@@ -115,10 +115,10 @@ def test_a_graph_in_another_basis_computes_the_same(changed, kind):
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 def test_norms_of_a_rotated_graph_have_no_gain_and_its_head_is_a_matrix_of_its_own(changed, ops):
     graph = changed("llama", ops=ops).graph
-    norms = [node for node in graph if node.op_type == basis.NORM]
+    norms = [node for node in graph if node.op_type == basis.RMS_NORM]
     assert all((node.inputs[1].const_value.numpy() == 1).all() for node in norms)
-    places = [stored.place for _, stored in embeddings(graph)]
-    assert places[0] not in {m.place for group in groups(graph) for m in group.matrices}
+    places = [stored.offset for _, stored in embeddings(graph)]
+    assert places[0] not in {m.offset for group in matrix_groups(graph) for m in group.matrices}
 
 
 def test_what_a_nonlinearity_makes_is_multiplied_with_a_hadamard_matrix(changed):
@@ -129,8 +129,8 @@ def test_what_a_nonlinearity_makes_is_multiplied_with_a_hadamard_matrix(changed)
 
 def test_a_tied_head_that_cannot_be_rotated_stays_tied(changed):
     graph = changed("gpt2").graph
-    places = [stored.place for _, stored in embeddings(graph)]
-    assert places[0] in {m.place for group in groups(graph) for m in group.matrices}
+    places = [stored.offset for _, stored in embeddings(graph)]
+    assert places[0] in {m.offset for group in matrix_groups(graph) for m in group.matrices}
 
 
 def test_a_decoder_says_how_it_is_rotated(changed):
@@ -138,7 +138,7 @@ def test_a_decoder_says_how_it_is_rotated(changed):
     properties = {
         p.key: p.value for p in onnx.load(found.path, load_external_data=False).metadata_props
     }
-    assert Rotation(**json.loads(properties[basis.PROPERTY])) == found.basis.rotation
+    assert Rotation(**json.loads(properties[basis.ROTATION_PROPERTY])) == found.basis.rotation
 
 
 def test_channels_of_all_sizes_are_spread(changed):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from quantised import PROMPTS, SIZES, Made
+from quantized import PROMPTS, SIZES, Made
 from specedge.exporter.quantization import rounding
 from specedge.exporter.verification.subgraph import open_session
 
@@ -43,11 +43,11 @@ def product(blocks, bits, size):
 def test_onnx_runtime_reads_blocks_as_they_are_meant_and_errors_are_foretold(random, bits, size):
     weights = torch.from_numpy(random.standard_normal((size, 48), np.float32))
     x = random.standard_normal((20, size), np.float32)
-    blocks = rounding.blocks(weights, bits, np.square(x).mean(0))
+    blocks = rounding.quantize_blocks(weights, bits, np.square(x).mean(0))
     (found,) = product(blocks, bits, size).run(None, {"x": x})
     wanted = x @ weights.numpy()
     off = np.sqrt(np.square(found - wanted).sum() / np.square(wanted).sum())
-    assert off == pytest.approx(rounding.error_in_blocks(weights, x, bits), rel=0.02)
+    assert off == pytest.approx(rounding.block_error(weights, x, bits), rel=0.02)
     assert 0.001 < off < (0.11 if bits == 4 else 0.012)
 
 
@@ -60,17 +60,17 @@ def test_a_searched_scale_costs_less_than_the_largest_numbers(random):
     scale = np.abs(blocks).max(1, keepdims=True) / 7
     nearest = (np.rint(blocks / scale) * scale).reshape(256, 64)
     plain = np.sqrt(np.square(x @ nearest - x @ weights).sum() / np.square(x @ weights).sum())
-    assert rounding.error_in_blocks(torch.from_numpy(weights), x, 4) < 0.85 * plain
+    assert rounding.block_error(torch.from_numpy(weights), x, 4) < 0.85 * plain
 
 
 def test_a_searched_scale_heeds_what_a_row_is_multiplied_with(random):
     weights = torch.from_numpy(random.standard_normal((32, 64), np.float32))
     x = random.standard_normal((64, 32), np.float32)
     x[:, 7] *= 50
-    heeding = rounding.blocks(weights, 4, np.square(x).mean(0))
-    heedless = rounding.blocks(weights, 4)
+    heeding = rounding.quantize_blocks(weights, 4, np.square(x).mean(0))
+    heedless = rounding.quantize_blocks(weights, 4)
     off = [
-        float(np.square(x @ (rounding.unpacked(b, 4).numpy() - weights.numpy())).sum())
+        float(np.square(x @ (rounding.dequantize(b, 4).numpy() - weights.numpy())).sum())
         for b in (heeding, heedless)
     ]
     assert off[0] < 0.5 * off[1]
@@ -81,16 +81,16 @@ def test_blocks_of_zeros_and_of_one_number_stay_what_they_are(bits):
     weights = torch.zeros(64, 3)
     weights[32:, 1] = 0.75
     weights[:, 2] = -1.5
-    found = rounding.unpacked(rounding.blocks(weights, bits), bits)
+    found = rounding.dequantize(rounding.quantize_blocks(weights, bits), bits)
     assert np.allclose(found, weights, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_that_are_rounded_in_strips_are_the_same_as_in_one(random, monkeypatch, bits):
     weights = torch.from_numpy(random.standard_normal((64, 100), np.float32))
-    whole = rounding.blocks(weights, bits)
-    monkeypatch.setattr(rounding, "_STRIP", 7 * 64)
-    parts = rounding.blocks(weights, bits)
+    whole = rounding.quantize_blocks(weights, bits)
+    monkeypatch.setattr(rounding, "_STRIP_SIZE", 7 * 64)
+    parts = rounding.quantize_blocks(weights, bits)
     assert np.array_equal(whole.values, parts.values)
     assert np.array_equal(whole.scales, parts.scales)
 
@@ -169,13 +169,13 @@ def test_a_head_is_in_four_bits_where_that_costs_little_and_the_report_says_so_w
 
 def test_what_a_head_in_blocks_costs_is_the_divergence_of_its_distributions(random):
     x, weights = (random.standard_normal(shape, np.float32) for shape in ((48, 64), (64, 300)))
-    blocks = rounding.blocks(torch.from_numpy(weights), 4, np.square(x).mean(0))
-    wide = rounding.rows(x.reshape(48, 2, 32)).reshape(48, 64)
-    wanted, found = x @ weights, wide @ rounding.unpacked(blocks, 4).numpy()
+    blocks = rounding.quantize_blocks(torch.from_numpy(weights), 4, np.square(x).mean(0))
+    wide = rounding.round_rows(x.reshape(48, 2, 32)).reshape(48, 64)
+    wanted, found = x @ weights, wide @ rounding.dequantize(blocks, 4).numpy()
     p, q = (np.exp(z - z.max(1, keepdims=True), dtype=np.float64) for z in (wanted, found))
     p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
     exact = (p * np.log(p / q)).sum(1).mean()
-    assert rounding.divergence_in_blocks(torch.from_numpy(weights), x, 4) == pytest.approx(exact)
+    assert rounding.block_divergence(torch.from_numpy(weights), x, 4) == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("k", range(1, 9))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from comparing import model_of, traced
-from specedge.exporter.quantization import calibration, prediction
-from specedge.exporter.quantization.texts import Texts
+from specedge.exporter.quantization import calibration
+from specedge.exporter.quantization.texts import CalibrationTexts
 from specedge.exporter.verification.runner import FillNoise, PassAction
 
 
@@ -24,13 +24,13 @@ def model(runner):
 
 def test_answers_are_the_models_own_greedy_text(runner):
     prompts = [np.array([3, 1, 4, 1, 5]), np.array([9, 2, 6])]
-    answers = calibration.answers(runner.path("decoder"), runner.geometry, prompts, ())
+    answers = calibration.generate_answers(runner.path("decoder"), runner.geometry, prompts, ())
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert len(tokens) == len(prompt) + calibration.ANSWER_TOKENS
         noise = FillNoise(0, runner.geometry.capacity)
         _, logits = runner.run([noise, PassAction("decoder", tokens, 0)])
         assert np.array_equal(logits[len(prompt) - 1 : -1].argmax(1), tokens[len(prompt) :])
-    (first,) = calibration.answers(
+    (first,) = calibration.generate_answers(
         runner.path("decoder"), runner.geometry, prompts[:1], answers[0][-3:]
     )
     assert len(first) <= len(answers[0])
@@ -38,8 +38,8 @@ def test_answers_are_the_models_own_greedy_text(runner):
 
 
 def test_time_grows_with_texts_and_with_gptq(model, monkeypatch):
-    monkeypatch.setattr(prediction, "_operations_a_second", lambda: 1e9)
-    short, long = (Texts("", [np.zeros(n)], [np.zeros(n)]) for n in (10, 1000))
-    nearest, gptq = (prediction.seconds(model, short, way) for way in ("nearest", "gptq"))
+    monkeypatch.setattr(calibration, "_measure_speed", lambda: 1e9)
+    short, long = (CalibrationTexts("", [np.zeros(n)], [np.zeros(n)]) for n in (10, 1000))
+    nearest, gptq = (calibration.predict_seconds(model, short, way) for way in ("nearest", "gptq"))
     assert 0 < nearest < gptq
-    assert prediction.seconds(model, long, "nearest") == pytest.approx(100 * nearest)
+    assert calibration.predict_seconds(model, long, "nearest") == pytest.approx(100 * nearest)

@@ -23,7 +23,7 @@ def off(x, weights, rounded):
 
 def test_the_factor_is_that_of_the_inverse(problem):
     _, _, hessian = problem
-    upper = gptq.factor(hessian).double()
+    upper = gptq.inverse_factor(hessian).double()
     damped = hessian.double() + gptq.DAMPING * hessian.diagonal().double().mean() * torch.eye(96)
     assert torch.equal(upper, upper.triu())
     torch.testing.assert_close(upper.T @ upper @ damped, torch.eye(96).double(), atol=1e-3, rtol=0)
@@ -31,7 +31,10 @@ def test_the_factor_is_that_of_the_inverse(problem):
 
 def test_columns_cost_a_product_less_than_the_nearest_integers(problem):
     weights, x, hessian = problem
-    found, nearest = gptq.columns(weights, gptq.factor(hessian)), rounding.columns(weights)
+    found, nearest = (
+        gptq.quantize_columns(weights, gptq.inverse_factor(hessian)),
+        rounding.quantize_columns(weights),
+    )
     assert found.values.dtype == np.int8
     np.testing.assert_allclose(found.scales, nearest.scales, rtol=1e-6)
     ours, plain = (off(x, weights, torch.from_numpy(i.values * i.scales)) for i in (found, nearest))
@@ -43,11 +46,11 @@ def test_columns_cost_a_product_less_than_the_nearest_integers(problem):
 def test_blocks_cost_a_product_less_than_the_nearest_integers(problem, bits, size):
     weights, x, hessian = problem
     weights, x, hessian = weights[:size], x[:, :size], hessian[:size, :size]
-    nearest = rounding.blocks(weights, bits, x.square().mean(0).numpy())
-    found = gptq.blocks(weights, gptq.factor(hessian), bits)
+    nearest = rounding.quantize_blocks(weights, bits, x.square().mean(0).numpy())
+    found = gptq.quantize_blocks(weights, gptq.inverse_factor(hessian), bits)
     assert found.values.shape == nearest.values.shape
     assert found.values.dtype == nearest.values.dtype
-    ours, plain = (off(x, weights, rounding.unpacked(b, bits)[:size]) for b in (found, nearest))
+    ours, plain = (off(x, weights, rounding.dequantize(b, bits)[:size]) for b in (found, nearest))
     assert ours < 0.8 * plain
 
 
@@ -55,7 +58,7 @@ def test_what_integers_hold_exactly_is_left_as_it_is(problem):
     _, _, hessian = problem
     integers = torch.randint(-127, 128, (96, 40)).float()
     integers[0] = 127
-    found = gptq.columns(integers * 0.5, gptq.factor(hessian))
+    found = gptq.quantize_columns(integers * 0.5, gptq.inverse_factor(hessian))
     assert np.array_equal(found.values, integers.numpy())
 
 
@@ -63,8 +66,8 @@ def test_powers_are_moved_into_the_weights_first(problem):
     weights, x, hessian = problem
     powers = np.where(np.arange(96) % 7 == 0, 3.0, 0.0)
     factors = torch.from_numpy(np.exp2(powers)).float()
-    found = gptq.columns(weights, gptq.factor(hessian, powers), powers)
-    nearest = rounding.columns(weights, powers)
+    found = gptq.quantize_columns(weights, gptq.inverse_factor(hessian, powers), powers)
+    nearest = rounding.quantize_columns(weights, powers)
     ours, plain = (
         off(x / factors, weights * factors[:, None], torch.from_numpy(i.values * i.scales))
         for i in (found, nearest)
@@ -75,6 +78,6 @@ def test_powers_are_moved_into_the_weights_first(problem):
 def test_inputs_that_are_always_zero_are_no_trouble(problem):
     weights, _, hessian = problem
     hessian[3] = hessian[:, 3] = 0
-    assert np.isfinite(gptq.columns(weights, gptq.factor(hessian)).scales).all()
-    zero = gptq.columns(weights, gptq.factor(torch.zeros(96, 96)))
-    assert np.array_equal(zero.values, rounding.columns(weights).values)
+    assert np.isfinite(gptq.quantize_columns(weights, gptq.inverse_factor(hessian)).scales).all()
+    zero = gptq.quantize_columns(weights, gptq.inverse_factor(torch.zeros(96, 96)))
+    assert np.array_equal(zero.values, rounding.quantize_columns(weights).values)

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from onnx import TensorProto
 
 import specedge
-from quantised import PROMPTS, Made, check_greedy
+from quantized import PROMPTS, Made, check_greedy
 from specedge.bundle.op_sets import OPS
 from specedge.cli.inspect import inspect
 from specedge.cli.verify import verify

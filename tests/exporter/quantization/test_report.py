@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specedge.exporter.quantization import report
-from specedge.exporter.quantization.report import Distance
+from specedge.exporter.quantization.report import LogitDistance
 from specedge.exporter.verification.runner import PassAction, ReadRows, RepeatRows
 from specedge.exporter.verification.subgraph import SubgraphSession
 
@@ -27,7 +27,7 @@ def log_softmax(rows):
 
 def test_the_loss_is_of_the_tokens_that_follow(logits):
     found, wanted = logits
-    total = Distance()
+    total = LogitDistance()
     total.add(found, wanted, TOKENS, None)
     places = np.arange(4), TOKENS[1:]
     assert total.loss == pytest.approx(-log_softmax(found)[places].sum())
@@ -36,7 +36,7 @@ def test_the_loss_is_of_the_tokens_that_follow(logits):
 
 
 def test_a_cache_that_is_no_number_is_seen(logits):
-    total = Distance()
+    total = LogitDistance()
     total.compare(*logits)
     total.compare(np.array([1, np.nan]), np.array([1, 2]))
     total.compare(*logits)
@@ -46,7 +46,7 @@ def test_a_cache_that_is_no_number_is_seen(logits):
 def test_the_loss_of_a_cut_head_is_of_the_tokens_that_it_has(logits):
     found, wanted = logits
     head = np.array([0, 1, 7])
-    total = Distance()
+    total = LogitDistance()
     total.add(found[:, :3], wanted[:, :3], TOKENS, head)
     rows, columns = [0, 2, 3], [1, 1, 0]  # of the tokens 1, 1 and 0; it has no 4
     assert total.loss == pytest.approx(-log_softmax(found[:, :3])[rows, columns].sum())
@@ -90,7 +90,7 @@ TEXTS = [np.arange(80) % 5, np.arange(100, 170) % 5]
 
 
 def distances(original, rounded):
-    measured = report.measure(original, {"": report.Candidate(rounded)}, TEXTS)[""]
+    measured = report.measure_distances(original, {"": report.MeasuredGraph(rounded)}, TEXTS)[""]
     return measured.near, measured.late
 
 
@@ -102,15 +102,15 @@ def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
     *_, repeat, window = found.actions
     assert repeat == RepeatRows(70, 936)
     assert window.past_length == 936
-    said = report._of_late(near, late, 1000)
+    said = report._describe_late(near, late, 1000)
     assert said is not None
     assert said.startswith("near position 1000 KL is ")
-    assert report._of_late(near, distances(original, Model(1000))[1], 1000) is None
+    assert report._describe_late(near, distances(original, Model(1000))[1], 1000) is None
 
 
 def test_texts_are_run_some_at_a_time_where_their_logits_are_large(monkeypatch):
     whole = distances(Model(1000), Model(1000, late=2.0))
-    monkeypatch.setattr(report, "HELD", 80 * 5)
+    monkeypatch.setattr(report, "MAX_LOGITS", 80 * 5)
     assert distances(Model(1000), Model(1000, late=2.0)) == whole
 
 
@@ -118,10 +118,15 @@ def test_a_context_that_texts_fill_has_no_late_window():
     near, late = distances(Model(140), found := Model(140, late=2.0))
     assert (near.num_tokens, late.num_tokens) == (148, 0)
     assert len(found.actions) == 6
-    assert report._of_late(near, late, 140) is None
+    assert report._describe_late(near, late, 140) is None
 
 
 def test_a_late_window_may_cost_what_texts_cost():
-    near, late = Distance(divergence=4.0, num_tokens=100), Distance(divergence=1.0, num_tokens=10)
-    assert report._of_late(near, late, 1000) is None
-    assert report._of_late(near, Distance(divergence=2.0, num_tokens=10), 1000) is not None
+    near, late = (
+        LogitDistance(divergence=4.0, num_tokens=100),
+        LogitDistance(divergence=1.0, num_tokens=10),
+    )
+    assert report._describe_late(near, late, 1000) is None
+    assert (
+        report._describe_late(near, LogitDistance(divergence=2.0, num_tokens=10), 1000) is not None
+    )

@@ -8,10 +8,10 @@ import pytest
 from architectures import ARCHITECTURES
 from checkpoints import make_model
 from comparing import model_of, traced
-from quantised import with_outliers
-from specedge.exporter.quantization import choosing, routes, smoothing
-from specedge.exporter.quantization.calibration import Seen
-from specedge.exporter.quantization.matrices import groups
+from quantized import with_outliers
+from specedge.exporter.quantization import schemes, smoothing
+from specedge.exporter.quantization.calibration import InputStatistics
+from specedge.exporter.quantization.matrices import matrix_groups
 from specedge.exporter.verification.subgraph import open_session
 
 CASES = [  # Q, K and V are one matrix in the last three: beside each other, or head by head
@@ -33,8 +33,10 @@ def written(request, tmp_path_factory):
 def ways(graph):
     """What lies on the way to each group, by the kind of its node."""
     return [
-        None if (way := routes.route(group)) is None else {part.node.op_type for part in way.parts}
-        for group in groups(graph)
+        None
+        if (way := smoothing.smoothing_path(group)) is None
+        else {part.node.op_type for part in way.parts}
+        for group in matrix_groups(graph)
     ]
 
 
@@ -55,15 +57,15 @@ def test_sizes_go_through_norms_products_and_attention_and_nothing_that_bends(wr
 def test_a_value_that_something_else_reads_is_left_alone(written):
     _, runner = written
     graph = ir.load(runner.path("decoder")).graph
-    first = next(group for group in groups(graph) if routes.route(group))
+    first = next(group for group in matrix_groups(graph) if smoothing.smoothing_path(group))
     graph.outputs.append(first.value)
-    assert routes.route(first) is None
+    assert smoothing.smoothing_path(first) is None
 
 
 def test_heads_that_share_a_value_share_its_powers(written):
     """4 heads of 16, of which two and two share one, or each has its own."""
     kind, runner = written
-    found = map(routes.route, groups(ir.load(runner.path("decoder")).graph))
+    found = map(smoothing.smoothing_path, matrix_groups(ir.load(runner.path("decoder")).graph))
     through_caches = [way for way in found if way is not None and way.cache is not None]
     assert len(through_caches) == 2
     for way in through_caches:
@@ -71,7 +73,7 @@ def test_heads_that_share_a_value_share_its_powers(written):
         assert (heads[:, 1:] == heads[:, :1] + np.arange(1, 16)).all()
         assert len({*heads[:, 0]}) == (2 if kind in ("llama", "phi3") else 4)
         largest = np.exp(np.random.default_rng(0).uniform(0, 9, 64))
-        powers = smoothing.powers(largest, np.ones(64), 0.5, way.channels)
+        powers = smoothing.smoothing_exponents(largest, np.ones(64), 0.5, way.channels)
         for channel in {*way.channels}:
             (power,) = {*powers[way.channels == channel]}
             assert power == powers[(largest * (way.channels == channel)).argmax()]
@@ -84,11 +86,11 @@ def test_a_graph_whose_sizes_were_moved_gives_the_same_bits(written):
     model = ir.load(runner.path("decoder"))
     graph, random = model.graph, np.random.default_rng(0)
     moved, factors = 0, {}
-    for group in groups(graph):
-        if (way := routes.route(group)) is None:
+    for group in matrix_groups(graph):
+        if (way := smoothing.smoothing_path(group)) is None:
             continue
         by = random.integers(-5, 6, way.size).astype(float)[way.channels]
-        for node, columns in smoothing.divide(graph, way, by).items():
+        for node, columns in smoothing.apply_smoothing(graph, way, by).items():
             _multiply(graph, node, node.outputs[0], columns)
         _multiply(graph, None, group.value, by, {m.node for m in group.matrices})
         if way.cache is not None:
@@ -133,23 +135,30 @@ def _run(runner, path):
 def test_a_group_is_smoothed_where_every_graph_that_has_it_can_divide_it_alike(written):
     _, runner = written
     graph, other = (ir.load(runner.path("decoder")).graph for _ in range(2))
-    alone, both = routes.shared([graph]), routes.shared([graph, other])
-    assert both.keys() == alone.keys() == {g.key for g in groups(graph) if routes.route(g)}
-    last = next(group for group in reversed(groups(other)) if group.key in both)
+    alone, both = (
+        smoothing.shared_channels([graph]),
+        smoothing.shared_channels([graph, other]),
+    )
+    assert (
+        both.keys()
+        == alone.keys()
+        == {g.key for g in matrix_groups(graph) if smoothing.smoothing_path(g)}
+    )
+    last = next(group for group in reversed(matrix_groups(other)) if group.key in both)
     other.outputs.append(last.value)
-    assert routes.shared([graph, other]).keys() == both.keys() - {last.key}
-    assert routes.shared([other, graph]).keys() == both.keys() - {last.key}
+    assert smoothing.shared_channels([graph, other]).keys() == both.keys() - {last.key}
+    assert smoothing.shared_channels([other, graph]).keys() == both.keys() - {last.key}
 
 
 def test_large_channels_of_v_cost_less_where_their_sizes_are_moved(tmp_path):
     """Of what the output projection reads, one channel of each head of v dwarfs the others."""
     runner = traced(with_outliers(model_of("llama")), tmp_path)
-    group = groups(ir.load(runner.path("decoder")).graph)[1]
-    way = routes.route(group)
+    group = matrix_groups(ir.load(runner.path("decoder")).graph)[1]
+    way = smoothing.smoothing_path(group)
     x = np.random.default_rng(0).standard_normal((48, 64)).astype(np.float32)
     x[:, 5::16] *= 256  # as v's channels there
-    seen = Seen.of(x)
-    plain = choosing.in_columns(group, seen, None, tied=True)
-    moved = choosing.in_columns(group, seen, way.channels, tied=True)
+    seen = InputStatistics.from_values(x)
+    plain = schemes.per_channel_scheme(group, seen, None, tied=True)
+    moved = schemes.per_channel_scheme(group, seen, way.channels, tied=True)
     assert plain.plain_error == moved.plain_error > 0.1
     assert moved.error < 0.03

@@ -8,11 +8,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from specedge.exporter.graph.weights import FILE, drop_unused
-from specedge.exporter.quantization import choosing
-from specedge.exporter.quantization.calibration import Seen
-from specedge.exporter.quantization.matrices import groups, others
-from specedge.exporter.quantization.rewriting import Rewriter
-from specedge.exporter.quantization.storing import Store
+from specedge.exporter.quantization import schemes
+from specedge.exporter.quantization.calibration import InputStatistics
+from specedge.exporter.quantization.integer_rewriter import IntegerRewriter
+from specedge.exporter.quantization.matrices import matrix_groups, ungrouped_weights
+from specedge.exporter.quantization.weight_store import WeightStore
 from specedge.exporter.verification.subgraph import open_session
 
 EXPERTS, K, N, ROWS = 8, 64, 48, 40
@@ -57,16 +57,16 @@ def stored(weights, folder, nodes=(PRODUCT,)):
 def rounded(weights, x, folder):
     """How the product is rounded, and what the rewritten model makes of x."""
     model = stored(weights, folder / "float")
-    (group,) = groups(model.graph)
-    choice = choosing.in_columns(group, Seen.of(x), np.arange(K))
+    (group,) = matrix_groups(model.graph)
+    choice = schemes.per_channel_scheme(group, InputStatistics.from_values(x), np.arange(K))
     (folder / "int8").mkdir()
-    with Store(folder / "int8") as store:
-        Rewriter(model.graph, store, {}).group(group, choice)
+    with WeightStore(folder / "int8") as store:
+        IntegerRewriter(model.graph, store, {}).group(group, choice)
         drop_unused(model.graph)
         for value in model.graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor) and tensor.base_dir != folder / "int8":
-                value.const_value = store.as_it_is(tensor)
+                value.const_value = store.copy(tensor)
     ir.save(model, folder / "int8" / "m.onnx")
     session = open_session(folder / "int8" / "m.onnx", ort.SessionOptions())
     return choice, session.run(None, {"x": x})[0]
@@ -85,7 +85,7 @@ def test_the_error_of_a_block_is_that_of_its_worst_expert(weights, x, tmp_path):
     assert max(own) == own[4]
     assert choice.error == pytest.approx(own[4], rel=0.01)
     assert choice.error > 1.1 * own[0] > 0.005
-    assert (choice.num_parts, choice.powers, choice.bits) == (1, None, 0)
+    assert (choice.num_parts, choice.exponents, choice.bits) == (1, None, 0)
 
 
 def test_a_block_that_rounding_would_spoil_stays_as_it_is(weights, x, tmp_path):
@@ -94,8 +94,8 @@ def test_a_block_that_rounding_would_spoil_stays_as_it_is(weights, x, tmp_path):
     weights[:, 5] /= 4096
     choice, found = rounded(weights, x, tmp_path)
     assert choice.num_parts == 0
-    assert choice.plain_error > choosing.WORST
-    assert "not rounded, as rounding would cost it" in choice.why
+    assert choice.plain_error > schemes.MAX_ERROR
+    assert "not rounded, as rounding would cost it" in choice.reason
     assert error(found, x @ weights) < 1e-6
 
 
@@ -108,9 +108,11 @@ def test_weights_that_are_read_in_another_form_are_found(weights, tmp_path, op_t
         helper.make_node(op_type, [*before, "flat"], ["y"]),
     )
     graph = stored(weights, tmp_path / "float", nodes).graph
-    assert not groups(graph)
-    assert {op: [t.name for t in found] for op, found in others(graph).items()} == {op_type: ["w"]}
+    assert not matrix_groups(graph)
+    assert {op: [t.name for t in found] for op, found in ungrouped_weights(graph).items()} == {
+        op_type: ["w"]
+    }
 
 
 def test_weights_that_are_rounded_are_no_others(weights, tmp_path):
-    assert not others(stored(weights, tmp_path / "float").graph)
+    assert not ungrouped_weights(stored(weights, tmp_path / "float").graph)

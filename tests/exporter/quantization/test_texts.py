@@ -22,12 +22,12 @@ def tokenizer(tmp_path_factory):
 
 
 def cut(tokenizer, source=None, template=None, context=10_000):
-    source = texts.read(None) if source is None else source
-    return texts.cut(source, tokenizer, 10_000, context, template)
+    source = texts.read_source(None) if source is None else source
+    return texts.tokenize(source, tokenizer, 10_000, context, template)
 
 
 def test_built_in_texts_for_the_report_have_nothing_of_those_for_calibration():
-    source = texts.read(None)
+    source = texts.read_source(None)
     lines = [{line for text in part for line in text.splitlines() if len(line) > 40}
              for part in (source.calibration, source.evaluation)]  # fmt: skip
     assert all(len(part) > 100 for part in lines)
@@ -36,27 +36,30 @@ def test_built_in_texts_for_the_report_have_nothing_of_those_for_calibration():
 
 def test_pieces_begin_with_what_the_tokenizer_puts_before_a_text(tokenizer):
     found = cut(tokenizer)
-    for pieces, size in ((found.calibration, texts.CALIBRATED), (found.report, texts.COMPARED)):
+    for pieces, size in (
+        (found.calibration, texts.CALIBRATION_WINDOW),
+        (found.evaluation, texts.EVALUATION_WINDOW),
+    ):
         assert all(piece[0] == 0 and len(piece) <= size for piece in pieces)
         assert sum(len(piece) == size for piece in pieces) > len(pieces) / 2
 
 
 def test_the_report_has_a_piece_of_each_kind(tokenizer):
     pieces = cut(tokenizer)
-    assert len(pieces.report) == len(texts.KINDS)
-    assert sum(map(len, pieces.calibration)) <= texts.TOKENS["calibration"]
+    assert len(pieces.evaluation) == len(texts.GENRES)
+    assert sum(map(len, pieces.calibration)) <= texts.NUM_TOKENS["calibration"]
     assert not pieces.prompts
 
 
 def test_pieces_fit_the_context(tokenizer):
     found = cut(tokenizer, context=96)
-    assert max(map(len, (*found.calibration, *found.report))) == 96
+    assert max(map(len, (*found.calibration, *found.evaluation))) == 96
 
 
 def test_a_prefix_leaves_room_for_text_in_a_context_of_two_tokens(tokenizer):
     found = cut(tokenizer, context=2)
     assert found.calibration
-    assert all(len(piece) == 2 for piece in found.report)
+    assert all(len(piece) == 2 for piece in found.evaluation)
 
 
 def test_chats_that_the_template_refuses_are_an_export_error(tokenizer):
@@ -89,12 +92,14 @@ def test_prompts_are_questions_behind_one_prefix(tokenizer):
         return name + "".join(f"<{turn['role']}>{turn['content']}" for turn in turns)
 
     prompts = cut(tokenizer, template=template).prompts
-    assert len(prompts) == texts.ANSWERED
+    assert len(prompts) == texts.NUM_PROMPTS
     assert all(prompt[0] == 0 != prompt[1] for prompt in prompts)
 
 
 def test_a_chat_may_have_several_turns_and_blank_lines():
-    found = texts.chats("User: a\nAssistant: b\n\nc\nUser: d\nAssistant: e\n\nUser: f\n")
+    found = texts.parse_conversations(
+        "User: a\nAssistant: b\n\nc\nUser: d\nAssistant: e\n\nUser: f\n"
+    )
     assert [[turn["content"] for turn in turns] for turns in found] == [
         ["a", "b\n\nc", "d", "e"],
         ["f"],
@@ -104,11 +109,11 @@ def test_a_chat_may_have_several_turns_and_blank_lines():
 def test_of_a_users_file_every_other_piece_is_for_the_report(tokenizer, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(" ".join(map(str, range(2000))))
-    found = cut(tokenizer, texts.read(str(path)))
+    found = cut(tokenizer, texts.read_source(str(path)))
     assert found.name == "text.txt"
-    assert len(found.calibration) - len(found.report) in (0, 1)
+    assert len(found.calibration) - len(found.evaluation) in (0, 1)
     assert not {piece.tobytes() for piece in found.calibration} & {
-        piece.tobytes() for piece in found.report
+        piece.tobytes() for piece in found.evaluation
     }
 
 
@@ -116,4 +121,4 @@ def test_a_file_that_is_too_short_is_refused(tokenizer, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("a few words")
     with pytest.raises(ExportError, match=r"text.txt has \d+ tokens"):
-        cut(tokenizer, texts.read(str(path)))
+        cut(tokenizer, texts.read_source(str(path)))

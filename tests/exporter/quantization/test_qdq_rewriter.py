@@ -6,7 +6,7 @@ import pytest
 import torch
 from onnx import TensorProto
 
-from quantised import Made
+from quantized import Made
 from specedge.errors import DeviceError
 from specedge.exporter import export
 from specedge.exporter.quantization import rounding
@@ -102,16 +102,16 @@ def test_there_is_one_such_op_set_and_it_is_for_engines_alone(made):
 @pytest.mark.parametrize("shape", [(64, 6), (80, 5), (33, 3)])
 def test_signed_blocks_are_the_numbers_of_blocks(bits, shape):
     weights = torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
-    blocks = rounding.blocks(weights, bits)
-    found = rounding.signed(blocks, bits, shape[0])
+    blocks = rounding.quantize_blocks(weights, bits)
+    found = rounding.to_signed(blocks, bits, shape[0])
     values = found.values.astype(np.int16)
     if bits == 4:
         values = np.stack([values & 15, values >> 4], -1).reshape(-1)[: np.prod(shape)]
         values = np.where(values > 7, values - 16, values).reshape(shape)
     assert values.shape == shape
-    whole = values * found.scales.repeat(rounding.BLOCK, 0)[: shape[0]]
+    whole = values * found.scales.repeat(rounding.BLOCK_SIZE, 0)[: shape[0]]
     assert np.abs(whole - weights.numpy()).max() < (0.5 if bits == 4 else 0.02)
-    assert found.scales.shape == (-(-shape[0] // rounding.BLOCK), shape[1])
+    assert found.scales.shape == (-(-shape[0] // rounding.BLOCK_SIZE), shape[1])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Small bundles in quantised precisions."""
+"""Small bundles in quantized precisions."""
 
 import torch
 

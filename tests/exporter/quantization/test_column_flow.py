@@ -6,8 +6,8 @@ import pytest
 
 from comparing import model_of, traced
 from specedge.exporter.graph.nodes import add_constant, insert_node
-from specedge.exporter.quantization import flows, routes
-from specedge.exporter.quantization.matrices import groups
+from specedge.exporter.quantization import column_flow, smoothing
+from specedge.exporter.quantization.matrices import matrix_groups
 
 ATTENTION = {"onnx": "Attention", "gqa": "GroupQueryAttention"}
 WIDTH = 32  # of v: 2 heads of 16
@@ -29,7 +29,7 @@ def graph(request, written):
 
 def through(graph):
     """The route of the first output projection, whose group is the second."""
-    return routes.route(groups(graph)[1])
+    return smoothing.smoothing_path(matrix_groups(graph)[1])
 
 
 def first(graph, *types):
@@ -62,12 +62,12 @@ def read(graph, value):
 
 
 def test_the_product_is_read_twice(graph):
-    read(graph, flows.origin(groups(graph)[1].value).outputs[0])
+    read(graph, column_flow.producing_product(matrix_groups(graph)[1].value).outputs[0])
     assert through(graph) is None
 
 
 def test_the_caller_reads_the_product(graph):
-    graph.outputs.append(flows.origin(groups(graph)[1].value).outputs[0])
+    graph.outputs.append(column_flow.producing_product(matrix_groups(graph)[1].value).outputs[0])
     assert through(graph) is None
 
 
@@ -103,10 +103,10 @@ def test_v_is_k_too(graph):
 def test_a_node_that_is_not_known_lies_before_the_cache_or_behind_attention(graph, op_type):
     put(*written_to(graph), op_type)
     assert through(graph) is None
-    second = groups(graph)[5]
-    assert routes.route(second) is not None
+    second = matrix_groups(graph)[5]
+    assert smoothing.smoothing_path(second) is not None
     put(second.matrices[0].node, 0, op_type)
-    assert routes.route(second) is None
+    assert smoothing.smoothing_path(second) is None
 
 
 def test_a_norm_of_v(graph):
@@ -128,12 +128,12 @@ def test_heads_that_are_made_of_rows(written):
 @pytest.mark.parametrize("ops", ATTENTION)
 def test_a_bias_goes_with_its_matrix_but_not_one_behind_the_heads(written, ops):
     graph = ir.load(written[ops].path("decoder")).graph
-    product = flows.origin(groups(graph)[1].value)
+    product = column_flow.producing_product(matrix_groups(graph)[1].value)
     bias = add_constant(graph, np.ones((1, 1, WIDTH), np.float32), "bias")
     for user, index in list(product.outputs[0].uses()):
         put(user, index, "Add", bias)
     kinds = [type(part).__name__ for part in through(graph).parts]
-    assert kinds == ["Columns", "Vector"]
+    assert kinds == ["ColumnFactor", "VectorFactor"]
     size = written_to(graph)[0].inputs[written_to(graph)[1]].shape[-1]
     put(*written_to(graph), "Add", add_constant(graph, np.ones(size, np.float32), "late"))
     assert through(graph) is None

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
 
-from quantised import PROMPTS, SIZES, Made, with_outliers, with_outliers_at_the_head
+from quantized import PROMPTS, SIZES, Made, with_outliers, with_outliers_at_the_head
 from specedge.bundle import Bundle
 from specedge.cli.export import export as export_command
 from specedge.errors import ExportError, ParityError
@@ -50,7 +50,7 @@ def test_model_whose_rotated_graph_differs_keeps_its_basis(tmp_path, monkeypatch
     def differs(before, after):
         raise ParityError("logits differ")
 
-    monkeypatch.setattr(equivalence, "check", differs)
+    monkeypatch.setattr(equivalence, "check_equivalence", differs)
     made = Made(tmp_path, "llama", ops="gqa")
     assert [note for note in made.progress.notes if "own basis" in note and "logits differ" in note]
     for graph in graphs(made.bundle.target, made.bundle):
@@ -140,7 +140,7 @@ def test_the_text_is_the_same_on_one_thread_and_on_two(made):
 def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
     for model in made.bundle.models.values():
         for ops, report in model.quantization.items():
-            assert report.text == texts.NAME
+            assert report.text == texts.BUILT_IN_NAME
             is_primary = ops == "gqa" or "gqa" not in model.quantization
             assert (report.num_tokens > 1000) is is_primary
             assert 8 < report.bits_per_weight < 14

@@ -1,7 +1,7 @@
-"""The nodes of a graph whose stored integers are widened and multiplied as floats.
+"""Rewriting of float graphs to graphs that dequantize weights and multiply in float.
 
-For devices that do not multiply bytes of both kinds: of DequantizeLinear and MatMul ONNX Runtime
-makes a product of floats with integers on CUDA. Integers and scales are those of the other graphs.
+For devices without products of signed and unsigned bytes: ONNX Runtime fuses DequantizeLinear and
+MatMul to one product on CUDA. Integers and scales are those of the other graphs.
 """
 
 from __future__ import annotations
@@ -11,40 +11,42 @@ from typing import Any
 import onnx_ir as ir
 
 from ..graph.weights import view_tensor
-from . import mixing
-from .choosing import Choice
-from .experts import Mixture
-from .rewriting import Rewriter
+from . import expert_rewriter
+from .experts import ExpertLayer
+from .integer_rewriter import IntegerRewriter
+from .schemes import Scheme
 
 
-class Widener(Rewriter):
-    """Replaces products and embeddings in one graph; what they read stays as it is.
+class DequantizeRewriter(IntegerRewriter):
+    """Replaces products and embeddings in one graph; their inputs stay float.
 
-    Blocks are MatMulNBits here, too: DequantizeLinear and MatMul would be fused to nothing else.
+    Blocks are MatMulNBits here, too, since DequantizeLinear and MatMul would not be fused.
     """
 
-    def experts(self, mixture: Mixture, choice: Choice) -> None:
-        """As the MoE node of floats takes them."""
+    def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:
+        """Replace experts by a MoE node of dequantized weights."""
         if choice.num_parts:
-            mixing.widen(self, mixture, choice)
+            expert_rewriter.dequantize_experts(self, mixture, choice)
 
-    def _given(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
+    def _quantize_input(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
         return (value,)
 
-    def _multiplied(
+    def _multiply(
         self,
         before: ir.Node,
-        given: tuple[ir.Value, ...],
+        quantized_input: tuple[ir.Value, ...],
         weights: tuple[ir.Value, ir.Value],
         name: str,
         like: ir.Value,
         width: int,
     ) -> ir.Value:
-        (x,), wide = given, self._widened(before, *weights, name)
+        (x,), wide = quantized_input, self._dequantize_weights(before, *weights, name)
         return self.node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
 
-    def _widened(self, before: ir.Node, values: ir.Value, scales: ir.Value, name: str) -> ir.Value:
-        """Integers [..., K, N] times scales [..., 1, N]."""
+    def _dequantize_weights(
+        self, before: ir.Node, values: ir.Value, scales: ir.Value, name: str
+    ) -> ir.Value:
+        """Insert the dequantization of per-channel weights. [..., K, N]"""
         stored = scales.const_value
         assert isinstance(stored, ir.ExternalTensor)
         if len(stored.shape) == 2:  # a scale a column: what ONNX Runtime knows how to fuse
@@ -56,9 +58,9 @@ class Widener(Rewriter):
             size = values.shape[-2]
             assert isinstance(size, int)
             sizes = {"axis": len(stored.shape) - 2, "block_size": size}
-        return self._dequantised(before, values, scales, f"{name}.wide", **sizes)
+        return self._insert_dequantize(before, values, scales, f"{name}.wide", **sizes)
 
-    def _dequantised(
+    def _insert_dequantize(
         self, before: ir.Node, values: ir.Value, scales: ir.Value, name: str, **sizes: Any
     ) -> ir.Value:
         inputs = [values, scales]

@@ -18,12 +18,12 @@ from mixtures import (
     run,
     sparse,
 )  # fmt: skip
-from specedge.exporter.quantization import choosing
-from specedge.exporter.quantization.calibration import Seen
-from specedge.exporter.quantization.dequantising import Dequantiser
-from specedge.exporter.quantization.experts import apart
-from specedge.exporter.quantization.matrices import groups, others, unfold
-from specedge.exporter.quantization.widening import Widener
+from specedge.exporter.quantization import schemes
+from specedge.exporter.quantization.calibration import InputStatistics
+from specedge.exporter.quantization.dequantize_rewriter import DequantizeRewriter
+from specedge.exporter.quantization.experts import find_excluded
+from specedge.exporter.quantization.matrices import matrix_groups, split_gemms, ungrouped_weights
+from specedge.exporter.quantization.qdq_rewriter import QdqRewriter
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_rows_bits_depend_on_no_row_beside_it(tmp_path, weights, given, bits, 
             assert np.array_equal(run(session, given, rows), whole[rows])
 
 
-@pytest.mark.parametrize(("nodes", "kind"), [(sparse, Widener), (dense, Dequantiser)])
+@pytest.mark.parametrize(("nodes", "kind"), [(sparse, DequantizeRewriter), (dense, QdqRewriter)])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_graph_with_a_type_widens_the_same_integers(tmp_path, weights, given, bits, nodes, kind):
     """Without what x loses by rounding; for engines by DequantizeLinear alone."""
@@ -101,19 +101,19 @@ def test_the_error_of_experts_is_that_of_the_worst(tmp_path, weights, given):
     x = torch.from_numpy(given[0])
     matrix, bias = (torch.from_numpy(weights[name][8]) for name in ("w1", "b1"))
     inner = SWIGLU(*(x @ matrix[half::2].T + bias[half::2] for half in (0, 1)))
-    blocks = choosing.rounding.error_in_blocks(
-        torch.from_numpy(weights["w2"][8]).T, inner.numpy(), 8
-    )
+    blocks = schemes.rounding.block_error(torch.from_numpy(weights["w2"][8]).T, inner.numpy(), 8)
     assert blocks > 0.013
     assert choice.error == pytest.approx(blocks)
 
 
 def test_experts_whose_sizes_are_no_whole_blocks_stay_and_the_reason_is_said(tmp_path, weights):
     cut = weights | {"w2": np.ascontiguousarray(weights["w2"][..., :80])}
-    (experts,) = apart([Model(tmp_path / "float", cut, sparse).graph], E).experts
-    choice = choosing.of_experts(experts, Seen.of(np.zeros((4, H), np.float32)), 8)
+    (experts,) = find_excluded([Model(tmp_path / "float", cut, sparse).graph], E).experts
+    choice = schemes.expert_scheme(
+        experts, InputStatistics.from_values(np.zeros((4, H), np.float32)), 8
+    )
     assert choice.num_parts == 0
-    assert "no multiples of 32" in choice.why
+    assert "no multiples of 32" in choice.reason
 
 
 def routers():
@@ -136,19 +136,19 @@ def test_routers_are_in_no_group_and_others_of_their_width_are(tmp_path, random)
     shapes = {"r": (E, H), "b": (E, H), "keys": (H, E), "v": (E, H)}
     weights = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     graph = Model(tmp_path / "float", weights, routers).graph
-    known = apart([graph], E)
+    known = find_excluded([graph], E)
     assert len(known.routers) == 2
-    unfold(graph, known.places)
-    found = [m.stored.tensor.name for g in groups(graph, known.places) for m in g.matrices]
+    split_gemms(graph, known.offsets)
+    found = [m.stored.tensor.name for g in matrix_groups(graph, known.offsets) for m in g.matrices]
     assert found == ["keys", "v"]
-    assert not apart([graph], 0).places
+    assert not find_excluded([graph], 0).offsets
 
 
 def test_experts_are_in_no_group(tmp_path, weights):
-    known = apart([Model(tmp_path / "float", weights, sparse).graph], E)
+    known = find_excluded([Model(tmp_path / "float", weights, sparse).graph], E)
     graph = Model(tmp_path / "float", weights, dense).graph
-    unfold(graph, known.places)
-    found = [m.stored.tensor.name for g in groups(graph, known.places) for m in g.matrices]
+    split_gemms(graph, known.offsets)
+    found = [m.stored.tensor.name for g in matrix_groups(graph, known.offsets) for m in g.matrices]
     assert found == ["b2"]
 
 
@@ -176,9 +176,9 @@ def test_matrices_of_gemm_nodes_become_a_group_but_for_columns(tmp_path, random)
     made = Model(tmp_path / "float", weights, nodes)
     x = random.standard_normal((7, H), np.float32), np.zeros((7, E), np.float32)
     wanted = x[0] @ weights["w"].T + x[0] @ weights["v"].T + weights["c"] + x[0] @ weights["one"].T
-    unfold(made.graph)
-    (group,) = groups(made.graph)
+    split_gemms(made.graph)
+    (group,) = matrix_groups(made.graph)
     assert [matrix.stored.tensor.name for matrix in group.matrices] == ["w", "v"]
     assert [node.op_type for node in made.graph].count("Gemm") == 1
-    assert not others(made.graph)
+    assert not ungrouped_weights(made.graph)
     assert np.allclose(run(made.session(), x), wanted, atol=1e-4)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import specedge
-from quantised import PROMPTS, Made
-from specedge.exporter.quantization import drafting
-from specedge.exporter.quantization.drafting import Candidate
+from quantized import PROMPTS, Made
+from specedge.exporter.quantization import draft_precision
+from specedge.exporter.quantization.draft_precision import DraftCandidate
 
 
 def candidate(precision, sampled, greedy, seconds):
-    return Candidate(precision, Path(precision), None, None, sampled, greedy, seconds)
+    return DraftCandidate(precision, Path(precision), None, None, sampled, greedy, seconds)
 
 
 @pytest.mark.parametrize(
@@ -27,23 +27,23 @@ def candidate(precision, sampled, greedy, seconds):
 )
 def test_the_fastest_is_taken_that_keeps_nine_tenths_of_both_acceptances(int4, int8, best):
     found = [candidate("fp32", 0.8, 0.7, 1.0), candidate("int4", *int4), candidate("int8", *int8)]
-    assert drafting._best(found).precision == best
+    assert draft_precision._select(found).precision == best
 
 
 def test_a_draft_without_a_precision_is_judged_by_its_target_and_leaves_no_other(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(drafting, "LEAST_PARAMETERS", 0)
+    monkeypatch.setattr(draft_precision, "MIN_PARAMETERS", 0)
 
     def timed(found):
         for one, seconds in zip(found, (3.0, 2.0, 1.0), strict=True):
             one.seconds = seconds
 
-    monkeypatch.setattr(drafting, "_time", timed)
+    monkeypatch.setattr(draft_precision, "_measure_times", timed)
     made = Made(tmp_path, "llama", ops="onnx")
     assert made.bundle.draft.weights_dtype == "int8"
     (said,) = (note for note in made.progress.notes if note.startswith("draft: int8 ("))
-    assert "a pass 0.33 of its own type's" in said
+    assert "0.33 times the pass time" in said
     assert {path.name for path in made.bundle.folder.iterdir() if path.is_dir()} == {
         "draft",
         "target",
@@ -55,10 +55,10 @@ def test_a_draft_without_a_precision_is_judged_by_its_target_and_leaves_no_other
 
 
 def test_passes_are_timed_and_acceptances_are_those_of_both_models_logits(tmp_path, monkeypatch):
-    monkeypatch.setattr(drafting, "LEAST_PARAMETERS", 0)
-    monkeypatch.setattr(drafting, "SECONDS", 0.0)
+    monkeypatch.setattr(draft_precision, "MIN_PARAMETERS", 0)
+    monkeypatch.setattr(draft_precision, "MAX_SECONDS", 0.0)
     seen = []
-    monkeypatch.setattr(drafting, "_best", lambda found: seen.extend(found) or found[0])
+    monkeypatch.setattr(draft_precision, "_select", lambda found: seen.extend(found) or found[0])
     made = Made(tmp_path, "gpt2", ops="onnx", precision="fp32")
     assert made.bundle.draft.weights_dtype == made.bundle.target.weights_dtype == "float32"
     assert [one.precision for one in seen] == ["fp32", "int4", "int8"]

@@ -1,4 +1,4 @@
-"""A graph whose weights become stored integers, and the nodes that are put into it."""
+"""Insertion of nodes and initializers into a graph whose weights become integers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 import onnx_ir as ir
 
 from ..graph.nodes import add_constant, insert_node
-from .storing import Store
+from .weight_store import WeightStore
 
-MICROSOFT = "com.microsoft"
-IN_BYTES = 4  # the accuracy level at which x is rounded to bytes, too
+MICROSOFT_DOMAIN = "com.microsoft"
+INT8_ACCURACY_LEVEL = 4  # the accuracy level at which x is rounded to bytes, too
 
 
 @dataclass
-class Editor:
-    """Puts nodes into one graph; what they read of weights is in `store`."""
+class GraphEditor:
+    """Inserts nodes into one graph; weights are in `store`."""
 
     graph: ir.Graph
-    store: Store
+    store: WeightStore
     _constants: dict[str, ir.Value] = field(default_factory=dict, kw_only=True)
 
     def node(
@@ -35,7 +35,7 @@ class Editor:
         domain: str = "",
         **attributes: ir.DataType | int | list[int],
     ) -> ir.Value:
-        """A new node's output, in the shape of `like` but for the last dimension, and a type."""
+        """Insert a node; return its output, like `like` except for the last dimension."""
         output = insert_node(before, op_type, inputs, name, like, domain, **attributes)
         if last is not None and output.shape is not None:
             output.shape = ir.Shape([*output.shape[:-1], last])
@@ -45,7 +45,7 @@ class Editor:
         return output
 
     def external(self, tensor: ir.ExternalTensor) -> ir.Value:
-        """The initializer for a stored tensor, one for all that read it."""
+        """Return the initializer of a stored tensor, shared by its readers."""
         assert tensor.name is not None
         if tensor.name not in self._constants:
             value = ir.Value(
@@ -57,14 +57,14 @@ class Editor:
         return self._constants[tensor.name]
 
     def constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:
-        """An initializer of the graph itself, one for all that read it."""
+        """Return an initializer inside the graph, shared by its readers."""
         if name not in self._constants:
             self._constants[name] = add_constant(self.graph, np.asarray(array), f"int8.{name}")
         return self._constants[name]
 
 
-def take_over(output: ir.Value, value: ir.Value) -> None:
-    """Let a value have another's readers and, as an output of the graph, its name."""
+def replace_output(output: ir.Value, value: ir.Value) -> None:
+    """Replace a value by another one, which takes its readers and its name."""
     name, output.name = output.name, f"{output.name}.float"
     value.name = name
     output.replace_all_uses_with(value, replace_graph_outputs=True)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from onnx import TensorProto
 
 import specedge
-from quantised import PROMPTS, Made, check_greedy, with_outliers
+from quantized import PROMPTS, Made, check_greedy, with_outliers
 from specedge.bundle import Bundle
 from specedge.bundle.manifest import CacheLayer, CacheLayout
 from specedge.bundle.op_sets import OPS, compute_dtype

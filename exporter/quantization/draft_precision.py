@@ -1,0 +1,167 @@
+"""Selection of a draft model's precision: the fastest that keeps most of the acceptance rate.
+
+Any draft gives the target's text, so that quantization of a draft affects speed alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from specedge.bundle.manifest import FileEntry, ModelEntry
+from specedge.bundle.precision import GPTQ
+
+from ..progress import Progress
+from ..verification.runner import Runner
+from ..verification.subgraph import open_session
+from .float_model import FloatModel
+from .quantizer import add_op_sets, quantize
+from .report import compute_logits
+from .texts import CalibrationTexts
+
+MIN_PARAMETERS = 4_000_000  # below, a pass costs what its nodes cost, not its weights
+MIN_KEPT_ACCEPTANCE = 0.9  # of the acceptance that the draft has in its own type
+CANDIDATE_PRECISIONS = ("int4", "int8")
+MAX_SECONDS, MAX_PASSES = 2.0, 40  # of timing, all candidates in turn
+
+
+@dataclass
+class DraftCandidate:
+    """Draft in a precision: files, acceptance rates and pass time.
+
+    `sampled` and `greedy` are acceptance rates; `seconds` is the time of a pass over one token.
+    """
+
+    precision: str
+    folder: Path
+    model: ModelEntry
+    file: FileEntry
+    sampled: float = 0.0  # the chance that a drawn token is accepted,
+    greedy: float = 0.0  # and a likeliest one
+    seconds: float = 0.0  # of a pass over one token
+
+
+def select_draft_precision(
+    target: FloatModel,
+    draft: ModelEntry,
+    file: FileEntry,
+    folder: Path,
+    texts: CalibrationTexts,
+    head: Sequence[int] | None,
+    progress: Progress,
+    kinds: Sequence[str] = (),
+    rounding: str = GPTQ,
+) -> tuple[ModelEntry, FileEntry]:
+    """Quantize a draft, and leave the best candidate in `folder`; return its entry and weights.
+
+    Its logits are of the tokens `head` alone, if given. `kinds` are suffixes of further op sets.
+    """
+    candidates = [DraftCandidate("fp32", folder, draft, file)]
+    for precision in CANDIDATE_PRECISIONS:
+        copy = folder.with_name(f"{folder.name}.{precision}")
+        shutil.copytree(folder, copy, copy_function=os.link)
+        (model,), weights = quantize(
+            {"draft": draft}, copy, precision, texts, head, progress, kinds, rounding
+        )
+        candidates.append(DraftCandidate(precision, copy, model, weights))
+    with progress.step("Choosing the draft's precision"):
+        target_logits = compute_logits(_runner(target), texts.evaluation)
+        for candidate in candidates:
+            _measure_acceptance(candidate, target_logits, texts, head)
+        _measure_times(candidates)
+    best = _select(candidates)
+    own_seconds = candidates[0].seconds
+    summary = "; ".join(
+        f"{candidate.precision}: acceptance rate {candidate.sampled:.1%} sampled, "
+        f"{candidate.greedy:.1%} greedy, {candidate.seconds / own_seconds:.2f} times the pass time"
+        for candidate in candidates
+    )
+    progress.note(f"draft: {best.precision} ({summary}); override with --draft-precision")
+    for candidate in candidates:
+        if candidate is not best:
+            shutil.rmtree(candidate.folder)
+    if best is not candidates[0]:
+        best.folder.rename(folder)
+    elif kinds:
+        (best.model,) = add_op_sets(kinds, {"draft": draft}, folder, texts, head, progress)
+    return best.model, best.file
+
+
+def _select(candidates: Sequence[DraftCandidate]) -> DraftCandidate:
+    """Return the fastest candidate whose acceptance rate is close to the unquantized one's."""
+    unquantized, *others = candidates
+    good = [
+        candidate
+        for candidate in others
+        if candidate.sampled >= MIN_KEPT_ACCEPTANCE * unquantized.sampled
+        and candidate.greedy >= MIN_KEPT_ACCEPTANCE * unquantized.greedy
+    ]
+    return min([unquantized, *good], key=lambda candidate: candidate.seconds)
+
+
+def _runner(written: FloatModel) -> Runner:
+    return written.runner(written.folder, written.ops[-1])
+
+
+def _measure_acceptance(
+    candidate: DraftCandidate,
+    target_logits: Sequence[np.ndarray],
+    texts: CalibrationTexts,
+    head: Sequence[int] | None,
+) -> None:
+    """Measure how often the target's logits, [T, V] per text, accept a draft's tokens."""
+    same, chances = [], []
+    runner = _runner(FloatModel("draft", candidate.model, candidate.folder))
+    for ours, theirs in zip(compute_logits(runner, texts.evaluation), target_logits, strict=True):
+        size = min(ours.shape[1], theirs.shape[1])
+        token_ids = np.arange(size) if head is None else np.array(head)
+        same.append(token_ids[ours[:, : len(token_ids)].argmax(1)] == theirs.argmax(1))
+        both = np.minimum(_softmax(ours)[:, : len(token_ids)], _softmax(theirs)[:, token_ids])
+        chances.append(both.sum(1))
+    candidate.greedy = float(np.concatenate(same).mean())
+    candidate.sampled = float(np.concatenate(chances).mean())
+
+
+def _softmax(values: np.ndarray) -> np.ndarray:
+    weights = np.exp(values - values.max(1, keepdims=True))
+    return weights / weights.sum(1, keepdims=True)
+
+
+def _measure_times(candidates: Sequence[DraftCandidate]) -> None:
+    """Measure the minimum time of a pass over one token, candidates interleaved."""
+    sessions = []
+    for candidate in candidates:
+        written = FloatModel("draft", candidate.model, candidate.folder)
+        path = candidate.folder / next(
+            x.file(written.ops[-1]) for x in written.lengths if x.length == 1
+        )
+        options = ort.SessionOptions()
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        session = open_session(path, options)
+        values = {i.name: _zeros(i) for i in session.get_inputs()}
+        candidate.seconds = float("inf")
+        sessions.append((candidate, session, values))
+    end = time.perf_counter() + MAX_SECONDS
+    for _ in range(MAX_PASSES):
+        for candidate, session, values in sessions:
+            begin = time.perf_counter()
+            session.run(["logits"], values)
+            candidate.seconds = min(candidate.seconds, time.perf_counter() - begin)
+        if time.perf_counter() > end:
+            break
+
+
+def _zeros(value: ort.NodeArg) -> np.ndarray:
+    return np.zeros(value.shape, np.int64 if value.type == "tensor(int64)" else np.float32)
+
+
+def needs_selection(model: ModelEntry) -> bool:
+    """Return True if a draft is large enough for its precision to matter."""
+    return model.num_parameters >= MIN_PARAMETERS

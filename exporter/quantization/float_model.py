@@ -1,0 +1,122 @@
+"""Exported and verified float model, from which other graphs are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from specedge.bundle.manifest import ModelEntry, signatures
+from specedge.bundle.op_sets import (
+    OP_SETS,
+    OPS,
+    attention_ops,
+    cache_dtype,
+    compute_dtype,
+    is_reduced_precision,
+)
+from specedge.bundle.reports import QuantizationReport
+
+from ..graph import graphs
+from ..graph.graphs import GraphFile, op_set_signature
+from ..graph.half_precision import convert_caches, convert_graph
+from ..graph.weights import STORED
+from ..tracing.geometry import Geometry
+from ..verification.runner import Runner
+
+OpSetReport = tuple[QuantizationReport, tuple[int, ...]]  # and the T whose rows keep their bits
+
+
+@dataclass(frozen=True)
+class FloatModel:
+    """Exported float model.
+
+    Attributes:
+        role: "target" or "draft".
+        model: Manifest entry.
+        folder: Folder of its graphs.
+        head: Tokens of its logits if reduced, [n].
+        original: Folder of the graphs before a change of basis.
+        is_self_draft: True if it is a target's first layers.
+    """
+
+    role: str
+    model: ModelEntry
+    folder: Path
+    head: np.ndarray | None = None
+    original: Path | None = None
+    is_self_draft: bool = False
+
+    @property
+    def geometry(self) -> Geometry:
+        model = self.model
+        sizes = model.context_length, model.cache.capacity, model.padded_vocab_size
+        return Geometry(*sizes, model.cache.layers)
+
+    @property
+    def ops(self) -> list[str]:
+        """Op sets without a type suffix."""
+        return [ops for ops in OPS if ops in self.model.parity]
+
+    def reduced_op_sets(self, weights_dtype: str, suffixes: Sequence[str]) -> list[str]:
+        """Return the reduced-precision op sets for weights of a type, with further suffixes."""
+        names = [*self.ops, *(f"{ops}-{suffix}" for suffix in suffixes for ops in self.ops)]
+        return [ops for ops in names if ops in OP_SETS and is_reduced_precision(ops, weights_dtype)]
+
+    @property
+    def lengths(self) -> list[GraphFile]:
+        """Graph files, the same in all op sets."""
+        return [
+            GraphFile(
+                graph.name,
+                graph.length,
+                graph.signature != "caches_alone",
+                graph.file.rpartition("/")[2].partition(graph.name)[0],
+            )
+            for graph in self.model.graphs
+            if graph.ops == self.ops[0]
+        ]
+
+    def runner(self, folder: Path, ops: str) -> Runner:
+        return Runner(folder, self.lengths, self.geometry, ops)
+
+    def decoder_runner(self, ops: str) -> Runner:
+        """Return a runner of the graph from which an op set is made."""
+        lengths = [file.source for file in self.lengths if file.length is None]
+        return Runner(self.folder, lengths, self.geometry, ops)
+
+    def decoder(self, ops: str) -> Path:
+        """Return the path of the graph, for any pass length, from which an op set is made."""
+        (decoder,) = (file for file in self.lengths if file.length is None)
+        return self.folder / decoder.source.file(attention_ops(ops))
+
+    def write(self, graph_model: ir.Model, folder: Path, ops: str) -> None:
+        """Write the graph files of an op set from its decoder."""
+        if (dtype := cache_dtype(ops)) != "float32":
+            (convert_graph if dtype == compute_dtype(ops) else convert_caches)(
+                graph_model, STORED[dtype][1]
+            )
+        graphs.write_graphs(graph_model, folder, self.lengths, ops)
+
+    def with_reports(self, reports: dict[str, OpSetReport], weights_dtype: str) -> ModelEntry:
+        """Return the manifest entry with other weights or further op sets, and their reports."""
+        model, folder = self.model, self.model.weights.rpartition("/")[0]
+        parity, quantization = dict(model.parity), dict(model.quantization)
+        entries, signatures_ = list(model.graphs), dict(model.signatures)
+        for ops, (report, invariant) in reports.items():
+            if ops not in parity:
+                entries += [length.entry(folder, ops) for length in self.lengths]
+            parity[ops] = replace(parity[attention_ops(ops)], invariant_lengths=invariant)
+            quantization[ops] = report
+            op_set_signatures = signatures(model.cache_layout(ops), model.padded_vocab_size)
+            signatures_ |= {
+                op_set_signature(name, ops): signature
+                for name, signature in op_set_signatures.items()
+            }
+        return replace(
+            model, weights_dtype=weights_dtype, signatures=signatures_, graphs=tuple(entries),
+            parity=parity, quantization=quantization,
+        )  # fmt: skip

@@ -1,0 +1,323 @@
+"""Rewriting of float graphs to quantized graphs.
+
+Per-channel products are standard ONNX operators: inputs x [..., T, K] are quantized once for all
+matrices that read them, one scale per row, and products of unsigned and signed bytes are summed in
+32 bits, which is exact in any order. Block-wise products are ONNX Runtime's MatMulNBits, which
+quantizes x itself at accuracy level 4, one scale per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ..graph.nodes import add_constant, insert_node
+from ..graph.weights import view_tensor
+from . import expert_rewriter, rounding
+from .experts import ExpertLayer
+from .graph_editor import INT8_ACCURACY_LEVEL, MICROSOFT_DOMAIN, GraphEditor, replace_output
+from .matrices import Matrix, MatrixGroup, StoredTensor, tensor_data
+from .rounding import BlockMatrix, IntegerMatrix
+from .schemes import Scheme
+
+_ZERO_POINT = 128  # of x as unsigned bytes
+
+
+@dataclass
+class IntegerRewriter(GraphEditor):
+    """Replaces products and embeddings in one graph; weights go to `store`."""
+
+    tables: Mapping[int, np.ndarray | None]  # embeddings' places, and powers moved into them, [H]
+    block_tables: Container[int] = ()  # places of those that are in blocks of 8 bits
+    column_powers: dict[ir.Node, np.ndarray] = field(default_factory=dict)
+
+    def group(self, group: MatrixGroup, choice: Scheme) -> None:
+        """Replace the products of a group."""
+        first = next(node for node in self.graph if node in {m.node for m in group.matrices})
+        if not choice.num_parts:
+            for matrix in group.matrices:
+                self._scale_float_columns(matrix)
+            return
+        if choice.bits:
+            self._insert_block_product(first, group, choice)
+            return
+        pieces = [
+            self._quantize_input(first, part)
+            for part in self._split_input(first, group.value, choice)
+        ]
+        joined = len(group.matrices) > 1 and all(len(m.stored.order) == 2 for m in group.matrices)
+        for matrices in [group.matrices] if joined else [(m,) for m in group.matrices]:
+            self._insert_product(first, matrices, pieces, choice)
+
+    def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:
+        """Replace a layer's experts."""
+        if choice.num_parts:
+            expert_rewriter.rewrite_experts(self, mixture, choice)
+
+    def embedding(self, node: ir.Node, stored: StoredTensor) -> None:
+        """Replace a lookup in a table, [V, H]."""
+        output, by = node.outputs[0], self.tables[stored.offset]
+        if stored.offset in self.block_tables:
+            replace_output(output, self._insert_block_lookup(node, stored))
+            return
+        rows = self._insert_lookup(node, *self._stored_table(stored))
+        if by is not None:  # the head reads the table's channels times these powers
+            name = f"{output.name}.powers"
+            powers = add_constant(self.graph, np.exp2(-by).astype(np.float32), name)
+            rows = self.node(node, "Mul", [rows, powers], f"{output.name}.divided", output)
+        replace_output(output, rows)
+
+    def _stored_table(self, stored: StoredTensor) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
+        """Return a table's stored integers, [V, H], and scales, [V, 1]."""
+        by = self.tables[stored.offset]
+        return self.store.integers(
+            (stored.offset, exponent_key(by)), lambda: quantize_table(stored, by)
+        )
+
+    def _insert_lookup(
+        self, node: ir.Node, stored_values: ir.ExternalTensor, stored_scales: ir.ExternalTensor
+    ) -> ir.Value:
+        """Insert a lookup in a table of integers, and dequantize the rows."""
+        output, ids = node.outputs[0], node.inputs[1]
+        values, scales = self.external(stored_values), self.external(stored_scales)
+        integer_type, to = ir.DataType.INT8, ir.DataType.FLOAT
+        taken = self.node(
+            node, "Gather", [values, ids], f"{output.name}.int8", output, dtype=integer_type
+        )
+        wide = self.node(node, "Cast", [taken], f"{output.name}.wide", output, to=to)
+        scale = self.node(node, "Gather", [scales, ids], f"{output.name}.scale", output, 1)
+        return self.node(node, "Mul", [wide, scale], f"{output.name}.whole", output)
+
+    def _insert_block_lookup(self, node: ir.Node, stored: StoredTensor) -> ir.Value:
+        """Insert a lookup in a table of 8-bit blocks, [V, H / 32, 32].
+
+        The blocks are shared with a tied LM head.
+        """
+        output, ids = node.outputs[0], node.inputs[1]
+        key = ((stored.offset,), 8, None)
+        blocks, scales = self.store.blocks(
+            key, lambda: rounding.quantize_blocks(tensor_data(stored.tensor).T, 8)
+        )
+        rows, groups, size = blocks.shape.numpy()
+        scales = view_tensor(scales, ir.Shape([rows, groups, 1]), f"{scales.name}.rows")
+        name, integer_type = output.name, ir.DataType.UINT8
+        inputs = [self.external(blocks), ids]
+        taken = self.node(node, "Gather", inputs, f"{name}.bytes", output, dtype=integer_type)
+        scale = self.node(node, "Gather", [self.external(scales), ids], f"{name}.scale", output)
+        wide = self.node(node, "Cast", [taken], f"{name}.wide", output, to=ir.DataType.FLOAT)
+        middle = self.constant("middle", np.float32(128))
+        signed = self.node(node, "Sub", [wide, middle], f"{name}.signed", output)
+        whole = self.node(node, "Mul", [signed, scale], f"{name}.blocks", output)
+        for value, last in ((taken, size), (wide, size), (signed, size), (whole, size), (scale, 1)):
+            if output.shape is not None:
+                value.shape = ir.Shape([*output.shape[:-1], groups, last])
+        dims = self.constant("row", np.array([1, -1, groups * size], np.int64))
+        return self.node(node, "Reshape", [whole, dims], f"{name}.whole", output)
+
+    def _split_input(self, before: ir.Node, value: ir.Value, choice: Scheme) -> list[ir.Value]:
+        """Split x along K."""
+        if choice.num_parts == 1:
+            return [value]
+        name, size = value.name, value.shape[-1] if value.shape is not None else None
+        assert isinstance(size, int)
+        sizes = np.full(choice.num_parts, size // choice.num_parts, np.int64)
+        names = [f"{name}.part{i}" for i in range(choice.num_parts)]
+        return _insert_split(before, value, add_constant(self.graph, sizes, f"{name}.parts"), names)
+
+    def _quantize_input(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
+        """Quantize x; return bytes [..., T, K] and scales [..., T, 1]."""
+        name = f"{value.name}.rounded"
+        sizes = self.node(before, "Abs", [value], f"{name}.sizes", value)
+        axis = self.constant("axis", np.array([-1], np.int64))
+        largest = self.node(before, "ReduceMax", [sizes, axis], f"{name}.largest", value, 1)
+        least = self.constant("least", np.float32(1e-30))
+        above = self.node(before, "Max", [largest, least], f"{name}.above", value, 1)
+        share = self.constant("share", np.float32(1 / rounding.MAX_INT8))
+        scale = self.node(before, "Mul", [above, share], f"{name}.scale", value, 1)
+        scaled = self.node(before, "Div", [value, scale], f"{name}.scaled", value)
+        steps = [scaled, self.constant("one", np.float32(1)), self._zero_point()]
+        integer_type = ir.DataType.UINT8
+        return self.node(before, "QuantizeLinear", steps, name, value, dtype=integer_type), scale
+
+    def _zero_point(self) -> ir.Value:
+        return self.constant("zero", np.uint8(_ZERO_POINT))
+
+    def _insert_product(
+        self,
+        before: ir.Node,
+        matrices: Sequence[Matrix],
+        pieces: Sequence[tuple[ir.Value, ...]],
+        choice: Scheme,
+    ) -> None:
+        """Insert the product of matrices joined along N, summed over parts of K."""
+        name = f"{matrices[0].node.outputs[0].name}.int8"
+        total: ir.Value | None = None
+        like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
+        for i, piece in enumerate(pieces):
+            label = f"{name}.{i}" if len(pieces) > 1 else name
+            weights = self._stored_weights(before, matrices, choice, i)
+            whole = self._multiply(before, piece, weights, label, like, width)
+            if total is not None:
+                whole = self.node(before, "Add", [total, whole], f"{label}.sum", like, width)
+            total = whole
+        assert total is not None
+        self._replace_outputs(before, matrices, total, name)
+
+    def _multiply(
+        self,
+        before: ir.Node,
+        quantized_input: tuple[ir.Value, ...],
+        weights: tuple[ir.Value, ir.Value],
+        name: str,
+        like: ir.Value,
+        width: int,
+    ) -> ir.Value:
+        """Insert a product of bytes, times both scales."""
+        (bytes_, scale), (values, scales) = quantized_input, weights
+        inputs = [bytes_, values, self._zero_point()]
+        sum_type, to = ir.DataType.INT32, ir.DataType.FLOAT
+        sums = self.node(before, "MatMulInteger", inputs, f"{name}.sums", like, width, sum_type)
+        wide = self.node(before, "Cast", [sums], f"{name}.wide", like, width, to=to)
+        rows = self.node(before, "Mul", [wide, scale], f"{name}.rows", like, width)
+        return self.node(before, "Mul", [rows, scales], f"{name}.whole", like, width)
+
+    def _insert_block_product(self, before: ir.Node, group: MatrixGroup, choice: Scheme) -> None:
+        """Insert the product of a group's matrices, joined along N, in blocks."""
+        matrices = group.matrices
+        like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
+        by = [self.column_powers.get(m.node) for m in matrices]
+        key = (tuple(m.offset for m in matrices), choice.bits, *map(exponent_key, by))
+        stored = self.store.blocks(key, lambda: join_blocks(matrices, by, choice))
+        inputs = [group.value, *map(self.external, stored)]
+        name = f"{like.name}.int{choice.bits}"
+        size = matrices[0].stored.data().shape[0]
+        sizes = {"K": size, "N": width, "bits": choice.bits, "block_size": rounding.BLOCK_SIZE}
+        whole = self.node(
+            before, "MatMulNBits", inputs, f"{name}.whole", like, width,
+            domain=MICROSOFT_DOMAIN, accuracy_level=INT8_ACCURACY_LEVEL, **sizes,
+        )  # fmt: skip
+        self._replace_outputs(before, matrices, whole, name)
+
+    def _replace_outputs(
+        self, before: ir.Node, matrices: Sequence[Matrix], total: ir.Value, name: str
+    ) -> None:
+        """Replace the outputs of matrices by parts of a joined product."""
+        outputs = [m.node.outputs[0] for m in matrices]
+        parts = [total]
+        if len(matrices) > 1:
+            widths = np.array([num_columns(m) for m in matrices], np.int64)
+            sizes = add_constant(self.graph, widths, f"{name}.widths")
+            parts = _insert_split(before, total, sizes, [f"{o.name}.whole" for o in outputs])
+        for output, value in zip(outputs, parts, strict=True):
+            value.shape, value.dtype = output.shape, output.dtype
+            replace_output(output, value)
+
+    def _stored_weights(
+        self, before: ir.Node, matrices: Sequence[Matrix], choice: Scheme, part: int
+    ) -> tuple[ir.Value, ir.Value]:
+        """Return integers and scales of joined matrices, for a part of K."""
+        first = matrices[0]
+        if first.offset in self.tables:
+            values, scales = self._stored_table(first.stored)
+            table = self.external(values)
+            name = f"{first.node.outputs[0].name}.turned"
+            turned = insert_node(before, "Transpose", [table], name, perm=[1, 0])
+            flat = view_tensor(scales, ir.Shape([1, scales.size]), f"{scales.name}.flat")
+            return turned, self.external(flat)
+        by = [self.column_powers.get(m.node) for m in matrices]
+        moved = map(exponent_key, (choice.exponents, *by))
+        key = (tuple(m.offset for m in matrices), choice.num_parts, part, *moved)
+        values, scales = self.store.integers(key, lambda: _join_columns(matrices, by, choice, part))
+        return self.external(values), self.external(scales)
+
+    def _scale_float_columns(self, matrix: Matrix) -> None:
+        """Scale the output of an unquantized product by its smoothing exponents."""
+        by = self.column_powers.get(matrix.node)
+        if by is None:
+            return
+        output = matrix.node.outputs[0]
+        users = list(output.uses())
+        factors = add_constant(self.graph, np.exp2(by).astype(np.float32), f"{output.name}.factors")
+        scaled = ir.node("Mul", [output, factors])
+        scaled.outputs[0].name = f"{output.name}.scaled"
+        scaled.outputs[0].shape, scaled.outputs[0].dtype = output.shape, output.dtype
+        self.graph.insert_after(matrix.node, scaled)
+        for user, index in users:
+            user.replace_input_with(index, scaled.outputs[0])
+
+
+def _insert_split(
+    before: ir.Node, value: ir.Value, sizes: ir.Value, names: list[str]
+) -> list[ir.Value]:
+    """Split a value along its last axis."""
+    node = ir.node("Split", [value, sizes], {"axis": -1}, num_outputs=len(names))
+    assert sizes.const_value is not None
+    for output, name, size in zip(node.outputs, names, sizes.const_value.numpy(), strict=True):
+        output.name, output.dtype = name, ir.DataType.FLOAT
+        if value.shape is not None:
+            output.shape = ir.Shape([*value.shape[:-1], int(size)])
+    assert before.graph is not None
+    before.graph.insert_before(before, node)
+    return list(node.outputs)
+
+
+def num_columns(matrix: Matrix) -> int:
+    return matrix.stored.data().shape[-1]
+
+
+def exponent_key(powers: np.ndarray | None) -> bytes | None:
+    return None if powers is None else powers.tobytes()
+
+
+def quantize_table(stored: StoredTensor, by: np.ndarray | None) -> IntegerMatrix:
+    """Quantize a table [V, H] per row, after channel k is multiplied by 2 ** by[k]."""
+    turned = rounding.quantize_columns(tensor_data(stored.tensor).T, by)
+    return IntegerMatrix(np.ascontiguousarray(turned.values.T), turned.scales.T)
+
+
+def _join_columns(
+    matrices: Sequence[Matrix],
+    column_exponents: Sequence[np.ndarray | None],
+    choice: Scheme,
+    part: int,
+) -> IntegerMatrix:
+    """Join quantized matrices along N, for a part of K, with smoothing exponents applied."""
+    pieces = []
+    for matrix, columns in zip(matrices, column_exponents, strict=True):
+        weights = matrix.stored.data()
+        size = weights.shape[-2] // choice.num_parts
+        rows = slice(part * size, (part + 1) * size)
+        powers = None if choice.exponents is None else choice.exponents[rows]
+        integers = choice.integers.get(matrix.offset)
+        if integers is None:
+            integers = rounding.quantize_columns(weights[..., rows, :], powers)
+        assert isinstance(integers, IntegerMatrix)
+        factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)
+        pieces.append(IntegerMatrix(integers.values, integers.scales * factors))
+    if len(pieces) == 1:
+        return pieces[0]
+    return IntegerMatrix(
+        np.concatenate([piece.values for piece in pieces], -1),
+        np.concatenate([piece.scales for piece in pieces], -1),
+    )
+
+
+def join_blocks(
+    matrices: Sequence[Matrix], column_exponents: Sequence[np.ndarray | None], choice: Scheme
+) -> BlockMatrix:
+    """Join block-wise quantized matrices along N, with smoothing exponents applied."""
+    pieces = []
+    for matrix, columns in zip(matrices, column_exponents, strict=True):
+        piece = choice.integers.get(matrix.offset)
+        if piece is None:
+            piece = rounding.quantize_blocks(matrix.stored.data(), choice.bits, choice.importance)
+        assert isinstance(piece, BlockMatrix)
+        factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)[:, None]
+        pieces.append(BlockMatrix(piece.values, piece.scales * factors))
+    return BlockMatrix(
+        np.concatenate([piece.values for piece in pieces]),
+        np.concatenate([piece.scales for piece in pieces]),
+    )

@@ -1,0 +1,119 @@
+"""Rewriting of float graphs to quantized graphs for TensorRT.
+
+Only DequantizeLinear may read integers there: before a lookup in a table, before a transposed
+matrix, and for blocks, which are stored once more as signed integers in the matrix's order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ..graph.nodes import producer
+from ..graph.weights import view_tensor
+from . import expert_rewriter, rounding
+from .dequantize_rewriter import DequantizeRewriter
+from .experts import ExpertLayer
+from .graph_editor import replace_output
+from .integer_rewriter import exponent_key, join_blocks, num_columns
+from .matrices import MatrixGroup, StoredTensor
+from .schemes import Scheme
+
+
+class QdqRewriter(DequantizeRewriter):
+    """Replaces products and embeddings in one graph.
+
+    Lookups and products have separate initializers over a tied table's bytes: with a shared one
+    ONNX Runtime fails with `session.x64quantprecision`. TensorRT-RTX merges both into one constant.
+    """
+
+    def _insert_block_lookup(self, node: ir.Node, stored: StoredTensor) -> ir.Value:
+        """Insert a lookup in a table that is stored per row beside its blocks."""
+        return self._insert_lookup(node, *self._stored_table(stored))
+
+    def _insert_lookup(
+        self, node: ir.Node, stored_values: ir.ExternalTensor, stored_scales: ir.ExternalTensor
+    ) -> ir.Value:
+        """Insert a lookup in a dequantized table."""
+        output, ids = node.outputs[0], node.inputs[1]
+        assert ids is not None
+        name = f"{stored_values.name}.rows"
+        table = self.external(view_tensor(stored_values, stored_values.shape, name))
+        wide = self._dequantize_table(node, table, stored_scales)
+        return self.node(node, "Gather", [wide, ids], f"{output.name}.whole", output)
+
+    def _dequantize_weights(
+        self, before: ir.Node, values: ir.Value, scales: ir.Value, name: str
+    ) -> ir.Value:
+        turned = producer(values, "Transpose")
+        if turned is None:
+            return super()._dequantize_weights(before, values, scales, name)
+        table, stored = turned.inputs[0], scales.const_value
+        assert table is not None
+        assert isinstance(stored, ir.ExternalTensor)
+        wide = self._dequantize_table(before, table, stored)
+        return self.node(before, "Transpose", [wide], f"{name}.wide", values, perm=[1, 0])
+
+    def _dequantize_table(
+        self, before: ir.Node, table: ir.Value, scales: ir.ExternalTensor
+    ) -> ir.Value:
+        """Dequantize a whole table, [V, H], one scale per row."""
+        flat = view_tensor(scales, ir.Shape([scales.size]), f"{table.name}.wide.scales")
+        return self._insert_dequantize(
+            before, table, self.external(flat), f"{table.name}.wide", axis=0
+        )
+
+    def _insert_block_product(self, before: ir.Node, group: MatrixGroup, choice: Scheme) -> None:
+        """Insert the product of a group's matrices, joined along N, in blocks."""
+        matrices = group.matrices
+        like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
+        by = [self.column_powers.get(m.node) for m in matrices]
+        key = (tuple(m.offset for m in matrices), choice.bits, *map(exponent_key, by))
+        size, bits = int(matrices[0].stored.data().shape[0]), choice.bits
+        blocks = self.store.blocks(key, lambda: join_blocks(matrices, by, choice))
+        stored = self.store.signed_blocks(blocks, bits, (size, width))
+        name = f"{like.name}.int{bits}"
+        whole = self._insert_signed_product(before, group.value, stored, name, like)
+        self._replace_outputs(before, matrices, whole, name)
+
+    def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:
+        """Replace the two products of all experts of a layer."""
+        if not choice.num_parts:
+            return
+        blocks = expert_rewriter.store_experts(self, mixture.experts, choice)
+        arrangements = (_stack_experts, _concatenate_experts)
+        for node, block_pair, arrange in zip(mixture.nodes, blocks, arrangements, strict=True):
+            x, output = node.inputs[0], node.outputs[0]
+            assert x is not None
+            number, width, groups, _ = block_pair[0].shape.numpy()
+            size, along = groups * rounding.BLOCK_SIZE, arrange is _concatenate_experts
+            shape = (number * size, width) if along else (size, number * width)
+            signed = self.store.signed_blocks(block_pair, choice.bits, shape, arrange)
+            name = f"{output.name}.int{choice.bits}"
+            replace_output(output, self._insert_signed_product(node, x, signed, name, output))
+
+    def _insert_signed_product(
+        self,
+        before: ir.Node,
+        x: ir.Value,
+        stored: tuple[ir.ExternalTensor, ir.ExternalTensor],
+        name: str,
+        like: ir.Value,
+    ) -> ir.Value:
+        """Insert a product of x and signed blocks, [K, N]."""
+        (values, scales), width = map(self.external, stored), int(stored[0].shape.numpy()[-1])
+        sizes: dict[str, Any] = {"axis": 0, "block_size": rounding.BLOCK_SIZE}
+        wide = self._insert_dequantize(before, values, scales, f"{name}.wide", **sizes)
+        return self.node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
+
+
+def _stack_experts(blocks: torch.Tensor) -> torch.Tensor:
+    """Stack the columns of all experts. [E, N, G, ...] -> [E * N, G, ...]"""
+    return blocks.flatten(0, 1)
+
+
+def _concatenate_experts(blocks: torch.Tensor) -> torch.Tensor:
+    """Concatenate experts along K. [E, N, G, ...] -> [N, E * G, ...]"""
+    return blocks.transpose(0, 1).flatten(1, 2)

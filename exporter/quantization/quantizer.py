@@ -1,0 +1,447 @@
+"""Quantization of a model: float graphs in, quantized graphs and a report out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import torch
+
+from specedge.bundle.manifest import FileEntry, ModelEntry
+from specedge.bundle.op_sets import attention_ops, has_compute_type, is_qdq
+from specedge.bundle.precision import BLOCK_BITS, GPTQ, NEAREST
+from specedge.bundle.reports import QuantizationReport
+from specedge.errors import ParityError
+
+from ..graph import rewrites
+from ..graph.weights import FILE, drop_unused
+from ..progress import Progress
+from ..verification.runner import Runner
+from . import (
+    basis,
+    calibration,
+    equivalence,
+    gptq,
+    llama_cpp,
+    schemes,
+    smoothing,
+)
+from .calibration import InputStatistics
+from .dequantize_rewriter import DequantizeRewriter
+from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_excluded, load_graph
+from .float_model import FloatModel
+from .integer_rewriter import IntegerRewriter, num_columns
+from .matrices import MatrixGroup, embeddings, matrix_groups, ungrouped_weights
+from .qdq_rewriter import QdqRewriter
+from .report import measure_op_sets
+from .rounding import BLOCK_SIZE, BlockMatrix, IntegerMatrix
+from .schemes import Scheme
+from .texts import CalibrationTexts
+from .weight_store import WeightStore
+
+ROTATED_PRECISIONS = ("int8", "int4")  # the precisions whose rounding a rotation makes better
+MAX_COPIED_PARAMETERS = 300_000_000  # parameters of models that may be copied to float32 as a whole
+MAX_NAMES = 3  # matrices of a group in a line of the report
+Schemes = dict[tuple[int, ...], Scheme]
+ChannelMaps = dict[tuple[int, ...], np.ndarray]  # of the groups that can be smoothed in every graph
+
+
+def quantize(
+    models: dict[str, ModelEntry],
+    folder: Path,
+    precision: str,
+    texts: CalibrationTexts,
+    head: Sequence[int] | None,
+    progress: Progress,
+    suffixes: Sequence[str] = (),
+    rounding: str = GPTQ,
+    bits: float = 4.0,
+) -> tuple[list[ModelEntry], FileEntry]:
+    """Quantize models that share a folder.
+
+    A second model is a self-draft: the first model's layers, whose schemes it shares.
+
+    Args:
+        models: Entries by role.
+        folder: Folder of the float graphs, which the quantized graphs replace.
+        precision: A quantized precision.
+        texts: Texts for calibration and report.
+        head: Tokens of the last model's logits, if reduced.
+        progress: Takes notes and steps.
+        suffixes: Suffixes of further op sets, which dequantize weights or have 16-bit caches.
+        rounding: One of `specedge.bundle.precision.ROUNDINGS`; int8-block always rounds to nearest.
+        bits: Average bits of int4's weights in layers.
+
+    Returns:
+        The entries, and size and hash of the weights file.
+    """
+    before = folder.with_name(f"{folder.name}.float")
+    folder.rename(before)
+    folder.mkdir()
+    for path in before.iterdir():
+        if path.suffix != ".onnx" and path.name != FILE:
+            shutil.copy2(path, folder)
+    parts = [
+        FloatModel(role, model, before, is_self_draft=i > 0)
+        for i, (role, model) in enumerate(models.items())
+    ]
+    parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
+    first = parts[0].role
+    group_schemes: Schemes = {}
+    work = folder.with_name(f"{folder.name}.basis")
+    work.mkdir()
+    graphs = (_load(part, ops).graph for part in parts for ops in part.ops)
+    excluded = find_excluded(graphs, parts[0].model.num_experts)
+    if precision in ROTATED_PRECISIONS and parts[0].model.num_experts:
+        progress.note(f"{first}: it chooses among experts, so its weights keep their basis")
+    elif precision in ROTATED_PRECISIONS:
+        with progress.step(f"Rotating the {first}"):
+            parts, reason = _change_basis(parts, work, excluded)
+        if reason:
+            progress.note(f"{first}: {reason}")
+            graphs = (_load(part, ops).graph for part in parts for ops in part.ops)
+            excluded = find_excluded(graphs, parts[0].model.num_experts)
+    if precision == "int8-block":
+        rounding = NEAREST
+    if rounding == GPTQ and texts.prompts and _can_answer(parts[0]):
+        with progress.step(f"Answering prompts with the {first}"):
+            answers = calibration.generate_answers(
+                parts[0].decoder(parts[0].ops[-1]), parts[0].geometry, texts.prompts,
+                texts.end_tokens,
+            )  # fmt: skip
+        texts = replace(texts, calibration=[*texts.calibration, *answers])
+    minutes = max(1, round(calibration.predict_seconds(parts[0], texts, rounding) / 60))
+    with progress.step(f"Calibrating the {first} (about {minutes} min up to its report)"):
+        graphs = (_load(part, ops, excluded).graph for part in parts for ops in part.ops)
+        channels = smoothing.shared_channels(graphs, excluded.offsets)
+        selector = SchemeSelector(precision, rounding, bits, texts, channels, excluded, work)
+        for part in parts:
+            group_schemes |= selector.select(part, group_schemes)
+    with WeightStore(folder) as store, progress.step(f"Quantising the {first}"):
+        for part in parts:
+            for ops in part.reduced_op_sets(precision, suffixes):
+                _write_graphs(part, ops, precision, group_schemes, excluded, store, folder)
+    entries = []
+    bits_per_weight = 8 * store.file.size / parts[0].model.num_parameters
+    for part in parts:
+        with progress.step(f"Comparing the {part.role} in {precision}"):
+            formats = _format_runners(part, work) if part is parts[0] else {}
+            op_sets = {
+                ops: group_schemes | _unquantized_schemes(part, ops, excluded)
+                for ops in part.reduced_op_sets(precision, suffixes)
+            }
+            measured = measure_op_sets(part, folder, op_sets, texts, progress, formats)
+        described = {
+            ops: (replace(quality, bits_per_weight=bits_per_weight), invariant)
+            for ops, (quality, invariant) in measured.items()
+        }
+        for quality, _ in described.values():
+            _warn_if_worse(part.role, precision, quality, progress)
+        entries.append(part.with_reports(described, precision))
+    shutil.rmtree(work)
+    shutil.rmtree(before)
+    return entries, store.file
+
+
+def add_op_sets(
+    kinds: Sequence[str],
+    models: dict[str, ModelEntry],
+    folder: Path,
+    texts: CalibrationTexts,
+    head: Sequence[int] | None,
+    progress: Progress,
+) -> list[ModelEntry]:
+    """Add op sets of other types to models that share a folder.
+
+    The last model's logits are of the tokens `head` alone, if given.
+    """
+    parts = [FloatModel(role, model, folder) for role, model in models.items()]
+    parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
+    entries = []
+    for part in parts:
+        dtype = part.model.weights_dtype
+        op_sets = part.reduced_op_sets(dtype, kinds)
+        with progress.step(f"Writing the {part.role}"):
+            for ops in op_sets:
+                part.write(ir.load(part.decoder(ops)), folder, ops)
+        with progress.step(f"Comparing the {part.role}"):
+            measured = measure_op_sets(part, folder, {ops: {} for ops in op_sets}, texts, progress)
+        entries.append(part.with_reports(measured, dtype))
+    return entries
+
+
+def _can_answer(model: FloatModel) -> bool:
+    """Return True if the float graph runs without a float32 copy of a large model."""
+    is_float32 = model.original is not None or model.model.weights_dtype == "float32"
+    return is_float32 or model.model.num_parameters <= MAX_COPIED_PARAMETERS
+
+
+def _change_basis(
+    parts: list[FloatModel], work: Path, excluded: ExcludedWeights
+) -> tuple[list[FloatModel], str | None]:
+    """Return the models in a basis for quantization, and the reason if it is not rotated.
+
+    Models that fail the comparison with their own graphs stay unchanged.
+    """
+    try:
+        changed, chosen = basis.write_models(parts, work, excluded)
+        for original, rotated in zip(parts, changed, strict=True):
+            equivalence.check_equivalence(original, rotated)
+    except ParityError as error:
+        return parts, f"its weights keep their own basis, because a rotated graph differs ({error})"
+    if chosen.reason:
+        return changed, f"its residual stream is not rotated, because {chosen.reason}"
+    return changed, None
+
+
+def _format_runners(model: FloatModel, work: Path) -> dict[str, Runner]:
+    """Quantize a target to formats of llama.cpp; return the graphs by format."""
+    if model.role != "target" or model.model.num_experts:
+        return {}
+    original, ops = replace(model, folder=model.original or model.folder), model.ops[-1]
+    folders = {name: work / name for name in llama_cpp.FORMATS}
+    for folder in folders.values():
+        folder.mkdir()
+    group_schemes = {
+        group.key: llama_cpp.q8_0_scheme(group)
+        for group in matrix_groups(_load(original, ops).graph)
+    }
+    with WeightStore(folders["Q8_0"]) as store:
+        _write_graphs(
+            original, ops, "int8-block", group_schemes, NO_EXCLUSIONS, store, folders["Q8_0"]
+        )
+    llama_cpp.write_q4_k(original, ops, folders["Q4_K"])
+    return {
+        "Q8_0": original.runner(folders["Q8_0"], ops),
+        "Q4_K": replace(original, folder=folders["Q4_K"]).decoder_runner(ops),
+    }
+
+
+def _warn_if_worse(
+    role: str, precision: str, quality: QuantizationReport, progress: Progress
+) -> None:
+    """Note a precision that is less accurate than the llama.cpp format of its size."""
+    name = llama_cpp.COMPARABLE_FORMATS[precision]
+    if name in quality.formats and quality.divergence > quality.formats[name].divergence:
+        progress.note(
+            f"warning: {role} in {precision} has KL {quality.divergence:.2g}, the same weights as "
+            f"{name} {quality.formats[name].divergence:.2g}"
+        )
+
+
+@dataclass(frozen=True)
+class SchemeSelector:
+    """Selects the schemes of groups, the same in every op set, by their inputs on a text.
+
+    Experts of MoE nodes are block-wise in every precision; other stacked matrices and tied LM heads
+    are per-channel; an untied head is in 4-bit blocks where that costs little. Matrices rounded by
+    GPTQ are kept in `folder`.
+    """
+
+    precision: str
+    rounding: str
+    bits: float
+    texts: CalibrationTexts
+    channels: ChannelMaps
+    excluded: ExcludedWeights
+    folder: Path
+
+    def select(self, model: FloatModel, selected: Container[tuple[int, ...]]) -> Schemes:
+        """Return the schemes of a model's groups that are not `selected` yet."""
+        ops, places = model.ops[0], self.excluded.offsets
+        graph = _load(model, ops, self.excluded).graph
+        new = {
+            group.key: group for group in matrix_groups(graph, places) if group.key not in selected
+        }
+        layers = {
+            layer.experts.key: layer.experts
+            for layer in expert_layers(graph, self.excluded)
+            if layer.experts.key not in selected
+        }
+        if not new and not layers:
+            return {}
+        tables = {stored.offset for _, stored in embeddings(graph)}
+        group_schemes: Schemes = {key: schemes.unquantized("it reads a cache") for key in new}
+        in_eight_bits = self._eight_bit_groups(list(new.values()), model.model)
+
+        def visit(key: tuple[int, ...], x: InputStatistics) -> None:
+            if key in layers:
+                choice = schemes.expert_scheme(layers[key], x, BLOCK_BITS.get(self.precision, 8))
+                group_schemes[key] = _with_names(choice, layers[key].names)
+                return
+            group = new[key]
+            is_tied = bool(tables & {*key})
+            precision = "int8-block" if key in in_eight_bits else self.precision
+            choice = _scheme(group, x, precision, model.model, is_tied, self.channels.get(key))
+            if x.hessian is not None and not is_tied:
+                choice = replace(choice, integers=self._round_by_gptq(group, x.hessian, choice))
+            group_schemes[key] = _with_names(
+                choice, [matrix.stored.tensor for matrix in group.matrices]
+            )
+
+        calibration.visit_inputs(
+            model.decoder(ops), model.geometry, ops, self.texts.calibration, visit, self.excluded,
+            self.rounding == GPTQ, new.keys() | layers.keys(),
+        )  # fmt: skip
+        return group_schemes
+
+    def _eight_bit_groups(
+        self, all_groups: list[MatrixGroup], model: ModelEntry
+    ) -> set[tuple[int, ...]]:
+        """Return the groups that int4 quantizes to 8 bits: MLPs' last matrices, evenly spaced.
+
+        As many as keep the weights in layers at `bits` on average.
+        """
+        if self.precision != "int4":
+            return set()
+        sizes = {
+            group.key: sum(matrix.stored.tensor.size for matrix in group.matrices)
+            for group in all_groups
+            if all(num_columns(matrix) != model.padded_vocab_size for matrix in group.matrices)
+        }
+        last = [
+            group.key
+            for group in all_groups
+            if group.key in sizes and basis.reads_nonlinearity(group)
+        ]
+        room = (self.bits - 4) / 4 * sum(sizes.values())
+        count = int(min(len(last), room / max(1, max((sizes[key] for key in last), default=1))))
+        return {last[i * len(last) // count] for i in range(count)}
+
+    def _round_by_gptq(
+        self, group: MatrixGroup, hessian: torch.Tensor, choice: Scheme
+    ) -> dict[int, IntegerMatrix | BlockMatrix]:
+        """Round a group's matrices by GPTQ where that applies: per-channel, or in 4-bit blocks."""
+        if choice.num_parts != 1 or choice.bits == 8:
+            return {}
+        integers: dict[int, IntegerMatrix | BlockMatrix] = {}
+        factor = gptq.inverse_factor(hessian, choice.exponents)
+        for matrix in group.matrices:
+            weights = matrix.stored.data()
+            if weights.ndim == 2 and choice.bits:
+                blocks = gptq.quantize_blocks(weights, factor, choice.bits)
+                integers[matrix.offset] = BlockMatrix(*self._save_and_map(matrix.offset, blocks))
+            elif weights.ndim == 2:
+                columns = gptq.quantize_columns(weights, factor, choice.exponents)
+                integers[matrix.offset] = IntegerMatrix(*self._save_and_map(matrix.offset, columns))
+        return integers
+
+    def _save_and_map(
+        self, offset: int, integers: IntegerMatrix | BlockMatrix
+    ) -> tuple[np.ndarray, np.ndarray]:
+        path = self.folder / f"{offset}.npy"
+        np.save(path, integers.values)
+        return np.load(path, mmap_mode="c"), integers.scales
+
+
+def _with_names(choice: Scheme, tensors: Sequence[ir.ExternalTensor]) -> Scheme:
+    return replace(choice, reason=choice.reason and f"{_format_names(tensors)}: {choice.reason}")
+
+
+def _unquantized_schemes(model: FloatModel, ops: str, excluded: ExcludedWeights) -> Schemes:
+    """Return schemes of weights that no MatMul reads in their stored form; one has the reason."""
+    group_schemes: Schemes = {}
+    rounded = {offset for experts in excluded.experts for offset in experts.key}
+    graph = _load(model, attention_ops(ops), excluded).graph
+    for op_type, tensors in ungrouped_weights(graph, excluded.offsets, rounded).items():
+        for routes_, reason in (
+            (True, "it chooses experts"),
+            (False, f"{op_type} nodes read it in another form"),
+        ):
+            some = [t for t in tensors if (t.offset in excluded.routers) == routes_]
+            if some:
+                of_each = [_with_names(schemes.unquantized(reason), some)]
+                of_each += [replace(of_each[0], reason="") for _ in some[1:]]
+                group_schemes |= {
+                    (t.offset or 0,): scheme for t, scheme in zip(some, of_each, strict=True)
+                }
+    return group_schemes
+
+
+def _format_names(tensors: Sequence[ir.ExternalTensor]) -> str:
+    """Return the names of the first tensors, and the number of the others."""
+    names = [tensor.name or "" for tensor in tensors]
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(name[:120] for name in names[:MAX_NAMES]) + more
+
+
+def _scheme(
+    group: MatrixGroup,
+    x: InputStatistics,
+    precision: str,
+    model: ModelEntry,
+    is_tied: bool,
+    channels: np.ndarray | None,
+) -> Scheme:
+    """Return the scheme of a group with input x."""
+    shapes = [matrix.stored.data().shape for matrix in group.matrices]
+    is_plain = all(len(shape) == 2 for shape in shapes)
+    in_layers = is_plain and all(shape[-1] != model.padded_vocab_size for shape in shapes)
+    if precision in BLOCK_BITS and in_layers:
+        return schemes.block_scheme(group, x, BLOCK_BITS[precision])
+    if precision == "int8-block" and is_plain and shapes[0][0] % BLOCK_SIZE == 0:
+        return schemes.block_scheme(group, x, 8)
+    if precision == "int4" and not is_tied and len(shapes) == 1 and len(shapes[0]) == 2:
+        return schemes.head_scheme(group, x, channels)
+    return schemes.per_channel_scheme(group, x, channels, is_tied)
+
+
+def _load(model: FloatModel, ops: str, excluded: ExcludedWeights = NO_EXCLUSIONS) -> ir.Model:
+    return load_graph(model.decoder(ops), excluded)
+
+
+def _write_graphs(
+    model: FloatModel,
+    ops: str,
+    precision: str,
+    group_schemes: Schemes,
+    excluded: ExcludedWeights,
+    store: WeightStore,
+    folder: Path,
+) -> None:
+    """Write a model's quantized graphs of an op set."""
+    graph_model = _load(model, ops, excluded)
+    graph = graph_model.graph
+    tables = dict(embeddings(graph))
+    all_groups = matrix_groups(graph, excluded.offsets)
+    rounded = {offset for g in all_groups if group_schemes[g.key].num_parts for offset in g.key}
+    powers = {offset: choice.exponents for key, choice in group_schemes.items() for offset in key}
+    places = {stored.offset: powers.get(stored.offset) for stored in tables.values()}
+    rewriter_class = (
+        QdqRewriter
+        if is_qdq(ops)
+        else DequantizeRewriter
+        if has_compute_type(ops)
+        else IntegerRewriter
+    )
+    blocks = {p for g in all_groups if group_schemes[g.key].bits == 8 for p in g.key}
+    if precision == "int8-block":
+        blocks |= {
+            table.offset
+            for table in tables.values()
+            if table.tensor.shape.numpy()[1] % BLOCK_SIZE == 0
+        }
+    rewriter = rewriter_class(graph, store, places, blocks & {*places})
+    for group in all_groups:
+        if (exponents := group_schemes[group.key].exponents) is not None:
+            path = smoothing.smoothing_path(group)
+            assert path is not None
+            rewriter.column_powers |= smoothing.apply_smoothing(graph, path, exponents)
+    for group in all_groups:
+        rewriter.group(group, group_schemes[group.key])
+    for mixture in expert_layers(graph, excluded):
+        rewriter.experts(mixture, group_schemes[mixture.experts.key])
+    heads = {offset for g in all_groups for offset in g.key}
+    for node, stored in tables.items():
+        if stored.offset in rounded or stored.offset not in heads:
+            rewriter.embedding(node, stored)
+    rewrites.fuse_sigmoids(graph_model)
+    passes.RemoveUnusedNodesPass()(graph_model)
+    drop_unused(graph)
+    store.adopt(graph)
+    model.write(graph_model, folder, ops)

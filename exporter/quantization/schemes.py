@@ -1,0 +1,184 @@
+"""Selection of a quantization scheme for each group of matrices, by its error on a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from . import rounding
+from .calibration import InputStatistics
+from .experts import ExpertWeights
+from .matrices import MatrixGroup
+from .rounding import BlockMatrix, IntegerMatrix
+from .smoothing import smoothing_exponents
+
+SMOOTHING_STRENGTHS = (
+    0.5,
+    0.75,
+)  # of smoothing; 0.5 shares a channel's size between input and weights
+SPLITS = (2, 4, 8)  # of K, with scales of their own
+# Relative error of a product above which channels are smoothed and K is split.
+# Smoothing below it does not pay: SmolLM2's KL is 0.0041 without and 0.0043 with it.
+MAX_UNSPLIT_ERROR = 0.04
+MAX_PER_CHANNEL_ERROR = (
+    0.05  # from which on 8 bits in blocks are tried, whose passes over several tokens are slower
+)
+MAX_ERROR = 0.2  # and from which on, however it is cut, a group stays in its own type
+MAX_HEAD_DIVERGENCE = (
+    0.01  # nats a token that a head in 4 bits may cost; beyond, it is in columns of 8
+)
+NUM_SAMPLED_COLUMNS = 512  # of a matrix, that errors are measured with
+NUM_SAMPLED_EXPERTS = 4  # and of a block of experts, each
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Quantization scheme of a group, and the relative RMS error of its worst product.
+
+    Attributes:
+        exponents: Smoothing: powers of two moved from the input into the weights, [K].
+        num_parts: Parts of K with scales of their own; 0 if the group is not quantized.
+        error: Error of the worst product.
+        plain_error: The same without smoothing or parts.
+        bits: Bits of block-wise quantization; 0 if per-channel.
+        importance: Mean square of the input by channel, [K], for block-wise scales.
+        reason: Explanation, if the scheme deviates from the precision's rule.
+        integers: Matrices rounded by GPTQ, by offset; others are rounded to nearest.
+    """
+
+    exponents: np.ndarray | None
+    num_parts: int
+    error: float
+    plain_error: float  # without smoothing or parts
+    bits: int = 0
+    importance: np.ndarray | None = None
+    reason: str = ""
+    integers: Mapping[int, IntegerMatrix | BlockMatrix] = field(default_factory=dict)
+
+
+def per_channel_scheme(
+    group: MatrixGroup, x: InputStatistics, channels: np.ndarray | None, tied: bool = False
+) -> Scheme:
+    """Return a per-channel scheme for a group with input x, or 8-bit blocks if that is not enough.
+
+    `channels` [K] number the channels that share a smoothing scale; without it there is no
+    smoothing. Stacked matrices of experts have neither smoothing nor parts. A `tied` head has no
+    parts, since the embedding reads its rows, whose error counts, too.
+    """
+    weights, can_cut = _sampled_columns(group), not tied
+    if any(len(matrix.stored.order) != 2 for matrix in group.matrices):
+        channels, can_cut = None, False
+    plain = best = Scheme(None, 1, error := _worst_error(weights, x.rows), error)
+    candidates = _exponent_candidates(group, x, channels) if plain.error > MAX_UNSPLIT_ERROR else []
+    for exponents in candidates:
+        error = _worst_error(weights, x.rows, exponents)
+        if tied:
+            error = max(error, *(rounding.column_error(w, exponents) for w in weights))
+        if error < best.error:
+            best = Scheme(exponents, 1, error, plain.error)
+    for num_parts in SPLITS if can_cut else ():
+        if best.error <= MAX_UNSPLIT_ERROR or len(x.maximum) % num_parts:
+            break
+        error = _worst_error(weights, x.rows, best.exponents, num_parts)
+        best = Scheme(best.exponents, num_parts, error, plain.error)
+    if best.error > MAX_PER_CHANNEL_ERROR and can_cut:
+        blocks = block_scheme(group, x, 8)
+        if blocks.num_parts and blocks.error < best.error:
+            best = replace(blocks, plain_error=plain.error)
+    if best.error > MAX_ERROR:
+        return unquantized(f"rounding would cost it {best.error:.1%}", plain.error)
+    layout = (
+        f"{best.num_parts} parts of K" if best.num_parts > 1 else f"blocks of {rounding.BLOCK_SIZE}"
+    )
+    if best.num_parts == 1 and not best.bits:
+        return best
+    return replace(
+        best, reason=f"in {layout}, off by {best.error:.1%}, in one by {plain.error:.1%}"
+    )
+
+
+def _exponent_candidates(
+    group: MatrixGroup, x: InputStatistics, channels: np.ndarray | None
+) -> list[np.ndarray]:
+    """Return candidates of smoothing exponents for a group's input."""
+    if channels is None:
+        return []
+    return [
+        smoothing_exponents(x.maximum, _row_maxima(group), strength, channels)
+        for strength in SMOOTHING_STRENGTHS
+    ]
+
+
+def unquantized(reason: str, plain_error: float = 0.0) -> Scheme:
+    """Return a scheme without quantization."""
+    return Scheme(None, 0, 0.0, plain_error, reason=f"not rounded, as {reason}")
+
+
+def block_scheme(group: MatrixGroup, x: InputStatistics, bits: int) -> Scheme:
+    """Return a block-wise scheme for a group with input x."""
+    error = max(rounding.block_error(w, x.rows, bits) for w in _sampled_columns(group))
+    if error > MAX_ERROR and not (bits == 4 and x.hessian is not None):  # GPTQ costs less than that
+        return unquantized(f"rounding would cost it {error:.1%}", error)
+    return Scheme(None, 1, error, error, bits, x.mean_square)
+
+
+def expert_scheme(experts: ExpertWeights, x: InputStatistics, bits: int) -> Scheme:
+    """Return a block-wise scheme for experts with input x, measured on some of them."""
+    first, last = experts.first.data(), experts.last.data()
+    if first.shape[-1] % rounding.BLOCK_SIZE or last.shape[-1] % rounding.BLOCK_SIZE:
+        return unquantized(f"their sizes are no multiples of {rounding.BLOCK_SIZE}")
+    rows, errors = torch.from_numpy(x.rows), []
+    for expert in range(0, len(first), -(-len(first) // NUM_SAMPLED_EXPERTS)):
+        inner = experts.inner(expert, rows).numpy()
+        errors.append(rounding.block_error(first[expert].T, x.rows, bits))
+        errors.append(rounding.block_error(last[expert].T, inner, bits))
+    if (error := max(errors)) > MAX_ERROR:
+        return unquantized(f"rounding would cost them {error:.1%}", error)
+    return Scheme(None, 1, error, error, bits, x.mean_square)
+
+
+def head_scheme(group: MatrixGroup, x: InputStatistics, channels: np.ndarray | None) -> Scheme:
+    """Return 4-bit blocks for an LM head with input x, or int8's scheme if they cost too much."""
+    (matrix,) = group.matrices
+    divergence = rounding.block_divergence(matrix.stored.data(), x.rows, 4)
+    if divergence <= MAX_HEAD_DIVERGENCE:
+        return block_scheme(group, x, 4)
+    scheme = per_channel_scheme(group, x, channels)
+    way = scheme.reason or "in columns of 8 bits"
+    return replace(scheme, reason=f"{way}; 4 bits would cost {divergence:.3f} nats a token")
+
+
+def _sampled_columns(group: MatrixGroup) -> list[torch.Tensor]:
+    """Return random columns of each matrix, on which errors are measured."""
+    samples = []
+    for whole in (matrix.stored.data() for matrix in group.matrices):
+        chosen = np.random.default_rng(0).permutation(whole.shape[-1])[:NUM_SAMPLED_COLUMNS]
+        stack = whole if whole.ndim > 2 else whole[None]
+        step = -(-len(stack) // NUM_SAMPLED_EXPERTS)
+        samples += [matrix[:, np.sort(chosen)].contiguous() for matrix in stack[::step]]
+    return samples
+
+
+def _worst_error(
+    weights: Sequence[torch.Tensor],
+    x: np.ndarray,
+    powers: np.ndarray | None = None,
+    num_parts: int = 1,
+) -> float:
+    return max(rounding.product_error(w, x, powers, num_parts) for w in weights)
+
+
+def _row_maxima(group: MatrixGroup) -> np.ndarray:
+    """Return the largest value of each row of a group's matrices, relative to its column's. [K]
+
+    Columns have scales of their own: a large value in a large column costs nothing.
+    """
+    maxima = []
+    for matrix in group.matrices:
+        sizes = matrix.stored.data().abs()
+        largest = sizes.amax(0)
+        maxima.append((sizes / largest.where(largest > 0, 1)).amax(1).float())
+    return torch.stack(maxima).amax(0).numpy()
