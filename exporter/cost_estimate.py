@@ -31,7 +31,7 @@ _PROCESS = 500_000_000  # bytes of Python and its libraries (measured: 0.44 GB)
 
 
 @dataclass(frozen=True)
-class ExpertLayer:
+class ExpertDimensions:
     """Experts of one layer.
 
     `fused` names the op sets whose MoE node can compute them; `as_stored` is True where no graph
@@ -77,7 +77,7 @@ class CostEstimate:
     """Cost of a model, in bytes and in floating-point operations."""
 
     shape: Geometry
-    expert_layers: list[ExpertLayer]
+    expert_layers: list[ExpertDimensions]
     num_parameters: int
     num_looked_up: int  # of the embedding, where it is not the output matrix too
     num_heads: int
@@ -201,17 +201,17 @@ def estimate_costs(config: Any, context_length: int, num_draft_tokens: int) -> C
     )
 
 
-def _llama4_experts(module: Any) -> ExpertLayer:
+def _llama4_experts(module: Any) -> ExpertDimensions:
     """Return Llama 4's experts, which bypass transformers' interface (5.17 to 5.23)."""
     number, row_size, width = module.experts.gate_up_proj.shape
-    return ExpertLayer(number, module.top_k, width // 2, 2, row_size, (), as_stored=True)
+    return ExpertDimensions(number, module.top_k, width // 2, 2, row_size, (), as_stored=True)
 
 
-def _expert_layer(module: torch.nn.Module, chosen: int) -> ExpertLayer:
+def _expert_layer(module: torch.nn.Module, chosen: int) -> ExpertDimensions:
     experts = ExpertsModule(module)
     number, inner_size, num_matrices, row_size = experts.matrices()[0].shape
     fused = () if experts.swiglu() is None else ("gqa",)
-    return ExpertLayer(number, chosen, inner_size, num_matrices, row_size, fused)
+    return ExpertDimensions(number, chosen, inner_size, num_matrices, row_size, fused)
 
 
 def _format_gigabytes(size: int) -> str:

@@ -1,7 +1,7 @@
-"""GPTQ rounding (Frantar et al. 2023): rows are rounded in order along K, and the error of each is
-compensated by the rows behind it.
+"""GPTQ rounding (Frantar et al. 2023).
 
-W [K, N] is multiplied by x [n, K]; the Hessian of the squared error of x W is x^T x, [K, K].
+Rows are rounded in order along K, and the error of each is compensated by the rows behind it. W [K,
+N] is multiplied by x [n, K]; the Hessian of the squared error of x W is x^T x, [K, K].
 """
 
 from __future__ import annotations

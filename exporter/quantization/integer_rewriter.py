@@ -265,10 +265,12 @@ def _insert_split(
 
 
 def num_columns(matrix: Matrix) -> int:
+    """Return N of a matrix [K, N]."""
     return matrix.stored.data().shape[-1]
 
 
 def exponent_key(powers: np.ndarray | None) -> bytes | None:
+    """Return smoothing exponents as part of a cache key."""
     return None if powers is None else powers.tobytes()
 
 

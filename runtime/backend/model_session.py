@@ -116,10 +116,14 @@ class ModelSession:
     def run(
         self, bound: BoundPass, tokens: Sequence[int], inputs: Mapping[str, Any] | None = None
     ) -> None:
-        """Read the tokens into the cache, and into what logits the pass has; `inputs` is what else
-        the graph is given, by role.
+        """Run a pass over tokens: append their cache rows and compute the pass's logits.
 
-        Where the pass is longer it is padded: the rows behind theirs count for nothing.
+        A longer pass is padded; rows behind those of the tokens are stale.
+
+        Args:
+            bound: Pass to run.
+            tokens: Token ids, at most `bound.length`.
+            inputs: Further inputs of the graph, by role.
         """
         padding = [0] * (bound.length - len(tokens))
         try:

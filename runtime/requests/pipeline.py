@@ -142,9 +142,11 @@ class Pipeline:
     ) -> Stream:
         """Generate in pieces of text that join to exactly `Generation.text`.
 
-        Takes the arguments of `generate`, and:
-
         Args:
+            prompt: As in `generate`, like all options.
+            max_new_tokens: As in `generate`.
+            temperature: As in `generate`.
+            wait: As in `generate`.
             shown: Special tokens whose names are in the text; others have no text.
             stop_tokens: Tokens that end the text like end tokens, even with `ignore_eos`.
             include_stop: True if the text includes the stop string that ends it.

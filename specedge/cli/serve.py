@@ -209,8 +209,8 @@ def serve(
             click.echo(sanitize_line(_started(url, model_name, pipeline, ops)), err=True)
             defaults = app.model_defaults(pipeline.bundle.default_sampling)
             if defaults and generation_config == "auto":
-                told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-                click.echo(f"note: sampling defaults of the model: {told}", err=True)
+                listed = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+                click.echo(f"note: sampling defaults of the model: {listed}", err=True)
             if key is None and not is_loopback:
                 click.echo(
                     f"note: anyone who reaches {host} can use the server; set ${KEY}", err=True

@@ -152,7 +152,7 @@ def _test_self(bundle: Bundle, settings: ExecutionSettings, minutes: float, as_j
             err=True,
         )
         raise click.exceptions.Exit(1)
-    if result.num_caught < len(result.found):
+    if result.num_caught < len(result.results):
         raise click.exceptions.Exit(2)
 
 
@@ -160,8 +160,8 @@ def _lines(result: SelfTest) -> Iterator[str]:
     yield f"no defect: {_alarms(result)}"
     for defect, checks in result.caught:
         outcome = f"detected by {', '.join(checks)}" if checks else "MISSED"
-        yield f"{defect.name}: {outcome} ({defect.what})"
-    yield f"detected {result.num_caught} of {len(result.found)}"
+        yield f"{defect.name}: {outcome} ({defect.description})"
+    yield f"detected {result.num_caught} of {len(result.results)}"
 
 
 def _alarms(result: SelfTest) -> str:
@@ -177,15 +177,15 @@ def _alarms(result: SelfTest) -> str:
 def _as_dict(result: SelfTest) -> dict[str, Any]:
     return {
         "caught": result.num_caught,
-        "planted": len(result.found),
+        "planted": len(result.results),
         "false_alarms": [finding.check for finding in result.false_alarms],
         "defects": [
-            {"name": defect.name, "what": defect.what, "caught_by": checks}
+            {"name": defect.name, "what": defect.description, "caught_by": checks}
             for defect, checks in result.caught
         ],
         "findings": {
             defect.name: {f.check: {"status": f.status, "summary": f.summary} for f in findings}
-            for defect, findings in result.found
+            for defect, findings in result.results
         },
     }
 

@@ -55,7 +55,7 @@ class ProbeResult:
 class Problem:
     """Cause of a failure, and the command or action that fixes it, if known."""
 
-    what: str
+    what: str  # a key of `doctor --json`
     fix: str | None = None
 
     def __str__(self) -> str:
@@ -236,12 +236,12 @@ class Machine:
         if facts.get("absent") or "hollow" in facts:
             remains = f" ({', '.join(facts['hollow'])} remains)" if facts.get("hollow") else ""
             if self.packages:
-                what = f"{self.names} is installed, but its files are missing{remains}"
-                return Problem(what, self._reinstall)
+                cause = f"{self.names} is installed, but its files are missing{remains}"
+                return Problem(cause, self._reinstall)
             return Problem(f"ONNX Runtime is not installed{remains}", self.install)
         if reason := facts.get("error") or self.runtime.ended:
-            what = self.names or "a module onnxruntime of no package"
-            problem = f"{what} is installed but cannot be loaded ({reason})"
+            package = self.names or "a module onnxruntime of no package"
+            problem = f"{package} is installed but cannot be loaded ({reason})"
             return Problem(problem, self._reinstall)
         return None
 
@@ -250,8 +250,8 @@ class Machine:
         """Problems of the installed packages."""
         problems = [self.broken] if self.broken else []
         if len(self.packages) > 1:
-            what = f"{self.names} are installed together and overwrite each other's files"
-            problems.append(Problem(what, self._reinstall))
+            cause = f"{self.names} are installed together and overwrite each other's files"
+            problems.append(Problem(cause, self._reinstall))
         problems += [
             Problem(
                 f"{package} is older than {package.floor}, the oldest supported version",
@@ -264,8 +264,8 @@ class Machine:
         installed = {version_numbers(package.version, 3) for package in self.packages}
         if version and installed and version_numbers(version, 3) not in installed:
             folder = self.runtime.facts["folder"]
-            what = f"{self.names} is installed, but Python imports ONNX Runtime {version}"
-            problems.append(Problem(f"{what} from {folder}", self._reinstall))
+            cause = f"{self.names} is installed, but Python imports ONNX Runtime {version}"
+            problems.append(Problem(f"{cause} from {folder}", self._reinstall))
         return problems
 
 
@@ -311,12 +311,12 @@ def _gpu_causes(name: str, index: int, machine: Machine) -> Iterator[Problem]:
     elif name == "rtx":
         capability = tuple(gpus[index]["capability"])
         if capability not in RTX_CAPABILITIES and capability < (12, 0):
-            what = "{} has compute capability {}.{}".format(gpus[index]["name"], *capability)
-            what += ", and TensorRT-RTX supports 8.6, 8.9 and 12.0 or newer"
-            yield Problem(what, "use --device cuda on this GPU")
+            cause = "{} has compute capability {}.{}".format(gpus[index]["name"], *capability)
+            cause += ", and TensorRT-RTX supports 8.6, 8.9 and 12.0 or newer"
+            yield Problem(cause, "use --device cuda on this GPU")
         if PLUG_IN not in packages.related():
-            what = f"NVIDIA's plug-in {PLUG_IN} is not installed"
-            yield Problem(what, f'pip install "{PLUG_IN}~=0.5"')
+            cause = f"NVIDIA's plug-in {PLUG_IN} is not installed"
+            yield Problem(cause, f'pip install "{PLUG_IN}~=0.5"')
     elif f"{NAMES[name]}ExecutionProvider".lower() not in map(
         str.lower, machine.runtime.facts.get("providers", [])
     ):
@@ -327,8 +327,8 @@ def _gpu_causes(name: str, index: int, machine: Machine) -> Iterator[Problem]:
             extra = "tensorrt" if name == "tensorrt" else "gpu"
             names = " ".join(package.name for package in machine.packages)
             uninstall = f"pip uninstall -y {names} && " if names else ""
-            what = f"the package {installed} has no {NAMES[name]}"
-            yield Problem(what, f'{uninstall}pip install "specedge[{extra}]"')
+            cause = f"the package {installed} has no {NAMES[name]}"
+            yield Problem(cause, f'{uninstall}pip install "specedge[{extra}]"')
 
 
 def _driver_causes(machine: Machine) -> Iterator[Problem]:

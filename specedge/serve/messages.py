@@ -116,8 +116,8 @@ class _MessageParser:
             self._parse_call(fields.child(call, f"{fields.path}.tool_calls[{i}]"))
             for i, call in enumerate(fields.take_list("tool_calls", "a list of calls"))
         ]
-        given = fields.take("reasoning_content", "reasoning", "thinking")
-        reasoning = self._take_reasoning() + (given if isinstance(given, str) else reasoning)
+        text = fields.take("reasoning_content", "reasoning", "thinking")
+        reasoning = self._take_reasoning() + (text if isinstance(text, str) else reasoning)
         fields.refuse_unsupported({"function_call": (), "audio": ()})
         if reasoning:
             message["reasoning_content"] = reasoning

@@ -33,7 +33,7 @@ class OutputParser:
     def _parse_calls(self, parts: list[ReasoningDelta | str]) -> list[AnswerPart]:
         if self._calls is None:
             return [*parts]
-        found: list[AnswerPart] = []
+        answer_parts: list[AnswerPart] = []
         for part in parts:
-            found += self._calls.feed(part) if isinstance(part, str) else [part]
-        return found
+            answer_parts += self._calls.feed(part) if isinstance(part, str) else [part]
+        return answer_parts

@@ -187,13 +187,7 @@ def parse_chat(body: object, settings: ParserSettings) -> ParsedRequest:
     tools = parse_chat_tools(fields)
     limit, limit_name = parse_limit(fields, _CHAT_LIMITS)
     response_format = parse_chat_format(fields)
-    options, rules = parse_options(
-        fields,
-        settings.context_length if limit is None else limit,
-        limit_name,
-        settings.defaults,
-        response_format.schema,
-    )
+    options, rules = _parse_options(fields, settings, limit, limit_name, response_format)
     has_logprobs = fields.take_flag("logprobs")
     top = fields.take_int("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not has_logprobs:
@@ -225,12 +219,8 @@ def parse_completion(body: object, settings: ParserSettings) -> ParsedRequest:
         limit = min(DEFAULT_COMPLETION, settings.context_length)
     score_only = limit == 0 and echo
     response_format: ResponseFormat = parse_chat_format(fields)
-    options, rules = parse_options(
-        fields,
-        settings.context_length if limit is None else max(limit, int(score_only)),
-        limit_name,
-        settings.defaults,
-        response_format.schema,
+    options, rules = _parse_options(
+        fields, settings, 1 if score_only else limit, limit_name, response_format
     )
     prompt_logprobs = _parse_prompt_logprobs(fields)
     if (top := fields.take_int("logprobs", 0, MAX_TOP_LOGPROBS)) is not None:
@@ -268,13 +258,7 @@ def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
     limit, limit_name = parse_limit(fields, _RESPONSE_LIMITS)
     tools = parse_responses_tools(fields)
     response_format = parse_responses_format(fields)
-    options, rules = parse_options(
-        fields,
-        settings.context_length if limit is None else limit,
-        limit_name,
-        settings.defaults,
-        response_format.schema,
-    )
+    options, rules = _parse_options(fields, settings, limit, limit_name, response_format)
     echoed = {"instructions": instructions, "max_output_tokens": limit}
     echoed["metadata"] = fields.take_typed("metadata", dict, "an object") or {}
     echoed |= {"text": {"format": response_format.value}}
@@ -352,6 +336,19 @@ def parse_detokenize(body: object, settings: ParserSettings) -> list[int]:
     return tokens
 
 
+def _parse_options(
+    fields: FieldReader,
+    settings: ParserSettings,
+    limit: int | None,
+    limit_name: str,
+    response_format: ResponseFormat,
+) -> tuple[dict[str, Any], OutputRules]:
+    """Return the options and output rules of a request; without a limit, the context's."""
+    max_new_tokens = settings.context_length if limit is None else limit
+    schema = response_format.schema
+    return parse_options(fields, max_new_tokens, limit_name, settings.defaults, schema)
+
+
 def _reader(body: object, settings: ParserSettings) -> FieldReader:
     return FieldReader(body, ignored=None if settings.strict else IgnoredFields())
 
@@ -403,8 +400,8 @@ def _parse_template(fields: FieldReader, settings: ParserSettings) -> TemplateOp
         variables |= thinking_variables(effort != "none")
     if (enabled := _parse_thinking_switch(fields)) is not None:
         variables |= thinking_variables(enabled)
-    given = fields.take_typed("chat_template_kwargs", dict, "an object") or {}
-    if name := next((name for name in _RESERVED if name in given), None):
+    template_kwargs = fields.take_typed("chat_template_kwargs", dict, "an object") or {}
+    if name := next((name for name in _RESERVED if name in template_kwargs), None):
         message = f"chat_template_kwargs cannot set {name}, which has a field of its own"
         raise ApiError(message, f"chat_template_kwargs.{name}", "invalid_value")
     add_generation_prompt = fields.take_flag("add_generation_prompt", True)
@@ -412,7 +409,7 @@ def _parse_template(fields: FieldReader, settings: ParserSettings) -> TemplateOp
     if documents and not all(isinstance(document, dict) for document in documents):
         raise ApiError("documents must be a list of objects", "documents", "invalid_type")
     return TemplateOptions(
-        variables | given,
+        variables | template_kwargs,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=fields.take_flag("continue_final_message"),
         documents=documents,

@@ -185,14 +185,14 @@ class SelfTest:
     """Results of the checks on the correct decoder, `control`, and with each planted defect."""
 
     control: list[CheckResult]
-    found: list[tuple[Defect, list[CheckResult]]]
+    results: list[tuple[Defect, list[CheckResult]]]
 
     @property
     def caught(self) -> list[tuple[Defect, list[str]]]:
         """Each defect with the names of the checks that failed."""
         return [
             (defect, [f.check for f in findings if f.status == FAILED])
-            for defect, findings in self.found
+            for defect, findings in self.results
         ]
 
     @property

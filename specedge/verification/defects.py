@@ -25,7 +25,7 @@ class Defect:
     """Decoder parts with one bug."""
 
     name: str
-    what: str
+    description: str
     parts: DecoderParts
 
 

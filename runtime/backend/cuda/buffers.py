@@ -69,8 +69,9 @@ class CudaBuffers:
             return self._zeros(self._memory, shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> CudaArray:
-        """Allocate an array on the device; zeroed, as kernels read rows that no pass has written
-        (a NaN there would spread).
+        """Allocate a zeroed array on the device.
+
+        Kernels read rows that no pass has written, and a NaN there would spread.
         """
         with self._lock.shared():
             return self._zeros(self._owner, shape, dtype)
@@ -179,8 +180,10 @@ class CudaBuffers:
 
     @cached_property
     def _allocate_pinned(self) -> Any:
-        """Allocator of a session's OrtValues in pinned memory, by private names of ONNX Runtime
-        1.31: memory from its public names belongs to the process and outlives the session.
+        """Allocator of a session's OrtValues in pinned memory, by private names of ONNX Runtime.
+
+        Memory by the public names of version 1.31 belongs to the process and outlives the
+        session.
         """
         ort = onnxruntime()
         try:

@@ -74,8 +74,9 @@ class DraftGraph(ABC):
         """
 
     def is_faster(self, count: int, sampling: Sampling) -> bool:
-        """Return True if calls draft `count` tokens faster than passes, for options whose cost
-        class was measured.
+        """Return True if calls draft `count` tokens faster than passes.
+
+        Options whose cost class was not measured are drafted by passes.
         """
         num_calls = -(-count // self.num_steps)
         return num_calls * self._costs.get(self._cost_class(sampling), math.inf) < count

@@ -229,7 +229,7 @@ def family_of(template: str) -> CallFamily:
         return _mistral(template)
     if _DEEPSEEK in template:
         return _deepseek(template)
-    known = {
+    families = {
         "<|tool_call>": _GEMMA,
         "<function=": _XML,
         "<arg_key>": _GLM,
@@ -238,7 +238,7 @@ def family_of(template: str) -> CallFamily:
         "<|tool_call|>": _listed("<|/tool_call|>" if "<|/tool_call|>" in template else ""),
         HERMES: _HERMES,
     }
-    family = next((family for mark, family in known.items() if mark in template), None)
+    family = next((family for mark, family in families.items() if mark in template), None)
     if family is not None:
         return family
     if "<|start_header_id|>" in template and '"parameters": ' in template:

@@ -84,9 +84,9 @@ class HarmonyParser:
     def _parts(self, is_end: bool) -> Iterator[str | CallDelta | ReasoningDelta]:
         while True:
             ends = ("<|message|>",) if self._kind is None else _ENDS
-            found = [(at, mark) for mark in ends if (at := self._pending.find(mark)) >= 0]
-            if found:
-                at, mark = min(found)
+            positions = [(at, mark) for mark in ends if (at := self._pending.find(mark)) >= 0]
+            if positions:
+                at, mark = min(positions)
                 text, self._pending = self._pending[:at], self._pending[at + len(mark) :]
             else:
                 num_held = 0 if is_end else max(_overlap(self._pending, mark) for mark in ends)

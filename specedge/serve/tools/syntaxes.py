@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from .families import GEMMA_QUOTE, CallFamily
@@ -101,25 +102,19 @@ _FUNCTION = re.compile(
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)(?:\n?</parameter>|$)", re.DOTALL)
 
 
-def _parse_xml(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
-    match = _FUNCTION.match(text)
-    if match is None or match[1] not in schemas:
-        raise ValueError("no call")
-    schema = schemas[match[1]]
-    pairs = _PARAMETER.findall(match[2])
-    return [(match[1], {k: _typed(v, schema, k) for k, v in pairs})], text[match.end() :]
-
-
 _GLM_CALL = re.compile(r"\s*<tool_call>\s*([^\s<]+)\s*(.*?)\s*</tool_call>", re.DOTALL)
 _GLM_PAIR = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def _parse_glm(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
-    match = _GLM_CALL.match(text)
+def _parse_tagged(
+    call: re.Pattern[str], pair: re.Pattern[str], family: CallFamily, text: str, schemas: Schemas
+) -> tuple[Calls, str]:
+    """Parse a call whose arguments are pairs of tags: `call` and `pair` have two groups each."""
+    match = call.match(text)
     if match is None or match[1] not in schemas:
         raise ValueError("no call")
     schema = schemas[match[1]]
-    pairs = _GLM_PAIR.findall(match[2])
+    pairs = pair.findall(match[2])
     return [(match[1], {k: _typed(v, schema, k) for k, v in pairs})], text[match.end() :]
 
 
@@ -223,19 +218,19 @@ class _GemmaReader:
             return _LITERALS.get(text, text)
 
     def _object(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         while not self._take("}"):
             key = self._until(":").strip().strip('"').replace(GEMMA_QUOTE, "")
-            found[key] = self.read()
+            values[key] = self.read()
             self._take(",")
-        return found
+        return values
 
     def _list(self) -> list[Any]:
-        found = []
+        values = []
         while not self._take("]"):
-            found.append(self.read())
+            values.append(self.read())
             self._take(",")
-        return found
+        return values
 
     def _take(self, mark: str) -> bool:
         self.position = _skip(self._text, self.position)
@@ -251,8 +246,8 @@ class _GemmaReader:
 
 _PARSERS: dict[str, Callable[[CallFamily, str, Schemas], tuple[Calls, str]]] = {
     "json": _parse_json,
-    "xml": _parse_xml,
-    "glm": _parse_glm,
+    "xml": partial(_parse_tagged, _FUNCTION, _PARAMETER),
+    "glm": partial(_parse_tagged, _GLM_CALL, _GLM_PAIR),
     "pythonic": _parse_pythonic,
     "deepseek": _parse_deepseek,
     "gemma": _parse_gemma,

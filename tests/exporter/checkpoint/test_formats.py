@@ -172,7 +172,7 @@ def test_parts_of_weights_that_are_not_widened_are_refused(name, tmp_path):
     restore(folder, lambda state: state | {name: torch.ones(2, 2)})
     message = refusal(folder)
     assert name in message
-    assert "which is not supported" in message
+    assert "is a part of a weight in an unsupported format" in message
 
 
 def test_matrix_of_another_shape_is_refused_with_both(tmp_path):

@@ -1,14 +1,10 @@
 """K draft steps in one graph are K passes."""
 
-import shutil
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import pytest
 
-from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
-from specedge.exporter.graph import draft_loop as unrolling
+from specedge.bundle.gpu_signatures import UNROLLED
 from specedge.runtime.backend.cuda.draft_graphs import GreedyDraftGraph
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sessions import Device
@@ -90,19 +86,9 @@ def test_every_step_has_outputs_for_each_buffer_and_weights_are_stored_once(bund
     assert len(places) == len({*places})
 
 
-def test_cut_heads_columns_are_its_tokens(bundle, passes, tmp_path):
-    draft, k = bundle.draft, bundle.num_draft_tokens
-    ids = [3 * i % draft.num_columns for i in range(draft.num_columns)]
-    shutil.copytree(bundle.folder / "draft", tmp_path / "draft")
-    plain = replace(draft, graphs=tuple(g for g in draft.graphs if g.name not in ONE_CALL))
-    made = unrolling.add_draft_loops(plain, tmp_path, k, ids)
-    session = Device().open(tmp_path / made.graph(UNROLLED, OPS).file)
-    feed = {
-        t.name: np.zeros(t.at(1, 1, 1), t.dtype)
-        for t in made.signatures[made.graph(UNROLLED, OPS).signature].inputs
-    }
-    feed["input_ids"][:] = 5
+def test_columns_of_pruned_head_are_its_tokens(bundle, passes, open_with_pruned_head):
+    ids, session, feed = open_with_pruned_head(UNROLLED)
     tokens = [5]
-    for _ in range(k):
+    for _ in range(bundle.num_draft_tokens):
         tokens.append(ids[int(passes.forward(tokens[-1:]).array()[-1].argmax())])
     assert session.run(["drafted"], feed)[0].tolist() == [tokens[1:]]

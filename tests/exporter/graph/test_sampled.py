@@ -2,15 +2,11 @@
 tokens, and the distributions that the accept rule needs.
 """
 
-import shutil
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 import specedge
 from specedge.bundle.gpu_signatures import ONE_CALL, SAMPLED, num_best
-from specedge.exporter.graph import draft_loop as unrolling
 from specedge.runtime.backend.cuda.draft_graphs import (
     DeviceDistribution,
     DraftGraph,
@@ -212,18 +208,8 @@ def test_texts_are_those_that_passes_draft(pipelines, options):
         assert found[0].stats.num_accepted == found[1].stats.num_accepted
 
 
-def test_cut_heads_columns_are_its_tokens(bundle, passes, tmp_path):
-    draft, k = bundle.draft, bundle.num_draft_tokens
-    ids = [3 * i % draft.num_columns for i in range(draft.num_columns)]
-    shutil.copytree(bundle.folder / "draft", tmp_path / "draft")
-    plain = replace(draft, graphs=tuple(g for g in draft.graphs if g.name not in ONE_CALL))
-    made = unrolling.add_draft_loops(plain, tmp_path, k, ids)
-    session = Device().open(tmp_path / made.graph(SAMPLED, OPS).file)
-    feed = {
-        t.name: np.zeros(t.at(1, 1, 1), t.dtype)
-        for t in made.signatures[made.graph(SAMPLED, OPS).signature].inputs
-    }
-    feed["input_ids"][:] = 5
+def test_columns_of_pruned_head_are_its_tokens(bundle, passes, open_with_pruned_head):
+    ids, session, feed = open_with_pruned_head(SAMPLED)
     feed |= {name: np.ones_like(feed[name]) for name in ("temperature", "top_p")}
     feed["repetition_penalty"][:] = 1
     feed["uniforms"][:] = 0.4

@@ -124,30 +124,24 @@ def test_a_token_without_probability_is_never_chosen():
     assert {GumbelNoise(seed).choose(Distribution(weights), 0) for seed in range(200)} == {3}
 
 
+def choices_by_counter(distribution, count=6000):
+    """Choices over consecutive seeds, choice numbers and positions."""
+    yield [GumbelNoise(i).choose(distribution, 7) for i in range(count)]
+    yield [GumbelNoise(7, i).choose(distribution, 7) for i in range(count)]
+    yield [GumbelNoise(7).choose(distribution, i) for i in range(count)]
+
+
 @pytest.mark.parametrize("size", [3, 50])
 def test_choices_of_seeds_positions_and_numbers_follow_the_distribution(size):
     weights = np.exp(np.random.default_rng(size).normal(size=size)).astype(np.float32)
-    distribution = Distribution(weights)
-    ways = {
-        "seed": lambda i: GumbelNoise(i).choose(distribution, 7),
-        "choice": lambda i: GumbelNoise(7, i).choose(distribution, 7),
-        "position": lambda i: GumbelNoise(7).choose(distribution, i),
-    }
-    for way in ways.values():
-        counts = np.bincount([way(i) for i in range(6000)], minlength=size)
+    for draws in choices_by_counter(Distribution(weights)):
+        counts = np.bincount(draws, minlength=size)
         assert p_value(counts, weights) > 1e-4
 
 
 def test_choices_of_neighboring_positions_seeds_and_numbers_are_independent():
     weights = np.array([0.5, 0.3, 0.2], np.float32)
-    distribution = Distribution(weights)
-    ways = {
-        "seed": lambda i: GumbelNoise(i).choose(distribution, 7),
-        "choice": lambda i: GumbelNoise(7, i).choose(distribution, 7),
-        "position": lambda i: GumbelNoise(7).choose(distribution, i),
-    }
-    for way in ways.values():
-        chosen = [way(i) for i in range(6000)]
+    for chosen in choices_by_counter(Distribution(weights)):
         pairs = np.bincount([3 * a + b for a, b in zip(chosen[::2], chosen[1::2], strict=True)])
         assert p_value(pairs, np.outer(weights, weights).ravel()) > 1e-4
 

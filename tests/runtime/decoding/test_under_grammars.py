@@ -1,6 +1,7 @@
 """The loop under a grammar: exact distributions, and greedy text, beside plain masked decoding."""
 
 from fractions import Fraction
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -122,25 +123,21 @@ def test_every_text_has_exactly_its_probability_under_the_mask(
     assert joint_distribution(make, monkeypatch) == expected(target, texts)
 
 
+@pytest.mark.parametrize(
+    ("rows", "drafter", "seed"),
+    [(HALVED_ROWS, Unmasked, 7), (TARGET_ROWS, partial(RandomDrafter, END + 1), 8)],
+    ids=["certain", "drawn"],
+)
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_tokens_that_were_drafted_without_a_mask_change_nothing(name, monkeypatch, whole_prompts):
+def test_tokens_drafted_without_a_mask_change_nothing(
+    name, rows, drafter, seed, monkeypatch, whole_prompts
+):
+    """A banned token that was drawn must be tested: the recovered token is no draw from a row."""
     kind, text, texts = GRAMMARS[name]
-    target, shared = table(HALVED_ROWS, texts, 7), constraint(kind, text)
+    target, shared = table(rows, texts, seed), constraint(kind, text)
 
     def make():
-        return Under(decoder(target, Unmasked(), 2), shared)
-
-    assert joint_distribution(make, monkeypatch) == expected(target, texts)
-
-
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_tokens_that_were_drawn_without_a_mask_change_nothing(name, monkeypatch, whole_prompts):
-    """A drawn token that is banned must be tested: what is recovered is no draw from a row."""
-    kind, text, texts = GRAMMARS[name]
-    target, shared = table(TARGET_ROWS, texts, 8), constraint(kind, text)
-
-    def make():
-        return Under(decoder(target, RandomDrafter(END + 1), 2), shared)
+        return Under(decoder(target, drafter(), 2), shared)
 
     assert joint_distribution(make, monkeypatch) == expected(target, texts)
 
