@@ -1,3 +1,3 @@
 """Version, readable by the build without importing the package."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
