@@ -6,7 +6,7 @@ import contextlib
 import errno
 import glob
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .licenses import is_license_file
 
 TIMEOUT = 10.0
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "README.md")
-_FOLDERS = ["*/*"]
+_TEMPLATE_FOLDER = "additional_chat_templates"  # the only one whose files are fetched
 # Which files of a repository hold its weights, by its names and the folder of its small files.
 Choose = Callable[[Path, set[str]], list[str]]
 
@@ -113,7 +113,8 @@ def _find_online(role: str, name: str, revision: str | None, choose: Choose) -> 
     with quiet():
         # By its name and not its commit, so that the cache knows which one a branch led to.
         bar = downloads.progress_bar(lambda amount: None)
-        folder = _fetch_small_files(name, revision, licenses, tqdm_class=bar)
+        folders = names - sizes.keys() - {_TEMPLATE_FOLDER}
+        folder = _fetch_small_files(name, revision, licenses, folders, tqdm_class=bar)
     if folder.name not in (info.sha, revision):  # pushed to between the two questions
         return _find_online(role, name, folder.name, choose)
     chosen = choose(folder, set(sizes))
@@ -127,10 +128,17 @@ def _find_online(role: str, name: str, revision: str | None, choose: Choose) -> 
 
 
 def _fetch_small_files(
-    name: str, revision: str | None, others: Sequence[str] = (), **options: Any
+    name: str,
+    revision: str | None,
+    others: Sequence[str] = (),
+    folders: Collection[str] = (),
+    **options: Any,
 ) -> Path:
-    """Fetch a repository's small files and return their folder."""
-    patterns = {"allow_patterns": [*_SMALL, *others], "ignore_patterns": _FOLDERS}
+    """Fetch a repository's small files and return their folder; leave `folders` out."""
+    patterns = {
+        "allow_patterns": [*_SMALL, *others],
+        "ignore_patterns": [f"{glob.escape(folder)}/*" for folder in sorted(folders)],
+    }
     folder = huggingface_hub.snapshot_download(name, revision=revision, **patterns, **options)
     return Path(folder)
 

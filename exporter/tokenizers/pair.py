@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from specedge.chat_templates import PROCESSOR_FILE, chat_template_of, read_template
 from specedge.errors import ExportError
 from specedge.sampling_options import SamplingFilters
 
@@ -197,12 +198,14 @@ def chat_writer(
     date that a template asks for is always the same: weights must not depend on the day. A template
     that takes no plain text, as of a model of images, is noted and not used.
     """
-    if _chat_template(checkpoint) is None:
+    template = _chat_template(checkpoint)
+    if template is None:
         return None
 
     def render(turns: list[dict[str, str]]) -> str:
         text = checkpoint.tokenizer.apply_chat_template(
             turns,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=turns[-1]["role"] == "user",
             strftime_now=DATE.strftime,
@@ -220,7 +223,15 @@ def chat_writer(
 
 
 def _chat_template(checkpoint: Checkpoint) -> str | None:
-    template = getattr(checkpoint.tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template if isinstance(template, str) else None
+    """Return the tokenizer's chat template, else the processor's; None if there is none."""
+    template = chat_template_of(getattr(checkpoint.tokenizer, "chat_template", None))
+    if template is not None or not checkpoint.raw:  # a GGUF file has its template inside
+        return template
+    path = checkpoint.folder / PROCESSOR_FILE
+    if not path.is_file():
+        return None
+    try:
+        return read_template(path)
+    except ValueError as error:
+        where = f"{checkpoint.role} {checkpoint.name}"
+        raise ExportError(f"{where}: {PROCESSOR_FILE} is no JSON: {first_line(error)}") from error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.bundle import store
+from specedge.chat_templates import read_template
 from specedge.cli import options
 from specedge.cli.terminal import pluralize, sanitize_line
 from specedge.errors import MissingExtraError
@@ -52,7 +53,8 @@ KEY = "SPECEDGE_API_KEY"
 @click.option(
     "--chat-template",
     type=click.Path(exists=True, dir_okay=False),
-    help="Use the chat template of this file.  [default: the bundle's]",
+    help="Use the chat template of this file, in Jinja, or in JSON as tokenizer_config.json."
+    "  [default: the bundle's]",
 )
 @click.option(
     "--chat-template-kwargs",
@@ -188,7 +190,7 @@ def serve(
             folder, device, threads, ops, draft_device, slots, max_length
         )
         if chat_template is not None:
-            pipeline.use_chat_template(Path(chat_template).read_text("utf-8"))
+            pipeline.use_chat_template(_read_template(Path(chat_template)))
         model_name, aliases = next(iter(model_names), None), model_names[1:]
         settings = app.ServerSettings(
             model=model_name,
@@ -221,6 +223,18 @@ def serve(
 
         server.serve(app.make_app(pipeline, settings), listening, grace, ready)
     click.echo("specedge: stopped", err=True)
+
+
+def _read_template(path: Path) -> str:
+    """Return the chat template of a file."""
+    try:
+        template = read_template(path)
+    except ValueError as error:
+        message = f"--chat-template {path} cannot be read: {error}"
+        raise click.UsageError(message) from error
+    if template is None:
+        raise click.UsageError(f"--chat-template {path} has no chat template")
+    return template
 
 
 def _template_variables(text: str | None, effort: str | None) -> dict[str, Any]:

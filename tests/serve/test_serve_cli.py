@@ -164,6 +164,8 @@ def test_listed_hosts_alone_are_served_without_a_key_behind_a_mapped_port():
         (["--slots", 0], "0 is not in the range"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid, port 8000"),
         (["--slots", 10**6], "not enough memory for python-9m"),
+        (["--chat-template", store.embedded_folder() / "tokenizer.json"], "has no chat template"),
+        (["--chat-template", store.embedded_folder() / "none.jinja"], "does not exist"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments, said):

@@ -12,23 +12,33 @@ from ..fields import FieldReader, excerpt
 
 MAX_FUNCTIONS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _CHOICES = ("none", "auto", "required")
 
 
 @dataclass(frozen=True)
 class FunctionTool:
-    """A function with the JSON schema of its arguments, which calls follow if it is `strict`."""
+    """A function with the JSON schema of its arguments, which calls follow if it is `strict`.
+
+    `keys` is the order of the declaration's keys, which templates show.
+    """
 
     name: str
     description: str
     parameters: dict[str, Any]
     strict: bool
+    keys: tuple[str, ...] = ()
 
     @property
     def template_json(self) -> dict[str, Any]:
         """Return the function in the form in which transformers passes it to a template."""
-        function = {"name": self.name, "description": self.description}
-        return {"type": "function", "function": function | {"parameters": self.parameters}}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        ordered = {key: function[key] for key in self.keys if key in function}
+        return {"type": "function", "function": ordered | function}
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,7 @@ def _parse_function(
 ) -> FunctionTool:
     _check_type(tool)
     fields = function_fields(tool)
+    keys = fields.names
     name = fields.take_typed("name", str, "a name")
     if name is None or not _NAME.fullmatch(name):
         message = f"name must be 1 to 128 letters, digits, _ and -, got {excerpt(name)}"
@@ -120,7 +131,7 @@ def _parse_function(
     parameters = _parse_parameters(fields)
     strict = fields.take_flag("strict")
     fields.finish()
-    return FunctionTool(name, description, parameters, strict)
+    return FunctionTool(name, description, parameters, strict, keys)
 
 
 def _check_type(tool: FieldReader) -> None:
@@ -133,11 +144,11 @@ def _parse_parameters(fields: FieldReader) -> dict[str, Any]:
     """Return the schema of the arguments, an object; without properties if it is absent."""
     schema: dict[str, Any] | None = fields.take_typed("parameters", dict, "an object")
     if schema is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
+        return _NO_PARAMETERS | {"additionalProperties": False}
     if schema.get("type", "object") != "object":
         message = f'parameters must be of type "object", got {excerpt(schema["type"])}'
         raise fields.error("parameters", message)
-    return {"type": "object", "properties": {}} | schema
+    return schema | {k: v for k, v in _NO_PARAMETERS.items() if k not in schema}
 
 
 def _parse_choice(

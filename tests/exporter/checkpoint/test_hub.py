@@ -28,6 +28,17 @@ def test_whole_repository_is_fetched_after_its_small_files(server, original):
     assert server.sent - sent < 10_000  # the second time nothing but what is small
 
 
+def test_named_chat_templates_of_their_folder_are_fetched_and_no_other_folder(server, original):
+    folder = server.folder / NAME
+    (folder / "chat_template.jinja").write_text("{{ messages }}", "utf-8")
+    for name in ("additional_chat_templates/tool_use.jinja", "onnx/config.json"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("{{ tools }}", "utf-8")
+    found = find()
+    assert found.tokenizer.chat_template == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    assert not (found.folder / "onnx").exists()
+
+
 def test_sharded_repository_is_fetched(server, original):
     folder = server.folder / NAME
     model = AutoModelForCausalLM.from_pretrained(folder)

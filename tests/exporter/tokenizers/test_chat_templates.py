@@ -1,7 +1,9 @@
 """Chats are rendered, and special tokens shipped, as transformers has them."""
 
+import copy
 import dataclasses
 import json
+import shutil
 
 import pytest
 from tokenizers import processors
@@ -9,7 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from corpus import train_tokenizer
 from specedge.bundle import Bundle, store
+from specedge.chat_templates import chat_template_of, combine, read_template
+from specedge.errors import ExportError
+from specedge.exporter import Progress
 from specedge.exporter.checkpoint import checkpoints
+from specedge.exporter.tokenizers import pair
 from specedge.runtime.text.chat import render
 from specedge.runtime.text.prompts import Prompts
 from templates import QUESTION, SPECIAL, SYSTEM, TEMPLATES, TURNS
@@ -46,6 +52,65 @@ def test_text_and_tokens_are_those_of_transformers(reference, bundle, name, mess
     assert render(ours, messages) == text
     ids = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
     assert Prompts(ours, reference.backend_tokenizer).chat_tokens(messages) == ids
+
+
+FIRST = "\n{%- macro show(m) %}<{{ m.content }}>{% endmacro %}\n{{ tools | tojson }} "
+FIRST += "{% for m in messages %}\n  {{ show(m) }}\n{% endfor %}\n  \n"
+NAMED = {"default": "  {% set a = 1 %}\n {{ a }}{{ messages[0].content }}\n\n", "tool_use": FIRST}
+
+
+@pytest.mark.parametrize("tools", [None, [], [{"type": "function"}]])
+def test_template_by_name_is_the_one_that_transformers_takes(reference, bundle, tools):
+    ours = dataclasses.replace(bundle, chat_template=combine(NAMED))
+    options = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+    with_names = copy.copy(reference)
+    with_names.chat_template = NAMED
+    assert render(ours, QUESTION, tools) == with_names.apply_chat_template(QUESTION, **options)
+
+
+LISTED = [{"name": name, "template": text} for name, text in NAMED.items()]
+JINJA = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+
+
+@pytest.mark.parametrize(
+    ("files", "template"),
+    [
+        ({"chat_template.json": {"chat_template": "{{ messages }}"}}, "{{ messages }}"),
+        ({"chat_template.json": {"chat_template": LISTED}}, combine(NAMED)),
+        (dict(zip(JINJA, ("{{ 1 }}", "{{ 2 }}"), strict=True)),
+         combine({"default": "{{ 1 }}", "tool_use": "{{ 2 }}"})),
+        ({"chat_template.json": {"chat_template": "{{ 1 }}"}, JINJA[0]: "{{ 2 }}"}, "{{ 2 }}"),
+        ({"tokenizer_config.json": {"chat_template": LISTED}}, combine(NAMED)),
+        ({"chat_template.json": {}}, None),
+    ],
+)  # fmt: skip
+def test_template_is_found_in_each_file_that_checkpoints_have(pairs, tmp_path, files, template):
+    folder = shutil.copytree(pairs.checkpoint("gpt2")[1], tmp_path / "target")
+    for name, value in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        if name == "tokenizer_config.json":
+            value = json.loads(path.read_text("utf-8")) | value
+        path.write_text(value if name.endswith(".jinja") else json.dumps(value), "utf-8")
+    target = checkpoints.find("target", str(folder), None)
+    assert pair.check_pair(None, target, Progress()).chat_template == template
+    assert read_template(folder / "tokenizer_config.json") == chat_template_of(
+        files.get("tokenizer_config.json", {}).get("chat_template")
+    )
+
+
+def test_template_file_that_is_no_json_is_one_line(pairs, tmp_path):
+    folder = shutil.copytree(pairs.checkpoint("gpt2")[1], tmp_path / "target")
+    (folder / "chat_template.json").write_text("{", "utf-8")
+    with pytest.raises(ExportError, match=r"chat_template.json is no JSON: Expecting"):
+        pair.check_pair(None, checkpoints.find("target", str(folder), None), Progress())
+
+
+def test_templates_without_a_default_or_text():
+    assert combine({"tool_use": "a"}) == "a"
+    assert combine({"rag": "a"}) is None
+    assert chat_template_of(3) is None
+    assert chat_template_of([3, {"name": "default", "template": 3}]) is None
 
 
 @pytest.mark.slow
