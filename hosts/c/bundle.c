@@ -6,8 +6,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
-enum { OLDEST_FORMAT = 8, FORMAT = 9, HASHED = 8 << 20 /* bytes; a larger file is known by its size alone */ };
-enum { MOST_TOKENS = 1 << 27 /* that memory is taken for */ };
+enum { OLDEST_FORMAT = 8, FORMAT = 9, HASHED = 8 << 20 /* bytes; of larger files only the size is checked */ };
+enum { MOST_TOKENS = 1 << 27 /* limit of allocations */ };
 
 static void hash(const char *path, char hex[65]) {
     unsigned char block[1 << 14], digest[32] = {0};
@@ -22,7 +22,7 @@ static void hash(const char *path, char hex[65]) {
     for (int i = 0; i < 32; i++) snprintf(hex + 2 * i, 3, "%02x", digest[i]);
 }
 
-/* What is wrong with a file of the bundle, or NULL. */
+/* Return the defect of a file of the bundle, or NULL. */
 static const char *file_fault(const char *path, const char *name, const json_t *entry) {
     char hex[65];
     struct stat found;

@@ -1,18 +1,18 @@
-/* What of a bundle's manifest a host needs: docs/bundle.md. */
+/* The parts of a bundle's manifest that a host needs: docs/bundle.md. */
 #include <jansson.h>
 #include <stdbool.h>
 #include <stddef.h>
 
 typedef struct {
-    json_t *manifest; /* has all of the following */
+    json_t *manifest; /* owns all of the following */
     json_t *files, *graphs, *end_tokens, *session_options;
     const char *oldest_onnxruntime, *ids_only;
     json_int_t vocab_size, context_length;
 } Bundle;
 
-/* Read the manifest of a bundle and check all files that it lists; false leaves why in `error`.
+/* Read the manifest of a bundle and verify all files that it lists; on failure `error` has the reason.
  * The caller frees bundle->manifest in either case. */
 bool read_bundle(Bundle *bundle, const char *folder, char *error, size_t error_size);
 
-/* The first graph of a name, and of K draft tokens where K is not 0; NULL if there is none. */
+/* Return the first graph with a name, and with K draft tokens unless K is 0; NULL if there is none. */
 json_t *find_graph(const Bundle *bundle, const char *name, json_int_t k);

@@ -1,4 +1,4 @@
-/* Golden transcripts: docs/hosts.md. */
+/* Conformance vectors (golden transcripts): docs/hosts.md. */
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,7 +30,7 @@ static bool collect(void *user, const SpecedgeRound *round) {
 
 #define NUMBER(key) json_number_value(json_object_get(transcript, key))
 
-/* Write what a transcript asks for. */
+/* Generate the text of a transcript. */
 static bool rewrite(SpecedgeHost *host, const json_t *transcript, Written *written,
                     bool *has_text) {
     SpecedgeSettings settings = {
@@ -56,7 +56,7 @@ static bool rewrite(SpecedgeHost *host, const json_t *transcript, Written *writt
     return done;
 }
 
-/* What of a transcript is not as written, or NULL. */
+/* Return the first difference from a transcript, or NULL. */
 static const char *difference(const json_t *transcript, const Written *written, bool has_text) {
     const json_t *text = json_object_get(transcript, "text");
     if (!json_equal(json_object_get(transcript, "prompt_tokens"), written->prompt_tokens))
@@ -84,7 +84,7 @@ static bool replay(SpecedgeHost *host, const json_t *transcript) {
     return !other;
 }
 
-/* With a host for each K. */
+/* Opens one host per K. */
 bool replay_golden(const char *bundle) {
     char path[4096];
     json_error_t error;

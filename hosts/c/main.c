@@ -1,4 +1,4 @@
-/* The host's command line: README.md. */
+/* Command line of the host: README.md. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <getopt.h>
@@ -44,12 +44,12 @@ static int64_t whole(const char *text, const char *what) {
 static uint64_t seed_of(const char *text) {
     char *end;
     errno = 0;
-    unsigned long long found = strtoull(text, &end, 10); /* of -1 that is 2^64 - 1, as wanted */
-    if (end == text || *end || errno) refuse("--seed is a whole number of 64 bits", text);
+    unsigned long long found = strtoull(text, &end, 10); /* -1 wraps to 2^64 - 1, as specified */
+    if (end == text || *end || errno) refuse("--seed is an integer of 64 bits", text);
     return found;
 }
 
-/* Token ids that commas separate; the caller frees them. */
+/* Parse comma-separated token ids; the caller frees them. */
 static int64_t *ids_of(const char *text, int64_t *num_tokens) {
     int64_t *tokens = malloc((strlen(text) + 1) * sizeof *tokens);
     char *copy = strdup(text), *rest = copy;
@@ -65,7 +65,7 @@ static const char *variable(const char *name) {
     return value && *value ? value : NULL;
 }
 
-/* The library is loaded, not linked: a linked program takes that one version alone. */
+/* Loaded instead of linked, so that the program works with any version of the library. */
 static const OrtApiBase *load_onnxruntime(void) {
     const char *path = variable("SPECEDGE_ONNXRUNTIME");
     const OrtApiBase *(*base)(void) = NULL;
@@ -122,7 +122,7 @@ static bool continue_text(SpecedgeHost *host, const char *text, const SpecedgeSe
     return true;
 }
 
-/* Text that is none might end in the middle of a library. */
+/* The library may fail on invalid UTF-8. */
 static void check_text(const char *text) {
     Utf8 utf8 = {0};
     size_t size = strlen(text);

@@ -1,12 +1,12 @@
-/* What the two files of the program share. */
+/* Declarations shared by main.c and golden.c. */
 #include <signal.h>
 
 #include "specedge_host.h"
 
 extern volatile sig_atomic_t is_interrupted; /* Ctrl-C was pressed */
 
-/* A host that is open; else NULL, after saying why. */
+/* Open a host; print the reason and return NULL on failure. */
 SpecedgeHost *open_host(const char *bundle, int64_t k);
 
-/* Write all texts of golden.json again; whether they are the same. */
+/* Replay golden.json; return true if all texts match. */
 bool replay_golden(const char *bundle);

@@ -1,5 +1,5 @@
-/* The loop of docs/hosts.md over round.onnx: K draft tokens a round, a vocabulary of V tokens.
- * A function that returns false has left a line in host->error. */
+/* The loop of docs/hosts.md over round.onnx with K draft tokens per round and a vocabulary of V tokens.
+ * Functions that return false have set host->error. */
 #define _GNU_SOURCE /* strverscmp */
 #include "specedge_host.h"
 
@@ -11,8 +11,8 @@
 
 #include "bundle.h"
 
-enum { API = 17 /* of ONNX Runtime 1.17 and of all later ones */, MOST_DRAFTED = 64 };
-enum { PIECE = 256 /* tokens of a long prompt that are fed at once */ };
+enum { API = 17 /* ONNX Runtime 1.17 and later */, MOST_DRAFTED = 64 };
+enum { PIECE = 256 /* tokens of a long prompt per pass */ };
 enum End { INPUT, OUTPUT };
 #define BOOL ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL
 #define INT64 ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64
@@ -27,14 +27,14 @@ struct SpecedgeHost {
     OrtEnv *env;
     OrtSessionOptions *options;
     OrtAllocator *allocator;
-    const OrtMemoryInfo *memory;         /* says that memory is the processor's */
-    OrtSession *round, *encode, *decode; /* the last two NULL where there is no text */
-    OrtIoBinding *binding;               /* of the round, with its caches */
-    OrtValue *given, *found;             /* of encode and decode */
+    const OrtMemoryInfo *memory;         /* CPU memory */
+    OrtSession *round, *encode, *decode; /* encode and decode are NULL without text graphs */
+    OrtIoBinding *binding;               /* inputs and outputs of the round, with its caches */
+    OrtValue *given, *result;            /* input and output of encode and decode */
     json_int_t k;
     int64_t *text, length;
     char *bytes; /* of the last round */
-    /* What the round reads and writes, by name. */
+    /* Inputs and outputs of the round, by name. */
     SpecedgeSettings settings;
     int64_t draft_length, target_length, num_draft_tokens;
     bool *seen;
@@ -48,7 +48,7 @@ static bool fail(SpecedgeHost *host, const char *format, ...) {
     vsnprintf(host->error, sizeof host->error, format, values);
     va_end(values);
     host->error[strcspn(host->error, "\n")] = 0;
-    host->length = 0; /* the caches may hold anything */
+    host->length = 0; /* the contents of the caches are undefined */
     return false;
 }
 
@@ -58,11 +58,11 @@ static bool ok(SpecedgeHost *host, OrtStatus *status) {
     return !status;
 }
 
-/* Call a function of ONNX Runtime, and leave the caller where that fails. */
+/* Call a function of ONNX Runtime; return from the caller on failure. */
 #define TRY(host, call) \
     if (!ok((host), (host)->ort->call)) return false
 
-/* Whether a number, which may be NaN, is in a range. */
+/* Return true if a number is in a range; NaN is not. */
 static bool check(SpecedgeHost *host, const char *what, double value, double least, double most) {
     return (value >= least && value <= most) ||
            fail(host, "%s must be from %g to %g, got %g", what, least, most, value);
@@ -102,7 +102,7 @@ static bool open_session(SpecedgeHost *host, const json_t *graph, OrtSession **s
     return ok(host, host->ort->CreateSession(host->env, path, host->options, session));
 }
 
-/* Bind `count` numbers, of shape [count] or [1, count], to an end of the round. */
+/* Bind `count` numbers, of shape [count] or [1, count], to an input or output of the round. */
 static bool bind(SpecedgeHost *host, enum End end, const char *name, void *memory,
                  ONNXTensorElementDataType type, int rank, int64_t count) {
     OrtValue *value = NULL;
@@ -112,11 +112,11 @@ static bool bind(SpecedgeHost *host, enum End end, const char *name, void *memor
                                              type, &value));
     bool is_bound = ok(host, end == OUTPUT ? host->ort->BindOutput(host->binding, name, value)
                                            : host->ort->BindInput(host->binding, name, value));
-    host->ort->ReleaseValue(value); /* the binding has it */
+    host->ort->ReleaseValue(value); /* the binding holds a reference */
     return is_bound;
 }
 
-/* Bind memory of zeros to all ends of a cache: a run then writes its new rows alone. */
+/* Bind one zeroed buffer to the input and all outputs of a cache, so that runs write only new rows. */
 static bool bind_cache(SpecedgeHost *host, json_t *input, json_t *outputs) {
     const char *name, *buffer, *other, *its_buffer;
     size_t i, size = sizeof(float);
@@ -192,7 +192,7 @@ SpecedgeHost *specedge_open(const char *bundle, int64_t k, const OrtApiBase *onn
 void specedge_close(SpecedgeHost *host) {
     if (host->ort) {
         host->ort->ReleaseValue(host->given);
-        host->ort->ReleaseValue(host->found);
+        host->ort->ReleaseValue(host->result);
         host->ort->ReleaseIoBinding(host->binding);
         host->ort->ReleaseSession(host->round);
         host->ort->ReleaseSession(host->encode);
@@ -209,13 +209,13 @@ void specedge_close(SpecedgeHost *host) {
 
 const char *specedge_error(const SpecedgeHost *host) { return host->error; }
 
-/* Run encode or decode on host->given, which then is freed. */
+/* Run encode or decode on host->given, and free that. */
 static bool call(SpecedgeHost *host, OrtSession *session, const char *input, const char *output) {
     const OrtValue *given = host->given;
-    host->ort->ReleaseValue(host->found);
-    host->found = NULL;
+    host->ort->ReleaseValue(host->result);
+    host->result = NULL;
     bool is_run = ok(host, host->ort->Run(session, NULL, &input, &given, 1, &output, 1,
-                                          &host->found));
+                                          &host->result));
     host->ort->ReleaseValue(host->given);
     host->given = NULL;
     return is_run;
@@ -224,38 +224,38 @@ static bool call(SpecedgeHost *host, OrtSession *session, const char *input, con
 bool specedge_encode(SpecedgeHost *host, const char *text, const int64_t **tokens,
                      int64_t *num_tokens) {
     OrtTensorTypeAndShapeInfo *info;
-    int64_t shape[] = {1, 0}; /* of the text, and then of its tokens */
+    int64_t shape[] = {1, 0}; /* shape of the text, then of its tokens */
     if (!host->encode)
-        return fail(host, "only token ids can be taken: %s", host->bundle.ids_only ?
+        return fail(host, "the bundle supports token ids only: %s", host->bundle.ids_only ?
                     host->bundle.ids_only : "no path of libortextensions.so was given");
     TRY(host, CreateTensorAsOrtValue(host->allocator, shape, 1,
                                      ONNX_TENSOR_ELEMENT_DATA_TYPE_STRING, &host->given));
     TRY(host, FillStringTensor(host->given, &text, 1));
     if (!call(host, host->encode, "text", "tokens")) return false;
-    TRY(host, GetTensorMutableData(host->found, (void **)tokens));
-    TRY(host, GetTensorTypeAndShape(host->found, &info));
+    TRY(host, GetTensorMutableData(host->result, (void **)tokens));
+    TRY(host, GetTensorTypeAndShape(host->result, &info));
     bool is_known = ok(host, host->ort->GetDimensions(info, shape, 2));
     host->ort->ReleaseTensorTypeAndShapeInfo(info);
     *num_tokens = shape[1];
     return is_known;
 }
 
-/* Put the text of a round's tokens beside them, each decoded alone: the library ends it at NUL. */
+/* Decode a round's tokens one by one, since the library truncates text at NUL. */
 static bool decode(SpecedgeHost *host, SpecedgeRound *round) {
     for (int64_t i = 0, one = 1; i < round->num_tokens; i++) {
         size_t start = round->num_bytes, length;
         TRY(host, CreateTensorWithDataAsOrtValue(host->memory, (int64_t *)&round->tokens[i],
                                                  sizeof(int64_t), &one, 1, INT64, &host->given));
         if (!call(host, host->decode, "tokens", "text")) return false;
-        TRY(host, GetStringTensorElementLength(host->found, 0, &length));
+        TRY(host, GetStringTensorElementLength(host->result, 0, &length));
         round->bytes = host->bytes = realloc(host->bytes, start + length + 1);
-        TRY(host, GetStringTensorElement(host->found, length, 0, host->bytes + start));
+        TRY(host, GetStringTensorElement(host->result, length, 0, host->bytes + start));
         round->num_bytes += length;
     }
     return true;
 }
 
-/* Feed the draft and the target what they lack of text[:end], and accept at most n draft tokens. */
+/* Feed the tokens up to `end` that the caches lack, and accept at most n draft tokens. */
 static bool run(SpecedgeHost *host, int64_t end, int64_t n) {
     host->num_draft_tokens = n;
     int64_t *fed = host->text + host->draft_length;
@@ -263,7 +263,7 @@ static bool run(SpecedgeHost *host, int64_t end, int64_t n) {
            ok(host, host->ort->RunWithBinding(host->round, NULL, host->binding));
 }
 
-/* Put what a round wrote behind the text: `wanted` tokens at most, and none behind an end token. */
+/* Append the tokens of a round: at most `wanted`, and none after an end token. */
 static void take(SpecedgeHost *host, int64_t wanted, bool *is_over) {
     int64_t first = host->length;
     for (int64_t i = 0; i < least(host->num_accepted + 1, wanted) && !*is_over; i++) {
@@ -276,7 +276,7 @@ static void take(SpecedgeHost *host, int64_t wanted, bool *is_over) {
     host->draft_length = least(host->target_length, first + host->k - 1);
 }
 
-/* Take the settings, and of the caches what they have in common with the prompt. */
+/* Apply the settings, and keep the common prefix of the caches and the prompt. */
 static bool begin(SpecedgeHost *host, const int64_t *prompt, int64_t num_tokens,
                   const SpecedgeSettings *s) {
     if (!check(host, "max_new_tokens", s->max_new_tokens, 0, INT64_MAX) ||

@@ -1,4 +1,4 @@
-/* Text from a specedge bundle: speculative decoding with ONNX Runtime and no sampling code. */
+/* Speculative decoding of a specedge bundle with ONNX Runtime; sampling is part of the graphs. */
 #ifndef SPECEDGE_HOST_H
 #define SPECEDGE_HOST_H
 
@@ -19,8 +19,8 @@ typedef struct {
     uint64_t seed;
 } SpecedgeSettings;
 
-/* What a round wrote: tokens, how many of them were drafted, and their text. That is UTF-8, and may
- * begin and end in the middle of a character: utf8.h makes whole ones of it. */
+/* Output of a round: tokens, the number of accepted draft tokens, and their text in UTF-8, which may
+ * begin or end inside a character; utf8.h reassembles characters. */
 typedef struct {
     const int64_t *tokens;
     int64_t num_tokens, num_accepted;
@@ -28,24 +28,24 @@ typedef struct {
     size_t num_bytes;
 } SpecedgeRound;
 
-/* Called after each round, and without tokens after each piece of a long prompt; false ends it. */
+/* Called after each round, and without tokens after each piece of a long prompt; false stops generation. */
 typedef bool SpecedgeOnRound(void *user, const SpecedgeRound *round);
 
-/* Open a bundle to draft K tokens a round, or as many as it says where K is 0. `onnxruntime` is
- * what OrtGetApiBase() gives, `extensions` the path of libortextensions.so; with NULL there are
- * token ids and no text. Never NULL: where it failed, specedge_error is not empty. */
+/* Open a bundle with K draft tokens per round, or its own K if K is 0. `onnxruntime` is the result of
+ * OrtGetApiBase(), `extensions` the path of libortextensions.so, or NULL for token ids only. Never
+ * returns NULL: on failure specedge_error is not empty. */
 SpecedgeHost *specedge_open(const char *bundle, int64_t k, const OrtApiBase *onnxruntime,
                             const char *extensions);
 void specedge_close(SpecedgeHost *host);
 
-/* Why the last call failed, in one line. */
+/* Return the reason for the last failure, in one line. */
 const char *specedge_error(const SpecedgeHost *host);
 
-/* The tokens of a text in UTF-8, which are the host's until its next call. */
+/* Encode a text in UTF-8; the tokens belong to the host and are valid until its next call. */
 bool specedge_encode(SpecedgeHost *host, const char *text, const int64_t **tokens,
                      int64_t *num_tokens);
 
-/* Continue a prompt. What it shares with the text before it is not computed again. */
+/* Continue a prompt, reusing the caches for its common prefix with the previous text. */
 bool specedge_generate(SpecedgeHost *host, const int64_t *prompt, int64_t num_tokens,
                        const SpecedgeSettings *settings, SpecedgeOnRound *on_round, void *user);
 

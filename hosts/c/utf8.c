@@ -8,7 +8,7 @@ static size_t replace(Utf8 *utf8, char *text) {
     return 3;
 }
 
-/* Begin a character; returns the size of what is written if its first byte cannot be one. */
+/* Begin a character; return the size of the replacement if its first byte is invalid. */
 static size_t begin(Utf8 *utf8, unsigned char byte, char *text) {
     if ((byte >= 0x80 && byte < 0xC2) || byte > 0xF4) return replace(utf8, text);
     utf8->num_missing = byte < 0x80 ? 0 : byte < 0xE0 ? 1 : byte < 0xF0 ? 2 : 3;

@@ -5,7 +5,7 @@ using System.Linq;
 
 namespace SpecEdge
 {
-    /// <summary>What was asked for on the command line. What cannot be is an ArgumentException.</summary>
+    /// <summary>Command-line arguments; invalid ones raise an ArgumentException.</summary>
     internal sealed class Arguments
     {
         internal const string Usage =
@@ -50,13 +50,13 @@ namespace SpecEdge
                 case "--golden": Golden = true; break;
                 default:
                     if (argument.StartsWith("-", StringComparison.Ordinal) && argument.Length > 1 && Bundle == null)
-                        throw new ArgumentException($"there is no option {argument}");
+                        throw new ArgumentException($"unknown option {argument}");
                     if (Bundle == null)
                         Bundle = argument;
                     else if (Prompt == null && !argument.StartsWith("--", StringComparison.Ordinal))
                         Prompt = argument;
                     else
-                        throw new ArgumentException($"unexpected {argument}; see specedge-host --help");
+                        throw new ArgumentException($"unexpected argument {argument}; see specedge-host --help");
                     break;
             }
         }
@@ -70,7 +70,7 @@ namespace SpecEdge
             return long.TryParse(text, NumberStyles.AllowLeadingSign, CultureInfo.InvariantCulture, out long number) &&
                    number >= least && number <= int.MaxValue
                 ? number
-                : throw new ArgumentException($"{option} must be a whole number from {least} to {int.MaxValue}, got '{text}'");
+                : throw new ArgumentException($"{option} must be an integer from {least} to {int.MaxValue}, got '{text}'");
         }
 
         private static double Number(string option, Queue<string> left)
@@ -81,19 +81,19 @@ namespace SpecEdge
                 : throw new ArgumentException($"{option} must be a number, got '{text}'");
         }
 
-        /// <summary>Seeds that are equal modulo 2^64 are one.</summary>
+        /// <summary>Seeds are taken modulo 2^64.</summary>
         private static ulong Seed(string text)
         {
             const decimal size = 18446744073709551616m;
             if (!decimal.TryParse(text, NumberStyles.AllowLeadingSign, CultureInfo.InvariantCulture, out decimal seed) ||
                 seed < -size || seed > size)
-                throw new ArgumentException($"--seed must be a whole number from -2^64 to 2^64, got '{text}'");
+                throw new ArgumentException($"--seed must be an integer from -2^64 to 2^64, got '{text}'");
             return (ulong)(((seed % size) + size) % size);
         }
 
         private static long Id(string text) =>
             long.TryParse(text, NumberStyles.AllowLeadingSign | NumberStyles.AllowLeadingWhite, CultureInfo.InvariantCulture, out long id)
                 ? id
-                : throw new ArgumentException($"--ids must be whole numbers with commas between them, got '{text}'");
+                : throw new ArgumentException($"--ids must be integers separated by commas, got '{text}'");
     }
 }

@@ -6,8 +6,8 @@ using Microsoft.ML.OnnxRuntime;
 
 namespace SpecEdge
 {
-    /// <summary>A graph that runs again and again on memory bound to its inputs and outputs.</summary>
-    /// <remarks>What is bound belongs to the caller, and has to be there at every run.</remarks>
+    /// <summary>A graph whose inputs and outputs are bound to memory once.</summary>
+    /// <remarks>Bound memory belongs to the caller and must outlive all runs.</remarks>
     internal sealed class BoundGraph : IDisposable
     {
         private readonly GraphEntry _entry;
@@ -22,7 +22,7 @@ namespace SpecEdge
             _binding = _session.CreateIoBinding();
         }
 
-        /// <summary>A session for a graph whose file is the one that the bundle lists.</summary>
+        /// <summary>Opens a session for a graph after verifying its file.</summary>
         internal static InferenceSession Opened(Bundle bundle, GraphEntry entry, SessionOptions options)
         {
             string path = bundle.Open(entry.File);
@@ -45,7 +45,7 @@ namespace SpecEdge
                 _binding.BindOutput(output.Name, buffer(output));
         }
 
-        /// <summary>Binds those of some tensors, by role, that the graph takes.</summary>
+        /// <summary>Binds the tensors, by role, that the graph has as inputs or outputs.</summary>
         internal void BindInputs(IReadOnlyDictionary<string, OrtValue> values)
         {
             foreach (TensorEntry input in _entry.Inputs.Where(input => values.ContainsKey(input.Role)))
@@ -58,7 +58,7 @@ namespace SpecEdge
         internal void BindOutput(string role, OrtValue value) =>
             _binding.BindOutput(Find(_entry.Outputs, role).Name, value);
 
-        /// <summary>The number of columns of an output.</summary>
+        /// <summary>Number of columns of an output.</summary>
         internal int Columns(string role) => (int)Find(_entry.Outputs, role).Shape.Last();
 
         internal void Run()

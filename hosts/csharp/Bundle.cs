@@ -1,4 +1,4 @@
-// A bundle's manifest (docs/bundle.md), as far as a host needs it, and the checks of its files.
+// The parts of a bundle's manifest (docs/bundle.md) that a host needs, and the verification of its files.
 using System;
 using System.Collections.Generic;
 using System.IO;
@@ -8,7 +8,7 @@ using System.Text.RegularExpressions;
 
 namespace SpecEdge
 {
-    /// <summary>An input or output of a graph; its role says what it is for.</summary>
+    /// <summary>An input or output of a graph, identified by its role.</summary>
     public sealed class TensorEntry
     {
         internal TensorEntry(JsonValue entry)
@@ -17,7 +17,7 @@ namespace SpecEdge
             Role = entry["role"].Text;
             Buffer = entry["buffer"].IsNull ? null : entry["buffer"].Text;
             Type = entry["dtype"].Text;
-            // A letter stands for a number that changes from run to run; that of a cache, B, is 1 here.
+            // A letter is a size that changes between runs; the batch size B of a cache is 1.
             Shape = entry["shape"].Items.Select(size => size.IsInteger ? size.Integer : 1).ToArray();
         }
 
@@ -28,7 +28,7 @@ namespace SpecEdge
         public long[] Shape { get; }
     }
 
-    /// <summary>An ONNX file with what it takes and gives.</summary>
+    /// <summary>An ONNX file with its inputs and outputs.</summary>
     public sealed class GraphEntry
     {
         internal GraphEntry(string name, int numDraftTokens, string file, JsonValue signature)
@@ -50,12 +50,12 @@ namespace SpecEdge
         public IReadOnlyList<TensorEntry> Outputs { get; }
     }
 
-    /// <summary>A bundle with graphs for hosts. InvalidDataException says what is wrong with one.</summary>
+    /// <summary>A bundle with host graphs; an invalid one raises an InvalidDataException.</summary>
     public sealed class Bundle
     {
         private static readonly long[] Formats = { 8, 9 };
         private const string Manifest = "bundle.json";
-        private const long MaxHashed = 8 << 20;  // bytes; larger files are checked by their size
+        private const long MaxHashed = 8 << 20;  // bytes; of larger files only the size is checked
         private const string Again = "copy the bundle again, or run `specedge embed` again";
         private static readonly Regex SafePath = new Regex(@"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*\z");
 
@@ -68,7 +68,7 @@ namespace SpecEdge
             _files = json["files"].Members;
             _tokenizer = json["tokenizer"].Text;
             JsonValue target = json["target"], hosts = json["hosts"];
-            JsonValue draft = json["draft"].IsNull ? target : json["draft"];  // null: rounds are plain
+            JsonValue draft = json["draft"].IsNull ? target : json["draft"];  // null: plain decoding
             NumDraftTokens = (int)json["num_draft_tokens"].Integer;
             ContextLength = (int)target["context_length"].Integer;
             VocabSize = (int)target["vocab_size"].Integer;
@@ -99,44 +99,44 @@ namespace SpecEdge
 
         public string Folder { get; }
 
-        /// <summary>K of the pair; a host may take others that there is a graph for.</summary>
+        /// <summary>Default K; a host may use another one that has a graph.</summary>
         public int NumDraftTokens { get; }
 
         public int ContextLength { get; }
         public int VocabSize { get; }
 
-        /// <summary>At most the target's.</summary>
+        /// <summary>Context length of the draft, at most the target's.</summary>
         public int DraftContextLength { get; }
 
-        /// <summary>Rows that a cache has beyond its model's context.</summary>
+        /// <summary>Rows of a cache in addition to the model's context.</summary>
         public int Spare { get; }
 
         public ISet<long> EndTokens { get; }
 
-        /// <summary>Why there are no graphs that encode and decode text, or null if there are.</summary>
+        /// <summary>Reason why there are no tokenizer graphs; null if there are.</summary>
         public string IdsOnly { get; }
 
-        /// <summary>The file of golden transcripts, or null if there is none.</summary>
+        /// <summary>File of the conformance vectors, or null.</summary>
         public string Golden { get; }
 
         public string OldestOnnxRuntime { get; }
         public IReadOnlyDictionary<string, string> SessionOptions { get; }
 
-        /// <summary>`round` of one K or several, or `draft` and `accept`; `encode` and `decode`.</summary>
+        /// <summary>`round` for one or more K, or `draft` and `accept`; optionally `encode` and `decode`.</summary>
         public IReadOnlyList<GraphEntry> Graphs { get; }
 
-        /// <summary>The target's decoder that a split round runs.</summary>
+        /// <summary>The target's decoder, which a split round runs.</summary>
         public GraphEntry Decoder { get; }
 
         private IReadOnlyList<string> Weights { get; }
 
-        /// <summary>The bundle in a folder; the size of each of its files is right.</summary>
+        /// <summary>Reads the bundle in a folder and checks the sizes of its files.</summary>
         public static Bundle Read(string folder)
         {
             if (!Directory.Exists(folder))
-                throw new InvalidDataException($"there is no folder {folder}; give that of a bundle");
+                throw new InvalidDataException($"folder {folder} does not exist; give the folder of a bundle");
             if (!File.Exists(Path.Combine(folder, Manifest)))
-                throw new InvalidDataException($"{folder} is no bundle, it has no {Manifest}; give the folder of one");
+                throw new InvalidDataException($"{folder} is not a bundle: it has no {Manifest}");
             JsonValue json = JsonValue.Read(folder, Manifest);
             if (!Formats.Contains(json["format"].Integer))
                 throw new InvalidDataException(
@@ -149,18 +149,18 @@ namespace SpecEdge
             return bundle;
         }
 
-        /// <summary>Whether a round is one graph, rather than a draft step, the target's decoder and the accept rule.</summary>
+        /// <summary>True if a round is one graph; false if it is a draft step, the target's decoder and the accept rule.</summary>
         public bool IsFused => Graphs.Any(graph => graph.Name == "round");
 
-        /// <summary>The K asked for, or by default the pair's own, if there are graphs for it.</summary>
+        /// <summary>Returns the requested K, or the default one; refuses a K without a graph.</summary>
         public int CheckedNumDraftTokens(int asked)
         {
             if (IsFused)
             {
-                int[] found = Graphs.Where(graph => graph.Name == "round").Select(graph => graph.NumDraftTokens).ToArray();
-                int k = asked != 0 ? asked : found.Contains(NumDraftTokens) ? NumDraftTokens : found[0];
-                return found.Contains(k) ? k : throw new ArgumentException(
-                    $"the bundle has rounds of {string.Join(", ", found)} draft tokens, not of {k}; run `specedge embed -k {k}`");
+                int[] available = Graphs.Where(graph => graph.Name == "round").Select(graph => graph.NumDraftTokens).ToArray();
+                int k = asked != 0 ? asked : available.Contains(NumDraftTokens) ? NumDraftTokens : available[0];
+                return available.Contains(k) ? k : throw new ArgumentException(
+                    $"the bundle has rounds of {string.Join(", ", available)} draft tokens, not of {k}; run `specedge embed -k {k}`");
             }
             if (Graph("draft") == null || Graph("accept") == null || Decoder == null)
                 throw new InvalidDataException($"{Folder} has no graphs of a round; run `specedge embed --bundle {Folder}`");
@@ -170,7 +170,7 @@ namespace SpecEdge
             return asked != 0 ? asked : NumDraftTokens;
         }
 
-        /// <summary>Refuses a prompt that the models do not take.</summary>
+        /// <summary>Validates a prompt.</summary>
         public void CheckPrompt(IReadOnlyList<long> tokens)
         {
             if (tokens.Count < 1 || tokens.Count >= ContextLength)
@@ -180,31 +180,31 @@ namespace SpecEdge
                 throw new ArgumentException($"token ids are from 0 to {VocabSize - 1}, got {token}");
         }
 
-        /// <summary>Refuses to go on where there are no graphs for text.</summary>
+        /// <summary>Throws if the bundle has no tokenizer graphs.</summary>
         public void RequireText()
         {
             if (IdsOnly != null)
-                throw new InvalidOperationException($"the bundle takes token ids alone: {IdsOnly}");
+                throw new InvalidOperationException($"the bundle supports token ids only: {IdsOnly}");
         }
 
-        /// <summary>The graph of a name and, for `round`, of a K; null if there is none.</summary>
+        /// <summary>Returns the graph with a name and, for `round`, a K; null if there is none.</summary>
         public GraphEntry Graph(string name, int numDraftTokens = 0) =>
             Graphs.FirstOrDefault(graph => graph.Name == name && graph.NumDraftTokens == numDraftTokens);
 
-        /// <summary>The graph that encodes or decodes.</summary>
+        /// <summary>Returns the graph that encodes or decodes text.</summary>
         public GraphEntry TextGraph(string name) => Graph(name) ?? throw new InvalidDataException(
             $"{Folder} has no '{name}' graph, though nothing says that it takes ids alone; {Again}");
 
-        /// <summary>The id of a token that the tokenizer has beside those of its vocabulary, such as a control token.</summary>
+        /// <summary>Returns the id of an added token, such as a control token.</summary>
         public long AddedToken(string content)
         {
             Open(_tokenizer);
-            JsonValue found = JsonValue.Read(Folder, _tokenizer)["added_tokens"].Items.FirstOrDefault(
+            JsonValue token = JsonValue.Read(Folder, _tokenizer)["added_tokens"].Items.FirstOrDefault(
                 token => token["content"].Text == content);
-            return found?["id"].Integer ?? throw new ArgumentException($"{_tokenizer} has no added token '{content}'");
+            return token?["id"].Integer ?? throw new ArgumentException($"{_tokenizer} has no added token '{content}'");
         }
 
-        /// <summary>The path of a file whose content is what the manifest says.</summary>
+        /// <summary>Returns the path of a file after verifying its size and hash.</summary>
         public string Open(string file)
         {
             string path = CheckSize(file);
@@ -213,8 +213,8 @@ namespace SpecEdge
             using (var sha256 = SHA256.Create())
             using (FileStream content = File.OpenRead(path))
             {
-                string found = BitConverter.ToString(sha256.ComputeHash(content)).Replace("-", "").ToLowerInvariant();
-                if (found != _files[file]["sha256"].Text)
+                string hash = BitConverter.ToString(sha256.ComputeHash(content)).Replace("-", "").ToLowerInvariant();
+                if (hash != _files[file]["sha256"].Text)
                     throw new InvalidDataException($"{path} is not the file that {Manifest} lists, its SHA-256 differs; {Again}");
             }
             return path;
@@ -224,13 +224,13 @@ namespace SpecEdge
         {
             if (!SafePath.IsMatch(file) || !_files.ContainsKey(file))
                 throw new InvalidDataException($"'{file}' is not in the files of {Manifest}; {Again}");
-            var found = new FileInfo(Path.Combine(Folder, file));
-            if (!found.Exists)
-                throw new InvalidDataException($"{found.FullName} is missing; {Again}");
-            if (found.Length != _files[file]["size"].Integer)
+            var info = new FileInfo(Path.Combine(Folder, file));
+            if (!info.Exists)
+                throw new InvalidDataException($"{info.FullName} is missing; {Again}");
+            if (info.Length != _files[file]["size"].Integer)
                 throw new InvalidDataException(
-                    $"{found.FullName} has {found.Length} bytes, not {_files[file]["size"].Integer}; {Again}");
-            return found.FullName;
+                    $"{info.FullName} has {info.Length} bytes, not {_files[file]["size"].Integer}; {Again}");
+            return info.FullName;
         }
     }
 }

@@ -1,4 +1,4 @@
-// A session behind an interface in the shape of Microsoft.Extensions.AI's IChatClient; the README has an adapter.
+// A chat client modeled after Microsoft.Extensions.AI's IChatClient; the README has an adapter.
 using System;
 using System.Collections.Generic;
 using System.Linq;
@@ -9,7 +9,7 @@ using System.Threading.Tasks;
 
 namespace SpecEdge
 {
-    /// <summary>What someone said: the role is "system", "user" or "assistant".</summary>
+    /// <summary>A message; the role is "system", "user" or "assistant".</summary>
     public sealed class ChatTurn
     {
         public ChatTurn(string role, string text)
@@ -22,7 +22,7 @@ namespace SpecEdge
         public string Text { get; }
     }
 
-    /// <summary>Something that answers.</summary>
+    /// <summary>A chat client.</summary>
     public interface ILocalChatClient : IDisposable
     {
         Task<string> GetResponseAsync(
@@ -32,13 +32,13 @@ namespace SpecEdge
             IEnumerable<ChatTurn> turns, GenerationOptions options = null, CancellationToken cancellation = default);
     }
 
-    /// <summary>A bundle that answers. A talk that goes on does so from the caches.</summary>
+    /// <summary>A chat client over a session; a conversation that continues reuses the caches.</summary>
     public sealed class SpeculativeChatClient : ILocalChatClient
     {
         private readonly SpeculativeSession _session;
         private readonly Func<IReadOnlyList<ChatTurn>, IReadOnlyList<long>> _template;
 
-        /// <summary>The template makes a prompt of a talk, as the bundle's chat_template does in Jinja.</summary>
+        /// <summary>The template renders the prompt of a conversation, as the bundle's chat_template does in Jinja.</summary>
         public SpeculativeChatClient(
             SpeculativeSession session, Func<IReadOnlyList<ChatTurn>, IReadOnlyList<long>> template)
         {
@@ -46,12 +46,12 @@ namespace SpecEdge
             _template = template;
         }
 
-        /// <summary>A template for models that only go on with a text: the turns, a line each.</summary>
+        /// <summary>A template for models that only continue text: one line per turn.</summary>
         public static Func<IReadOnlyList<ChatTurn>, IReadOnlyList<long>> Lines(SpeculativeSession session) =>
             turns => session.Encode(string.Concat(turns.Select(turn => turn.Text + "\n")));
 
-        /// <summary>ChatML, the template of Qwen and others. Its marks are token ids: no text can spell them.</summary>
-        /// <remarks>For tokenizers that add no token to a text, as those of these models do not.</remarks>
+        /// <summary>ChatML, the format of Qwen and others. Control tokens are token ids, so no text can imitate them.</summary>
+        /// <remarks>For tokenizers that add no special tokens to a text, as in these models.</remarks>
         public static Func<IReadOnlyList<ChatTurn>, IReadOnlyList<long>> ChatMl(
             SpeculativeSession session, string start = "<|im_start|>", string end = "<|im_end|>")
         {

@@ -3,32 +3,32 @@ using System.Collections.Generic;
 
 namespace SpecEdge
 {
-    /// <summary>How a text is written. Greedy unless there is a temperature.</summary>
+    /// <summary>Sampling options; greedy by default.</summary>
     public sealed class GenerationOptions
     {
         public int MaxNewTokens { get; set; } = 64;
 
-        /// <summary>0 takes the likeliest token, and the filters are then unused.</summary>
+        /// <summary>0 is greedy; filters are then unused.</summary>
         public float Temperature { get; set; }
 
-        /// <summary>Draws from the likeliest tokens only; 0 is off.</summary>
+        /// <summary>Samples from the k likeliest tokens; 0 is off.</summary>
         public long TopK { get; set; }
 
-        /// <summary>Draws from the likeliest tokens whose probabilities reach this; 1 is off.</summary>
+        /// <summary>Samples from the smallest set of tokens with total probability p; 1 is off.</summary>
         public double TopP { get; set; } = 1;
 
-        /// <summary>Drops tokens less likely than this share of the likeliest; 0 is off.</summary>
+        /// <summary>Minimum probability relative to the likeliest token; 0 is off.</summary>
         public float MinP { get; set; }
 
-        /// <summary>Makes tokens of the text less likely, by division; 1 is off.</summary>
+        /// <summary>Penalty for tokens in the prompt or output; 1 is off.</summary>
         public float RepetitionPenalty { get; set; } = 1;
 
-        /// <summary>The same seed draws the same text again.</summary>
+        /// <summary>Random seed; the same seed gives the same text.</summary>
         public ulong Seed { get; set; }
 
         internal void Check()
         {
-            // Written so that NaN is refused, too.
+            // These conditions are false for NaN.
             Require(MaxNewTokens >= 1, "max-new-tokens must be at least 1", MaxNewTokens);
             Require(Temperature >= 0 && Temperature <= float.MaxValue, "temperature must be at least 0", Temperature);
             Require(TopK >= 0, "top-k must be at least 0", TopK);
@@ -45,7 +45,7 @@ namespace SpecEdge
         }
     }
 
-    /// <summary>What one round wrote: drafted tokens that were accepted, then one of the target.</summary>
+    /// <summary>Output of a round: accepted draft tokens, then one token of the target.</summary>
     public sealed class Round
     {
         internal Round(IReadOnlyList<long> tokens, int numAccepted)

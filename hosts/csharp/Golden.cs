@@ -5,15 +5,15 @@ using System.Linq;
 
 namespace SpecEdge
 {
-    /// <summary>Writes the texts of golden.json again, which shows that this machine runs a bundle rightly.</summary>
+    /// <summary>Replays the conformance vectors of golden.json.</summary>
     internal static class Golden
     {
-        /// <summary>Says a line a transcript, and gives the number of those that differ.</summary>
+        /// <summary>Prints a line per transcript and returns the number of differences.</summary>
         internal static int Replay(string folder, TextWriter output)
         {
             Bundle bundle = Bundle.Read(folder);
             if (bundle.Golden == null)
-                throw new InvalidDataException($"{folder} has no golden transcripts; run `specedge embed --bundle {folder}`");
+                throw new InvalidDataException($"{folder} has no conformance vectors; run `specedge embed --bundle {folder}`");
             bundle.Open(bundle.Golden);
             IReadOnlyList<JsonValue> transcripts = JsonValue.Read(folder, bundle.Golden)["transcripts"].Items;
             int differing = 0;

@@ -1,4 +1,4 @@
-// Reads JSON strictly, in .NET and in Mono, which has no reader without packages.
+// Strict JSON reader for .NET and Mono, which has none without packages.
 using System;
 using System.Collections.Generic;
 using System.Globalization;
@@ -8,7 +8,7 @@ using System.Text.RegularExpressions;
 
 namespace SpecEdge
 {
-    /// <summary>A value in a JSON file. What is asked of it and not there is an InvalidDataException.</summary>
+    /// <summary>A value in a JSON file. Missing keys and wrong types raise an InvalidDataException.</summary>
     public sealed class JsonValue
     {
         private readonly string _place;
@@ -41,7 +41,7 @@ namespace SpecEdge
         private T As<T>(string wanted) => _value is T ? (T)_value : throw new InvalidDataException(
             $"{_place} must be {wanted}; the bundle may be damaged, or of another format");
 
-        /// <summary>The value that a file holds. Its path is relative to the folder.</summary>
+        /// <summary>Reads a file, given by its path relative to the folder.</summary>
         public static JsonValue Read(string folder, string file)
         {
             try
@@ -56,7 +56,7 @@ namespace SpecEdge
         }
     }
 
-    /// <summary>A reader by recursive descent (RFC 8259); a FormatException says where it stopped.</summary>
+    /// <summary>Recursive descent parser (RFC 8259); a FormatException has the position.</summary>
     internal sealed class JsonReader
     {
         private const int MaxDepth = 100;
@@ -83,7 +83,7 @@ namespace SpecEdge
         private JsonValue ReadValue(string place, int depth)
         {
             if (depth > MaxDepth)
-                throw new FormatException("it is nested too deeply");
+                throw new FormatException("nested too deeply");
             char next = Peek();
             if (next == '{')
                 return new JsonValue(place, ReadObject(place, depth));
@@ -113,7 +113,7 @@ namespace SpecEdge
                 string key = ReadText();
                 Take(':');
                 if (members.ContainsKey(key))
-                    throw new FormatException($"'{key}' is there twice in {place}");
+                    throw new FormatException($"'{key}' occurs twice in {place}");
                 members[key] = ReadValue(depth == 0 ? $"{place}: '{key}'" : $"{place} '{key}'", depth + 1);
             }
             return members;
@@ -127,7 +127,7 @@ namespace SpecEdge
             return items;
         }
 
-        /// <summary>Whether a list or object ends here; takes what is between its entries if not.</summary>
+        /// <summary>Returns true at the end of a list or object; otherwise skips the separator.</summary>
         private bool Ends(char end, bool first)
         {
             if (first)

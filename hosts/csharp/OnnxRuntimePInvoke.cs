@@ -1,11 +1,10 @@
-// The part of Microsoft.ML.OnnxRuntime that a host needs, by P/Invoke: for Mono, and wherever that package cannot
-// be had. Compile this file in place of a reference to the package; the rest of the host stays as it is. It needs
-// the /unsafe switch, C# 7 and nothing else.
+// The part of Microsoft.ML.OnnxRuntime that a host needs, by P/Invoke, for Mono and where the package is not
+// available. Compile this file instead of referencing the package. It needs the /unsafe switch and C# 7.
 //
-// Names and meanings are those of the package. ONNX Runtime's C API is a table of functions that only ever grows
-// at its end, so that a function's place in it (struct OrtApi of onnxruntime_c_api.h) never changes.
+// Names and semantics are those of the package. ONNX Runtime's C API is a table of functions that only grows at its
+// end, so the index of a function (struct OrtApi of onnxruntime_c_api.h) never changes.
 //
-// The library is what SPECEDGE_ONNXRUNTIME names, else `onnxruntime` where the system finds it.
+// The library is the file SPECEDGE_ONNXRUNTIME, else `onnxruntime` in the system's search path.
 using System;
 using System.Buffers;
 using System.Collections.Concurrent;
@@ -29,7 +28,7 @@ namespace Microsoft.ML.OnnxRuntime
         internal OnnxRuntimeException(string message) : base(message) { }
     }
 
-    /// <summary>Where functions are in struct OrtApi.</summary>
+    /// <summary>Indices of functions in struct OrtApi.</summary>
     internal enum Place
     {
         GetErrorMessage = 2, CreateEnv = 3, CreateSession = 7, Run = 9, CreateSessionOptions = 10,
@@ -43,10 +42,10 @@ namespace Microsoft.ML.OnnxRuntime
         BindInput = 136, BindOutput = 137, RegisterCustomOpsLibrary_V2 = 228,
     }
 
-    /// <summary>The table of functions.</summary>
+    /// <summary>Table of functions.</summary>
     internal static class Native
     {
-        private const uint Api = 17;  // all that is used here is in the table of ONNX Runtime 1.17
+        private const uint Api = 17;  // the table of ONNX Runtime 1.17 has all functions used here
 
         internal delegate IntPtr GetBase();
         internal delegate IntPtr GetApi(uint version);
@@ -86,7 +85,7 @@ namespace Microsoft.ML.OnnxRuntime
                 throw new NotSupportedException($"ONNX Runtime {Version} is older than 1.{Api}");
         }
 
-        /// <summary>The function at a place of the table.</summary>
+        /// <summary>Returns the function at an index of the table.</summary>
         internal static T At<T>(Place place) => (T)(object)Found.GetOrAdd(
             place, at => (Delegate)(object)Function<T>(Marshal.ReadIntPtr(Table, (int)at * IntPtr.Size)));
 
@@ -99,7 +98,7 @@ namespace Microsoft.ML.OnnxRuntime
             throw new OnnxRuntimeException(message);
         }
 
-        /// <summary>A path for C: in UTF-16 on Windows, else in UTF-8.</summary>
+        /// <summary>Encodes a path: UTF-16 on Windows, else UTF-8.</summary>
         internal static byte[] Path(string path) => (IsWindows ? Encoding.Unicode : Encoding.UTF8).GetBytes(path + "\0");
 
         private static IntPtr Base()
@@ -120,7 +119,7 @@ namespace Microsoft.ML.OnnxRuntime
         [DllImport("libdl.so.2", EntryPoint = "dlsym")] private static extern IntPtr Symbol(IntPtr library, string name);
     }
 
-    /// <summary>Something of ONNX Runtime's that is released once, at the latest by the garbage collector.</summary>
+    /// <summary>A native object, released once, at the latest by the garbage collector.</summary>
     public abstract class NativeThing : SafeHandle
     {
         private readonly Native.Release _release;
@@ -200,7 +199,7 @@ namespace Microsoft.ML.OnnxRuntime
             Native.Check(Native.At<Native.Create>(Place.CreateRunOptions)(out handle));
     }
 
-    /// <summary>A tensor: in memory of ONNX Runtime, or over managed memory, which it pins.</summary>
+    /// <summary>A tensor in native memory, or over pinned managed memory.</summary>
     public sealed unsafe class OrtValue : NativeThing
     {
         private static readonly Dictionary<Type, TensorElementType> Types = new Dictionary<Type, TensorElementType>
@@ -230,7 +229,7 @@ namespace Microsoft.ML.OnnxRuntime
             where T : struct
         {
             if (!Types.TryGetValue(typeof(T), out TensorElementType type))
-                throw new NotSupportedException($"there is no tensor of {typeof(T)}");
+                throw new NotSupportedException($"unsupported tensor type {typeof(T)}");
             int size = type == TensorElementType.Bool ? 1 : type == TensorElementType.Float ? 4 : 8;
             MemoryHandle pinned = memory.Pin();
             IntPtr status = Native.At<Native.CreateOver>(Place.CreateTensorWithDataAsOrtValue)(

@@ -1,4 +1,4 @@
-// What ONNX Runtime has to be told so that a bundle's graphs give what they gave when it was made.
+// Session options that a bundle's graphs need to reproduce the results of the export.
 using System;
 using System.Collections.Generic;
 using System.IO;
@@ -10,7 +10,7 @@ namespace SpecEdge
 {
     internal static class OnnxRuntimeSettings
     {
-        // Changes no bit where there is VNNI, and takes long passes twice the time ("Bytes" in docs/bundle.md).
+        // Changes no bit on processors with VNNI and doubles the time of long passes there (op sets in docs/bundle.md).
         private const string SlowBytes = "session.x64quantprecision";
 
         /// <summary>Options for the graphs of a bundle's models.</summary>
@@ -28,7 +28,7 @@ namespace SpecEdge
             return options;
         }
 
-        /// <summary>Options for `encode` and `decode`, which are of operators of ONNX Runtime Extensions.</summary>
+        /// <summary>Options for `encode` and `decode`, which use operators of ONNX Runtime Extensions.</summary>
         internal static SessionOptions ForText()
         {
             var options = new SessionOptions { LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR };
@@ -36,7 +36,7 @@ namespace SpecEdge
             try
             {
                 if (string.IsNullOrEmpty(library))
-                    options.RegisterOrtExtensions();  // of the NuGet package Microsoft.ML.OnnxRuntime.Extensions
+                    options.RegisterOrtExtensions();  // from the NuGet package Microsoft.ML.OnnxRuntime.Extensions
                 else
                     options.RegisterCustomOpLibrary(library);
                 return options;

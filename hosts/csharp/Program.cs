@@ -1,4 +1,4 @@
-// The console program: text, or a talk line by line, or token ids, or a replay of golden transcripts.
+// Console program: text, an interactive conversation, token ids, or a replay of conformance vectors.
 using System;
 using System.Collections.Generic;
 using System.IO;
@@ -10,7 +10,7 @@ namespace SpecEdge
 {
     internal static class Program
     {
-        private const int Interrupted = 130;  // what a shell expects of a program that Ctrl-C ended
+        private const int Interrupted = 130;  // exit status of programs ended by Ctrl-C
         private static CancellationTokenSource _running = new CancellationTokenSource();
 
         private static int Main(string[] arguments)
@@ -23,7 +23,7 @@ namespace SpecEdge
             }
             Console.CancelKeyPress += (sender, pressed) =>
             {
-                pressed.Cancel = true;  // the round ends first, and then all is freed
+                pressed.Cancel = true;  // the round ends first, and then memory is released
                 _running.Cancel();
             };
             try
@@ -39,7 +39,7 @@ namespace SpecEdge
             catch (Exception e)
             {
                 while (e is TypeInitializationException && e.InnerException != null)
-                    e = e.InnerException;  // where ONNX Runtime's library cannot be loaded
+                    e = e.InnerException;  // ONNX Runtime's library cannot be loaded
                 string what = e is DllNotFoundException ? "ONNX Runtime's library is missing; README.md says where it is looked for: " : "";
                 Console.Error.WriteLine($"error: {what}{e.Message.Split('\n')[0].TrimEnd()}");
                 return 1;
@@ -62,7 +62,7 @@ namespace SpecEdge
             return 0;
         }
 
-        /// <summary>Each line is a turn, which goes on from the caches. Ctrl-C ends the turn alone.</summary>
+        /// <summary>Each line is a turn that reuses the caches. Ctrl-C ends only the turn.</summary>
         private static void Talk(SpeculativeSession session, GenerationOptions options, TextWriter output)
         {
             var input = new StreamReader(Console.OpenStandardInput(), new UTF8Encoding(false));

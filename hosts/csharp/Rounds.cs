@@ -1,4 +1,4 @@
-// A round of drafting, verifying and accepting, as docs/hosts.md has it: in one graph or in three.
+// A round of drafting, verifying and accepting (docs/hosts.md), in one graph or in three.
 using System;
 using System.Collections.Generic;
 using System.IO;
@@ -8,12 +8,12 @@ using Microsoft.ML.OnnxRuntime.Tensors;
 
 namespace SpecEdge
 {
-    /// <summary>The memory that graphs of a round read and write, allocated once.</summary>
+    /// <summary>Memory of the inputs and outputs of a round, allocated once.</summary>
     internal sealed class RoundMemory : IDisposable
     {
         internal readonly int NumDraftTokens;  // K
-        internal readonly long[] Allowed = new long[1];  // n, how many of the K may be accepted
-        internal int DraftStart;  // where in the text the draft's cache begins
+        internal readonly long[] Allowed = new long[1];  // n, draft tokens that may be accepted
+        internal int DraftStart;  // position in the text at which the draft's cache begins
         internal readonly long[] DraftLength = new long[1];
         internal readonly long[] TargetLength = new long[1];
         internal readonly float[] Temperature = new float[1];
@@ -51,26 +51,26 @@ namespace SpecEdge
             };
         }
 
-        /// <summary>The small inputs, by role.</summary>
+        /// <summary>Small inputs, by role.</summary>
         internal IReadOnlyDictionary<string, OrtValue> Inputs => _inputs;
 
-        /// <summary>The buffer of a cache, zeroed when it is first asked for, outside of managed memory.</summary>
+        /// <summary>Returns the buffer of a cache in native memory, zeroed on first use.</summary>
         internal OrtValue Cache(TensorEntry entry, string model)
         {
             string name = model + entry.Buffer;
             if (_caches.TryGetValue(name, out OrtValue cache))
                 return cache;
             if (entry.Type != "float32")
-                throw new InvalidDataException($"cache {name} is of {entry.Type}, this host has float32 alone");
+                throw new InvalidDataException($"cache {name} has type {entry.Type}; this host supports float32 only");
             cache = OrtValue.CreateAllocatedTensorValue(OrtAllocator.DefaultInstance, TensorElementType.Float, entry.Shape);
-            cache.GetTensorMutableDataAsSpan<float>().Clear();  // what no pass wrote must be finite
+            cache.GetTensorMutableDataAsSpan<float>().Clear();  // unwritten rows must be finite
             return _caches[name] = cache;
         }
 
         internal IRound Open(Bundle bundle, SessionOptions options) =>
             bundle.IsFused ? (IRound)new FusedRound(bundle, this, options) : new SplitRound(bundle, this, options);
 
-        /// <summary>Takes the settings of a text, and its prompt's tokens as those that are in it.</summary>
+        /// <summary>Sets the options, and marks the prompt's tokens as seen.</summary>
         internal void Set(GenerationOptions options, IEnumerable<long> prompt)
         {
             Temperature[0] = options.Temperature;
@@ -83,7 +83,7 @@ namespace SpecEdge
                 Seen[token] = true;
         }
 
-        /// <summary>Where in the text the draft's cache begins, and how many rows of the caches count.</summary>
+        /// <summary>Sets the start of the draft's cache and the valid rows of both caches.</summary>
         internal void SetLengths(int draftStart, int draft, int target)
         {
             DraftStart = draftStart;
@@ -91,14 +91,14 @@ namespace SpecEdge
             TargetLength[0] = target;
         }
 
-        /// <summary>A tensor that lives as long as this memory.</summary>
+        /// <summary>Creates a tensor that lives as long as this object.</summary>
         internal OrtValue Keep(OrtValue value)
         {
             _kept.Add(value);
             return value;
         }
 
-        /// <summary>A row of tokens for one run.</summary>
+        /// <summary>Creates a tensor of tokens for one run.</summary>
         internal static OrtValue Row(IEnumerable<long> tokens)
         {
             long[] row = tokens.ToArray();
@@ -112,13 +112,13 @@ namespace SpecEdge
         }
     }
 
-    /// <summary>The graphs of a round. Both calls read the text from the lengths in the memory on.</summary>
+    /// <summary>Graphs of a round. Both calls read the text from the cache lengths on.</summary>
     internal interface IRound : IDisposable
     {
-        /// <summary>Fills the caches with the text up to a place, and draws nothing.</summary>
+        /// <summary>Fills the caches with the text up to a position, without sampling.</summary>
         void Read(List<long> text, int end);
 
-        /// <summary>Drafts, verifies and accepts: gives the next tokens and how many were accepted.</summary>
+        /// <summary>Drafts, verifies and accepts; returns the next tokens and the number accepted.</summary>
         void Run(List<long> text);
     }
 
@@ -166,10 +166,10 @@ namespace SpecEdge
     {
         private readonly RoundMemory _memory;
         private readonly BoundGraph _draft, _target, _accept;
-        private readonly bool[] _seen;  // with the drafted tokens
+        private readonly bool[] _seen;  // including drafted tokens
         private readonly double[] _uniform = new double[1];
         private readonly long[] _token = new long[1], _drafted, _from = new long[1];
-        private readonly OrtValue[] _weights;  // a row for each drafted token
+        private readonly OrtValue[] _weights;  // one row per drafted token
         private readonly OrtValue _lastLogits, _logits;
 
         internal SplitRound(Bundle bundle, RoundMemory memory, SessionOptions options)
@@ -243,7 +243,7 @@ namespace SpecEdge
                 graph?.Dispose();
         }
 
-        /// <summary>Feeds the draft, and draws the token that follows with random number i.</summary>
+        /// <summary>Runs a draft step and samples the next token with random number i.</summary>
         private void Draft(List<long> fed, int i)
         {
             _uniform[0] = _memory.Uniforms[i];
@@ -255,7 +255,7 @@ namespace SpecEdge
             }
         }
 
-        /// <summary>Feeds the target, and asks for the logits of the last rows.</summary>
+        /// <summary>Runs the target and computes the logits of the last rows.</summary>
         private void Verify(List<long> fed, int rows, OrtValue logits)
         {
             _from[0] = fed.Count - rows;

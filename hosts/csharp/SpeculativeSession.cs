@@ -1,5 +1,5 @@
-// Text from a bundle, by speculative decoding: the class to take into an app. There is no sampling in it,
-// which is all in the bundle's graphs; docs/hosts.md has the loop.
+// Speculative decoding of a bundle: the class to use in an application. Sampling is part of the bundle's graphs;
+// docs/hosts.md specifies the loop.
 using System;
 using System.Collections.Generic;
 using System.Linq;
@@ -8,27 +8,27 @@ using Microsoft.ML.OnnxRuntime;
 
 namespace SpecEdge
 {
-    /// <summary>A bundle's models with their caches, which hold one text.</summary>
+    /// <summary>A bundle's models with the caches of one text.</summary>
     /// <remarks>
-    /// A prompt that begins as that text does goes on from the caches: give the whole of it, such as
+    /// A prompt reuses the caches for its common prefix with that text; pass all of it, such as
     /// <c>session.Generate(session.Tokens.Concat(session.Encode("more")).ToArray())</c>. Any thread may use a
-    /// session; a text that another was begun after ends with an InvalidOperationException.
+    /// session; starting another text ends the previous one with an InvalidOperationException.
     /// </remarks>
     public sealed partial class SpeculativeSession : IDisposable
     {
-        private const int MaxRead = 256;  // tokens of a prompt in one run, which bounds its memory
+        private const int MaxRead = 256;  // prompt tokens per run; limits memory
 
         private readonly object _gate = new object();  // held while graphs run
         private readonly RoundMemory _memory;
         private readonly IRound _round;
         private readonly TextGraphs _graphs;
         private List<long> _text = new List<long>();
-        private int _draftStart;  // where in the text the draft's cache begins
-        private int _draftLength, _targetLength;  // how many rows of the caches count
+        private int _draftStart;  // position in the text at which the draft's cache begins
+        private int _draftLength, _targetLength;  // valid rows of the caches
         private int _turn;
         private bool _disposed;
 
-        /// <summary>Opens a bundle. K is its own number of draft tokens a round, if none is given.</summary>
+        /// <summary>Opens a bundle with K draft tokens per round, by default its own K.</summary>
         public SpeculativeSession(string folder, int numDraftTokens = 0)
         {
             Bundle = Bundle.Read(folder);
@@ -51,18 +51,18 @@ namespace SpecEdge
 
         public int NumDraftTokens { get; }
 
-        /// <summary>The last prompt and what was written after it.</summary>
+        /// <summary>The last prompt and the tokens generated after it.</summary>
         public IReadOnlyList<long> Tokens => Locked(() => _text.ToArray());
 
-        /// <summary>How many tokens of the last prompt were in the caches already.</summary>
+        /// <summary>Number of tokens of the last prompt that were reused from the caches.</summary>
         public int NumReused { get; private set; }
 
-        /// <summary>Continues a prompt, in pieces of text as they come.</summary>
+        /// <summary>Continues a prompt and streams text.</summary>
         public IEnumerable<string> Generate(
             string prompt, GenerationOptions options = null, CancellationToken cancellation = default(CancellationToken)) =>
             Generate(Encode(prompt), options, cancellation);
 
-        /// <summary>Continues a prompt of tokens, in text. Cancelling throws an OperationCanceledException after a round.</summary>
+        /// <summary>Continues a prompt of tokens and streams text. Cancellation throws an OperationCanceledException after a round.</summary>
         public IEnumerable<string> Generate(
             IReadOnlyList<long> prompt, GenerationOptions options = null, CancellationToken cancellation = default(CancellationToken))
         {
@@ -70,7 +70,7 @@ namespace SpecEdge
             return TextGraphs.Pieces(Rounds(prompt, options, cancellation).Select(round => Decode(round.Tokens)));
         }
 
-        /// <summary>Continues a prompt of tokens, in tokens.</summary>
+        /// <summary>Continues a prompt of tokens and streams tokens.</summary>
         public IEnumerable<Round> Rounds(
             IReadOnlyList<long> prompt, GenerationOptions options = null, CancellationToken cancellation = default(CancellationToken))
         {
@@ -80,13 +80,13 @@ namespace SpecEdge
             return Run(prompt.ToList(), options, cancellation);
         }
 
-        /// <summary>The tokens of a text, none of which is a control token, whatever the text spells.</summary>
+        /// <summary>Encodes a text; text that spells a control token is encoded as text.</summary>
         public long[] Encode(string text) => Locked(() => _graphs.Encode(text));
 
-        /// <summary>The UTF-8 of tokens, which may end in the middle of a character.</summary>
+        /// <summary>Decodes tokens to UTF-8, which may end inside a character.</summary>
         public byte[] Decode(IEnumerable<long> tokens) => Locked(() => _graphs.Decode(tokens));
 
-        /// <summary>Frees models and caches, once a round that runs has ended.</summary>
+        /// <summary>Releases models and caches after the current round.</summary>
         public void Dispose()
         {
             lock (_gate)
@@ -108,7 +108,7 @@ namespace SpecEdge
                 yield return Locked(() =>
                 {
                     if (turn != _turn)
-                        throw new InvalidOperationException("another text was begun on this session");
+                        throw new InvalidOperationException("another text was started on this session");
                     int most = PlaceDraft();
                     for (int read; text.Count - (read = Math.Min(_draftStart + _draftLength, _targetLength)) > MaxRead; Read(read + MaxRead))
                         cancellation.ThrowIfCancellationRequested();
@@ -121,7 +121,7 @@ namespace SpecEdge
             while (text.Count < limit && !Bundle.EndTokens.Contains(text.Last()));
         }
 
-        /// <summary>Takes a text in place of the last one, and keeps the rows of what both begin with.</summary>
+        /// <summary>Replaces the text and keeps the cache rows of the common prefix.</summary>
         private int Begin(List<long> text, GenerationOptions options)
         {
             int common = 0;
@@ -134,7 +134,7 @@ namespace SpecEdge
             return ++_turn;
         }
 
-        /// <summary>Lets a draft of a shorter context begin anew where docs/bundle.md has it, and gives how much it may draft.</summary>
+        /// <summary>Restarts a draft with a shorter context (docs/bundle.md) and returns how many tokens it may draft.</summary>
         private int PlaceDraft()
         {
             int context = Bundle.DraftContextLength, step = context - context / 2;
@@ -145,7 +145,7 @@ namespace SpecEdge
             return start + context - _text.Count + 1;
         }
 
-        /// <summary>Fills the caches up to a place in the prompt.</summary>
+        /// <summary>Fills the caches up to a position in the prompt.</summary>
         private void Read(int end)
         {
             _memory.SetLengths(_draftStart, _draftLength, _targetLength);
@@ -154,7 +154,7 @@ namespace SpecEdge
             _targetLength = Math.Max(_targetLength, end);
         }
 
-        /// <summary>Runs a round for a text that wants so many tokens more, of which at most so many may be drafted.</summary>
+        /// <summary>Runs a round for at most `wanted` tokens.</summary>
         private Round Next(int wanted, int most)
         {
             int before = _text.Count;
@@ -162,7 +162,7 @@ namespace SpecEdge
             _memory.SetLengths(_draftStart, _draftLength, _targetLength);
             _memory.Allowed[0] = Math.Min(Math.Min(NumDraftTokens, most), greedy ? wanted - 1 : wanted);
             _round.Run(_text);
-            // What goes beyond the limit or an end token is cut off.
+            // Tokens beyond the limit or an end token are dropped.
             int accepted = (int)_memory.NumAccepted[0];
             List<long> tokens = _memory.NextTokens.Take(Math.Min(accepted + 1, wanted)).ToList();
             int end = tokens.FindIndex(Bundle.EndTokens.Contains);

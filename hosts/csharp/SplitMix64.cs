@@ -1,9 +1,9 @@
 namespace SpecEdge
 {
-    /// <summary>Random number i of a seed is a function of both (Steele, Lea and Flood 2014).</summary>
+    /// <summary>Counter-based random numbers (Steele, Lea and Flood 2014).</summary>
     internal static class SplitMix64
     {
-        /// <summary>Takes the numbers of a seed from one on, each at least 0 and below 1.</summary>
+        /// <summary>Fills a span with consecutive random numbers in [0, 1).</summary>
         internal static void Fill(double[] numbers, ulong seed, ulong first)
         {
             unchecked

@@ -6,10 +6,10 @@ using Microsoft.ML.OnnxRuntime;
 
 namespace SpecEdge
 {
-    /// <summary>`encode.onnx` and `decode.onnx`: tokens from text and back.</summary>
+    /// <summary>Tokenizer graphs `encode.onnx` and `decode.onnx`.</summary>
     internal sealed class TextGraphs : IDisposable
     {
-        private static readonly Encoding Utf8 = new UTF8Encoding(false, true);  // half a surrogate pair is refused
+        private static readonly Encoding Utf8 = new UTF8Encoding(false, true);  // unpaired surrogates are refused
 
         private readonly Bundle _bundle;
         private readonly RunOptions _run = new RunOptions();
@@ -20,7 +20,7 @@ namespace SpecEdge
             _bundle = bundle;
         }
 
-        /// <summary>Opens the graphs, which need ONNX Runtime Extensions, where text is asked for first.</summary>
+        /// <summary>Opens the graphs, which need ONNX Runtime Extensions, on first use.</summary>
         private void Require()
         {
             _bundle.RequireText();
@@ -37,7 +37,7 @@ namespace SpecEdge
         {
             Require();
             if (text.IndexOf('\0') >= 0)
-                throw new ArgumentException("the prompt has a NUL character, which cannot be encoded; take it out");
+                throw new ArgumentException("the prompt contains a NUL character, which cannot be encoded; remove it");
             using (OrtValue value = OrtValue.CreateTensorWithEmptyStrings(OrtAllocator.DefaultInstance, new long[] { 1 }))
             {
                 value.StringTensorSetElementAt(new ReadOnlySpan<byte>(Utf8.GetBytes(text)), 0);
@@ -47,12 +47,12 @@ namespace SpecEdge
             }
         }
 
-        /// <summary>The UTF-8 of tokens, which may begin and end in the middle of a character.</summary>
+        /// <summary>Decodes tokens to UTF-8, which may begin or end inside a character.</summary>
         internal byte[] Decode(IEnumerable<long> tokens)
         {
             Require();
             var bytes = new List<byte>();
-            foreach (long token in tokens)  // each by itself: one of NUL ends a text
+            foreach (long token in tokens)  // one by one: NUL truncates a text
             {
                 using (OrtValue value = OrtValue.CreateTensorValueFromMemory(new[] { token }, new long[] { 1 }))
                 using (var found = _decode.Run(_run, new Dictionary<string, OrtValue> { ["tokens"] = value }, new[] { "text" }))
@@ -61,7 +61,7 @@ namespace SpecEdge
             return bytes.ToArray();
         }
 
-        /// <summary>Text as it comes: what ends in the middle of a character waits for the next tokens.</summary>
+        /// <summary>Streaming decoder that holds incomplete characters back.</summary>
         internal static IEnumerable<string> Pieces(IEnumerable<byte[]> parts)
         {
             Decoder decoder = Encoding.UTF8.GetDecoder();

@@ -1,12 +1,12 @@
-/** A bundle's manifest and files, checked: docs/bundle.md. */
+/** Reads and verifies a bundle's manifest and files: docs/bundle.md. */
 import { createHash } from 'node:crypto';
 import { readFile, stat } from 'node:fs/promises';
 import { join } from 'node:path';
 
 const FORMATS = [8, 9];
-const HASHED = 8 * 2 ** 20; // bytes; a larger file is known by its size alone
+const HASHED = 8 * 2 ** 20; // bytes; of larger files only the size is checked
 
-/** The manifest of a bundle whose files are all as it says. */
+/** Read the manifest of a bundle and verify all files. */
 export async function readBundle(folder) {
   const text = await readFile(join(folder, 'bundle.json'), 'utf8').catch((error) => {
     throw new Error(`${error.message}; give the folder of a bundle`, { cause: error });

@@ -1,5 +1,5 @@
 #!/usr/bin/env node
-/** The host's command line: README.md. */
+/** Command line of the host: README.md. */
 import { readFile } from 'node:fs/promises';
 import { join } from 'node:path';
 import { isDeepStrictEqual, parseArgs } from 'node:util';
@@ -31,7 +31,7 @@ function number(name, text) {
   return Number(text);
 }
 
-/** A message with the names of options in place of those of settings, as --top-k of topK. */
+/** Replace names of settings in a message by options, such as topK by --top-k. */
 function inOptions(message) {
   const names = Object.keys(OPTIONS).map((name) => [name, settingOf(name)]);
   const [name] = names.find(([, setting]) => message.startsWith(`${setting} must be`)) ?? [];
@@ -41,11 +41,11 @@ function inOptions(message) {
 const settingOf = (name) => name.replace(/-./g, ([, letter]) => letter.toUpperCase());
 
 function seedOf(text) {
-  if (!/^-?\d+$/.test(text)) throw new Error(`--seed takes a whole number, got "${text}"`);
+  if (!/^-?\d+$/.test(text)) throw new Error(`--seed takes an integer, got "${text}"`);
   return BigInt(text);
 }
 
-/** What generate() takes, of the command line's options. */
+/** Settings of generate() from the command line's options. */
 function settingsOf({ seed, ids, golden, 'num-draft-tokens': k, ...values }) {
   const settings = seed === undefined ? {} : { seed: seedOf(seed) };
   for (const [name, text] of Object.entries(values)) {
@@ -73,7 +73,7 @@ async function write(folder, prompt, values, signal) {
   }
 }
 
-/** Replay all transcripts, with a host for each K: whether all are the same. */
+/** Replay all transcripts, with a host for each K; return true if all match. */
 async function replayAll(folder, signal) {
   const { transcripts } = JSON.parse(await readFile(join(folder, 'golden.json'), 'utf8'));
   let isRight = transcripts.length > 0;
@@ -93,7 +93,7 @@ async function replayAll(folder, signal) {
   return isRight;
 }
 
-/** What of a transcript a host writes otherwise. */
+/** Return the first difference from a transcript. */
 async function difference(host, transcript, signal) {
   const found = { prompt_tokens: await host.encode(transcript.prompt) };
   Object.assign(found, { tokens: [], num_accepted: [], text: '' });

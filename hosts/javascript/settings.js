@@ -1,4 +1,4 @@
-/** What a caller may ask for, and the random numbers of a seed. */
+/** Validation of settings, and random numbers. */
 import ort from 'onnxruntime-node';
 
 export const tensor = (type, values, dims = [values.length]) => new ort.Tensor(type, values, dims);
@@ -8,12 +8,12 @@ const [TINY, HUGE] = [1e-37, 3e38]; // as float32 neither 0 nor infinite
 
 export function check(name, value, least, most, isWhole = true) {
   if (!(value >= least && value <= most) || (isWhole && !Number.isInteger(value))) {
-    const kind = isWhole ? 'a whole number' : 'a number';
+    const kind = isWhole ? 'an integer' : 'a number';
     throw new RangeError(`${name} must be ${kind} from ${least} to ${most}, got ${value}`);
   }
 }
 
-/** Settings as the graph takes them. */
+/** Return the inputs of the graph for the settings. */
 export function settingsOf({
   temperature = 0,
   topK = 0,
@@ -22,7 +22,7 @@ export function settingsOf({
   repetitionPenalty = 1,
   ...others
 }) {
-  for (const name of Object.keys(others)) throw new TypeError(`there is no setting ${name}`);
+  for (const name of Object.keys(others)) throw new TypeError(`unknown setting ${name}`);
   check('temperature', temperature, 0, HUGE, false);
   check('topK', topK, 0, Number.MAX_SAFE_INTEGER);
   check('topP', topP, TINY, 1, false);
@@ -37,7 +37,7 @@ export function settingsOf({
   };
 }
 
-/** A function that gives the next random number of a seed: splitmix64. */
+/** Return a function that returns the next random number of a seed (splitmix64). */
 export function uniforms(seed) {
   let state = BigInt.asUintN(64, BigInt(seed));
   return () => {

@@ -1,12 +1,12 @@
-/** Text from a specedge bundle: docs/hosts.md. There is no sampling here, only random numbers. */
+/** Speculative decoding of a specedge bundle (docs/hosts.md); sampling is part of the graphs. */
 import { join } from 'node:path';
 import ort from 'onnxruntime-node';
 import { readBundle } from './bundle.js';
 import { check, ints, settingsOf, tensor, uniforms } from './settings.js';
 import { Text } from './text.js';
 
-const PIECE = 256; // tokens of a long prompt that are fed at once
-/** Memory of zeros for each cache, with its names as an input and as the last output. */
+const PIECE = 256; // tokens of a long prompt per pass
+/** Allocate zeroed caches, with the names of their input and last output. */
 function cachesOf({ inputs, outputs }) {
   const caches = inputs.filter(({ buffer }) => buffer);
   return caches.map(({ name, buffer, shape }) => ({
@@ -16,19 +16,19 @@ function cachesOf({ inputs, outputs }) {
   }));
 }
 
-/** One text at a time. What a prompt shares with the text before it is not computed again. */
+/** Generates one text at a time; a prompt reuses the caches for its common prefix with the last text. */
 export class SpecedgeHost {
   #bundle;
   #text;
   #session;
-  #k; // draft tokens a round
-  #caches; // names of input and output, and the tensor that was the last output
-  #tokens = []; // of the last text
-  #draftLength = 0; // how many rows of the draft's caches count, and of the target's
+  #k; // draft tokens per round
+  #caches; // names of input and output, and the current tensor
+  #tokens = []; // tokens of the last text
+  #draftLength = 0; // valid rows of the draft's caches, and of the target's below
   #targetLength = 0;
   #isBusy = false;
 
-  /** Open a bundle to draft `numDraftTokens` tokens a round, or as many as it says. */
+  /** Open a bundle with `numDraftTokens` draft tokens per round, by default its own K. */
   static async open(folder, { numDraftTokens } = {}) {
     const host = new SpecedgeHost();
     const { hosts, files, tokenizer } = (host.#bundle = await readBundle(folder));
@@ -54,20 +54,20 @@ export class SpecedgeHost {
     return host;
   }
 
-  /** Free the session and the caches; not while a text is written. */
+  /** Release the session and the caches; not during generation. */
   async release() {
     await this.#session?.release();
     this.#session = this.#caches = null;
   }
 
-  /** The tokens of a text. */
+  /** Encode a text. */
   encode(text) {
     return this.#text.encode(text);
   }
 
   /**
-   * Continue a prompt, text or token ids. Gives after each round its tokens, how many of them were
-   * drafted, and the text that became certain; throws the reason of `signal` once that is aborted.
+   * Continue a prompt, text or token ids. Yields after each round its tokens, the number of accepted
+   * draft tokens, and the completed text; throws the reason of `signal` once that is aborted.
    *
    * Settings are temperature (0 is greedy), topK, topP, minP and repetitionPenalty.
    */
@@ -127,7 +127,7 @@ export class SpecedgeHost {
     }
   }
 
-  /** Feed what the caches lack of the text up to `end`; of K draft tokens n may be accepted. */
+  /** Feed the tokens up to `end` that the caches lack; at most n draft tokens may be accepted. */
   async #run(end, n, random, settings) {
     const fed = this.#tokens.slice(this.#draftLength, end);
     const seen = new Uint8Array(this.#bundle.target.vocab_size);
@@ -142,7 +142,7 @@ export class SpecedgeHost {
       uniforms: tensor('float64', Array.from({ length: 2 * this.#k + 1 }, random)),
     };
     const fetches = { next_tokens: null, num_accepted: null };
-    // One tensor for both ends: the run writes new rows in place, and the package gives a copy.
+    // One tensor as input and output: the run writes new rows in place, and the package returns a copy.
     for (const cache of this.#caches) feeds[cache.input] = fetches[cache.output] = cache.tensor;
     const found = await this.#session.run(feeds, fetches);
     for (const cache of this.#caches) cache.tensor = found[cache.output];

@@ -198,7 +198,7 @@ def test_all_is_freed_where_something_fails(checked_program, fused_bundle, argum
             ["x", "--repetition-penalty", "0"],
             "repetition_penalty must be from 1.17549e-38 to 3.40282e+38, got 0",
         ),
-        (["x", "--seed", "abc"], '--seed is a whole number of 64 bits, got "abc"'),
+        (["x", "--seed", "abc"], '--seed is an integer of 64 bits, got "abc"'),
         (["x", "--top-k", "1e"], '--top-k is a number, got "1e"'),
     ],
 )
@@ -261,7 +261,7 @@ def _without_text(manifest):
     [
         (damages.of_format_7, "has format 7, this host reads 8 and 9; export the pair again"),
         (damages.without_graphs, "has no graphs for hosts; run specedge embed"),
-        (_without_text, "only token ids can be taken: the tokenizer is not a BPE of bytes"),
+        (_without_text, "the bundle supports token ids only: the tokenizer is not a BPE of bytes"),
         (damages.for_a_later_version, "the bundle needs 9.0"),
         (
             damages.with_smaller_caches,

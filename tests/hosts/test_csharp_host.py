@@ -141,21 +141,21 @@ def test_the_program_says_how_it_is_used(host):
         (["{bundle}", "x " * 600], "the prompt has 601 tokens, the bundle takes 1 to 511"),
         (["{bundle}", "--ids", "4096"], "token ids are from 0 to 4095, got 4096"),
         (["{bundle}", "--ids", "-1"], "token ids are from 0 to 4095, got -1"),
-        (["{bundle}", "--ids", "1,x"], "--ids must be whole numbers"),
-        (["{bundle}", "x", "-n", "0"], "-n must be a whole number from 1 to"),
+        (["{bundle}", "--ids", "1,x"], "--ids must be integers"),
+        (["{bundle}", "x", "-n", "0"], "-n must be an integer from 1 to"),
         (["{bundle}", "x", "-k", "3"], "rounds of 4 draft tokens, not of 3"),
         (["{bundle}", "x", "--temperature", "-1"], "temperature must be at least 0, got -1"),
-        (["{bundle}", "x", "--top-k", "-1"], "--top-k must be a whole number from 0 to"),
+        (["{bundle}", "x", "--top-k", "-1"], "--top-k must be an integer from 0 to"),
         (["{bundle}", "x", "--top-p", "0"], "top-p must be above 0 and at most 1, got 0"),
         (["{bundle}", "x", "--min-p", "1.5"], "min-p must be from 0 to 1, got 1.5"),
         (["{bundle}", "x", "--repetition-penalty", "0"], "repetition-penalty must be above 0"),
-        (["{bundle}", "x", "--seed", "abc"], "--seed must be a whole number from -2^64 to 2^64"),
+        (["{bundle}", "x", "--seed", "abc"], "--seed must be an integer from -2^64 to 2^64"),
         (["{bundle}", "x", "--seed"], "--seed needs a value"),
-        (["{bundle}", "x", "--nothing"], "unexpected --nothing"),
+        (["{bundle}", "x", "--nothing"], "unexpected argument --nothing"),
         (["{bundle}", "x", "--golden"], "give one of PROMPT, --ids and --golden"),
         ([], "BUNDLE is missing"),
-        (["{bundle}/nothing", "x"], "there is no folder"),
-        (["{bundle}/draft", "x"], "is no bundle, it has no bundle.json"),
+        (["{bundle}/nothing", "x"], "does not exist; give the folder of a bundle"),
+        (["{bundle}/draft", "x"], "is not a bundle: it has no bundle.json"),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(host, fused_bundle, arguments, wanted):
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_one_clear_line(host, fused_bundle, arguments, wanted)
 
 @each_platform
 def test_nul_in_a_prompt_is_refused(host, fused_bundle):
-    check_refused(host.run(fused_bundle, given="a\0b\n"), "the prompt has a NUL character")
+    check_refused(host.run(fused_bundle, given="a\0b\n"), "the prompt contains a NUL character")
 
 
 def _without_text(manifest):
@@ -204,10 +204,10 @@ def _without_a_key(manifest):
     [
         (damages.of_format_7, "has format 7, this host reads 8 and 9; run `specedge embed`"),
         (damages.without_graphs, "has no graphs for hosts; run `specedge embed --bundle"),
-        (_without_text, "takes token ids alone: the tokenizer is not a BPE of bytes"),
+        (_without_text, "supports token ids only: the tokenizer is not a BPE of bytes"),
         (damages.for_a_later_version, "the bundle needs ONNX Runtime 9.0 or later"),
         (_with_smaller_caches, "cannot run round.onnx"),
-        (_with_caches_of_float16, "is of float16, this host has float32 alone"),
+        (_with_caches_of_float16, "has type float16; this host supports float32 only"),
         (_without_an_input, "round.onnx has no 'tokens'; run `specedge embed` again"),
         (_with_a_path_that_goes_up, "'../x.onnx' is not in the files of bundle.json"),
         (damages.with_an_unlisted_graph, "'round.onnx' is not in the files of bundle.json"),

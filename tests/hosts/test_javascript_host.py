@@ -80,7 +80,7 @@ const checks = {
     for (const bad of ['', [], [-1], [4096], [1.5], new Array(600).fill(5)]) {
       await assert.rejects(tokens(host, bad), RangeError);
     }
-    await assert.rejects(tokens(host, 'x', { topK: 1.5 }), /topK must be a whole number/);
+    await assert.rejects(tokens(host, 'x', { topK: 1.5 }), /topK must be an integer/);
     await assert.rejects(tokens(host, 'x', { maxNewTokens: -1 }), /maxNewTokens must be/);
     await assert.rejects(tokens(host, 'x', { nothing: 1 }), TypeError);
   },
@@ -202,13 +202,13 @@ def test_control_c_ends_the_text_after_the_round(program, fused_bundle):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ([""], "the number of prompt tokens must be a whole number from 1 to 511, got 0"),
-        (["x " * 600], "a whole number from 1 to 511, got 601"),
+        ([""], "the number of prompt tokens must be an integer from 1 to 511, got 0"),
+        (["x " * 600], "an integer from 1 to 511, got 601"),
         (["--ids", ""], '--ids takes a number, got ""'),
-        (["--ids", "4096"], "a token must be a whole number from 0 to 4095, got 4096"),
-        (["--ids=-1"], "a token must be a whole number from 0 to 4095, got -1"),
+        (["--ids", "4096"], "a token must be an integer from 0 to 4095, got 4096"),
+        (["--ids=-1"], "a token must be an integer from 0 to 4095, got -1"),
         (["--ids", "1,x"], '--ids takes a number, got "x"'),
-        (["x", "--max-new-tokens=-1"], "--max-new-tokens must be a whole number from 0 to"),
+        (["x", "--max-new-tokens=-1"], "--max-new-tokens must be an integer from 0 to"),
         (["x", "-n", "many"], '--max-new-tokens takes a number, got "many"'),
         (["x", "-k", "3"], "there is no round.onnx of 3 draft tokens"),
         (["x", "--temperature=-1"], "--temperature must be a number from 0 to 3e+38, got -1"),
@@ -216,11 +216,11 @@ def test_control_c_ends_the_text_after_the_round(program, fused_bundle):
             ["x", "--temperature", "Infinity"],
             "--temperature must be a number from 0 to 3e+38, got I",
         ),
-        (["x", "--top-k", "1.5"], "--top-k must be a whole number from 0 to 900"),
+        (["x", "--top-k", "1.5"], "--top-k must be an integer from 0 to 900"),
         (["x", "--top-p", "0"], "--top-p must be a number from 1e-37 to 1, got 0"),
         (["x", "--min-p", "1.5"], "--min-p must be a number from 0 to 1, got 1.5"),
         (["x", "--repetition-penalty", "0"], "--repetition-penalty must be a number from"),
-        (["x", "--seed", "abc"], '--seed takes a whole number, got "abc"'),
+        (["x", "--seed", "abc"], '--seed takes an integer, got "abc"'),
         (["x", "--nothing"], "Unknown option '--nothing'"),
     ],
 )

@@ -1,4 +1,4 @@
-// Streaming and the chat client, which need C# 8.
+// Checks of streaming and the chat client, which need C# 8.
 using System;
 using System.Collections.Generic;
 using System.Linq;

@@ -1,5 +1,5 @@
-// What cannot be seen from outside the program: turns, cancelling, disposal, text as it comes. A program in the
-// host's place: `dotnet run -p:Checks=true -- BUNDLE` says a line a check, and exits with the number that failed.
+// Checks that the command line cannot make: turns, cancellation, disposal, streaming. Built instead of the host:
+// `dotnet run -p:Checks=true -- BUNDLE` prints a line per check and exits with the number of failures.
 using System;
 using System.Collections.Generic;
 using System.Diagnostics;
@@ -133,7 +133,7 @@ namespace SpecEdge
 
         private static void DisposalFreesModelsAndCaches()
         {
-            // The sessions stay reachable, so that no finalizer does what Dispose leaves undone.
+            // The sessions stay reachable, so that no finalizer releases memory that Dispose leaves.
             var sessions = new List<SpeculativeSession>();
             var sizes = new List<long>();
             for (int i = 0; i < 16; i++)
@@ -144,7 +144,7 @@ namespace SpecEdge
                 sizes.Add(Resident());
             }
             GC.KeepAlive(sessions);
-            // The first few fill the pools of allocators. Not freed, the text graphs would leave 30 MiB, caches 80, models 260.
+            // The first few fill the pools of allocators. Leaked text graphs take 30 MiB, caches 80, models 260.
             long left = (sizes.Last() - sizes[7]) >> 20;
             Require(left < 22, $"8 sessions left {left} MiB behind");
         }
@@ -204,7 +204,7 @@ namespace SpecEdge
         {
             var numbers = new double[3];
             SplitMix64.Fill(numbers, 0, 0);
-            ulong[] first = { 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F };  // of the paper's generator
+            ulong[] first = { 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F };  // from the reference implementation
             Require(numbers.SequenceEqual(first.Select(z => (z >> 11) * (1.0 / (1UL << 53)))), "of seed 0");
             SplitMix64.Fill(numbers, 0, 1);
             Require(numbers[0] == (first[1] >> 11) * (1.0 / (1UL << 53)), "from the second on");

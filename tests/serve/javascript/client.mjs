@@ -1,5 +1,5 @@
-// What OpenAI's package for JavaScript gets from a server.
-// usage: node client.mjs URL CHECK WANTED, where WANTED is JSON: what the pipeline gives alone
+// Requests to a server by OpenAI's package for JavaScript.
+// usage: node client.mjs URL CHECK EXPECTED, where EXPECTED is the pipeline's result as JSON
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 

@@ -1,14 +1,14 @@
-// What the page of a server shows in Chromium, as one line of JSON.
+// Print the contents of a server's page in Chromium as one line of JSON.
 // usage: node page.mjs CHROMIUM URL chat|completions|stop [SCREENSHOT]
 import { chromium } from "playwright-core";
 
 const [executablePath, url, what, screenshot] = process.argv.slice(2);
 const quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"];
 quiet.push("--disable-background-networking", "--disable-component-update");
-const chromiumSandbox = process.getuid?.() !== 0; // Chromium has none for root
+const chromiumSandbox = process.getuid?.() !== 0; // Chromium has no sandbox for root
 const browser = await chromium.launch({ executablePath, chromiumSandbox, args: quiet });
 
-// Count how often text comes, and stop after the first if that is wanted.
+// Count text events; optionally stop after the first one.
 function watch(stop) {
   window.steps = 0;
   const at = (id) => document.getElementById(id);
