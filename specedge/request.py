@@ -31,7 +31,7 @@ MAX_GRAMMAR_LENGTH = 2**18  # characters
 class DrafterName(NameEnum):
     """Built-in drafters; `NGRAM` followed by a file name is another.
 
-    LOOKUP (prompt lookup) is SUFFIX with `lookup_min` 2 and `lookup_max` 5.
+    LOOKUP (prompt lookup) is SUFFIX with `lookup_min` 2 and `lookup_max` 4.
     """
 
     AUTO = "auto"
@@ -307,8 +307,7 @@ def _planned_rounds(rounds: object) -> PlannedRounds:
     times = check_integer(
         "a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS, "replay"
     )
-    name = DrafterName.SUFFIX.value if rounds[0] == DrafterName.LOOKUP else rounds[0]
-    return name, k, times
+    return rounds[0], k, times
 
 
 def _check_drafter(drafter: object) -> None:

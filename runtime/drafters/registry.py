@@ -24,7 +24,7 @@ from .ngrams import NGramDrafter, NGramTables
 from .suffix import HALVES, EarlierOutputs, Suffix
 
 NEEDS_MODEL = (DrafterName.MODEL, DrafterName.CHAIN)
-LOOKUP_MIN, LOOKUP_MAX = 2, 5  # match lengths of prompt lookup
+LOOKUP_MIN, LOOKUP_MAX = 2, 4  # match lengths of prompt lookup
 
 
 class DrafterRegistry:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from specedge.errors import ReplayError
-from specedge.request import PLAIN, GenerationRequest, PlannedRounds
+from specedge.request import PLAIN, Coupling, DrafterName, GenerationRequest, PlannedRounds
 
 from ..decoding.protocols import Drafter, Plan, Round, RoundPlan
 from ..drafters.chain import Chain
@@ -43,7 +43,8 @@ def create_plan(
     """
     first = next(iter(drafters.values()))
     if request.replay is not None:
-        return ReplayPlan(request.replay, drafters)
+        depends_on_drafts = request.temperature > 0 and request.coupling == Coupling.RESIDUAL
+        return ReplayPlan(request.replay, drafters, depends_on_drafts)
     if request.fixed_k is not None:
         return FixedPlan(first, request.fixed_k)
     planner = Planner(costs.table, request.temperature == 0, max_draft_tokens)
@@ -202,9 +203,27 @@ class AutoPlan:
 
 
 class ReplayPlan:
-    """Plan with the rounds of an earlier request."""
+    """Plan with the rounds of an earlier request.
 
-    def __init__(self, rounds: Sequence[Sequence[Any]], drafters: Mapping[str, Drafter]) -> None:
+    Rounds of `lookup` are of version 0.1, whose prompt lookup drafted other tokens than suffix
+    decoding. They are replayed where the text does not depend on drafts; the last round is repeated
+    if fewer tokens are accepted.
+    """
+
+    def __init__(
+        self,
+        rounds: Sequence[Sequence[Any]],
+        drafters: Mapping[str, Drafter],
+        depends_on_drafts: bool = True,
+    ) -> None:
+        self._repeats_last = any(name == DrafterName.LOOKUP for name, _, _ in rounds)
+        if self._repeats_last:
+            if depends_on_drafts:
+                raise ReplayError(
+                    "the replay has rounds of 'lookup' of specedge 0.1, which are replayed at "
+                    "temperature 0 or with coupling 'gumbel' only"
+                )
+            rounds = [(SUFFIX, *r[1:]) if r[0] == DrafterName.LOOKUP else r for r in rounds]
         # A caller's own drafter is recorded by its name where K is fixed.
         drafters = {drafter.name: drafter for drafter in drafters.values()} | {**drafters}
         for name, _, _ in rounds:
@@ -220,6 +239,8 @@ class ReplayPlan:
 
     def next(self, history: History, num_left: int) -> RoundPlan:
         """Return the plan of the next round."""
+        if self._num_done == len(self._rounds) and self._repeats_last:
+            self._num_done -= 1
         if self._num_done == len(self._rounds):
             raise ReplayError(
                 f"the replay ends after {self._num_done} rounds, {num_left} tokens early; "

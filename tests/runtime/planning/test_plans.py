@@ -271,6 +271,20 @@ def test_a_generations_plan_replays_it(pipeline):
     assert (again.tokens, again.rounds) == (first.tokens, first.rounds)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "coupling": "gumbel"}])
+def test_rounds_of_prompt_lookup_replay_where_drafts_do_not_change_the_text(pipeline, options):
+    prompt = "x = [1, 2, 3]\ny = [1, 2, 3]\nx = [1,"
+    request = {"drafter": "lookup", "seed": 1, "ignore_eos": True, **options}
+    plain = pipeline.generate(prompt, 40, num_draft_tokens=0, **request)
+    for rounds in ([["lookup", 4, 1]], [["plain", 0, 3], ["lookup", 8, 37]]):
+        assert pipeline.generate(prompt, 40, replay=rounds, **request).tokens == plain.tokens
+
+
+def test_sampled_rounds_of_prompt_lookup_are_not_replayed_with_other_drafts(pipeline):
+    with pytest.raises(ReplayError, match="rounds of 'lookup'"):
+        pipeline.generate("import ", 9, 0.9, drafter="lookup", replay=[["lookup", 4, 9]])
+
+
 def test_an_explanation_names_costs_acceptance_choices_and_gain():
     distribution = hashed_distribution(1, 8)
     plan = auto(table(prior={"model": 0.9}), model=DraftModel(TableModel(distribution)))
