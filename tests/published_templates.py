@@ -1493,13 +1493,11 @@ PHI_3 = (
     r"{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
     r"{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
+# Tools are JSON text of the system message, and calls are shown nowhere.
 PHI_4_MINI = (
-    r"{% for message in messages %}{% if message['role'] == 'system' and tools %}"
-    r"{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + (tools | tojson) + "
-    r"'<|/tool|>' + '<|end|>' }}{% elif message.tool_calls %}{{ '<|' + message['role'] + '|>' + "
-    r"message['content'] + '<|tool_call|>[' }}{% for call in message.tool_calls %}"
-    r"{{ call.function | tojson }}{{ ', ' if not loop.last }}{% endfor %}"
-    r"{{ ']<|/tool_call|><|end|>' }}{% else %}"
+    r"{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and "
+    r"message['tools'] is not none %}{{ '<|' + message['role'] + '|>' + message['content'] + "
+    r"'<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}{% else %}"
     r"{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
     r"{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
 )

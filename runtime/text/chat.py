@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -183,6 +184,70 @@ def _parts_roles(text: str, special_tokens: tuple[tuple[str, str], ...]) -> froz
         role
         for role in chats
         if not shows(role, ()) and (shows(role, (role,)) or shows(role, chats.keys()))
+    )
+
+
+@dataclass(frozen=True)
+class ToolSupport:
+    """Parts of conversations with tools that a chat template shows; True where it fails on them.
+
+    Attributes:
+        tools: True if it shows the variable `tools`.
+        message_tools: True if it shows the key "tools" of a system message, as JSON text.
+        calls: True if it shows the calls of assistants' messages.
+    """
+
+    tools: bool
+    message_tools: bool
+    calls: bool
+
+
+def tool_support(bundle: Bundle, has_tools: bool) -> ToolSupport:
+    """Return the parts of conversations with tools that a bundle's chat template shows.
+
+    Args:
+        bundle: The bundle with the template.
+        has_tools: True if the conversation has tools, without which templates may show less.
+    """
+    special_tokens = tuple(sorted(bundle.special_tokens.items()))
+    return _tool_support(bundle.chat_template or "", special_tokens, has_tools)
+
+
+@lru_cache(maxsize=8)
+def _tool_support(
+    text: str, special_tokens: tuple[tuple[str, str], ...], has_tools: bool
+) -> ToolSupport:
+    """Render conversations with a marker as the name of a function, and look for the marker."""
+    template, parts_roles = _compile(text), _parts_roles(text, special_tokens)
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": _MARKER, "description": "", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    system, user = {"role": "system", "content": "x"}, {"role": "user", "content": "x"}
+
+    def shows(messages: list[dict[str, Any]], tools: Any) -> bool | None:
+        """Return True if the marker is shown, None if the template fails."""
+        formed = [_formed(message, parts_roles, None) for message in messages]
+        values = {"messages": formed, "add_generation_prompt": True, "tools": tools}
+        try:
+            return _MARKER in template.render(dict(special_tokens) | values)
+        except Exception:
+            return None
+
+    def called(arguments: Any) -> list[dict[str, Any]]:
+        call_function = {"name": _MARKER, "arguments": arguments}
+        call = {"id": "a23456789", "type": "function", "function": call_function}
+        result = {"role": "tool", "content": "x", "tool_call_id": "a23456789", "name": _MARKER}
+        return [user, {"role": "assistant", "content": "", "tool_calls": [call]}, result, user]
+
+    message_tools = [system | {"tools": json.dumps([function])}, user]
+    other = [{"type": "function", "function": function | {"name": "f"}}] if has_tools else None
+    calls = {shows(called(arguments), other) for arguments in ({}, "{}")}
+    calls |= {shows(called(arguments)[:2], other) for arguments in ({}, "{}")}
+    variable = {shows([user], tools), shows([system, user], tools)}
+    return ToolSupport(
+        True in variable or variable == {None},
+        shows(message_tools, None) is True,
+        True in calls or calls == {None},
     )
 
 

@@ -57,10 +57,12 @@ CHATS = {
     "reasoning": ([USER, ANSWER, USER], None),
     "tools": ([USER], [TOOL]),
     "call": ([SYSTEM, USER, CALL, RESULT], [TOOL]),
+    "commented": ([USER, CALL | {"content": "Let me look."}, RESULT], [TOOL]),
     "answered": ([USER, CALL, RESULT, ANSWER, USER], [TOOL]),
     "twice": ([SYSTEM, USER, CALL, RESULT, CALL, RESULT, ANSWER, USER], [TOOL]),
 }
 # Templates that take no tools get them explained in a message, which transformers does not do.
+# The others show calls as text, or tools in a message.
 WITHOUT_TOOLS = {"Gemma 2", "Gemma 3", "Phi 3", "SmolLM 2", "SmolLM 3", "OLMo 2", "SmolVLM"}
 WITHOUT_TOOLS |= {"DeepSeek V3", "DeepSeek R1", "Phi-4-mini"}
 # Gemma 2 takes no system message, and Mistral's leaves one out unless the user wrote last.
@@ -99,6 +101,8 @@ def references():
 def written_for(name, message):
     """Return a message as a user of transformers writes it for a template."""
     message = json.loads(json.dumps(message))
+    if name == "gpt-oss" and message["content"] == "Let me look.":
+        message |= {"content": "", "reasoning_content": "I look.\n\nLet me look."}
     if name in THINKING and "reasoning_content" in message:
         message["thinking"] = message.pop("reasoning_content")
     if message["role"] in PARTS.get(name, ()):
@@ -153,3 +157,40 @@ def test_prompt_of_a_request_is_that_of_transformers(references, name, chat, thi
 def test_chat_without_a_system_message_in_its_prompt_is_refused(references, name, chat):
     with pytest.raises(ApiError, match=r"System role not supported|leaves out messages\[0\]"):
         prompt_of(references(name), *CHATS[chat])
+
+
+CALL_TEXT = '{"name": "weather", "arguments": ' + json.dumps(ARGUMENTS, ensure_ascii=False) + "}"
+
+
+def test_calls_that_a_template_shows_nowhere_are_text_of_its_family(references):
+    chat, tools = CHATS["call"]
+    _, text = prompt_of(references("SmolLM 3"), chat, tools)
+    assert f"<|im_start|>assistant\n<tool_call>\n{CALL_TEXT}\n</tool_call><|im_end|>" in text
+    assert text.count("Tells the weather.") == 1
+    reference = references("Phi-4-mini")
+    reference.add_special_tokens({"additional_special_tokens": ["<|tool_call|>", "<|/tool_call|>"]})
+    functions = json.dumps([TOOL["function"]], ensure_ascii=False)
+    _, text = prompt_of(reference, chat, tools)
+    assert text == (
+        f"<|system|>Be brief.<|tool|>{functions}<|/tool|><|end|><|user|>{USER['content']}<|end|>"
+        f"<|assistant|><|tool_call|>[{CALL_TEXT}]<|/tool_call|><|end|><|tool|>31 °C<|end|>"
+        "<|assistant|>"
+    )
+
+
+@pytest.mark.parametrize("name", ["Llama 3.1", "gpt-oss"])
+def test_parallel_calls_are_shown_one_by_one_where_a_template_takes_one(references, name):
+    call = CALL["tool_calls"][0]
+    other = json.loads(json.dumps(call).replace("weather", "clock")) | {"id": "b23456789"}
+    both = {"role": "assistant", "content": None, "tool_calls": [call, other]}
+    results = [RESULT, {"role": "tool", "tool_call_id": "b23456789", "content": "noon"}]
+    one, two = ({**CALL, "tool_calls": [each], "reasoning_content": ""} for each in (call, other))
+    separate = [USER, one, results[0], two, results[1] | {"name": "clock"}]
+    reference = references(name)
+    expected = reference.apply_chat_template(
+        [written_for(name, message) for message in separate],
+        tools=[TOOL],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert prompt_of(reference, [USER, both, *reversed(results)], [TOOL])[1] == expected

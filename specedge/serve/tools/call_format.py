@@ -6,17 +6,19 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
+from specedge.runtime.text.chat import ToolSupport, tool_support
 
 from ..errors import ApiError
 from ..fields import MAX_GRAMMAR
 from ..messages import Message
 from .declarations import ToolSet
-from .families import CallFamily, family_of
+from .families import EXPLAINED, CallFamily, family_of
 from .grammar import grammar_of
 from .parser import ToolCallParser
 
@@ -29,6 +31,7 @@ class CallFormat:
 
     Attributes:
         family: The format of the bundle's template.
+        support: The parts of conversations with tools that the template shows.
         tools: The functions, None if only earlier messages have calls.
         grammar: The grammar of the text, None if it is free.
         visible_tokens: Special tokens that mark calls, whose names stay in the text.
@@ -36,6 +39,7 @@ class CallFormat:
     """
 
     family: CallFamily
+    support: ToolSupport
     tools: ToolSet | None
     grammar: str | None
     visible_tokens: frozenset[int]
@@ -44,7 +48,7 @@ class CallFormat:
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Return the functions in the form that templates take."""
-        if self.tools is None or not self.family.is_native:
+        if self.tools is None or not self.support.tools:
             return None
         return [function.template_json for function in self.tools.functions]
 
@@ -52,6 +56,14 @@ class CallFormat:
         """Return messages in the form that the template takes: its ids, or tools as text."""
         if not self.family.is_native:
             return explain_calls(messages, self.tools)
+        if not self.family.parallel:
+            messages = _separate_calls(messages)
+        if self.family.syntax == "harmony":
+            messages = [_with_content_as_reasoning(message) for message in messages]
+        if not self.support.calls:
+            messages = [_with_spelled_calls(message, self.family) for message in messages]
+        if self.tools is not None and not self.support.tools:
+            messages = _with_message_tools(messages, self.tools)
         return [_with_short_ids(m) for m in messages] if self.family.short_ids else messages
 
     def parser(self) -> ToolCallParser:
@@ -75,8 +87,11 @@ def call_format_of(
     Raises:
         ApiError: The tools make no grammar that can be compiled.
     """
-    family = family_of(bundle.chat_template or "")
     added = tokenizer.get_added_tokens_decoder()
+    support, family = tool_support(bundle, tools is not None), EXPLAINED
+    if support.tools or support.message_tools:
+        names = [added_token.content for added_token in added.values()]
+        family = family_of(bundle.chat_template or "", names)
     special = {token for token, added_token in added.items() if added_token.special}
     ids = {mark: tokenizer.token_to_id(mark) for mark in family.marks}
     mark_tokens = {mark: token for mark, token in ids.items() if token is not None}
@@ -96,7 +111,7 @@ def call_format_of(
     visible = frozenset(mark_tokens.values()) & special if tools is not None else frozenset()
     is_free = tools is None or not tools.is_call_required
     is_ambiguous = is_free and text_rules is not None and not family.marked
-    return CallFormat(family, tools, grammar, frozenset(visible), is_ambiguous)
+    return CallFormat(family, support, tools, grammar, frozenset(visible), is_ambiguous)
 
 
 def explain_calls(messages: list[Message], tools: ToolSet | None) -> list[Message]:
@@ -113,11 +128,7 @@ def explain_calls(messages: list[Message], tools: ToolSet | None) -> list[Messag
                 converted[-1] = {**converted[-1], "content": f"{converted[-1]['content']}\n{text}"}
                 continue
             message = {"role": "user", "content": text}
-        elif "tool_calls" in message:
-            calls = "\n".join(_call_text(call["function"]) for call in message["tool_calls"])
-            content = "\n".join(filter(None, (message["content"], calls)))
-            message = {k: v for k, v in message.items() if k != "tool_calls"} | {"content": content}
-        converted.append(message)
+        converted.append(_with_spelled_calls(message, EXPLAINED))
     if tools is not None and converted:
         functions = "\n".join(json.dumps(f.template_json["function"]) for f in tools.functions)
         first, explanation = converted[0], f"{_EXPLANATION}<tools>\n{functions}\n</tools>"
@@ -132,11 +143,63 @@ _EXPLANATION = (
 )
 
 
-def _call_text(function: dict[str, Any]) -> str:
-    arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    name = json.dumps(function["name"], ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {name}, "arguments": {text}}}\n</tool_call>'
+def _with_spelled_calls(message: Message, family: CallFamily) -> Message:
+    """Return a message with its calls as text, in the format of a family or in Hermes'."""
+    if "tool_calls" not in message:
+        return message
+    calls = [(call["function"]["name"], _json(call)) for call in message["tool_calls"]]
+    spelled = (EXPLAINED if family.pairs is not None else family).spell(calls)
+    content = "\n".join(filter(None, (message["content"], spelled)))
+    return {k: v for k, v in message.items() if k != "tool_calls"} | {"content": content}
+
+
+def _json(call: dict[str, Any]) -> str:
+    """Return the arguments of a call as JSON text, or as they came."""
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def _separate_calls(messages: list[Message]) -> list[Message]:
+    """Return messages with one call each, before its result, for templates that take no more."""
+    separated: list[Message] = []
+    position = 0
+    while position < len(messages):
+        message, position = messages[position], position + 1
+        calls = message.get("tool_calls", [])
+        if len(calls) < 2:
+            separated.append(message)
+            continue
+        results = [*takewhile(lambda m: m["role"] == "tool", messages[position:])]
+        position += len(results)
+        for call in calls:
+            separated.append({**message, "tool_calls": [call]})
+            separated += [r for r in results if r["tool_call_id"] == call["id"]]
+            message = {"role": "assistant", "content": ""}
+        ids = {call["id"] for call in calls}
+        separated += [r for r in results if r["tool_call_id"] not in ids]
+    return separated
+
+
+def _with_content_as_reasoning(message: Message) -> Message:
+    """Return a message with a call whose content, if it has reasoning, too, is part of that.
+
+    The template of gpt-oss takes no more than one of both beside a call.
+    """
+    reasoning, content = message.get("reasoning_content"), message["content"]
+    if not (reasoning and content and "tool_calls" in message):
+        return message
+    return message | {"content": "", "reasoning_content": f"{reasoning}\n\n{content}"}
+
+
+def _with_message_tools(messages: list[Message], tools: ToolSet) -> list[Message]:
+    """Return messages of which the first, a system message, has the functions as JSON text."""
+    functions = [function.template_json["function"] for function in tools.functions]
+    system: Message = {"role": "system", "content": ""}
+    if messages[0]["role"] == "system":
+        system, *messages = messages
+    return [system | {"tools": json.dumps(functions, ensure_ascii=False)}, *messages]
 
 
 def _with_short_ids(message: Message) -> Message:

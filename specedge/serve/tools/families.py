@@ -88,6 +88,12 @@ class CallFamily:
         middle = re.escape(self.middle).replace(re.escape(_ID), "[a-zA-Z0-9]{9}")
         return re.compile(f"{re.escape(self.before)}({either}){middle}")
 
+    def spell(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Return the text of calls with arguments as JSON text, for a format without pairs."""
+        middle = self.middle.replace(_ID, "000000000")
+        spelled = [f"{self.before}{name}{middle}{text}{self.after}" for name, text in calls]
+        return self.opening + self.between.join(spelled) + self.closing
+
 
 _ID = "\0"  # stands for an id in `middle`
 _OBJECT = '{"name": "'
@@ -215,12 +221,20 @@ _LLAMA = CallFamily(
 )
 
 
-def family_of(template: str) -> CallFamily:
+def family_of(template: str, token_names: Sequence[str] = ()) -> CallFamily:
     """Return the call format of a chat template.
 
     A template that takes no tools gets calls in Hermes' format, which messages explain; one that
-    takes tools in a format that is unknown here gets JSON objects.
+    takes tools in a format that is unknown here gets the format of the tokenizer's added tokens,
+    else JSON objects.
     """
+    family = _family_of_text(template)
+    if family is _GENERIC and token_names:
+        return _family_of_text("tools " + " ".join(token_names))
+    return family
+
+
+def _family_of_text(template: str) -> CallFamily:
     if not re.search(r"\btools\b", template):
         return EXPLAINED
     if "<|channel|>" in template and "<|message|>" in template:
