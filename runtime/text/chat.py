@@ -241,8 +241,9 @@ def _tool_support(
 
     message_tools = [system | {"tools": json.dumps([function])}, user]
     other = [{"type": "function", "function": function | {"name": "f"}}] if has_tools else None
-    calls = {shows(called(arguments), other) for arguments in ({}, "{}")}
-    calls |= {shows(called(arguments)[:2], other) for arguments in ({}, "{}")}
+    forms: tuple[Any, ...] = ({}, "{}")
+    calls = {shows(called(arguments), other) for arguments in forms}
+    calls |= {shows(called(arguments)[:2], other) for arguments in forms}
     variable = {shows([user], tools), shows([system, user], tools)}
     return ToolSupport(
         True in variable or variable == {None},
