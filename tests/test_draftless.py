@@ -164,6 +164,7 @@ def test_list_shows_that_there_is_none():
     assert entry["draft"] is None
 
 
+@pytest.mark.slow
 def test_the_audit_passes_without_a_draft_model(bundle):
     pytest.importorskip("scipy", reason="the audit needs SciPy")
     from auditing import Ticks

@@ -15,7 +15,10 @@ def saved(folder, change=lambda model: model):
     return model, save(model, make_tokenizer(folder / "tokenizer"), folder / "model")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp16", "float16"), ("bf16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp16", "float16"), pytest.param("bf16", "bfloat16", marks=pytest.mark.slow)],
+)
 def test_bundle_is_model_with_matrices_in_that_type(tmp_path, name, dtype):
     model, folder = saved(tmp_path)
     progress = Progress()

@@ -141,6 +141,7 @@ def test_half_precision_checkpoint_stays_half(pairs):
         assert len(file.keys()) > 10
 
 
+@pytest.mark.slow
 def test_rows_of_table_are_cast_and_not_table(pairs):
     """Cast as a whole it would lie in memory in float32, beside the head's packed matrix."""
     bundle = pairs.bundle("bfloat16")

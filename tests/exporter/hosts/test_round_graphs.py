@@ -1,4 +1,4 @@
-"""A round in one graph writes the text of the runtime's loop."""
+"""Round graphs generate the text of the runtime's decoder."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def bundle(request, pairs):
     return pairs.bundle(request.param)
 
 
+EXHAUSTIVE = pytest.mark.slow(exhaustive=True)
 EVERY_LAYOUT = pytest.mark.parametrize("layout", ["fused", "split"])
 
 
@@ -79,23 +80,29 @@ def check(host, pipeline, sampling, num_seeds=1):
         assert sum(accepted) == wanted.stats.num_accepted
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("ops", ["gqa", "onnx"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        *SAMPLINGS[-1:],
+        *(pytest.param(x, marks=EXHAUSTIVE) for x in SAMPLINGS[2:-1]),
+        *SAMPLINGS[:2],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ops", ["gqa", pytest.param("onnx", marks=pytest.mark.slow)])
 @EVERY_LAYOUT
-def test_rounds_in_graphs_write_what_loop_writes(bundle, hosts, layout, ops, sampling):
+def test_round_graphs_generate_the_text_of_the_decoder(bundle, hosts, layout, ops, sampling):
     check(*hosts(layout, bundle, 4, ops), sampling)
 
 
 @pytest.mark.slow
 @EVERY_LAYOUT
-def test_rounds_of_every_pair_write_what_loop_writes(exported, hosts, layout):
+def test_round_graphs_of_every_pair_generate_the_text_of_the_decoder(exported, hosts, layout):
     for sampling in (SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[-1]):
         check(*hosts(layout, exported, 4, "auto"), sampling, num_seeds=3)
 
 
-@pytest.fixture(
-    scope="module", params=["fp32", pytest.param("int8", marks=pytest.mark.slow(exhaustive=True))]
-)
+@pytest.fixture(scope="module", params=["fp32", pytest.param("int8", marks=EXHAUSTIVE)])
 def cut(request, pairs, tmp_path_factory):
     """A pair whose draft knows 200 of 512 tokens."""
     output = tmp_path_factory.mktemp("cut") / "bundle"
@@ -103,17 +110,26 @@ def cut(request, pairs, tmp_path_factory):
     return export(*pairs.checkpoint("gpt2"), output, **options)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sampling",
+    [SAMPLINGS[0], SAMPLINGS[-1], *(pytest.param(x, marks=EXHAUSTIVE) for x in SAMPLINGS[1:-1])],
+    ids=str,
+)
 @EVERY_LAYOUT
-def test_rounds_of_draft_with_cut_head_write_what_loop_writes(cut, hosts, layout, sampling):
+def test_round_graphs_of_a_reduced_vocabulary_generate_the_text_of_the_decoder(
+    cut, hosts, layout, sampling
+):
     ids = cut.ids_of(cut.draft)
     assert list(ids) != list(range(len(ids)))
     check(*hosts(layout, cut, 4, "auto"), sampling)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 8])
+@pytest.mark.parametrize("num_draft_tokens", [1, pytest.param(2, marks=EXHAUSTIVE), 8])
 @EVERY_LAYOUT
-def test_rounds_of_another_k_write_what_loop_writes(bundle, hosts, layout, num_draft_tokens):
+def test_round_graphs_of_another_k_generate_the_text_of_the_decoder(
+    bundle, hosts, layout, num_draft_tokens
+):
     host, pipeline = hosts(layout, bundle, num_draft_tokens, "gqa")
     for sampling in ({}, {"temperature": 1.0}):
         options = {"seed": 5, "num_draft_tokens": num_draft_tokens, "drafter": "model"}
@@ -122,7 +138,7 @@ def test_rounds_of_another_k_write_what_loop_writes(bundle, hosts, layout, num_d
 
 
 @EVERY_LAYOUT
-def test_rounds_stop_at_end_of_context_where_loop_does(bundle, hosts, layout):
+def test_round_graphs_stop_at_the_end_of_the_context(bundle, hosts, layout):
     host, pipeline = hosts(layout, bundle, 4, "gqa")
     length = bundle.context_length - 9
     prompt = np.random.default_rng(3).integers(0, 200, length).tolist()
@@ -136,7 +152,7 @@ def test_rounds_stop_at_end_of_context_where_loop_does(bundle, hosts, layout):
 
 
 @EVERY_LAYOUT
-def test_prompt_in_pieces_leaves_caches_as_one_piece_does(bundle, hosts, layout):
+def test_a_prompt_in_pieces_leaves_the_same_caches(bundle, hosts, layout):
     host, pipeline = hosts(layout, bundle, 4, "gqa")
     prompt = np.random.default_rng(4).integers(0, 200, 50).tolist()
     for sampling in ({}, {"temperature": 1.0}):

@@ -104,7 +104,17 @@ def make_eager(config):
     return model
 
 
-@pytest.mark.parametrize("kind", [*ROTATED, *NOT_ROTATED])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in (*ROTATED, *NOT_ROTATED)
+            if x != "llama"
+        ),
+    ],
+)
 def test_a_graph_in_another_basis_computes_the_same(changed, kind):
     found = changed(kind)
     assert (found.basis.rotation is not None) is (kind in ROTATED)

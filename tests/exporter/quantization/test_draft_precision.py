@@ -54,6 +54,7 @@ def test_a_draft_without_a_precision_is_judged_by_its_target_and_leaves_no_other
     assert found.stats.num_accepted > 20  # the target's own weights
 
 
+@pytest.mark.slow
 def test_passes_are_timed_and_acceptances_are_those_of_both_models_logits(tmp_path, monkeypatch):
     monkeypatch.setattr(draft_precision, "MIN_PARAMETERS", 0)
     monkeypatch.setattr(draft_precision, "MAX_SECONDS", 0.0)

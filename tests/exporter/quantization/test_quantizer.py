@@ -21,7 +21,7 @@ from specedge.exporter.verification.subgraph import open_session
 FUSED = {"GroupQueryAttention", "MatMulIntegerToFloat", "SkipSimplifiedLayerNormalization"}
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def made(request, tmp_path_factory):
     change = with_outliers if request.param == "llama" else (lambda model: model)
     return Made(tmp_path_factory.mktemp("int8"), request.param, change)
@@ -46,6 +46,7 @@ def test_every_matrix_is_of_bytes_and_standard_operators_multiply_them_in_onnx(m
             assert not {"DynamicQuantizeLinear", "MatMulNBits"} & {op for _, op in ops}
 
 
+@pytest.mark.slow
 def test_model_whose_rotated_graph_differs_keeps_its_basis(tmp_path, monkeypatch):
     def differs(before, after):
         raise ParityError("logits differ")
@@ -155,6 +156,7 @@ def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
             assert f"perplexity {report.perplexity:.4g}" in model.describe_parity(ops)
 
 
+@pytest.mark.slow
 def test_channels_that_dwarf_the_others_are_folded_rotated_or_smoothed_away(tmp_path):
     made = Made(tmp_path, "llama", with_outliers, ops="onnx")
     (report,) = made.bundle.target.quantization.values()
@@ -163,6 +165,7 @@ def test_channels_that_dwarf_the_others_are_folded_rotated_or_smoothed_away(tmp_
     assert report.product_error < 0.03
 
 
+@pytest.mark.slow
 def test_a_tied_heads_channels_are_smoothed_and_rows_of_its_table_are_what_they_were(tmp_path):
     """In each form that a table of bytes is read in, and by a draft with another head, too."""
     made = Made(
@@ -207,6 +210,7 @@ def test_a_product_is_what_numpy_makes_of_the_same_integers(made):
         assert np.array_equal(x @ matrix.astype(np.int32), found[node.output[0]])
 
 
+@pytest.mark.slow
 def test_a_draft_of_the_targets_layers_reads_the_targets_integers(tmp_path):
     made = Made(tmp_path, "llama", with_outliers, draft="self:1", ops="onnx")
     bundle = made.bundle
@@ -217,6 +221,7 @@ def test_a_draft_of_the_targets_layers_reads_the_targets_integers(tmp_path):
     assert found.tokens == plain.tokens
 
 
+@pytest.mark.slow
 def test_a_draft_may_have_another_precision(tmp_path):
     made = Made(tmp_path, "gpt2", draft_precision="fp32", ops="onnx")
     assert made.bundle.target.weights_dtype == "int8"
@@ -269,6 +274,7 @@ def test_the_manifest_says_what_was_rounded_and_refuses_what_contradicts_that(ma
         Bundle.from_json(json.dumps(value))
 
 
+@pytest.mark.slow
 def test_a_context_as_short_as_the_prefill_graph_is_compared_within_it(tmp_path):
     made = Made(tmp_path, "llama", max_length=64, draft_precision="fp32")
     held = made.bundle.target.parity["gqa"].invariant_lengths

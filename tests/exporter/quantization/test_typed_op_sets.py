@@ -28,7 +28,7 @@ from specedge.runtime.sampling.logits import Row
 
 CASES = [
     ("llama", "fp16", "fp16"),
-    ("gpt2", "int8", "fp32"),
+    pytest.param(("gpt2", "int8", "fp32"), marks=pytest.mark.slow),
     pytest.param(("llama", "int8", "fp16"), marks=pytest.mark.slow),
     pytest.param(("gpt2", "int4", "fp16"), marks=pytest.mark.slow(exhaustive=True)),
     pytest.param(("gpt2", "fp32", "fp16"), marks=pytest.mark.slow(exhaustive=True)),

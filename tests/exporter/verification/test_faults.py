@@ -68,7 +68,7 @@ def test_planted_fault_is_parity_error(fault, ops, gemma, tmp_path, monkeypatch)
         gemma.verify(changed, ops, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+@pytest.mark.parametrize("ops", ["onnx", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_model_of_planted_faults_passes_without_one(ops, gemma, tmp_path, monkeypatch):
     report = gemma.verify(gemma.graphs[ops].clone(), ops, tmp_path, monkeypatch)
     assert report.invariant_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
