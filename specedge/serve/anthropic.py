@@ -27,6 +27,7 @@ from .output_parser import AnswerPart
 from .requests import ParsedRequest, ParserSettings, parse_chat
 
 PATH = "/v1/messages"
+NO_THREADS = "thread_unsupported_request"
 _SAME_FIELDS = ("model", "stream", "temperature", "top_p", "top_k", "thinking", "speculative")
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -57,6 +58,9 @@ def parse_message_request(body: object, settings: ParserSettings) -> ParsedReque
     else:
         fields.skip("tool_choice")
     fields.skip("metadata", "service_tier", "container", "context_management", "betas")
+    if fields.take("thread") is not None:
+        message = "thread is not supported; send the whole conversation in messages"
+        raise ApiError(message, "thread", NO_THREADS)
     output = fields.take_object("output_config")
     if output is not None:
         chat["reasoning_effort"] = output.take("effort")
@@ -180,8 +184,13 @@ def _parse_choice(choice: FieldReader | None) -> dict[str, Any]:
 def error_body(error: ApiError) -> dict[str, Any]:
     """Return the body of an error in Anthropic's format."""
     default = "invalid_request_error" if error.status < 500 else "api_error"
-    error_type = _ERROR_TYPES.get(error.status, default)
-    return {"type": "error", "error": {"type": error_type, "message": error.message}}
+    body: dict[str, Any] = {
+        "type": _ERROR_TYPES.get(error.status, default),
+        "message": error.message,
+    }
+    if error.code == NO_THREADS:  # the SDK's tool runner then sends the whole conversation
+        body["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
+    return {"type": "error", "error": body}
 
 
 class MessagesShaper:

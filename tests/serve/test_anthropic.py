@@ -133,6 +133,17 @@ def test_errors_have_anthropics_shape(served):
         assert (status, json.loads(text)["type"]) == (400, "error")
 
 
+def test_conversations_kept_by_the_server_are_refused_so_that_clients_send_them_whole(served):
+    _, _, port = served
+    status, _, text = ask(port, "POST", "/v1/messages", ASKED | {"thread": {"type": "create"}})
+    error = json.loads(text)["error"]
+    assert status == 400
+    assert error["details"] == {
+        "error_code": "thread_unsupported_request", "unsupported": ["thread"],
+    }  # fmt: skip
+    assert "thread" in error["message"]
+
+
 def test_unknown_fields_and_tools_of_other_types_are_named(served):
     pipeline, _, port = served
     pipeline.text = "Yes."
