@@ -12,12 +12,12 @@ from typing import Any
 from specedge.bundle import MANIFEST, Bundle, oldest_format, pack_ids, store
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.manifest import FileEntry, ModelEntry
-from specedge.bundle.precision import HALF_DTYPES, QUANTIZED_DTYPES
+from specedge.bundle.precision import HALF_DTYPES, KEEP, QUANTIZED_DTYPES
 from specedge.errors import ExportError
 from specedge.version import __version__
 
 from . import cost_estimate, destination, mapped_memory
-from .checkpoint import checkpoints, draft_vocabulary, hub, self_draft
+from .checkpoint import checkpoints, draft_vocabulary, hub, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .graph import best_logits, draft_loop
 from .graph.graphs import SOURCE
@@ -72,7 +72,7 @@ def export(
         with destination.destination(request.folder) as work:
             models = _find(request)
             with mapped_memory.limit_mapped_memory():
-                job = _check(request, models, calibration, work, progress)
+                job = _check(_resolve(request, models), models, calibration, work, progress)
                 entries, hashes = list[ModelEntry](), dict[str, FileEntry]()
                 for checkpoint, length in job.exports():
                     traced, weights = _trace_and_verify(job, checkpoint, length)
@@ -159,6 +159,22 @@ def _find(request: ExportRequest) -> _Models:
     return _Models(target, target)
 
 
+def _resolve(request: ExportRequest, models: _Models) -> ExportRequest:
+    """Return the request with the target's precision. Raises ExportError."""
+    target = models.target
+    for checkpoint, precision in zip(
+        models.separate, (request.precision, request.draft_precision), strict=False
+    ):
+        if precision == KEEP and not checkpoint.is_quantized:
+            option = "--draft-precision" if checkpoint.role == "draft" else "--precision"
+            raise ExportError(
+                f"{checkpoint.role} {checkpoint.name} has no quantized weights to keep; leave "
+                f"{option} out, or give another one"
+            )
+    precision = request.precision or (KEEP if target.is_quantized else "fp32")
+    return replace(request, precision=precision)
+
+
 def _check(
     request: ExportRequest,
     models: _Models,
@@ -206,19 +222,21 @@ def _quantize(
     """Convert a checkpoint's models to the requested precision, and add further op sets."""
     request, progress, ids = job.request, job.progress, job.ids_of(checkpoint)
     folder, suffixes = job.work / checkpoint.role, job.request.op_set_suffixes
-    precision = request.precision_of(checkpoint.role)
+    precision, tensors = request.precision_of(checkpoint.role), loader.quantized_tensors(checkpoint)
+    if precision == KEEP and not tensors:
+        precision = "fp32"  # of a draft model beside a quantized target
     roles = dict(zip((checkpoint.role, "draft"), traced, strict=False))
     if earlier and request.selects_draft_precision and draft_precision.needs_selection(traced[0]):
         first = FloatModel("target", earlier[0], job.work / "target")
         draft, weights = draft_precision.select_draft_precision(
             first, traced[0], weights, folder, job.calibration_texts(traced[0]), ids, progress,
-            suffixes, request.rounding,
+            suffixes, request.rounding, tensors,
         )  # fmt: skip
         return [draft], weights
     if precision in QUANTIZED_DTYPES:
         return quantize(
             roles, folder, precision, job.calibration_texts(traced[0]), ids, progress, suffixes,
-            request.rounding, request.average_bits,
+            request.rounding, request.average_bits, tensors,
         )  # fmt: skip
     if suffixes:
         pieces = job.calibration_texts(traced[0])

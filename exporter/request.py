@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from specedge.bundle import store
 from specedge.bundle.op_sets import CACHE_TYPES, COMPUTE_TYPES, OPS, QDQ
-from specedge.bundle.precision import GPTQ, PRECISION_CHOICES, QUANTIZED_DTYPES, ROUNDINGS
+from specedge.bundle.precision import GPTQ, KEEP, PRECISION_CHOICES, QUANTIZED_DTYPES, ROUNDINGS
 from specedge.errors import ExportError
 from specedge.option_specs import check_integer
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
@@ -36,10 +36,12 @@ class ExportRequest:
         ops: Op set of the graphs, "onnx" or "gqa"; "auto" for each that the models support.
         tolerance: Float32 errors may be this share of an output's largest value, however large
             PyTorch's own float32 errors are; None to bound them by PyTorch's.
-        precision: Precision of the target. "fp32" stores weights in the checkpoint's own type and
-            computes in float32; "fp16" and "bf16" convert matrices to that type first; "int8",
+        precision: Precision of the target. "keep" keeps the integers of a quantized checkpoint;
+            "fp32" stores weights in the checkpoint's own type, or dequantized, and computes in
+            float32; "fp16" and "bf16" convert matrices to that type first; "int8",
             "int8-block" and "int4" quantize weights, and their inputs to 8 bits. "int8" has one
-            scale per channel, which verifies fastest, the others are block-wise (block 32).
+            scale per channel, which verifies fastest, the others are block-wise (block 32). None
+            for "keep" where the checkpoint is quantized, else "fp32".
         draft_precision: Precision of the draft model; None for the fastest measured here that keeps
             nine tenths of its acceptance rate (a tiny draft model has the target's).
         draft_vocab: Tokens of a reduced draft vocabulary, the most frequent ones of the calibration
@@ -72,7 +74,7 @@ class ExportRequest:
     max_length: int | None = None
     ops: str = "auto"
     tolerance: float | None = None
-    precision: str = "fp32"
+    precision: str | None = None
     draft_precision: str | None = None
     draft_vocab: int | None = None
     compute: str | None = None
@@ -123,7 +125,7 @@ class ExportRequest:
 
     def precision_of(self, role: str) -> str:
         """Return a model's precision, as far as it is known without the weights."""
-        return (self.draft_precision if role == "draft" else None) or self.precision
+        return (self.draft_precision if role == "draft" else None) or self.precision or "fp32"
 
     def adapter_of(self, role: str) -> str | None:
         """Return the name of a model's adapter."""
@@ -139,7 +141,8 @@ class ExportRequest:
                 )
         if self.ops not in ("auto", *OPS):
             raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")
-        self._check_compute({self.precision_of("target"), self.precision_of("draft")})
+        if self.precision is not None or not os.fspath(self.target).endswith(".gguf"):
+            self._check_compute({self.precision_of("target"), self.precision_of("draft")})
         if self.cache not in (*CACHE_TYPES, None):
             raise ValueError(f"cache must be {', '.join(CACHE_TYPES)}, got {self.cache!r}")
         if self.rounding not in ROUNDINGS:
@@ -149,7 +152,9 @@ class ExportRequest:
         if self.bits is not None and not 4 <= self.bits <= 8:
             raise ValueError(f"bits must be from 4 to 8, got {self.bits}")
         if self.bits is not None and self.precision != "int4":
-            raise ExportError(f"--bits is for --precision int4, not {self.precision}; leave it out")
+            raise ExportError(
+                f"--bits is for --precision int4, not {self.precision_of('target')}; leave it out"
+            )
         check_integer("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
             check_integer("max_length", self.max_length, 2)
@@ -202,6 +207,11 @@ class ExportRequest:
             raise ValueError(
                 f"compute {QDQ} is for quantized weights; give a precision of "
                 f"{', '.join(QUANTIZED_DTYPES)}, or compute in fp16"
+            )
+        if self.compute == QDQ and KEEP in quantized:
+            raise ValueError(
+                f"compute {QDQ} cannot read a checkpoint's own blocks; give a precision of "
+                f"{', '.join(p for p in QUANTIZED_DTYPES if p != KEEP)}"
             )
         if self.compute == QDQ and self.ops == "gqa":
             raise ValueError(f"compute {QDQ} needs the op set onnx; leave ops out")

@@ -55,6 +55,7 @@ class Checkpoint:
     remote: hub.Snapshot | None
     adapter: Adapter | None
     dtype: str | None = None  # what its matrices are to be rounded to
+    is_quantized: bool = False  # and its blocks can be kept
 
     @property
     def kind(self) -> str:
@@ -95,7 +96,9 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
     folders.check_layout(role, name, folder, {gguf} if gguf else files)
     weights = choose(folder, files)
     shown = name if remote else (path / gguf if gguf else path).resolve().name
-    published, config, tokenizer, raw = _read(role, name, folder, remote, weights, files)
+    published, config, tokenizer, raw, is_quantized = _read(
+        role, name, folder, remote, weights, files
+    )
     lora = adapters.find(f"{role} adapter", adapter, name) if adapter is not None else None
     shown = f"{shown} + {lora.source}" if lora else shown
     commit = remote.revision if remote else None
@@ -116,6 +119,7 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
         weights=weights,
         remote=remote,
         adapter=lora,
+        is_quantized=is_quantized,
     )
 
 
@@ -126,8 +130,11 @@ def _read(
     remote: hub.Snapshot | None,
     weights: list[str],
     files: set[str],
-) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Read the config, the text decoder's config, the tokenizer, and the config as parsed."""
+) -> tuple[Any, Any, Any, dict[str, Any], bool]:
+    """Read the config, the text decoder's config, the tokenizer, and the config as parsed.
+
+    The last value is True if the checkpoint's quantized weights can be kept.
+    """
     where = f"{role} {name}"
     if not weights[0].endswith(".gguf"):
         raw = folders.read_json_object(where, folder / "config.json")
@@ -135,7 +142,7 @@ def _read(
         if remote is not None:
             remote.growth = quantized_formats.expansion(raw)
         text = text_decoder.decoder_config(where, config)
-        return config, text, _load_tokenizer(where, folder, files), raw
+        return config, text, _load_tokenizer(where, folder, files), raw, False
     path = folder / weights[0]
     weight_files.check_unsplit(where, path.name)
     with tempfile.TemporaryDirectory() as temporary:
@@ -150,7 +157,8 @@ def _read(
         config = _load_pretrained(AutoConfig.from_pretrained, description, alone, gguf_file=whole)
         gguf_files.apply_rope_scaling(where, path, config)
         text = text_decoder.decoder_config(where, config)
-        return config, text, _load_tokenizer(where, alone, None, gguf_file=whole), {}
+        tokenizer = _load_tokenizer(where, alone, None, gguf_file=whole)
+        return config, text, tokenizer, {}, gguf_files.is_quantized(where, path)
 
 
 def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files: set[str]) -> Any:

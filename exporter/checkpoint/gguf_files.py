@@ -19,6 +19,8 @@ from specedge.errors import CheckpointError, MissingExtraError
 
 from ..libraries import quiet, translate_errors
 from ..mapped_memory import system_memory
+from . import ggml_types
+from .quantized_tensors import QuantizedTensor
 
 # Bytes beside the model: 0.7 GB were measured at 215 M parameters, and wide layers take more.
 OVERHEAD = 3e9
@@ -70,6 +72,36 @@ def stored_dtype(where: str, file: Path) -> str:
 def main_type(where: str, file: Path) -> str:
     """Return the type of most weights."""
     return _count_by_type(where, file).most_common(1)[0][0]
+
+
+def is_quantized(where: str, file: Path) -> bool:
+    """Return True if a file has weights in blocks that can be kept."""
+    return not ggml_types.LAYOUTS.keys().isdisjoint(_count_by_type(where, file))
+
+
+def quantized_tensors(where: str, file: Path) -> list[QuantizedTensor]:
+    """Return a file's quantized matrices, memory-mapped."""
+    return [
+        _quantized_tensor(tensor)
+        for tensor in _open(where, file).tensors
+        if tensor.tensor_type.name not in FLOATS and tensor.data.ndim == 2
+    ]
+
+
+def _quantized_tensor(tensor: Any) -> QuantizedTensor:
+    import gguf
+
+    data, kind = tensor.data, tensor.tensor_type
+    size, num_rows = map(int, tensor.shape)
+    return QuantizedTensor(
+        tensor.name,
+        kind.name,
+        (num_rows, size),
+        int(tensor.n_bytes),
+        ggml_types.LAYOUTS.get(kind.name),
+        lambda rows: gguf.quants.dequantize(data[rows], kind),
+        lambda rows: ggml_types.unpack(data[rows], kind.name),
+    )
 
 
 def header_size(file: Path) -> float:

@@ -17,6 +17,7 @@ from . import adapters, folders, gguf_files, hub, quantized_formats, text_decode
 from .checkpoints import Checkpoint
 from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
 from .lazy_weights import WeightSources
+from .quantized_tensors import QuantizedTensor
 
 # Masks and tables of old versions; transformers knows those of some families.
 _OBSOLETE_BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq", "position_ids")
@@ -57,6 +58,14 @@ def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
     _insert_placeholders(model, sources)
     _tie(model, sources)
     return LoadedCheckpoint(model, dtype, sources)
+
+
+def quantized_tensors(checkpoint: Checkpoint) -> list[QuantizedTensor]:
+    """Return the quantized weights of a checkpoint that can be kept, memory-mapped."""
+    if not checkpoint.is_quantized:
+        return []
+    where = f"{checkpoint.role} {checkpoint.name}"
+    return gguf_files.quantized_tensors(where, checkpoint.folder / checkpoint.weights[0])
 
 
 def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:

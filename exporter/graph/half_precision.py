@@ -25,6 +25,7 @@ _OF_CACHES = {
     "Attention", "Expand", "GroupQueryAttention", "Reshape", "Slice", "TensorScatter", "Transpose",
     "Unsqueeze",
 }  # fmt: skip
+_LOOKUPS = ("Gather", "GatherBlockQuantized")
 _FOLDED = {"Cast", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze"}
 
 
@@ -112,7 +113,7 @@ def _position_bias(node: ir.Node) -> ir.Value | None:
 
 def _is_lookup(node: ir.Node, ids: ir.Value) -> bool:
     """Return True if a node gathers rows of a table by token."""
-    index = node.inputs[1] if node.op_type == "Gather" else None
+    index = node.inputs[1] if node.op_type in _LOOKUPS else None
     while (before := producer(index, "Reshape")) is not None:
         index = before.inputs[0]
     table = node.inputs[0] if index is ids else None

@@ -16,8 +16,9 @@ import numpy as np
 import onnxruntime as ort
 
 from specedge.bundle.manifest import FileEntry, ModelEntry
-from specedge.bundle.precision import GPTQ
+from specedge.bundle.precision import GPTQ, KEEP
 
+from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..progress import Progress
 from ..verification.runner import Runner
 from ..verification.subgraph import open_session
@@ -58,18 +59,21 @@ def select_draft_precision(
     progress: Progress,
     kinds: Sequence[str] = (),
     rounding: str = GPTQ,
+    tensors: Sequence[QuantizedTensor] = (),
 ) -> tuple[ModelEntry, FileEntry]:
     """Quantize a draft, and leave the best candidate in `folder`; return its entry and weights.
 
-    Its logits are of the tokens `head` alone, if given. `kinds` are suffixes of further op sets.
+    Its logits are of the tokens `head` alone, if given. `kinds` are suffixes of further op sets,
+    and `tensors` a quantized checkpoint's weights, which may be kept.
     """
     candidates = [DraftCandidate("fp32", folder, draft, file)]
-    for precision in CANDIDATE_PRECISIONS:
+    for precision in (*CANDIDATE_PRECISIONS, *([KEEP] if tensors else [])):
         copy = folder.with_name(f"{folder.name}.{precision}")
         shutil.copytree(folder, copy, copy_function=os.link)
         (model,), weights = quantize(
-            {"draft": draft}, copy, precision, texts, head, progress, kinds, rounding
-        )
+            {"draft": draft}, copy, precision, texts, head, progress, kinds, rounding,
+            tensors=tensors,
+        )  # fmt: skip
         candidates.append(DraftCandidate(precision, copy, model, weights))
     with progress.step("Choosing the draft's precision"):
         target_logits = compute_logits(_runner(target), texts.evaluation)

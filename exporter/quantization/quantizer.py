@@ -14,10 +14,11 @@ import torch
 
 from specedge.bundle.manifest import FileEntry, ModelEntry
 from specedge.bundle.op_sets import attention_ops, has_compute_type, is_qdq
-from specedge.bundle.precision import BLOCK_BITS, GPTQ, NEAREST
+from specedge.bundle.precision import BLOCK_BITS, GPTQ, KEEP, NEAREST
 from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ParityError
 
+from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..graph import rewrites
 from ..graph.weights import FILE, drop_unused
 from ..progress import Progress
@@ -36,6 +37,7 @@ from .dequantize_rewriter import DequantizeRewriter
 from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_excluded, load_graph
 from .float_model import FloatModel
 from .integer_rewriter import IntegerRewriter, num_columns
+from .kept_weights import KeptWeights, keep
 from .matrices import MatrixGroup, embeddings, matrix_groups, ungrouped_weights
 from .qdq_rewriter import QdqRewriter
 from .report import measure_op_sets
@@ -46,7 +48,6 @@ from .weight_store import WeightStore
 
 ROTATED_PRECISIONS = ("int8", "int4")  # the precisions whose rounding a rotation makes better
 MAX_COPIED_PARAMETERS = 300_000_000  # parameters of models that may be copied to float32 as a whole
-MAX_NAMES = 3  # matrices of a group in a line of the report
 Schemes = dict[tuple[int, ...], Scheme]
 ChannelMaps = dict[tuple[int, ...], np.ndarray]  # of the groups that can be smoothed in every graph
 
@@ -61,6 +62,7 @@ def quantize(
     suffixes: Sequence[str] = (),
     rounding: str = GPTQ,
     bits: float = 4.0,
+    tensors: Sequence[QuantizedTensor] = (),
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Quantize models that share a folder.
 
@@ -76,6 +78,7 @@ def quantize(
         suffixes: Suffixes of further op sets, which dequantize weights or have 16-bit caches.
         rounding: One of `specedge.bundle.precision.ROUNDINGS`; int8-block always rounds to nearest.
         bits: Average bits of int4's weights in layers.
+        tensors: The checkpoint's quantized weights, for the precision "keep".
 
     Returns:
         The entries, and size and hash of the weights file.
@@ -91,6 +94,8 @@ def quantize(
         for i, (role, model) in enumerate(models.items())
     ]
     parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
+    if precision == KEEP:
+        return _keep(parts, folder, tensors, texts, progress, suffixes)
     first = parts[0].role
     group_schemes: Schemes = {}
     work = folder.with_name(f"{folder.name}.basis")
@@ -127,7 +132,7 @@ def quantize(
             for ops in part.reduced_op_sets(precision, suffixes):
                 _write_graphs(part, ops, precision, group_schemes, excluded, store, folder)
     entries = []
-    bits_per_weight = 8 * store.file.size / parts[0].model.num_parameters
+    bits_per_weight = _bits_per_weight(parts[0], store.file)
     for part in parts:
         with progress.step(f"Comparing the {part.role} in {precision}"):
             formats = _format_runners(part, work) if part is parts[0] else {}
@@ -146,6 +151,46 @@ def quantize(
     shutil.rmtree(work)
     shutil.rmtree(before)
     return entries, store.file
+
+
+def _keep(
+    parts: Sequence[FloatModel],
+    folder: Path,
+    tensors: Sequence[QuantizedTensor],
+    texts: CalibrationTexts,
+    progress: Progress,
+    suffixes: Sequence[str],
+) -> tuple[list[ModelEntry], FileEntry]:
+    """Write models with the checkpoint's quantized weights, as `quantize` returns them."""
+    first = parts[0]
+    excluded = find_excluded(
+        (_load(part, ops).graph for part in parts for ops in part.ops), first.model.num_experts
+    )
+    op_sets = {part.role: part.reduced_op_sets(KEEP, suffixes) for part in parts}
+    with progress.step(f"Reading the {first.role}'s quantized weights"):
+        kept = KeptWeights(tensors)
+    with WeightStore(folder) as store, progress.step(f"Writing the {first.role}"):
+        written = keep(parts, op_sets, kept, excluded, folder, store)
+    types, entries = kept.types(), []
+    bits_per_weight = _bits_per_weight(first, store.file)
+    for part in parts:
+        with progress.step(f"Comparing the {part.role} in {KEEP}"):
+            choices = {
+                ops: written[part.role, ops] | _unquantized_schemes(part, ops, excluded)
+                for ops in op_sets[part.role]
+            }
+            measured = measure_op_sets(part, folder, choices, texts, progress)
+        described = {
+            ops: (replace(quality, bits_per_weight=bits_per_weight, types=types), invariant)
+            for ops, (quality, invariant) in measured.items()
+        }
+        entries.append(part.with_reports(described, KEEP))
+    shutil.rmtree(first.folder)
+    return entries, store.file
+
+
+def _bits_per_weight(model: FloatModel, weights: FileEntry) -> float:
+    return 8 * weights.size / model.model.num_parameters
 
 
 def add_op_sets(
@@ -272,7 +317,7 @@ class SchemeSelector:
         def visit(key: tuple[int, ...], x: InputStatistics) -> None:
             if key in layers:
                 choice = schemes.expert_scheme(layers[key], x, BLOCK_BITS.get(self.precision, 8))
-                group_schemes[key] = _with_names(choice, layers[key].names)
+                group_schemes[key] = schemes.with_names(choice, layers[key].names)
                 return
             group = new[key]
             is_tied = bool(tables & {*key})
@@ -280,7 +325,7 @@ class SchemeSelector:
             choice = _scheme(group, x, precision, model.model, is_tied, self.channels.get(key))
             if x.hessian is not None and not is_tied:
                 choice = replace(choice, integers=self._round_by_gptq(group, x.hessian, choice))
-            group_schemes[key] = _with_names(
+            group_schemes[key] = schemes.with_names(
                 choice, [matrix.stored.tensor for matrix in group.matrices]
             )
 
@@ -339,10 +384,6 @@ class SchemeSelector:
         return np.load(path, mmap_mode="c"), integers.scales
 
 
-def _with_names(choice: Scheme, tensors: Sequence[ir.ExternalTensor]) -> Scheme:
-    return replace(choice, reason=choice.reason and f"{_format_names(tensors)}: {choice.reason}")
-
-
 def _unquantized_schemes(model: FloatModel, ops: str, excluded: ExcludedWeights) -> Schemes:
     """Return schemes of weights that no MatMul reads in their stored form; one has the reason."""
     group_schemes: Schemes = {}
@@ -355,19 +396,12 @@ def _unquantized_schemes(model: FloatModel, ops: str, excluded: ExcludedWeights)
         ):
             some = [t for t in tensors if (t.offset in excluded.routers) == routes_]
             if some:
-                of_each = [_with_names(schemes.unquantized(reason), some)]
+                of_each = [schemes.with_names(schemes.unquantized(reason), some)]
                 of_each += [replace(of_each[0], reason="") for _ in some[1:]]
                 group_schemes |= {
                     (t.offset or 0,): scheme for t, scheme in zip(some, of_each, strict=True)
                 }
     return group_schemes
-
-
-def _format_names(tensors: Sequence[ir.ExternalTensor]) -> str:
-    """Return the names of the first tensors, and the number of the others."""
-    names = [tensor.name or "" for tensor in tensors]
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(name[:120] for name in names[:MAX_NAMES]) + more
 
 
 def _scheme(

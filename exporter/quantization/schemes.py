@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from . import rounding
@@ -32,6 +33,7 @@ MAX_HEAD_DIVERGENCE = (
 )
 NUM_SAMPLED_COLUMNS = 512  # of a matrix, that errors are measured with
 NUM_SAMPLED_EXPERTS = 4  # and of a block of experts, each
+MAX_NAMES = 3  # matrices of a group in a line of the report
 
 
 @dataclass(frozen=True)
@@ -182,3 +184,15 @@ def _row_maxima(group: MatrixGroup) -> np.ndarray:
         largest = sizes.amax(0)
         maxima.append((sizes / largest.where(largest > 0, 1)).amax(1).float())
     return torch.stack(maxima).amax(0).numpy()
+
+
+def with_names(choice: Scheme, tensors: Sequence[ir.ExternalTensor]) -> Scheme:
+    """Return a scheme whose reason names its matrices."""
+    return replace(choice, reason=choice.reason and f"{_format_names(tensors)}: {choice.reason}")
+
+
+def _format_names(tensors: Sequence[ir.ExternalTensor]) -> str:
+    """Return the names of the first tensors, and the number of the others."""
+    names = [tensor.name or "" for tensor in tensors]
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(name[:120] for name in names[:MAX_NAMES]) + more

@@ -30,10 +30,12 @@ CONTEXT_STEP = 256  # tokens of a context that an advice may leave, and what it 
 # are widened ONNX Runtime makes MatMulNBits, which has a scale for 32 of them. Packed blocks of 4
 # bits have a sum beside each scale, and the scales stay as they were: 28 bytes where 20 lay.
 _PACKED_EIGHTHS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11, "QMoE": 11}
+_LOOKUPS = ("Gather", "GatherBlockQuantized")  # of rows in memory-mapped tables
 _PACKED_BYTES = {
     "int8": 1.0,
     "int8-block": 1.4,
     "int4": 0.7,
+    "keep": 1.0,
 }  # bytes of a packed number; of floats 4
 _ROW_VALUES = 4.0  # values of a row that a layer's pass holds, in the root of its matrices' numbers
 _OUT_OF_MEMORY = (
@@ -252,7 +254,7 @@ def _weight_bytes(
                 is_16_bit and not is_32_bit and op in ("MatMul", "Gemm") and "Cast" not in steps
             )
             yield size * (2 if is_cast else 1) * _PACKED_EIGHTHS.get(op, 8) // 8, True
-        if any(op not in products and (steps or op != "Gather") for op in readers):
+        if any(op not in products and (steps or op not in _LOOKUPS) for op in readers):
             yield size, False
 
 

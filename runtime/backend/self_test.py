@@ -29,6 +29,7 @@ PASTS = (0, 512)  # rows of the cache before it, on a GPU, whose kernels may spl
 KNOWN_CAUSES = {
     "int8-block": "MatMulNBits may round differently at one row: onnxruntime issue 29853",
     "int4": "MatMulNBits may round differently at one row: onnxruntime issue 29853",
+    "keep": "MatMulNBits may round differently at one row: onnxruntime issue 29853",
 }
 EXPERTS = (
     "sums of QMoE depend on the number of rows of an expert before ONNX Runtime "

@@ -10,7 +10,8 @@ DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per element
 
 HALF_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}  # storage types of matrices
 BLOCK_BITS = {"int8-block": 8, "int4": 4}  # bits of block-wise types (block 32)
-QUANTIZED_DTYPES = ("int8", *BLOCK_BITS)  # of weights; activations are int8
+KEEP = "keep"  # weights as a quantized checkpoint has them
+QUANTIZED_DTYPES = ("int8", *BLOCK_BITS, KEEP)  # of weights; activations are int8
 PRECISION_CHOICES = ("fp32", *HALF_DTYPES, *QUANTIZED_DTYPES)
 GPTQ, NEAREST = "gptq", "nearest"
 ROUNDINGS = (GPTQ, NEAREST)

@@ -93,6 +93,21 @@ class FormatQuality:
 
 
 @dataclass(frozen=True)
+class WeightType:
+    """Quantization type of a checkpoint's weights.
+
+    Attributes:
+        num_weights: Weights of the type.
+        file_bits: Bits per weight in the checkpoint, with scales.
+        bundle_bits: Bits per weight in the bundle, with scales and offsets; 32 if dequantized.
+    """
+
+    num_weights: int
+    file_bits: float
+    bundle_bits: float
+
+
+@dataclass(frozen=True)
 class QuantizationReport:
     """Effect of quantization on an op set, measured on a text.
 
@@ -114,6 +129,7 @@ class QuantizationReport:
         bits_per_weight: Size of the weights file in bits over the model's parameters, with scales,
             embedding and LM head; 0 if unknown.
         formats: The same weights in formats of llama.cpp, by name, where they were measured.
+        types: Quantization types of the checkpoint by name, where its weights are kept.
     """
 
     text: str
@@ -132,9 +148,10 @@ class QuantizationReport:
     exceptions: tuple[str, ...]
     bits_per_weight: float = field(default=0.0, metadata=OPTIONAL)
     formats: dict[str, FormatQuality] = field(default_factory=dict, metadata=OPTIONAL)
+    types: dict[str, WeightType] = field(default_factory=dict, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
-        for line in (self.text, *self.exceptions):
+        for line in (self.text, *self.exceptions, *self.types):
             check_single_line("text and exceptions", line)
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
@@ -152,6 +169,11 @@ class QuantizationReport:
         )
         if self.bits_per_weight:
             line += f"; {self.bits_per_weight:.2f} bits per weight"
+        for name, size in self.types.items():
+            line += (
+                f"; {size.num_weights / 1e6:.1f} M weights in {name}: {size.file_bits:.4g} bits "
+                f"in the file, {size.bundle_bits:.4g} in the bundle"
+            )
         for name, quality in self.formats.items():
             line += (
                 f"; as {name} KL {quality.divergence:.2g}, top-1 agreement "

@@ -55,9 +55,8 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--precision",
     type=click.Choice(PRECISION_CHOICES),
-    default="fp32",
-    show_default=True,
-    help="Precision of the target's weights.",
+    help="Precision of the target's weights; keep leaves quantized weights as they are."
+    "  [default: keep for a quantized checkpoint, else fp32]",
 )
 @click.option(
     "--draft-precision",

@@ -1,0 +1,143 @@
+"""Block-wise quantization types of ggml, unpacked to integers, scales and offsets.
+
+The layouts are those of ggml-common.h. A type with a minimum has values d * q - m, with q from 0:
+its integers are shifted to both sides of 0, and the rest is the offset of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .quantized_tensors import BlockLayout, IntegerBlocks
+
+_ZERO_POINT = 128  # of integers in 8 bits
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Return the low halves of bytes, followed by the high halves. [..., n] -> [..., 2 * n]"""
+    return np.concatenate((packed & 15, packed >> 4), -1)
+
+
+def _bits(packed: np.ndarray, width: int) -> np.ndarray:
+    """Return bits 0, width ... of all bytes in turn. [..., n] -> [..., 8 / width, n]"""
+    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+    return (packed[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
+
+
+def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
+    """Return the float16 number at a byte of each block as float32. [..., bytes] -> [..., 1]"""
+    return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16).astype(np.float32)
+
+
+def _fifth_bits(blocks: np.ndarray, start: int) -> np.ndarray:
+    """Return bit 4 of the 32 integers of each block, of four bytes. [..., bytes] -> [..., 32]"""
+    return np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little") << 4
+
+
+def _unpack_q4_0(blocks: np.ndarray) -> IntegerBlocks:
+    return IntegerBlocks(_nibbles(blocks[..., 2:]), _halves(blocks, 0))
+
+
+def _unpack_q4_1(blocks: np.ndarray) -> IntegerBlocks:
+    scale, least = _halves(blocks, 0), _halves(blocks, 2)
+    return IntegerBlocks(_nibbles(blocks[..., 4:]), scale, 8 * scale + least)
+
+
+def _unpack_q5_0(blocks: np.ndarray) -> IntegerBlocks:
+    integers = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)
+    return IntegerBlocks(integers + np.uint8(_ZERO_POINT - 16), _halves(blocks, 0))
+
+
+def _unpack_q5_1(blocks: np.ndarray) -> IntegerBlocks:
+    integers = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4)
+    scale, least = _halves(blocks, 0), _halves(blocks, 2)
+    return IntegerBlocks(integers + np.uint8(_ZERO_POINT - 16), scale, 16 * scale + least)
+
+
+def _unpack_q8_0(blocks: np.ndarray) -> IntegerBlocks:
+    return IntegerBlocks(blocks[..., 2:] ^ np.uint8(_ZERO_POINT), _halves(blocks, 0))
+
+
+def _unpack_q6_k(blocks: np.ndarray) -> IntegerBlocks:
+    low = _nibbles_of_halves(blocks[..., :128], 64)
+    high = _bits(blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 32), 2)
+    integers = low | (high.reshape(low.shape) << 4)
+    scales = blocks[..., 192:208].view(np.int8).astype(np.float32) * _halves(blocks, 208)
+    shifted = integers + np.uint8(_ZERO_POINT - 32)
+    return IntegerBlocks(shifted.reshape(*blocks.shape[:-1], 16, 16), scales)
+
+
+def _unpack_q4_k(blocks: np.ndarray) -> IntegerBlocks:
+    scales, least = _scales_and_minima(blocks)
+    integers = _nibbles_of_halves(blocks[..., 16:], 32)
+    return IntegerBlocks(
+        integers.reshape(*blocks.shape[:-1], 8, 32), scales, np.float32(8) * scales - least
+    )
+
+
+def _unpack_q5_k(blocks: np.ndarray) -> IntegerBlocks:
+    scales, least = _scales_and_minima(blocks)
+    low = _nibbles_of_halves(blocks[..., 48:], 32).reshape(*blocks.shape[:-1], 8, 32)
+    integers = low | (_bits(blocks[..., 16:48], 1) << 4)
+    return IntegerBlocks(
+        integers + np.uint8(_ZERO_POINT - 16), scales, np.float32(16) * scales - least
+    )
+
+
+def _nibbles_of_halves(packed: np.ndarray, size: int) -> np.ndarray:
+    """Return the nibbles of `size` bytes after those of the `size` before. [..., n] -> [..., 2n]"""
+    pieces = _nibbles(packed.reshape(*packed.shape[:-1], -1, size))
+    return pieces.reshape(*packed.shape[:-1], -1)
+
+
+def _scales_and_minima(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scales and minima of the 8 blocks in super-blocks of Q4_K or Q5_K. [..., 8]"""
+    import gguf
+
+    flat = np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12)
+    scales, least = gguf.quants.Q4_K.get_scale_min(flat)
+    shape = (*blocks.shape[:-1], 8)
+    return (
+        _halves(blocks, 0) * scales.reshape(shape).astype(np.float32),
+        _halves(blocks, 2) * least.reshape(shape).astype(np.float32),
+    )
+
+
+_UNPACK: dict[str, Callable[[np.ndarray], IntegerBlocks]] = {
+    "Q4_0": _unpack_q4_0,
+    "Q4_1": _unpack_q4_1,
+    "Q5_0": _unpack_q5_0,
+    "Q5_1": _unpack_q5_1,
+    "Q8_0": _unpack_q8_0,
+    "Q6_K": _unpack_q6_k,
+    "Q4_K": _unpack_q4_k,
+    "Q5_K": _unpack_q5_k,
+}
+LAYOUTS = {
+    "Q4_0": BlockLayout(4, 32),
+    "Q4_1": BlockLayout(4, 32, has_offsets=True),
+    "Q5_0": BlockLayout(8, 32),
+    "Q5_1": BlockLayout(8, 32, has_offsets=True),
+    "Q8_0": BlockLayout(8, 32),
+    "Q6_K": BlockLayout(8, 16),
+    "Q4_K": BlockLayout(4, 32, has_offsets=True),
+    "Q5_K": BlockLayout(8, 32, has_offsets=True),
+}
+
+
+def unpack(rows: np.ndarray, type_name: str) -> IntegerBlocks:
+    """Unpack rows of a quantization type in `LAYOUTS`. [N, bytes] of uint8"""
+    import gguf
+
+    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
+    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, num_bytes)
+    unpacked = _UNPACK[type_name](blocks)
+    size = LAYOUTS[type_name].block_size
+    offsets = unpacked.offsets
+    return IntegerBlocks(
+        unpacked.integers.reshape(len(rows), -1, size),
+        unpacked.scales.reshape(len(rows), -1),
+        None if offsets is None else offsets.reshape(len(rows), -1),
+    )

@@ -1,0 +1,58 @@
+"""Matrices of a checkpoint that are stored in blocks of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Layout of block-wise weights: integers of `bits`, with a scale for each `block_size` along K.
+
+    With offsets each block has a number that is added to its dequantized values.
+    """
+
+    bits: int
+    block_size: int
+    has_offsets: bool = False
+
+
+@dataclass(frozen=True)
+class IntegerBlocks:
+    """Block-wise weights, (integers - 2 ** (bits - 1)) * scale + offset.
+
+    Attributes:
+        integers: Unsigned integers, [N, blocks, block_size].
+        scales: float32 [N, blocks].
+        offsets: float32 [N, blocks], or None.
+    """
+
+    integers: np.ndarray
+    scales: np.ndarray
+    offsets: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Quantized matrix of a checkpoint, [N, K], memory-mapped.
+
+    Attributes:
+        name: Name in the checkpoint.
+        type_name: Name of its quantization type.
+        shape: N and K.
+        num_bytes: Size in the checkpoint.
+        layout: Layout of its blocks; None for types without one, which are dequantized.
+        dequantize: Return rows in float32, as the format defines them.
+        unpack: Return rows as integers, by their indices.
+    """
+
+    name: str
+    type_name: str
+    shape: tuple[int, int]
+    num_bytes: int
+    layout: BlockLayout | None
+    dequantize: Callable[[slice], np.ndarray]
+    unpack: Callable[[np.ndarray], IntegerBlocks]

@@ -1,0 +1,329 @@
+"""Weights that stay as a quantized checkpoint has them.
+
+A product reads the checkpoint's integers and scales by MatMulNBits. Where blocks have offsets, the
+sums of the input over each block are multiplied with the matrix of offsets:
+
+    x W = x Q + sums(x) O    x [T, K], Q [K, N], sums(x) [T, K / 32], O [K / 32, N]
+
+A matrix of a graph is recognized by its rows' dequantized values. So they may be in another order
+or tensor than in the checkpoint, and a matrix that was changed on the way, as by an adapter, is not
+mistaken for what the checkpoint has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import torch
+
+from specedge.bundle.op_sets import has_compute_type
+from specedge.bundle.reports import WeightType
+
+from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor
+from ..graph import rewrites
+from ..graph.weights import drop_unused, view_tensor
+from . import rounding, schemes
+from .experts import ExcludedWeights, expert_layers, load_graph
+from .float_model import FloatModel
+from .graph_editor import INT8_ACCURACY_LEVEL, MICROSOFT_DOMAIN, replace_output
+from .integer_rewriter import IntegerRewriter, num_columns
+from .matrices import Matrix, MatrixGroup, StoredTensor, embeddings, matrix_groups, tensor_data
+from .rounding import BlockMatrix
+from .schemes import Scheme
+from .weight_store import WeightStore
+
+_STRIP_SIZE = 1 << 22  # numbers that are dequantized at a time
+_FLOAT_BITS = 32  # of scales, offsets and dequantized weights
+
+
+@dataclass(frozen=True)
+class KeptMatrix:
+    """Rows of a quantized tensor that are the columns of a matrix [K, N]."""
+
+    tensor: QuantizedTensor
+    rows: np.ndarray
+
+    @property
+    def layout(self) -> BlockLayout:
+        assert self.tensor.layout is not None
+        return self.tensor.layout
+
+    def blocks(self) -> BlockMatrix:
+        """Return integers and scales as MatMulNBits reads them."""
+        num_blocks, bits = self.tensor.shape[1] // self.layout.block_size, self.layout.bits
+        shape = len(self.rows), num_blocks, self.layout.block_size * bits // 8
+        values, scales = np.empty(shape, np.uint8), np.empty(shape[:2], np.float32)
+        for at in _strips(len(self.rows), self.tensor.shape[1]):
+            unpacked = self.tensor.unpack(self.rows[at])
+            values[at] = rounding.pack(torch.from_numpy(unpacked.integers), bits).numpy()
+            scales[at] = unpacked.scales
+        return BlockMatrix(values, scales)
+
+    def offsets(self) -> np.ndarray:
+        """Return the offsets of blocks, [N, K / block_size]."""
+        parts = (self.tensor.unpack(self.rows[at]).offsets for at in self._strips())
+        return np.concatenate([part for part in parts if part is not None])
+
+    def _strips(self) -> Iterator[slice]:
+        return _strips(len(self.rows), self.tensor.shape[1])
+
+
+class KeptWeights:
+    """Matrices of graphs whose rows are those of quantized tensors, by their offsets."""
+
+    def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
+        self._prints = [(t, _sorted_prints(t)) for t in tensors if t.layout is not None]
+        self._matrices: dict[int, KeptMatrix | None] = {}
+        self._sizes = {tensor.name: tensor for tensor in tensors}
+
+    def __contains__(self, offset: int) -> bool:
+        return self._matrices.get(offset) is not None
+
+    def __getitem__(self, offset: int) -> KeptMatrix:
+        matrix = self._matrices[offset]
+        assert matrix is not None
+        return matrix
+
+    def add(self, graph: ir.Graph, excluded: ExcludedWeights) -> None:
+        """Find the matrices and tables of a graph."""
+        for group in matrix_groups(graph, excluded.offsets):
+            for matrix in group.matrices:
+                if len(matrix.stored.order) == 2 and matrix.offset not in self._matrices:
+                    self._matrices[matrix.offset] = self._find(matrix.stored.data())
+        for _, stored in embeddings(graph):
+            if stored.offset not in self._matrices:
+                self._matrices[stored.offset] = self._find(tensor_data(stored.tensor).T)
+
+    def types(self) -> dict[str, WeightType]:
+        """Return the quantization types of the checkpoint, with their sizes."""
+        kept = {matrix.tensor.name for matrix in self._matrices.values() if matrix is not None}
+        sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for tensor in self._sizes.values():
+            count = tensor.shape[0] * tensor.shape[1]
+            bits = bits_per_weight(tensor.layout) if tensor.name in kept else _FLOAT_BITS
+            sizes[tensor.type_name].update(
+                {"count": count, "file": 8 * tensor.num_bytes, "bundle": round(bits * count)}
+            )
+        return {
+            name: WeightType(size["count"], size["file"] / size["count"],
+                             size["bundle"] / size["count"])
+            for name, size in sorted(sizes.items())
+        }  # fmt: skip
+
+    def _find(self, weights: torch.Tensor) -> KeptMatrix | None:
+        """Return the rows that are a matrix's columns. [K, N]"""
+        size, width = weights.shape
+        strips = (weights[:, at].T.float().contiguous().numpy() for at in _strips(width, size))
+        prints = np.concatenate([_row_prints(strip) for strip in strips])
+        for tensor, (ordered, order) in self._prints:
+            if tensor.shape[1] != size:
+                continue
+            places = np.minimum(np.searchsorted(ordered, prints[:1]), len(ordered) - 1)
+            if ordered[places[0]] != prints[0]:
+                continue
+            places = np.minimum(np.searchsorted(ordered, prints), len(ordered) - 1)
+            if np.array_equal(ordered[places], prints):
+                return KeptMatrix(tensor, order[places])
+        return None
+
+
+def bits_per_weight(layout: BlockLayout | None) -> float:
+    """Return the bits of a weight in a bundle, with its shares of scales and offsets."""
+    if layout is None:
+        return _FLOAT_BITS
+    return layout.bits + (1 + layout.has_offsets) * _FLOAT_BITS / layout.block_size
+
+
+def keep(
+    parts: Sequence[FloatModel],
+    op_sets: Mapping[str, Sequence[str]],
+    kept: KeptWeights,
+    excluded: ExcludedWeights,
+    folder: Path,
+    store: WeightStore,
+) -> dict[tuple[str, str], dict[tuple[int, ...], Scheme]]:
+    """Write the graphs of models with a checkpoint's quantized weights.
+
+    Args:
+        parts: Float models that share a folder.
+        op_sets: Op sets to write, by role.
+        kept: Gets the weights of all graphs.
+        excluded: Weights that no group contains.
+        folder: Folder of the new graphs.
+        store: Weights file of the new graphs.
+
+    Returns:
+        The schemes of all groups, by role and op set.
+    """
+    written = {}
+    for part in parts:
+        for ops in op_sets[part.role]:
+            model = load_graph(part.decoder(ops), excluded)
+            kept.add(model.graph, excluded)
+            written[part.role, ops] = _describe(model.graph, kept, excluded)
+            rewriter = KeptRewriter(
+                model.graph, store, {}, kept=kept, is_float=has_compute_type(ops)
+            )
+            tables = dict(embeddings(model.graph))
+            for group in matrix_groups(model.graph, excluded.offsets):
+                rewriter.keep_group(group)
+            for node, stored in tables.items():
+                if stored.offset in kept:
+                    rewriter.keep_table(node, stored)
+            rewrites.fuse_sigmoids(model)
+            passes.RemoveUnusedNodesPass()(model)
+            drop_unused(model.graph)
+            store.adopt(model.graph)
+            part.write(model, folder, ops)
+    return written
+
+
+def _describe(
+    graph: ir.Graph, kept: KeptWeights, excluded: ExcludedWeights
+) -> dict[tuple[int, ...], Scheme]:
+    """Return a scheme for each matrix of a graph, for its report."""
+    described: dict[tuple[int, ...], Scheme] = {}
+    for group in matrix_groups(graph, excluded.offsets):
+        for matrix in group.matrices:
+            choice = (
+                Scheme(None, 1, 0.0, 0.0, kept[matrix.offset].layout.bits)
+                if matrix.offset in kept
+                else schemes.unquantized("its values are not those of a block-wise type")
+            )
+            described[(matrix.offset,)] = schemes.with_names(choice, [matrix.stored.tensor])
+    for layer in expert_layers(graph, excluded):
+        choice = schemes.unquantized("experts are dequantized")
+        described[layer.experts.key] = schemes.with_names(choice, layer.experts.names)
+    return described
+
+
+@dataclass
+class KeptRewriter(IntegerRewriter):
+    """Replaces products and lookups whose weights are kept; with `is_float` inputs stay float."""
+
+    kept: KeptWeights = field(kw_only=True)
+    is_float: bool = field(kw_only=True)
+    _sums: dict[ir.Value, ir.Value] = field(default_factory=dict, kw_only=True)
+
+    def keep_group(self, group: MatrixGroup) -> None:
+        """Replace the products of a group; those of one layout are joined."""
+        nodes = {matrix.node for matrix in group.matrices}
+        first = next(node for node in self.graph if node in nodes)
+        by_layout: defaultdict[BlockLayout, list[Matrix]] = defaultdict(list)
+        for matrix in group.matrices:
+            if matrix.offset in self.kept:
+                by_layout[self.kept[matrix.offset].layout].append(matrix)
+        for layout, matrices in by_layout.items():
+            self._insert_kept_product(first, group.value, matrices, layout)
+
+    def keep_table(self, node: ir.Node, stored: StoredTensor) -> None:
+        """Replace a lookup in a table, [V, H]."""
+        kept, output, ids = self.kept[stored.offset], node.outputs[0], node.inputs[1]
+        layout, name = kept.layout, f"{output.name}.int{kept.layout.bits}"
+        values, scales = self.store.blocks(("kept", stored.offset), kept.blocks)
+        num_rows, num_blocks, num_bytes = values.shape.numpy()
+        table = view_tensor(values, ir.Shape([num_rows, num_blocks * num_bytes]), f"{name}.table")
+        rows = self.node(
+            node, "GatherBlockQuantized", [self.external(table), ids, self.external(scales)],
+            f"{name}.rows", output, domain=MICROSOFT_DOMAIN, bits=layout.bits,
+            block_size=layout.block_size, gather_axis=0, quantize_axis=1,
+        )  # fmt: skip
+        if layout.has_offsets:
+            key = "offsets of rows", stored.offset
+            offsets = self.store.floats(
+                key, lambda: kept.offsets()[..., None], f"{values.name}.row_offsets"
+            )
+            added = self.node(node, "Gather", [self.external(offsets), ids], f"{name}.offsets",
+                              output)  # fmt: skip
+            split = self._split_blocks(node, rows, layout, num_blocks)
+            whole = self.node(node, "Add", [split, added], f"{name}.blocks", split)
+            if output.shape is not None:
+                added.shape = ir.Shape([*output.shape[:-1], num_blocks, 1])
+            dims = self.constant("row", np.array([1, -1, num_blocks * layout.block_size], np.int64))
+            rows = self.node(node, "Reshape", [whole, dims], f"{name}.whole", output)
+        replace_output(output, rows)
+
+    def _insert_kept_product(
+        self, before: ir.Node, x: ir.Value, matrices: Sequence[Matrix], layout: BlockLayout
+    ) -> None:
+        """Insert the product of x with matrices of a layout, joined along N."""
+        like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
+        kept, name = [self.kept[m.offset] for m in matrices], f"{like.name}.int{layout.bits}"
+        key = ("kept", *(matrix.offset for matrix in matrices))
+        stored = self.store.blocks(key, lambda: _join(matrix.blocks() for matrix in kept))
+        level = {} if self.is_float else {"accuracy_level": INT8_ACCURACY_LEVEL}
+        whole = self.node(
+            before, "MatMulNBits", [x, *map(self.external, stored)], f"{name}.whole", like, width,
+            domain=MICROSOFT_DOMAIN, K=kept[0].tensor.shape[1], N=width, bits=layout.bits,
+            block_size=layout.block_size, **level,
+        )  # fmt: skip
+        if layout.has_offsets:
+            offsets = self.store.floats(
+                ("offsets", *key),
+                lambda: np.concatenate([matrix.offsets() for matrix in kept]).T,
+                f"{stored[0].name}.offsets",
+            )
+            sums = self._block_sums(before, x, layout, kept[0].tensor.shape[1])
+            inputs = [sums, self.external(offsets)]
+            added = self.node(before, "MatMul", inputs, f"{name}.offsets", like, width)
+            whole = self.node(before, "Add", [whole, added], f"{name}.sum", like, width)
+        self._replace_outputs(before, matrices, whole, name)
+
+    def _block_sums(self, before: ir.Node, x: ir.Value, layout: BlockLayout, size: int) -> ir.Value:
+        """Return the sums of x over blocks along K. [..., T, K] -> [..., T, K / block_size]"""
+        if x not in self._sums:
+            num_blocks = size // layout.block_size
+            split = self._split_blocks(before, x, layout, num_blocks)
+            axis = self.constant("axis", np.array([-1], np.int64))
+            name, inputs = f"{x.name}.block_sums", [split, axis]
+            self._sums[x] = self.node(before, "ReduceSum", inputs, name, x, num_blocks, keepdims=0)
+        return self._sums[x]
+
+    def _split_blocks(
+        self, before: ir.Node, x: ir.Value, layout: BlockLayout, num_blocks: int
+    ) -> ir.Value:
+        """Reshape rows to blocks. [1, T, K] -> [1, T, K / block_size, block_size]"""
+        dims = np.array([1, -1, num_blocks, layout.block_size], np.int64)
+        shape = self.constant(f"blocks.{num_blocks}", dims)
+        split = self.node(before, "Reshape", [x, shape], f"{x.name}.split", x)
+        if x.shape is not None:
+            split.shape = ir.Shape([*x.shape[:-1], num_blocks, layout.block_size])
+        return split
+
+
+def _join(blocks: Iterable[BlockMatrix]) -> BlockMatrix:
+    """Join block-wise matrices along N."""
+    pieces = list(blocks)
+    if len(pieces) == 1:
+        return pieces[0]
+    return BlockMatrix(
+        np.concatenate([piece.values for piece in pieces]),
+        np.concatenate([piece.scales for piece in pieces]),
+    )
+
+
+def _strips(num_rows: int, size: int) -> Iterator[slice]:
+    """Yield slices of rows of bounded size."""
+    step = max(1, _STRIP_SIZE // size)
+    return (slice(at, at + step) for at in range(0, num_rows, step))
+
+
+def _sorted_prints(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sorted fingerprints of a tensor's rows, and the rows in that order."""
+    strips = map(tensor.dequantize, _strips(*tensor.shape))
+    prints = np.concatenate([_row_prints(strip) for strip in strips])
+    order = np.argsort(prints, kind="stable")
+    return prints[order], order
+
+
+def _row_prints(rows: np.ndarray) -> np.ndarray:
+    """Return a fingerprint of each row's bits, a multilinear hash modulo 2 ** 64. [n, K] -> [n]"""
+    factors = np.random.default_rng(0).integers(1 << 62, size=rows.shape[1], dtype=np.uint64)
+    words = np.ascontiguousarray(rows, np.float32).view(np.uint32)
+    return (words * (factors * np.uint64(2) + np.uint64(1))).sum(1, dtype=np.uint64)

@@ -1,0 +1,29 @@
+"""Unpacked blocks of ggml's types dequantize to gguf-py's values."""
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from ggml_rows import random_rows
+from specedge.exporter.checkpoint import ggml_types
+
+SHAPE = 7, 512
+
+
+@pytest.mark.parametrize("name", ggml_types.LAYOUTS)
+def test_unpacked_blocks_are_gguf_py_values(name):
+    rows, layout = random_rows(name, *SHAPE), ggml_types.LAYOUTS[name]
+    expected = gguf.quants.dequantize(rows, Kind[name])
+    blocks = ggml_types.unpack(rows, name)
+    assert blocks.integers.shape[-1] == layout.block_size
+    assert int(blocks.integers.max()) < 2**layout.bits
+    values = blocks.integers.astype(np.float32) - 2 ** (layout.bits - 1)
+    values = values * blocks.scales[..., None]
+    if not layout.has_offsets:
+        assert blocks.offsets is None
+        assert np.array_equal(values.reshape(SHAPE), expected)
+        return
+    whole = (values + blocks.offsets[..., None]).reshape(SHAPE)
+    size = np.abs(values) + np.abs(blocks.offsets[..., None])
+    assert np.all(np.abs(whole - expected) <= 2.0**-23 * size.reshape(SHAPE))

@@ -1,0 +1,168 @@
+"""Quantized weights that a bundle has exactly as the checkpoint has them."""
+
+import gguf
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from onnx import TensorProto, helper
+
+from ggml_rows import random_rows
+from specedge.exporter.checkpoint import ggml_types
+from specedge.exporter.checkpoint.quantized_tensors import QuantizedTensor
+from specedge.exporter.quantization import rounding
+from specedge.exporter.quantization.experts import NO_EXCLUSIONS
+from specedge.exporter.quantization.kept_weights import KeptRewriter, KeptWeights
+from specedge.exporter.quantization.matrices import embeddings, matrix_groups
+from specedge.exporter.quantization.weight_store import WeightStore
+
+K, N, V = 256, 24, 40
+
+
+def quantized(name, num_rows=N, label=""):
+    rows = random_rows(name, num_rows, K)
+    return QuantizedTensor(
+        f"{name}{label}",
+        name,
+        (num_rows, K),
+        rows.nbytes,
+        ggml_types.LAYOUTS.get(name),
+        lambda at: gguf.quants.dequantize(rows[at], Kind[name]),
+        lambda at: ggml_types.unpack(rows[at], name),
+    )
+
+
+def values(tensor):
+    return tensor.dequantize(slice(None))
+
+
+def write_float(folder, table, matrices):
+    """Write ids [1, T] -> rows of a table -> a product with each matrix [N, K], and the table's."""
+    folder.mkdir()
+    tensors = {"table": values(table)}
+    tensors |= {f"w{i}": np.ascontiguousarray(w.T) for i, w in enumerate(matrices)}
+    initializers, offset = [], 0
+    with (folder / "weights.bin").open("wb") as file:
+        for name, array in tensors.items():
+            file.write(array.tobytes())
+            proto = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=array.shape)
+            proto.data_location = TensorProto.EXTERNAL
+            where = {"location": "weights.bin", "offset": offset, "length": array.nbytes}
+            for key, value in where.items():
+                proto.external_data.add(key=key, value=str(value))
+            initializers.append(proto)
+            offset += array.nbytes
+    outputs = [*(f"y{i}" for i in range(len(matrices))), "logits"]
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["x"]),
+        helper.make_node("Transpose", ["table"], ["head"], perm=[1, 0]),
+        *(helper.make_node("MatMul", ["x", f"w{i}"], [f"y{i}"]) for i in range(len(matrices))),
+        helper.make_node("MatMul", ["x", "head"], ["logits"]),
+    ]
+    tensor = helper.make_tensor_value_info
+    widths = [*(len(w) for w in matrices), V]
+    graph = helper.make_graph(
+        nodes,
+        "decoder",
+        [tensor("ids", TensorProto.INT64, [1, "T"])],
+        [
+            tensor(name, TensorProto.FLOAT, [1, "T", width])
+            for name, width in zip(outputs, widths, strict=True)
+        ],
+        initializers,
+        value_info=[tensor("x", TensorProto.FLOAT, [1, "T", K])],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    path = folder / "decoder.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return path
+
+
+def rewrite(path, folder, tensors, is_float=True):
+    """Return the rewritten model, in a folder of its own, and what was kept."""
+    folder.mkdir()
+    model, kept = ir.load(path), KeptWeights(tensors)
+    kept.add(model.graph, NO_EXCLUSIONS)
+    tables = dict(embeddings(model.graph))
+    with WeightStore(folder) as store:
+        rewriter = KeptRewriter(model.graph, store, {}, kept=kept, is_float=is_float)
+        for group in matrix_groups(model.graph):
+            rewriter.keep_group(group)
+        for node, stored in tables.items():
+            if stored.offset in kept:
+                rewriter.keep_table(node, stored)
+        from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+        RemoveUnusedNodesPass()(model)
+        store.adopt(model.graph)
+    ir.save(model, folder / "decoder.onnx")
+    return model, kept
+
+
+def run(folder, ids):
+    session = ort.InferenceSession(folder / "decoder.onnx", providers=["CPUExecutionProvider"])
+    return session.run(None, {"ids": np.array([ids])})
+
+
+@pytest.mark.parametrize("name", ggml_types.LAYOUTS)
+def test_products_and_lookups_are_those_of_dequantized_weights(name, tmp_path):
+    table, matrices = quantized(name, V), [quantized(name, N), quantized("Q8_0", 16)]
+    path = write_float(tmp_path / "float", table, list(map(values, matrices)))
+    model, _ = rewrite(path, tmp_path / "kept", [table, *matrices])
+    ops = [node.op_type for node in model.graph]
+    assert "Gather" not in ops or ggml_types.LAYOUTS[name].has_offsets
+    assert ops.count("MatMulNBits") == (1 if name in ("Q5_0", "Q8_0") else 2)  # one a layout
+    for ids in ([3], [5, 0, 39, 17]):
+        exact = run(tmp_path / "float", ids)
+        for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
+            assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ggml_types.LAYOUTS)
+def test_kept_blocks_dequantize_to_the_checkpoints_values(name):
+    tensor = quantized(name, V)
+    (kept,) = (KeptWeights([tensor])._find(torch.from_numpy(values(tensor)).T),)
+    whole = rounding.dequantize(kept.blocks(), kept.layout.bits).numpy().T
+    if not kept.layout.has_offsets:
+        assert np.array_equal(whole, values(tensor))
+        return
+    offsets = np.repeat(kept.offsets(), kept.layout.block_size, 1)
+    off = np.abs(whole + offsets - values(tensor))
+    assert np.all(off <= 2.0**-23 * (np.abs(whole) + np.abs(offsets)))
+
+
+def test_rows_in_another_order_and_parts_of_a_tensor_are_recognized():
+    tensor = quantized("Q4_0", V)
+    rows = np.random.default_rng(1).permutation(V)[:N]
+    kept = KeptWeights([quantized("Q6_K", V), tensor])._find(
+        torch.from_numpy(values(tensor)[rows]).T
+    )
+    assert kept.tensor is tensor
+    assert kept.rows.tolist() == rows.tolist()
+
+
+def test_a_matrix_that_was_changed_stays_in_float(tmp_path):
+    table, first = quantized("Q8_0", V), quantized("Q4_0", N)
+    second = quantized("Q4_0", 16, " of another")
+    changed = values(first).copy()
+    changed[7, 3] += 1e-3
+    path = write_float(tmp_path / "float", table, [changed, values(second)])
+    model, kept = rewrite(path, tmp_path / "kept", [table, first, second])
+    assert sum(node.op_type == "MatMul" for node in model.graph) == 1
+    assert {n: t.bundle_bits for n, t in kept.types().items()} == {
+        "Q4_0": pytest.approx((24 * 32 + 16 * 5) / 40), "Q8_0": 9,
+    }  # fmt: skip
+    exact, actual = run(tmp_path / "float", [1, 2]), run(tmp_path / "kept", [1, 2])
+    for a, b in zip(actual, exact, strict=True):
+        assert np.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_types_have_their_bits_in_file_and_bundle():
+    tensors = [quantized("Q4_K", V), quantized("Q6_K", N)]
+    kept = KeptWeights(tensors)
+    kept._matrices = {i: kept._find(torch.from_numpy(values(t)).T) for i, t in enumerate(tensors)}
+    sizes = {name: (t.num_weights, t.file_bits, t.bundle_bits) for name, t in kept.types().items()}
+    assert sizes == {"Q4_K": (V * K, 4.5, 6.0), "Q6_K": (N * K, 6.5625, 10.0)}
