@@ -18,6 +18,7 @@ from specedge.exporter.quantization.experts import NO_EXCLUSIONS
 from specedge.exporter.quantization.kept_weights import KeptRewriter, KeptWeights
 from specedge.exporter.quantization.matrices import embeddings, matrix_groups
 from specedge.exporter.quantization.weight_store import WeightStore
+from specedge.exporter.verification.subgraph import open_session
 
 K, N, V = 256, 24, 40
 
@@ -103,7 +104,7 @@ def rewrite(path, folder, tensors, is_float=True):
 
 
 def run(folder, ids):
-    session = ort.InferenceSession(folder / "decoder.onnx", providers=["CPUExecutionProvider"])
+    session = open_session(folder / "decoder.onnx", ort.SessionOptions())
     return session.run(None, {"ids": np.array([ids])})
 
 
