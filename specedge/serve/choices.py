@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from specedge.runtime.requests.stream import Generation
 from specedge.runtime.sampling.logprobs import TokenLogprobs
-from specedge.runtime.text.detokenizer import FinishReason
+from specedge.runtime.text.detokenizer import Detokenizer, FinishReason
 
 from .errors import ApiError
 from .job_queue import TextPiece
@@ -42,6 +42,26 @@ class OutputItem:
         return self.name is None and not self.is_reasoning
 
 
+class ReasoningCounter:
+    """Counter of the tokens of a text that are thinking, with the marker that ends it.
+
+    Args:
+        detokenizer: Detokenizer of the text.
+        parser: Parser of the text, besides that of the response.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, parser: OutputParser | HarmonyParser) -> None:
+        self._detokenizer, self._parser = detokenizer, parser
+        self.count = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Count the next tokens."""
+        for token in tokens:
+            was_reasoning = self._parser.is_reasoning
+            self._parser.feed(self._detokenizer.feed(token))
+            self.count += was_reasoning or self._parser.is_reasoning
+
+
 @dataclass
 class ResponseChoice:
     """A choice as it grows.
@@ -52,6 +72,7 @@ class ResponseChoice:
         first_time: `time.perf_counter()` at the first piece.
         logprobs: Log-probabilities of the tokens so far.
         num_tokens: Number of tokens so far.
+        reasoning_counter: Counter of the tokens that are thinking, if any may be.
         prompt_tokens: The tokens of the prompt.
         prompt_logprobs: Log-probabilities of the prompt's tokens but the first, if asked for.
         finished: The generation, once it has ended.
@@ -62,6 +83,7 @@ class ResponseChoice:
     first_time: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_tokens: int = 0
+    reasoning_counter: ReasoningCounter | None = None
     prompt_tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     finished: Generation | None = None
@@ -81,6 +103,16 @@ class ResponseChoice:
             if not continues_item(self.items, part):
                 self.items.append(new_item(part))
             self.items[-1].text += part_text(part)
+
+    def count_reasoning(self, tokens: Sequence[int]) -> None:
+        """Count the thinking among the next tokens."""
+        if self.reasoning_counter is not None:
+            self.reasoning_counter.add(tokens)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Return the number of tokens that are thinking."""
+        return 0 if self.reasoning_counter is None else self.reasoning_counter.count
 
     @property
     def text(self) -> str:
@@ -171,6 +203,7 @@ def usage_of(choices: Sequence[ResponseChoice], num_choices_each: int) -> dict[s
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(s.num_reused_tokens for s in prompt_stats)},
         "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices),
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         },

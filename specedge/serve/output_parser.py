@@ -30,6 +30,11 @@ class OutputParser:
         """Return True if the last call has all of its arguments."""
         return self._calls is None or self._calls.is_complete
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Return True if the text so far ends within thinking."""
+        return self._reasoning is not None and self._reasoning.is_inside
+
     def _parse_calls(self, parts: list[ReasoningDelta | str]) -> list[AnswerPart]:
         if self._calls is None:
             return [*parts]

@@ -74,6 +74,11 @@ class ReasoningParser:
         self._steps = self._inside if is_open else self._start
         self._is_first = True  # no thinking was emitted yet
 
+    @property
+    def is_inside(self) -> bool:
+        """Return True if the text so far ends within thinking."""
+        return self._steps == self._inside
+
     def feed(self, text: str) -> list[ReasoningDelta | str]:
         """Add more of the text; return the parts that it completes."""
         self._pending += text

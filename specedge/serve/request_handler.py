@@ -18,10 +18,10 @@ from specedge.errors import DrafterError, OptionError
 from specedge.request import Coupling
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.requests.stream import Generation, Stream
-from specedge.runtime.text.detokenizer import FinishReason
+from specedge.runtime.text.detokenizer import Detokenizer, FinishReason
 
 from . import errors
-from .choices import ResponseChoice, ResponseShaper
+from .choices import ReasoningCounter, ResponseChoice, ResponseShaper
 from .errors import ApiError
 from .job_queue import JobEvent, JobQueue, TextPiece, merge_events
 from .metrics import DISCONNECTED, STATUS, ServerMetrics
@@ -132,10 +132,22 @@ class RequestHandler:
         except Exception as error:
             raise self._api_error(error) from error
         self._choices = [
-            ResponseChoice(self._prepared.parser(), prompt_tokens=prompt)
+            ResponseChoice(
+                self._prepared.parser(),
+                reasoning_counter=self._reasoning_counter(prompt),
+                prompt_tokens=prompt,
+            )
             for prompt in self._prepared.prompts
             for _ in range(self._request.num_choices_each)
         ]
+
+    def _reasoning_counter(self, prompt: list[int]) -> ReasoningCounter | None:
+        prepared = self._prepared
+        if not prepared.has_reasoning:
+            return None
+        tokenizer = self._pipeline.tokenizer
+        detokenizer = Detokenizer(tokenizer, prompt, prepared.visible_tokens)
+        return ReasoningCounter(detokenizer, prepared.parser())
 
     async def _lines(self) -> AsyncGenerator[str]:
         for line in self._shaper.begin(self._choices):
@@ -205,12 +217,14 @@ class RequestHandler:
         if isinstance(event, Generation):
             choice.add(parts)
             choice.finished = event
+            choice.count_reasoning(event.tokens[choice.num_tokens :])
             self._metrics.add_completed(event.stats, choice.first_time)
             return
         if choice.first_time is None:
             choice.first_time = time.perf_counter()
             self._metrics.first_text.observe(choice.first_time - self._arrival)
         choice.add(parts, event.logprobs)
+        choice.count_reasoning(event.tokens)
         choice.num_tokens += len(event.tokens)
 
     def _api_error(self, error: Exception) -> ApiError:

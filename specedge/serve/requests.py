@@ -164,6 +164,11 @@ class PreparedRequest:
     is_thinking: bool = False
     is_harmony: bool = False
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Return True if the text may have thinking."""
+        return self.thinking is not None or self.is_harmony
+
     def parser(self) -> OutputParser | HarmonyParser:
         """Return a parser for one text."""
         if self.is_harmony:

@@ -110,7 +110,9 @@ class ResponsesShaper:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {
+                    "reasoning_tokens": choice.num_reasoning_tokens,
+                },
                 "total_tokens": usage["total_tokens"],
                 "speculative": usage["speculative"],
             },

@@ -128,6 +128,27 @@ def test_prompt_that_ends_within_thinking_begins_it(always):
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
+def count(pipeline, text):
+    return len(pipeline.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_thinking_are_counted_up_to_its_end(always, stream):
+    pipeline, ai = always
+    thought, rest = "Two and two.\n</think>", "\n\nFour."
+    pipeline.text = thought + rest
+    asked = ASKED | ({"stream_options": {"include_usage": True}} if stream else {})
+    response = ai.chat.completions.create(stream=stream, **asked)
+    usage = (list(response)[-1] if stream else response).usage
+    expected = count(pipeline, thought)
+    assert usage.completion_tokens_details.reasoning_tokens == expected
+    assert count(pipeline, thought + rest) <= usage.completion_tokens
+    response = ai.responses.create(model=MODEL, input="2+2?", temperature=0)
+    assert response.usage.output_tokens_details.reasoning_tokens == expected
+    usage = ai.chat.completions.create(**ASKED | {"max_tokens": 2}).usage
+    assert usage.completion_tokens_details.reasoning_tokens == usage.completion_tokens == 2
+
+
 def test_text_that_is_cut_while_thinking_has_no_content(always):
     pipeline, ai = always
     pipeline.text = "Two and two and two and two.\n</think>\n\nFour."

@@ -70,6 +70,11 @@ class HarmonyParser:
         """Return True if the last call has all of its arguments."""
         return self._kind != "call"
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Return True if the text so far ends within thinking."""
+        return self._kind == "reasoning"
+
     def feed(self, text: str) -> list[str | CallDelta | ReasoningDelta]:
         """Add more of the text; return the parts that it completes."""
         self._pending += text
