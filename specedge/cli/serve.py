@@ -66,6 +66,12 @@ KEY = "SPECEDGE_API_KEY"
     metavar="NAME",
     help="Default of reasoning_effort: low, medium, high, or none to switch thinking off.",
 )
+@click.option(
+    "--reuse-sampled-tokens",
+    is_flag=True,
+    help="Keep tokens that the model drew in prompts that repeat their text, which reuses more of "
+    "the prefix cache. Such prompts may differ from the tokenizer's.",
+)
 @click.option("--access-log", is_flag=True, help="Log each request with its tokens and speeds.")
 @click.option(
     "--slots",
@@ -146,6 +152,7 @@ def serve(
     chat_template: str | None,
     chat_template_kwargs: str | None,
     reasoning_effort: str | None,
+    reuse_sampled_tokens: bool,
     access_log: bool,
     slots: int,
     max_length: int | None,
@@ -197,6 +204,7 @@ def serve(
             aliases=aliases,
             strict=strict,
             template_variables=variables,
+            reuse_sampled_tokens=reuse_sampled_tokens,
             max_waiting=queue,
             timeout=timeout,
             max_body=max_body,

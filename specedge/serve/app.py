@@ -43,10 +43,11 @@ from .middleware import (
     check_host,
 )
 from .reasoning import thinking_format_of
-from .request_handler import RequestHandler
+from .request_handler import IGNORED_HEADER, SAMPLED_HEADER, RequestHandler
 from .requests import ParsedRequest, ParserSettings
 from .response_store import ResponseStore
 from .responses_shape import ResponsesShaper
+from .sampled_tokens import SampledTokens
 from .tools.harmony import is_harmony
 
 T = TypeVar("T")
@@ -86,6 +87,8 @@ class ServerSettings:
         strict: True to refuse unknown fields and other names of the model.
         aliases: Further names of the model.
         template_variables: Variables of the chat template that apply to all requests.
+        reuse_sampled_tokens: True to keep tokens that the model drew for prompts that repeat their
+            text, so that the prefix cache fits.
     """
 
     model: str | None = None
@@ -100,6 +103,7 @@ class ServerSettings:
     strict: bool = False
     aliases: tuple[str, ...] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    reuse_sampled_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.generation_config not in GENERATION_CONFIGS:
@@ -147,6 +151,7 @@ class _Server:
             settings.strict,
             settings.template_variables,
             self._store,
+            SampledTokens(pipeline.tokenizer) if settings.reuse_sampled_tokens else None,
         )
         self._bodies = BodyReader(settings.max_body, settings.body_timeout)
         self._parser_pool = ThreadPoolExecutor(PARSER_THREADS)
@@ -204,7 +209,7 @@ class _Server:
                 allow_origin_regex=ORIGIN_PATTERN,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "x-specedge-ignored"],
+                expose_headers=["x-request-id", IGNORED_HEADER, SAMPLED_HEADER],
             )
         )
         return [*middleware, Middleware(ApiKeyMiddleware, key=key, open_paths=OPEN_PATHS)]

@@ -71,7 +71,7 @@ class ResponseChoice:
         items: Text, thinking and calls so far.
         first_time: `time.perf_counter()` at the first piece.
         logprobs: Log-probabilities of the tokens so far.
-        num_tokens: Number of tokens so far.
+        tokens: The tokens so far.
         reasoning_counter: Counter of the tokens that are thinking, if any may be.
         prompt_tokens: The tokens of the prompt.
         prompt_logprobs: Log-probabilities of the prompt's tokens but the first, if asked for.
@@ -82,7 +82,7 @@ class ResponseChoice:
     items: list[OutputItem] = field(default_factory=list)
     first_time: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
     reasoning_counter: ReasoningCounter | None = None
     prompt_tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -108,6 +108,11 @@ class ResponseChoice:
         """Count the thinking among the next tokens."""
         if self.reasoning_counter is not None:
             self.reasoning_counter.add(tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens so far."""
+        return len(self.tokens)
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -32,6 +32,7 @@ from .requests import ParsedRequest, PreparedRequest, option_error
 T = TypeVar("T")
 
 ERROR_TIMEOUT = 5.0  # seconds to send an error after part of a stream
+SAMPLED_HEADER = "x-specedge-sampled-tokens"  # of the prompt, kept as the model drew them
 IGNORED_HEADER = "x-specedge-ignored"  # names of unknown fields of the request
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -86,6 +87,7 @@ class RequestHandler:
                 return
             finally:
                 scope[REPORT] = _report(self._choices)
+                self._keep_tokens()
             if body:
                 await JSONResponse(body, headers=self._headers)(scope, receive, send)
 
@@ -131,6 +133,8 @@ class RequestHandler:
                 self._prepared = await self._prepare()
         except Exception as error:
             raise self._api_error(error) from error
+        if self._prepared.num_sampled:
+            self._headers[SAMPLED_HEADER] = str(self._prepared.num_sampled)
         self._choices = [
             ResponseChoice(
                 self._prepared.parser(),
@@ -140,6 +144,12 @@ class RequestHandler:
             for prompt in self._prepared.prompts
             for _ in range(self._request.num_choices_each)
         ]
+
+    def _keep_tokens(self) -> None:
+        """Keep the tokens of texts, also of those that were cut."""
+        for choice in self._choices if self._request.sampled is not None else ():
+            tokens = choice.tokens if choice.finished is None else choice.finished.tokens
+            self._request.sampled.add([*choice.prompt_tokens, *tokens])  # type: ignore[union-attr]
 
     def _reasoning_counter(self, prompt: list[int]) -> ReasoningCounter | None:
         prepared = self._prepared
@@ -225,7 +235,7 @@ class RequestHandler:
             self._metrics.first_text.observe(choice.first_time - self._arrival)
         choice.add(parts, event.logprobs)
         choice.count_reasoning(event.tokens)
-        choice.num_tokens += len(event.tokens)
+        choice.tokens += event.tokens
 
     def _api_error(self, error: Exception) -> ApiError:
         if isinstance(error, TimeoutError):

@@ -39,6 +39,7 @@ from .reasoning import (
 )
 from .response_format import ResponseFormat, parse_chat_format, parse_responses_format
 from .response_store import ResponseStore
+from .sampled_tokens import SampledTokens
 from .tools.call_format import CallFormat, call_format_of
 from .tools.declarations import ToolSet, parse_chat_tools, parse_responses_tools
 from .tools.harmony import MARKS as HARMONY_MARKS
@@ -62,6 +63,7 @@ class ParserSettings:
         strict: True to refuse unknown fields.
         template_variables: Variables of the chat template that apply to all requests.
         store: Earlier responses, to which requests may refer.
+        sampled: Tokens that the model drew, kept for prompts; None to tokenize all text anew.
     """
 
     context_length: int
@@ -69,6 +71,7 @@ class ParserSettings:
     strict: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     store: ResponseStore | None = None
+    sampled: SampledTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class ParsedRequest:
         store: Where the response is to be kept, None if nowhere.
         messages: Messages of the conversation without instructions, as far as they are stored.
         seals_reasoning: True if reasoning items have `encrypted_content`.
+        sampled: Tokens that the model drew, kept for the prompts; None to tokenize them anew.
     """
 
     prompts: list[Any]
@@ -125,6 +129,7 @@ class ParsedRequest:
     store: ResponseStore | None = None
     messages: list[Message] = field(default_factory=list)
     seals_reasoning: bool = False
+    sampled: SampledTokens | None = None
 
     @property
     def num_choices(self) -> int:
@@ -154,6 +159,7 @@ class PreparedRequest:
         thinking: The format of the text's thinking, if it may have any.
         is_thinking: True if the text begins within thinking.
         is_harmony: True if the text has harmony's channels.
+        num_sampled: Number of prompt tokens that the tokenizer would split otherwise.
     """
 
     prompts: list[list[int]]
@@ -163,6 +169,7 @@ class PreparedRequest:
     thinking: ThinkingFormat | None = None
     is_thinking: bool = False
     is_harmony: bool = False
+    num_sampled: int = 0
 
     @property
     def has_reasoning(self) -> bool:
@@ -210,7 +217,7 @@ def parse_chat(body: object, settings: ParserSettings) -> ParsedRequest:
         format_field=response_format.schema_field,
         tools=tools,
     )
-    return _finish(fields, "chat", request)
+    return _finish(fields, "chat", request, settings)
 
 
 def parse_completion(body: object, settings: ParserSettings) -> ParsedRequest:
@@ -243,7 +250,7 @@ def parse_completion(body: object, settings: ParserSettings) -> ParsedRequest:
         truncate=_parse_truncation(fields, settings),
         format_field=response_format.schema_field,
     )
-    return _finish(fields, "completions", request)
+    return _finish(fields, "completions", request, settings)
 
 
 def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
@@ -288,7 +295,7 @@ def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
         messages=conversation,
         seals_reasoning="reasoning.encrypted_content" in include,
     )
-    return _finish(fields, "responses", request)
+    return _finish(fields, "responses", request, settings)
 
 
 def _history(previous_id: str | None, settings: ParserSettings) -> list[Message]:
@@ -358,7 +365,9 @@ def _reader(body: object, settings: ParserSettings) -> FieldReader:
     return FieldReader(body, ignored=None if settings.strict else IgnoredFields())
 
 
-def _finish(fields: FieldReader, endpoint: str, request: ParsedRequest) -> ParsedRequest:
+def _finish(
+    fields: FieldReader, endpoint: str, request: ParsedRequest, settings: ParserSettings
+) -> ParsedRequest:
     """Take the fields that all endpoints have, then ignore or refuse the rest."""
     fields.take_typed("model", str, "a name")
     num_choices, trace = 1, False
@@ -388,6 +397,7 @@ def _finish(fields: FieldReader, endpoint: str, request: ParsedRequest) -> Parse
         trace=trace,
         return_token_ids=return_token_ids,
         ignored=() if fields.ignored is None else tuple(fields.ignored.names),
+        sampled=settings.sampled,
     )
 
 
@@ -454,6 +464,28 @@ def prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
     Raises:
         ApiError: The pipeline does not take the prompts or the options.
     """
+    prepared = _prepare(pipeline, request)
+    if request.sampled is None:
+        return prepared
+    is_text = [request.is_chat or isinstance(prompt, str) for prompt in request.prompts]
+    prompts = zip(prepared.prompts, is_text, strict=True)
+    applied = [request.sampled.apply(tokens) if text else (tokens, 0) for tokens, text in prompts]
+    return dataclasses.replace(
+        prepared,
+        prompts=[_checked(pipeline, request, tokens) for tokens, _ in applied],
+        num_sampled=sum(count for _, count in applied),
+    )
+
+
+def _checked(pipeline: Pipeline, request: ParsedRequest, tokens: list[int]) -> list[int]:
+    """Return the tokens of a prompt that may have become longer."""
+    try:
+        return pipeline.prompts.tokens(tokens)
+    except PromptError as error:
+        raise prompt_error(error, request.prompt_field) from error
+
+
+def _prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
     if request.is_chat and pipeline.bundle.chat_template is None:
         raise ApiError(
             f"{pipeline.bundle.target.source.id} has no chat template; use /v1/completions",

@@ -1,0 +1,102 @@
+"""Tokens that the model drew, kept for prompts whose text they spell.
+
+The tokenizer may split a text otherwise than the model drew it. A prompt that repeats the text then
+differs from the prefix cache at that place, and all behind it would be computed again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+MAX_SEQUENCES = 64
+MAX_TOKENS = 2**20  # of all sequences together
+
+
+class SampledTokens:
+    """The latest sequences of prompt and text, within limits; safe for several threads."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_sequences: int = MAX_SEQUENCES,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        self._max_sequences, self._max_tokens = max_sequences, max_tokens
+        self._sequences: deque[list[int]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Keep a sequence instead of those that it continues, and drop the oldest ones."""
+        sequence = list(tokens)
+        with self._lock:
+            others = [s for s in self._sequences if s != sequence[: len(s)]]
+            self._sequences = deque([*others, sequence])
+            while len(self._sequences) > self._max_sequences or (
+                sum(map(len, self._sequences)) > self._max_tokens
+            ):
+                self._sequences.popleft()
+
+    def apply(self, prompt: list[int]) -> tuple[list[int], int]:
+        """Return a prompt that begins with tokens of the sequence that spells most of its text.
+
+        Returns:
+            The prompt, and the number of its tokens that are split otherwise.
+        """
+        with self._lock:
+            sequences = [*self._sequences]
+        spans = [(*self._spelled(prompt, sequence), sequence) for sequence in sequences]
+        if not spans:
+            return prompt, 0
+        num_prompt, num_sampled, sequence = max(spans, key=lambda span: span[0])
+        begin = sequence[:num_sampled]
+        if begin == prompt[:num_prompt]:
+            return prompt, 0
+        first = next(i for i, token in enumerate(begin) if token != prompt[i])
+        num_equal = next(
+            i
+            for i in range(num_sampled)
+            if i >= num_prompt or begin[-1 - i] != prompt[num_prompt - 1 - i]
+        )
+        return begin + prompt[num_prompt:], num_sampled - num_equal - first
+
+    def _spelled(self, prompt: Sequence[int], sequence: Sequence[int]) -> tuple[int, int]:
+        """Return the lengths of the longest beginnings of both that spell the same text.
+
+        Added tokens, such as special ones, are equal to themselves alone.
+        """
+        i = j = 0
+        lengths = 0, 0
+        ahead = ""  # text by which the one side is longer: of the prompt, else of the sequence
+        is_prompt_ahead = False
+        while True:
+            if not ahead:
+                lengths = i, j
+                if i == len(prompt) or j == len(sequence):
+                    return lengths
+                if prompt[i] == sequence[j]:
+                    i, j = i + 1, j + 1
+                    continue
+                if {prompt[i], sequence[j]} & self._added:
+                    return lengths
+                ahead, is_prompt_ahead, i = self._text(prompt[i]), True, i + 1
+                continue
+            tokens, position = (sequence, j) if is_prompt_ahead else (prompt, i)
+            if position == len(tokens) or tokens[position] in self._added:
+                return lengths
+            text = self._text(tokens[position])
+            if not (ahead.startswith(text) or text.startswith(ahead)) or not text:
+                return lengths
+            i, j = (i, j + 1) if is_prompt_ahead else (i + 1, j)
+            if len(text) > len(ahead):
+                is_prompt_ahead = not is_prompt_ahead
+            ahead = ahead[len(text) :] or text[len(ahead) :]
+
+    def _text(self, token: int) -> str:
+        """Return the text of a token as the vocabulary spells it, which joins without loss."""
+        return self._tokenizer.id_to_token(token) or ""
