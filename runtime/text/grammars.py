@@ -28,6 +28,7 @@ from specedge.sampling_options import MAX_DRAFT_TOKENS
 
 from ..sampling.history import History
 from .compilation import Compilations
+from .schemas import simplify
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -196,7 +197,10 @@ def _schema_grammar(text: str) -> str:
     """Return a schema's grammar, with bounded white space unless it has settings of its own."""
     from llguidance import LLMatcher
 
-    settings = json.loads(text).get("x-guidance")
+    schema = json.loads(text)
+    if (simple := simplify(schema)) != schema:  # other texts stay as they are
+        text = json.dumps(simple, ensure_ascii=False)
+    settings = schema.get("x-guidance")
     has_white_space = isinstance(settings, dict) and any(
         name.startswith("whitespace_") for name in settings
     )

@@ -172,6 +172,14 @@ class _Server:
         routes += [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._get_model),
+        ]
+        # Some clients get a base URL without "/v1".
+        routes += [
+            Route(route.path.removeprefix("/v1"), route.endpoint, methods=route.methods)
+            for route in routes
+            if route.path != anthropic.PATH
+        ]
+        routes += [
             Route("/health", self._health),
             Route(f"{anthropic.PATH}/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/responses/{id}", self._stored_response, methods=["GET", "DELETE"]),

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from specedge.runtime.text.grammars import WHITE_SPACE
+from specedge.runtime.text.schemas import simplify
 
 MAX_TAIL = 24  # tokens at a prompt's end, among which thinking may begin
 
@@ -173,7 +174,7 @@ def grammar_after_thinking(
 def lark_rules(options: Mapping[str, Any], name: str) -> str | None:
     """Return rules in Lark's syntax, of which `name` is the text that the options allow."""
     if (schema := options.get("json_schema")) is not None:
-        value = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        value = simplify(json.loads(schema) if isinstance(schema, str) else dict(schema))
         if "x-guidance" not in value:
             value["x-guidance"] = {"whitespace_pattern": WHITE_SPACE}
         return f"{name}: %json {json.dumps(value, ensure_ascii=False)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -583,6 +584,10 @@ def _tokenize(
         pipeline.sampling(build_request(**options))
         return [_tokens_of(pipeline, request, prompt, tools) for prompt in prompts]
     except OptionError as error:
+        name, reason = _refused_function(request, options, str(error))
+        if name is not None:
+            message = f"tools: the schema of the function {name!r} is refused: {reason}"
+            raise ApiError(message, "tools", "invalid_value") from error
         raise option_error(error, request) from error
     except PromptError as error:
         raise prompt_error(error, request.prompt_field) from error
@@ -600,6 +605,21 @@ def _tokens_of(
         return prompts.tokens(prompt if truncate is None else prompt[-truncate:])
     tokens = prompts.chat_tokens(prompt, tools=tools, options=request.template)
     return prompts.tokens(tokens if truncate is None else tokens[-truncate:])
+
+
+def _refused_function(
+    request: ParsedRequest, options: Mapping[str, Any], message: str
+) -> tuple[str | None, str]:
+    """Return the function whose schema llguidance refuses in a grammar of tools, and the reason.
+
+    The message begins with the line and ends with an excerpt of the grammar.
+    """
+    match = re.search(r"at (\d+)\(\d+\): failed to compile JSON schema: (.*?)( \d+ \||$)", message)
+    if request.tools is None or match is None or "grammar" not in options:
+        return None, message
+    line = str(options["grammar"]).splitlines()[int(match[1]) - 1]
+    rule = re.match(r"arguments_(\d+)", line)
+    return request.tools.callable[int(rule[1])].name if rule else None, match[2]
 
 
 def option_error(error: OptionError, request: ParsedRequest) -> ApiError:

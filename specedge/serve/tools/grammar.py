@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specedge.runtime.text.schemas import simplify
+
 from .declarations import FunctionTool, ToolSet
 from .families import CallFamily, Pairs, lark_literal
 
@@ -79,7 +81,8 @@ def _calls(
         if family.pairs is None:
             rules.append(f"arguments_{i}: %json {_schema(function, tools.is_call_required)}")
         else:
-            rules += _pair_rules(f"arguments_{i}", function.parameters, family.pairs, tokens)
+            schema = simplify(function.parameters)
+            rules += _pair_rules(f"arguments_{i}", schema, family.pairs, tokens)
     return rules
 
 
@@ -135,7 +138,8 @@ def _value_rules(
 
 def _schema(function: FunctionTool, is_required: bool) -> str:
     """Return the JSON schema of the arguments: any object if the call is free and not strict."""
-    schema = function.parameters if is_required or function.strict else {"type": "object"}
+    is_free = not (is_required or function.strict)
+    schema = {"type": "object"} if is_free else simplify(function.parameters)
     settings = schema.get("x-guidance")
     schema = schema | {"x-guidance": _SPACING | (settings if isinstance(settings, dict) else {})}
     return json.dumps(schema, ensure_ascii=False)

@@ -1,0 +1,240 @@
+"""Requests of real clients, and reports of other servers' users: each has the right answer."""
+
+import json
+import socket
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+pytest.importorskip("llguidance", reason="needs the grammar extra")
+jsonschema = pytest.importorskip("jsonschema", reason="needs the test extra")
+
+from served import MODEL, PROMPT, ask, health, serving, until  # noqa: E402
+from templates import CHATML  # noqa: E402
+from tool_pairs import scripted_pair  # noqa: E402
+
+MARKS = {"<|im_start|>": True, "<|im_end|>": True, "<tool_call>": True, "</tool_call>": True}
+USER = {"role": "user", "content": "Hi"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"city'}}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "none"}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return scripted_pair(CHATML, MARKS, slots=2)
+
+
+@pytest.fixture(scope="module")
+def port(pair):
+    with serving(pair, model=MODEL) as port:
+        yield port
+
+
+def post(port, path, body):
+    status, headers, answer = ask(port, "POST", f"/v1/{path}", {"max_tokens": 2} | body)
+    return status, headers, json.loads(answer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"messages": [USER, {"role": "assistant", "content": "y", "annotations": []}, USER]},
+        {"messages": [{"role": "user", "content": [
+            {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_id": "a", "messages": [USER | {"id": 7, "opts": {}}]},
+        {"min_tokens": 0, "stop_token_ids": [], "skip_special_tokens": True, "repeat_penalty": 1.0},
+        {"prompt_cache_retention": "24h", "cache_prompt": True, "verbosity": "low", "store": True},
+        {"think": False, "enable_thinking": False, "reasoning_effort": "low"},
+        {"response_format": {"type": "json_object"}, "tools": [FUNCTION]},
+        {"tools": [FUNCTION], "tool_choice": "auto"},
+        {"messages": [USER, {"role": "assistant", "content": None}, USER]},
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}, USER]},
+        {"messages": [USER, {"role": "assistant", "content": []}, USER]},
+        {"messages": [USER, {"role": "assistant"}, USER]},
+        {"messages": [{"role": "system", "content": ""}, USER]},
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT]},
+        {"messages": [{"role": "developer", "content": "x"}, USER | {"name": "Ann"}]},
+        {"max_tokens": 2.0, "top_p": 0, "top_k": -1, "seed": -1, "min_p": 0, "stop": ""},
+        {"temperature": 0, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}},
+        {"options": {"num_ctx": 4096}, "keep_alive": "5m", "format": "", "mirostat": 0},
+    ],
+)  # fmt: skip
+def test_request_of_a_client_is_answered(port, pair, fields):
+    pair.text = None
+    status, _, answer = post(port, "chat/completions", {"messages": [USER]} | fields)
+    assert status == 200, answer
+    assert answer["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning": {"summary": "auto"}},
+        {"reasoning": {"effort": "medium", "summary": "auto"}},
+        {"include": ["reasoning.encrypted_content"]},
+        {"client_metadata": {}, "prompt_cache_key": "a", "truncation": "auto", "store": True},
+        {"tools": [{"type": "web_search"}, {"type": "namespace", "name": "a"}]},
+        {"input": [USER, {"type": "reasoning", "id": "rs_1", "summary": []}, USER]},
+        {"tools": [{"type": "function", "name": "f"}], "tool_choice": "required",
+         "text": {"format": {"type": "json_object"}}},
+    ],
+)  # fmt: skip
+def test_request_of_a_client_of_responses_is_answered(port, pair, fields):
+    pair.text = None
+    body = {"input": "x", "max_output_tokens": 20} | fields
+    status, _, answer = post(port, "responses", body)
+    assert status == 200, answer
+    assert answer["output"]
+
+
+def test_paths_without_v1_and_paths_that_there_are_not(port):
+    for path in ("/models", f"/models/{MODEL}", "/v1/models"):
+        assert ask(port, "GET", path)[0] == 200
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    assert ask(port, "POST", "/completions", body)[0] == 200
+    for path in ("/chat/completions", "/responses"):
+        status, _, answer = ask(port, "POST", path, {})
+        assert (status, json.loads(answer)["error"]["type"]) == (400, "invalid_request_error")
+    for path in ("/v1/embeddings", "/v1/audio/speech", "/api/chat"):
+        status, _, answer = ask(port, "POST", path, {"input": "a"})
+        assert (status, json.loads(answer)["error"]["code"]) == (404, "not_found")
+
+
+def test_forced_call_of_a_function_without_parameters_streams_an_object(port, pair):
+    pair.text = None
+    body = {"messages": [USER], "tools": [FUNCTION], "tool_choice": "required", "stream": True}
+    _, _, answer = ask(port, "POST", "/v1/chat/completions", body | {"parallel_tool_calls": False})
+    lines = [line[6:] for line in answer.decode().splitlines() if line.startswith("data: {")]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert "".join(call["function"]["arguments"] for call in calls) == "{}"
+    assert calls[0]["function"]["name"] == "f"
+
+
+@pytest.mark.parametrize("value", [1, 12.5, True, [], {"a": "</tool_call>"}, 'a"b\\c</tool_call>'])
+def test_arguments_of_the_models_call_are_joined_whole(port, pair, value):
+    arguments = json.dumps({"a": value})
+    pair.text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    body = {"messages": [USER], "tools": [FUNCTION], "max_tokens": 200}
+    _, _, answer = post(port, "chat/completions", body)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": value}
+
+
+def test_clients_that_leave_at_once_keep_no_slot(port, pair):
+    pair.text = None
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    def leave(_):
+        with socket.create_connection(("127.0.0.1", port), 30) as connection:
+            linger = struct.pack("ii", 1, 0)  # closing resets the connection
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            connection.sendall(request)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(leave, range(100)))
+    until(lambda: not (health(port)["running"] or health(port)["waiting"]))
+    assert ask(port, "POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize("stop", [" return", "self.", "ath):\n"])
+def test_stop_string_cuts_log_probabilities_alike_with_drafts(port, pair, stop):
+    pair.text = None
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": stop, "logprobs": 2}
+    answers = [
+        post(port, "completions", body | {"speculative": {"num_draft_tokens": k, "drafter": name}})
+        for k, name in ((8, "suffix"), (4, "model"), (1, "model"))
+    ]
+    plain = post(port, "completions", body | {"speculative": {"off": True}})[2]
+    for _, _, answer in answers:
+        (choice,), (expected,) = answer["choices"], plain["choices"]
+        assert choice["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
+        assert (choice["text"], choice["finish_reason"]) == (
+            expected["text"], expected["finish_reason"],
+        )  # fmt: skip
+        assert answer["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    "speculative", [{"off": True}, {"drafter": "suffix"}, {"drafter": "model"}]
+)
+def test_grammar_holds_where_the_model_prefers_to_end(port, pair, speculative):
+    pair.text = None
+    ends = {str(token): 100 for token in pair.bundle.end_tokens}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logit_bias": ends}
+    body |= {"json_schema": schema, "speculative": speculative}
+    (choice,) = post(port, "completions", body)[2]["choices"]
+    jsonschema.validate(json.loads(choice["text"]), schema)
+    assert choice["finish_reason"] == "stop"
+
+
+NESTED = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+TAGGED = [
+    {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]}
+    for name in ("cat", "dog")
+]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/N"}}, {"type": "null"}],
+         "default": None},
+        {"oneOf": TAGGED, "discriminator": {"propertyName": "kind"}},
+        {"const": "a", "enum": ["a"], "title": "Kind", "type": "string"},
+        {"type": "string", "format": "date-time", "title": "When"},
+        {"type": "integer", "minimum": 1, "exclusiveMaximum": 9},
+        {"type": "string", "format": "uuid", "pattern": "^[0-9a-f]{8}-[0-9a-f-]{27}$"},
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}},
+        {"type": "string", "format": "password", "writeOnly": True},
+        {"title": "anything"},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_tool", [False, True])
+def test_schemas_of_pydantic_and_zod_are_taken(port, pair, schema, is_tool):
+    pair.text = None
+    properties = {"a": schema, "x-guidance": {"type": "boolean"}}
+    whole = {"$defs": {"N": NESTED}, "type": "object", "properties": properties, "required": ["a"]}
+    if is_tool:
+        tool = {"type": "function", "function": {"name": "f", "parameters": whole}}
+        fields = {"tools": [tool], "tool_choice": "required"}
+    else:
+        form = {"name": "a", "schema": whole}
+        fields = {"response_format": {"type": "json_schema", "json_schema": form}}
+    status, _, answer = post(port, "chat/completions", {"messages": [USER]} | fields)
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"const": 1}}, '"not"'),
+        ({"type": "string", "pattern": "^(?=a)"}, "look-around"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+    ],
+)
+def test_schema_that_cannot_be_followed_is_named(port, schema, reason):
+    whole = {"type": "object", "properties": {"a": schema}}
+    good = {"type": "function", "function": {"name": "good"}}
+    tool = {"type": "function", "function": {"name": "bad", "parameters": whole}}
+    fields = {"tools": [good, tool], "tool_choice": "required"}
+    status, _, answer = post(port, "chat/completions", {"messages": [USER]} | fields)
+    assert (status, answer["error"]["param"]) == (400, "tools")
+    assert "the function 'bad' is refused" in answer["error"]["message"]
+    assert reason in answer["error"]["message"]
+    assert "arguments_" not in answer["error"]["message"]
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": whole}}
+    body = {"messages": [USER], "response_format": form}
+    status, _, answer = post(port, "chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "response_format")
+    assert reason in answer["error"]["message"]
