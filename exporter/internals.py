@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -208,6 +208,29 @@ def build_multimodal_model(config: PreTrainedConfig) -> Any:
     context = f"transformers cannot build a {config.model_type} model of its config"
     with translate_internal_errors(CheckpointError, context), torch.device("meta"), quiet():
         return model_class(copy.deepcopy(config)).eval()
+
+
+def gguf_tensor_mapping(
+    model: torch.nn.Module, architecture: str
+) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
+    """Return a model's names of GGUF tensors, and a function that arranges values (5.17 to 5.23).
+
+    The function takes an array and its name in the file, not stacked experts.
+    """
+    from transformers import modeling_gguf_pytorch_utils as loading
+
+    options = model.config.to_dict()  # type: ignore[union-attr,operator]
+    processor = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)(options)
+    names = loading.get_gguf_hf_weights_map(model, processor)
+
+    def arrange(weights: Any, name: str) -> Any:
+        parsed: dict[str, dict[str, Any]] = {"tensors": {}}
+        arranged = processor.process(
+            weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=parsed
+        )
+        return arranged.weights
+
+    return names, arrange
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:

@@ -86,7 +86,9 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
         raise CheckpointError(f"{where} is a folder, which has no revisions; leave it out")
 
     def choose(folder: Path, names: set[str]) -> list[str]:
-        return weight_files.select_files(where, folder, {gguf} & names if gguf else names)
+        if gguf and gguf in names:
+            return gguf_files.parts_of(where, gguf, names)
+        return weight_files.select_files(where, folder, set() if gguf else names)
 
     remote = None if local else hub.find(role, str(path), revision, choose)
     folder = path if remote is None else remote.folder
@@ -143,22 +145,22 @@ def _read(
             remote.growth = quantized_formats.expansion(raw)
         text = text_decoder.decoder_config(where, config)
         return config, text, _load_tokenizer(where, folder, files), raw, False
-    path = folder / weights[0]
-    weight_files.check_unsplit(where, path.name)
+    paths = [folder / name for name in weights]
     with tempfile.TemporaryDirectory() as temporary:
         alone = Path(temporary)  # what is beside the file is no concern of it
-        if remote is not None and not path.exists():
-            path = alone / path.name
-            hub.fetch_header(remote, path.name, alone)
-        gguf_files.check_memory(where, path)
+        if remote is not None and not all(path.exists() for path in paths):
+            paths = [alone / path.name for path in paths]
+            for path in paths:
+                hub.fetch_header(remote, path.name, alone)
+        opened = gguf_files.open_files(where, paths)
         if remote is not None:
-            remote.growth = gguf_files.expansion(where, path)
-        whole, description = str(path.absolute()), f"{where}: {path.name}"
+            remote.growth = opened.expansion
+        whole, description = str(paths[0].absolute()), f"{where}: {paths[0].name}"
         config = _load_pretrained(AutoConfig.from_pretrained, description, alone, gguf_file=whole)
-        gguf_files.apply_rope_scaling(where, path, config)
+        opened.complete_config(config)
         text = text_decoder.decoder_config(where, config)
         tokenizer = _load_tokenizer(where, alone, None, gguf_file=whole)
-        return config, text, tokenizer, {}, gguf_files.is_quantized(where, path)
+        return config, text, tokenizer, {}, opened.is_quantized
 
 
 def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files: set[str]) -> Any:

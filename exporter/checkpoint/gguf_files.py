@@ -1,91 +1,207 @@
-"""GGUF files, read by transformers' own loader, which dequantizes the whole model in memory."""
+"""GGUF files: tensors are memory-mapped, and dequantized one at a time when they are read."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import io
 import math
-import tempfile
+import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from specedge.errors import CheckpointError, MissingExtraError
 
-from ..libraries import quiet, translate_errors
-from ..mapped_memory import system_memory
-from . import ggml_types
+from ..internals import gguf_tensor_mapping
+from ..libraries import first_line, quiet, translate_errors
+from . import ggml_types, gguf_header
+from .lazy_tensors import LazyTensor
 from .quantized_tensors import QuantizedTensor
 
-# Bytes beside the model: 0.7 GB were measured at 215 M parameters, and wide layers take more.
-OVERHEAD = 3e9
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # of a split file, as llama.cpp names it
+_EXPERTS = re.compile(r"(.*)\.ffn_(gate|up|down)_exps\.weight")
 
 
-def check_memory(where: str, file: Path) -> None:
-    """Refuse a file whose float32 model exceeds this machine's memory. Raises SpecEdgeError."""
-    need, free = 4 * sum(_count_by_type(where, file).values()) + OVERHEAD, system_memory().available
-    if need > free:
-        raise CheckpointError(
-            f"{where} takes {need / 1e9:.1f} GB of memory, as a GGUF file is dequantized as a "
-            f"whole, and {free / 1e9:.1f} GB are free; give the checkpoint with safetensors that "
-            "it was made from, which is read piece by piece"
-        )
+@dataclass(frozen=True)
+class GgufCheckpoint:
+    """Opened GGUF file, or the parts of a split one in order.
 
-
-def apply_rope_scaling(where: str, file: Path, config: Any) -> None:
-    """Set Llama 3.1's rotary scaling in a config; refuse other scaling. Raises SpecEdgeError.
-
-    transformers 5.17 to 5.23 reads none of it: of gpt-oss it takes the lengths of the keys for the
-    values. The file may end after its header, at `header_size`.
+    Attributes:
+        where: Role and name, which begin error messages.
+        name: Name of the first file.
+        fields: Fields of the first file's header.
+        tensors: Tensors of all files, as gguf-py describes them.
     """
-    reader = _open(where, file)
-    scales = [tensor for tensor in reader.tensors if _is_rotary_factor(tensor)]
-    names = [tensor.name for tensor in scales]
-    scalings = [*_scaling_fields(reader), *(f"it has {name}" for name in names)]
-    if names == ["rope_freqs.weight"] and len(scalings) == 1 and config.model_type == "llama":
-        factors = np.array(scales[0].data, np.float64).reshape(-1)
-        config.rope_parameters, unscaled = (
-            _llama3_scaling(config, factors.max()),
-            config.rope_parameters,
-        )
-        if _match(factors, config.rope_parameters):
-            return
-        config.rope_parameters = unscaled
-    if scalings:
+
+    where: str
+    name: str
+    fields: Mapping[str, Any]
+    tensors: Sequence[Any]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.value("general.architecture"))
+
+    def value(self, key: str) -> Any:
+        """Return the value of a field; None if there is none."""
+        return self.fields[key].contents() if key in self.fields else None
+
+    @property
+    def main_type(self) -> str:
+        """Type of most weights."""
+        return self._counts.most_common(1)[0][0]
+
+    @property
+    def stored_dtype(self) -> str:
+        """Type to store the weights in: their own, or float32 if they are quantized."""
+        return FLOATS.get(self.main_type, "float32")
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if some weights are in blocks that can be kept."""
+        return not ggml_types.LAYOUTS.keys().isdisjoint(self._counts)
+
+    @property
+    def expansion(self) -> float:
+        """Bytes of a bundle in float per byte of the file."""
+        width = 4 if self.stored_dtype == "float32" else 2
+        stored = sum(int(tensor.n_bytes) for tensor in self.tensors)
+        return width * sum(self._counts.values()) / max(stored, 1)
+
+    @property
+    def _counts(self) -> Counter[str]:
+        """Number of weights in each type."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors:
+            sizes[tensor.tensor_type.name] += _num_weights(tensor)
+        return sizes
+
+    def quantized_tensors(self) -> list[QuantizedTensor]:
+        """Return the quantized matrices, memory-mapped."""
+        return [
+            _quantized_tensor(tensor)
+            for tensor in self.tensors
+            if tensor.tensor_type.name not in FLOATS and tensor.data.ndim == 2
+        ]
+
+    def complete_config(self, config: Any) -> None:
+        """Set what transformers does not read of a header; refuse what cannot be set.
+
+        It reads one part of a split file, and no rotary scaling (5.17 to 5.23; of gpt-oss it takes
+        the lengths of the keys for the values). Files may end after their headers, at
+        `header_size`.
+        """
+        has_head = any(tensor.name == "output.weight" for tensor in self.tensors)
+        if has_head and config.model_type not in ("falcon", "bloom"):
+            config.tie_word_embeddings = False
+        self._apply_rope_scaling(config)
+
+    def _apply_rope_scaling(self, config: Any) -> None:
+        """Set Llama 3.1's rotary scaling; refuse other scaling. Raises CheckpointError."""
+        scales = [tensor for tensor in self.tensors if _is_rotary_factor(tensor)]
+        names = [tensor.name for tensor in scales]
+        scalings = [*_scaling_fields(self.fields), *(f"it has {name}" for name in names)]
+        if names == ["rope_freqs.weight"] and len(scalings) == 1 and config.model_type == "llama":
+            factors = np.array(scales[0].data, np.float64).reshape(-1)
+            config.rope_parameters, unscaled = (
+                _llama3_scaling(config, factors.max()),
+                config.rope_parameters,
+            )
+            if _match(factors, config.rope_parameters):
+                return
+            config.rope_parameters = unscaled
+        if scalings:
+            raise CheckpointError(
+                f"{self.where}: {self.name} has a rotary scaling that transformers does not read "
+                f"({scalings[0]}); give the checkpoint it was made from"
+            )
+
+    def state(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], int]:
+        """Return the tensors under the names of a model without weights, matrices lazily.
+
+        The second value is the number of weights that the model has no place for.
+        """
+        expected = model.state_dict()
+        names, process = gguf_tensor_mapping(model, self.architecture)
+        state: dict[str, torch.Tensor] = {}
+        experts: dict[str, dict[str, torch.Tensor]] = {}
+        num_unused = 0
+        for tensor in self.tensors:
+            name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
+            if name not in expected:
+                num_unused += 0 if _is_rotary_factor(tensor) else _num_weights(tensor)
+                continue
+            assert name is not None
+            match = _EXPERTS.fullmatch(tensor.name)
+            if match and match[2] != "down":
+                shape = torch.Size(map(int, reversed(tensor.shape)))
+                experts.setdefault(name, {})[match[2]] = _lazy(tensor, shape, None)
+                continue
+            shape = expected[name].shape
+            if shape.numel() != _num_weights(tensor):
+                raise CheckpointError(
+                    f"{self.where}: {tensor.name} is {[*map(int, reversed(tensor.shape))]} in its "
+                    f"file and {[*shape]} by its header; download it again"
+                )
+            state[name] = _lazy(tensor, shape, None if match else process)
+        for name, halves in experts.items():
+            if halves.keys() == {"gate", "up"}:
+                state[name] = torch.cat([halves["gate"], halves["up"]], 1)
+        return state, num_unused
+
+
+def open_files(where: str, files: Sequence[Path]) -> GgufCheckpoint:
+    """Open a GGUF file, or all parts of a split one. Raises CheckpointError."""
+    readers = [_open(where, file) for file in files]
+    tensors = [tensor for reader in readers for tensor in reader.tensors]
+    first = GgufCheckpoint(where, files[0].name, readers[0].fields, tensors)
+    num_parts, count = first.value("split.count") or 1, first.value("split.tensors.count")
+    if num_parts != len(files):
         raise CheckpointError(
-            f"{where}: {file.name} has a rotary scaling that transformers does not read "
-            f"({scalings[0]}); give the checkpoint it was made from"
+            f"{where}: {files[0].name} is one of {num_parts} parts, and {len(files)} are here; "
+            "download all of them, with the names that they were published with"
         )
+    if num_parts > 1 and count not in (None, len(tensors)):
+        raise CheckpointError(
+            f"{where}: the parts of {files[0].name} have {len(tensors)} of {count} tensors; "
+            "download them again"
+        )
+    return first
 
 
-def stored_dtype(where: str, file: Path) -> str:
-    """Return the type to store the weights in: their own, or float32 if they are quantized."""
-    return FLOATS.get(main_type(where, file), "float32")
+def parts_of(where: str, name: str, names: set[str]) -> list[str]:
+    """Return the parts of a split file in order; a file that is not split by itself.
+
+    Args:
+        where: Role and name, which begin error messages.
+        name: Name of any part.
+        names: Names of all files beside it.
+    """
+    if (match := _PART.fullmatch(name)) is None:
+        return [name]
+    total = max(1, int(match[3]))
+    parts = [f"{match[1]}-{i:05}-of-{match[3]}.gguf" for i in range(1, total + 1)]
+    if lacking := [part for part in parts if part not in names]:
+        raise CheckpointError(f"{where}: {lacking[0]} is missing; download all {total} parts")
+    return parts
 
 
-def main_type(where: str, file: Path) -> str:
-    """Return the type of most weights."""
-    return _count_by_type(where, file).most_common(1)[0][0]
+def header_size(file: Path) -> float:
+    """Return the end of the header and rotary factors in a sparse file; infinite if truncated."""
+    try:
+        header = gguf_header.read_header(file)
+    except (OSError, ValueError):  # whatever it makes of zeros
+        return math.inf
+    ends = [tensor.offset + tensor.size for tensor in header.tensors if _is_rotary_factor(tensor)]
+    return max(header.data_offset, *ends, 0)
 
 
-def is_quantized(where: str, file: Path) -> bool:
-    """Return True if a file has weights in blocks that can be kept."""
-    return not ggml_types.LAYOUTS.keys().isdisjoint(_count_by_type(where, file))
-
-
-def quantized_tensors(where: str, file: Path) -> list[QuantizedTensor]:
-    """Return a file's quantized matrices, memory-mapped."""
-    return [
-        _quantized_tensor(tensor)
-        for tensor in _open(where, file).tensors
-        if tensor.tensor_type.name not in FLOATS and tensor.data.ndim == 2
-    ]
+def _num_weights(tensor: Any) -> int:
+    return math.prod(map(int, tensor.shape))
 
 
 def _quantized_tensor(tensor: Any) -> QuantizedTensor:
@@ -104,55 +220,34 @@ def _quantized_tensor(tensor: Any) -> QuantizedTensor:
     )
 
 
-def header_size(file: Path) -> float:
-    """Return the end of the header and rotary factors in a sparse file; infinite if truncated."""
+def _lazy(tensor: Any, shape: torch.Size, process: Any) -> torch.Tensor:
+    """Return a tensor of the file, to be read when it is used if it is a matrix."""
     import gguf
 
-    try:
-        reader = gguf.GGUFReader(file)
-        ends = [int(t.data_offset) + int(t.n_bytes) for t in reader.tensors if _is_rotary_factor(t)]
-        return max(int(reader.data_offset), *ends) if ends else int(reader.data_offset)
-    except Exception:  # whatever the reader makes of zeros
-        return math.inf
+    kind = tensor.tensor_type
+    dtype = getattr(torch, FLOATS.get(kind.name, "float32"))
+    is_matrix = min(len(shape), len(tensor.shape)) > 1
 
+    def read() -> torch.Tensor:
+        if is_matrix and kind.name in FLOATS:
+            data = tensor.data.view(np.int16) if kind.name == "BF16" else tensor.data
+        else:
+            data = gguf.quants.dequantize(tensor.data, kind)
+        if process is not None:
+            data = process(data, tensor.name)
+        values = torch.from_numpy(np.ascontiguousarray(data))
+        return values.view(dtype).reshape(shape) if is_matrix else values.reshape(shape)
 
-def expansion(where: str, file: Path) -> float:
-    """Return the bytes of the bundle per byte of the file."""
-    width = 4 if stored_dtype(where, file) == "float32" else 2
-    stored = sum(int(tensor.n_bytes) for tensor in _open(where, file).tensors)
-    return width * sum(_count_by_type(where, file).values()) / max(stored, 1)
-
-
-def load(file: Path, config: Any) -> tuple[Any, dict[str, Any]]:
-    """Load the model in float32, and transformers' loading report."""
-    # An empty folder, as an adapter beside the file would be taken for the file's.
-    with tempfile.TemporaryDirectory() as alone, contextlib.redirect_stderr(io.StringIO()):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            alone,
-            gguf_file=str(file.absolute()),
-            config=copy.deepcopy(config),
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    return model, info
-
-
-def count_unused(where: str, file: Path, model: torch.nn.Module) -> int:
-    """Count the file's weights that the model has no place for, unreported by transformers."""
-    tensors = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
-    scales = [tensor for tensor in _open(where, file).tensors if _is_rotary_factor(tensor)]
-    num_scales = sum(int(tensor.n_elements) for tensor in scales)
-    return max(0, sum(_count_by_type(where, file).values()) - num_scales - sum(tensors.values()))
+    if not is_matrix:
+        return read().clone()
+    return LazyTensor(torch.empty(shape, dtype=dtype, device="meta"), read)
 
 
 def _is_rotary_factor(tensor: Any) -> bool:
     return "rope_freqs" in tensor.name or "rope_factors" in tensor.name
 
 
-def _scaling_fields(reader: Any) -> list[str]:
+def _scaling_fields(fields: Mapping[str, Any]) -> list[str]:
     """Describe the header's fields of rotary scaling."""
     plain = {
         "rope.scaling.type": "none",
@@ -161,7 +256,7 @@ def _scaling_fields(reader: Any) -> list[str]:
         "rope.scale_linear": 1,
     }
     descriptions = []
-    for key, field in reader.fields.items():
+    for key, field in fields.items():
         name, value = key.partition(".")[2], field.contents()
         if name in plain and value != plain[name]:
             descriptions.append(
@@ -191,18 +286,8 @@ def _match(factors: np.ndarray, rope: dict[str, Any]) -> bool:
     return np.allclose(factors, 1 / ((1 - kept) / rope["factor"] + kept), rtol=1e-5, atol=0)
 
 
-def _count_by_type(where: str, file: Path) -> Counter[str]:
-    """Count the weights stored in each type."""
-    sizes: Counter[str] = Counter()
-    for tensor in _open(where, file).tensors:
-        sizes[tensor.tensor_type.name] += math.prod(map(int, tensor.shape))
-    if not sizes:
-        raise CheckpointError(f"{where}: {file.name} holds no tensors; download it again")
-    return sizes
-
-
 def _open(where: str, file: Path) -> Any:
-    """Open a file's header, with its tensors memory-mapped. Raises SpecEdgeError."""
+    """Open a file whose header is valid, with its tensors memory-mapped. Raises CheckpointError."""
     try:
         import gguf
     except ImportError as error:
@@ -210,5 +295,9 @@ def _open(where: str, file: Path) -> Any:
             f"{where} is a GGUF file, which takes another package: pip install gguf accelerate"
         ) from error
     prefix = f"{where}: {file.name} is no GGUF file that can be read ("
+    try:
+        gguf_header.read_header(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{prefix}{first_line(error)})") from error
     with translate_errors(CheckpointError, prefix, ")"), quiet():
         return gguf.GGUFReader(file)

@@ -45,7 +45,7 @@ def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
         model, info, dtype = _load_model(where, checkpoint, progress)
     _check_loaded(where, model, info)
     _note_unused(checkpoint.role, sorted(info["unexpected_keys"]), progress)
-    _note_format(where, checkpoint, model, progress)
+    _note_format(checkpoint, progress)
     if checkpoint.adapter is not None:
         model = adapters.merge(checkpoint.adapter, model, progress)
         dtype = weight_files.stored_dtype(where, dict(model.named_parameters()))
@@ -65,25 +65,29 @@ def quantized_tensors(checkpoint: Checkpoint) -> list[QuantizedTensor]:
     if not checkpoint.is_quantized:
         return []
     where = f"{checkpoint.role} {checkpoint.name}"
-    return gguf_files.quantized_tensors(where, checkpoint.folder / checkpoint.weights[0])
+    files = [checkpoint.folder / name for name in checkpoint.weights]
+    return gguf_files.open_files(where, files).quantized_tensors()
 
 
 def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:
     """Load the model, transformers' loading report, and the type of most weights."""
     files = [checkpoint.folder / name for name in checkpoint.weights]
-    if files[0].suffix == ".gguf":
-        model, info = gguf_files.load(files[0], checkpoint.config)
-        return model, info, gguf_files.stored_dtype(where, files[0])
-    state = quantized_formats.dequantize_state(
-        where, checkpoint.raw, weight_files.read_tensors(where, files)
-    )
-    state = text_decoder.decoder_tensors(checkpoint.published, checkpoint.config, state)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(
             copy.deepcopy(checkpoint.config), trust_remote_code=False
         )
-    weight_files.check_names(where, state, empty.state_dict())
-    dtype = weight_files.stored_dtype(where, state)
+    if files[0].suffix == ".gguf":
+        opened = gguf_files.open_files(where, files)
+        state, num_unused = opened.state(empty)
+        dtype = opened.stored_dtype
+        _note_gguf(checkpoint.role, opened.main_type, num_unused, progress)
+    else:
+        state = quantized_formats.dequantize_state(
+            where, checkpoint.raw, weight_files.read_tensors(where, files)
+        )
+        state = text_decoder.decoder_tensors(checkpoint.published, checkpoint.config, state)
+        weight_files.check_names(where, state, empty.state_dict())
+        dtype = weight_files.stored_dtype(where, state)
     if any(tensor.dtype == torch.float64 for tensor in state.values()):
         progress.note(f"{checkpoint.role}: its weights in float64 are converted to float32")
     model, info = type(empty).from_pretrained(
@@ -153,18 +157,10 @@ def _insert_placeholders(model: torch.nn.Module, sources: WeightSources) -> None
                 module._buffers[name] = buffer.read().to(buffer.dtype, copy=True)
 
 
-def _note_format(where: str, checkpoint: Checkpoint, model: Any, progress: Progress) -> None:
+def _note_format(checkpoint: Checkpoint, progress: Progress) -> None:
     """Note a quantized or pickled weight format."""
     role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
     how = quantized_formats.method(checkpoint.raw)
-    if file.suffix == ".gguf":
-        kind = gguf_files.main_type(where, file)
-        how = None if kind in gguf_files.FLOATS else kind
-        if count := gguf_files.count_unused(where, file, model):
-            progress.note(
-                f"{role}: the model does not use {count} weights of its GGUF file, which are "
-                "left out"
-            )
     if how is not None:
         progress.note(
             f"{role}: its weights are stored in {how} and dequantized; "
@@ -174,6 +170,18 @@ def _note_format(where: str, checkpoint: Checkpoint, model: Any, progress: Progr
         progress.note(
             f"{role}: its weights are pickled, and were read with torch's weights-only loader, "
             "which runs no code"
+        )
+
+
+def _note_gguf(role: str, main_type: str, num_unused: int, progress: Progress) -> None:
+    if num_unused:
+        progress.note(
+            f"{role}: the model does not use {num_unused} weights of its GGUF file, which are "
+            "left out"
+        )
+    if main_type not in gguf_files.FLOATS:
+        progress.note(
+            f"{role}: its weights are stored in {main_type}; the {role} is the quantized model"
         )
 
 

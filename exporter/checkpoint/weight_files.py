@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from specedge.errors import CheckpointError
 
 from ..libraries import first_line, translate_errors
 from ..mapped_memory import register
+from . import gguf_files
 from .lazy_tensors import LazyTensor
 from .lazy_weights import FLOATS
 
@@ -42,24 +42,15 @@ def select_files(where: str, folder: Path, names: set[str]) -> list[str]:
             return [single]
         if index in names:
             return shards(folder / index)
-    gguf_files = sorted(name for name in names if name.endswith(".gguf"))
-    if len(gguf_files) > 1:
-        name = where.partition(" ")[2]
-        shown = ", ".join(gguf_files[:3]) + (", ..." if len(gguf_files) > 3 else "")
-        raise CheckpointError(
-            f"{where} has {len(gguf_files)} GGUF files ({shown}); give one of them, such as "
-            f"{name}/{gguf_files[0]}"
-        )
-    return gguf_files
-
-
-def check_unsplit(where: str, name: str) -> None:
-    """Refuse a part of a split GGUF file. Raises CheckpointError."""
-    if re.search(r"-\d{5}-of-\d{5}\.gguf$", name):
-        raise CheckpointError(
-            f"{where}: {name} is a part of a split GGUF file, which transformers does not read; "
-            "join the parts with 'llama-gguf-split --merge'"
-        )
+    files = sorted(name for name in names if name.endswith(".gguf"))
+    if not files or {*(parts := gguf_files.parts_of(where, files[0], names))} == {*files}:
+        return parts if files else []
+    name = where.partition(" ")[2]
+    shown = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
+    raise CheckpointError(
+        f"{where} has {len(files)} GGUF files ({shown}); give one of them, such as "
+        f"{name}/{files[0]}"
+    )
 
 
 def shards(index: Path) -> list[str]:
