@@ -52,8 +52,9 @@ from .tools.harmony import is_harmony
 
 T = TypeVar("T")
 
-# The demo page, which may load and request nothing from other hosts.
-PAGE_FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
+# The chat page, which may load and request nothing from other hosts.
+PAGE_SCRIPTS = ("page.js", "page-client.js", "page-markdown.js")
+PAGE_FILES = {"/": "page.html"} | {f"/{name}": name for name in ("page.css", *PAGE_SCRIPTS)}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "

@@ -1,118 +1,464 @@
-// The page asks the server as any client does: one stream with drafts, one without.
-"use strict";
+// The page: a chat for chat models, a completion view for text models, and the tokens beside it.
+import { describeModel, figures, newAnswer, secondsPerToken, sentMessage, speed, stream } from "./page-client.js";
+import { copyButton, element, markdown } from "./page-markdown.js";
 
 const at = (id) => document.getElementById(id);
+const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"];
+const EXAMPLES = [
+  "Explain recursion to a ten-year-old.",
+  "Write a Python function that returns the n-th Fibonacci number.",
+  "Give me three ideas for a cheap weekend trip with children.",
+];
+const COMPLETION = { max_tokens: 128, temperature: 0 }; // where the settings are empty
+const PROMPTS = { code: "def read_config(path):", prose: "The old lighthouse keeper had not spoken to anyone for" };
+
 let model = null;
-let running = null;
+let running = null; // AbortController of the answer in progress
+let chats = stored("specedge-chats", []);
+let chat = newChat();
+let shown = null; // { body, answer } of the tokens view
 
-function headers() {
-  const key = at("key").value;
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+// What a browser keeps may be absent, full or forbidden.
+function stored(name, missing) {
+  try {
+    return JSON.parse(localStorage.getItem(name)) ?? missing;
+  } catch {
+    return missing;
+  }
 }
 
-async function checked(response) {
-  if (response.ok) return response;
-  const said = await response.json().catch(() => null);
-  throw new Error(said?.error?.message ?? `the server answered ${response.status}`);
+function store(name, value) {
+  try {
+    localStorage.setItem(name, JSON.stringify(value));
+  } catch {
+    // the page works without it
+  }
 }
 
-async function describe() {
-  const response = await checked(await fetch("v1/models", { headers: headers() }));
-  model = (await response.json()).data[0];
-  at("model").textContent = `${model.id}, drafted by ${model.draft ?? "suffix decoding"}, ${model.context_length} tokens`;
-  at("chat").checked = model.chat;
-  at("chat-label").hidden = !model.chat;
+// Settings
+
+const form = at("settings-form");
+const setting = (name) => form.elements[name].value.trim();
+
+function saveSettings() {
+  const { key, ...kept } = Object.fromEntries(new FormData(form));
+  store("specedge-settings", kept);
 }
 
-function body(speculative) {
-  const text = at("prompt").value;
-  const asked = at("chat").checked ? { messages: [{ role: "user", content: text }] } : { prompt: text };
-  return {
-    ...asked,
-    max_tokens: Number(at("tokens").value),
-    temperature: Number(at("temperature").value),
-    seed: 1,
-    speculative,
-    stream: true,
-    stream_options: { include_usage: true },
-    trace: true,
+function loadSettings() {
+  for (const [name, value] of Object.entries(stored("specedge-settings", {}))) {
+    if (form.elements[name]) form.elements[name].value = value;
+  }
+}
+
+function toolsOf(text) {
+  if (!text) return [];
+  try {
+    const tools = JSON.parse(text);
+    return tools.map((tool) => (tool.function ? tool : { type: "function", function: tool }));
+  } catch {
+    throw new Error("The tools in the settings are not a JSON list of functions.");
+  }
+}
+
+// Return the fields of a request that the settings give.
+function requestOptions() {
+  const fields = {};
+  for (const name of NUMBERS) if (setting(name)) fields[name] = Number(setting(name));
+  if (setting("draft")) fields.speculative = { num_draft_tokens: Number(setting("draft")) };
+  if (!model.chat) return { ...COMPLETION, ...fields };
+  if (setting("thinking")) fields.enable_thinking = setting("thinking") === "on";
+  const tools = toolsOf(setting("tools"));
+  return tools.length ? { ...fields, tools } : fields;
+}
+
+// Generation
+
+function say(text) {
+  at("status").textContent = text;
+}
+
+// Run one answer at a time; the buttons follow.
+async function run(errorPlace, generate) {
+  if (running) return;
+  running = new AbortController();
+  errorPlace.textContent = "";
+  showRunning();
+  say("Generating.");
+  try {
+    await generate(running.signal);
+    say("The answer is complete.");
+  } catch (error) {
+    say(error.name === "AbortError" ? "Stopped." : "");
+    if (error.name !== "AbortError") errorPlace.textContent = error.message;
+  } finally {
+    running = null;
+    showRunning();
+  }
+}
+
+function showRunning() {
+  for (const button of document.querySelectorAll(".stop")) button.hidden = !running;
+  for (const button of document.querySelectorAll(".go")) button.hidden = Boolean(running);
+  at("compare").disabled = Boolean(running) || !shown?.answer.usage;
+  for (const id of ["continue", "copy-result"]) at(id).disabled = Boolean(running) || !at("result").textContent;
+}
+
+// Call a function at most once a frame.
+function eachFrame(call) {
+  let waiting = false;
+  return () => {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => {
+      waiting = false;
+      call();
+    });
   };
 }
 
-// The events of a stream; an error among them is thrown.
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      const data = line.replace(/^data: /, "");
-      if (data === "[DONE]") continue;
-      const event = JSON.parse(data);
-      if (event.error) throw new Error(event.error.message);
-      yield event;
+// Chat
+
+function newChat() {
+  return { messages: [] };
+}
+
+// Put a chat first in the list; one without messages leaves it.
+function saveChat(saved) {
+  chats = [saved, ...chats.filter((other) => other !== saved)].filter(({ messages }) => messages.length);
+  storeChats();
+}
+
+function storeChats() {
+  const kept = chats.slice(0, 50).map(({ messages }) => ({ messages: messages.map(({ spans, ...message }) => message) }));
+  store("specedge-chats", kept);
+  showChats();
+}
+
+function openChat(other) {
+  running?.abort();
+  chat = other;
+  at("chat-error").textContent = "";
+  showChat();
+  at("message").focus();
+}
+
+function showChats() {
+  const items = chats.map((other) => {
+    const title = other.messages[0].content.slice(0, 60);
+    const open = element("button", { type: "button", textContent: title, className: "title" });
+    if (other === chat) open.setAttribute("aria-current", "true");
+    open.addEventListener("click", () => openChat(other));
+    const remove = element("button", { type: "button", className: "small", textContent: "Delete", ariaLabel: `Delete ${title}` });
+    remove.addEventListener("click", () => {
+      other.messages = [];
+      saveChat(other);
+      if (other === chat) openChat(newChat());
+    });
+    return element("li", {}, open, remove);
+  });
+  at("chat-list").replaceChildren(...items);
+}
+
+function showChat() {
+  at("log").replaceChildren(...chat.messages.map((message, i) => messageNode(message, i)));
+  at("examples").hidden = chat.messages.length > 0;
+  showTokens(null, chat.messages.findLast((message) => message.usage) ?? null);
+  showChats();
+  scrollDown(true);
+}
+
+function scrollDown(always) {
+  const log = at("log");
+  if (always || log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
+}
+
+const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
+
+function messageNode(message, i) {
+  const body = element("div", { className: "body" });
+  const actions = element("p", { className: "actions" });
+  const node = element("li", { className: message.role }, element("h2", { textContent: NAMES[message.role] }), body, actions);
+  showMessage(message, body);
+  const name = message.role === "assistant" ? "answer" : "message";
+  actions.append(copyButton(() => message.content, `Copy ${name}`));
+  const action = (text, label, done) => {
+    const button = element("button", { type: "button", className: "small", textContent: text, ariaLabel: label });
+    button.addEventListener("click", done);
+    actions.append(button);
+  };
+  if (message.role === "user") action("Edit", "Edit message", () => edit(message, i, body));
+  if (message.role === "assistant") {
+    action("Regenerate", "Regenerate answer", () => answerFrom(i));
+    if (message.usage) actions.append(element("span", { className: "figures", textContent: speed(message) }));
+  }
+  return node;
+}
+
+function showMessage(message, body) {
+  if (message.role !== "assistant") {
+    body.replaceChildren(element("p", { textContent: message.content }));
+    return;
+  }
+  const parts = [];
+  if (message.reasoning) {
+    const wasOpen = body.querySelector(".thinking")?.open ?? false;
+    const summary = element("summary", { textContent: message.content || message.finish ? "Thinking" : "Thinking…" });
+    parts.push(element("details", { className: "thinking", open: wasOpen }, summary, ...markdown(message.reasoning)));
+  }
+  parts.push(...markdown(message.content), ...message.tool_calls.map(callNode));
+  if (message.finish === "length") parts.push(element("p", { className: "note", textContent: "Cut at the maximum length." }));
+  if (message.stopped) parts.push(element("p", { className: "note", textContent: "Stopped." }));
+  if (!parts.length) parts.push(element("p", { className: "note", textContent: message.finish ? "Empty answer." : "…" }));
+  body.replaceChildren(...parts);
+}
+
+// A call, and a field for its result where none is given yet.
+function callNode(call) {
+  const { name, arguments: text } = call.function;
+  const node = element("details", { className: "call", open: true }, element("summary", { textContent: `Tool call: ${name}` }), element("pre", { tabIndex: 0, textContent: text }));
+  if (!running && !chat.messages.some((message) => message.tool_call_id === call.id)) {
+    const area = element("textarea", { rows: 2 });
+    const label = element("label", {}, `Result of ${name}`, area);
+    const send = element("form", {}, label, element("button", { type: "submit", textContent: "Send result" }));
+    send.addEventListener("submit", (event) => {
+      event.preventDefault();
+      chat.messages.push({ role: "tool", tool_call_id: call.id, content: area.value });
+      const last = chat.messages.findLast((message) => message.role === "assistant");
+      const given = new Set(chat.messages.map((message) => message.tool_call_id));
+      if (last.tool_calls.every(({ id }) => given.has(id))) answerFrom(chat.messages.length);
+      else showChat();
+    });
+    node.append(send);
+  }
+  return node;
+}
+
+function edit(message, i, body) {
+  const area = element("textarea", { value: message.content, rows: 4, ariaLabel: "Edited message" });
+  const save = element("button", { type: "submit", textContent: "Send" });
+  const cancel = element("button", { type: "button", textContent: "Cancel" });
+  const editor = element("form", { className: "edit" }, area, element("p", { className: "actions" }, save, cancel));
+  const leave = () => showMessage(message, body);
+  cancel.addEventListener("click", leave);
+  area.addEventListener("keydown", (event) => event.key === "Escape" && leave());
+  submitOnEnter(area, editor);
+  editor.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (running || !area.value.trim()) return;
+    message.content = area.value;
+    answerFrom(i + 1);
+  });
+  body.replaceChildren(editor);
+  area.focus();
+}
+
+// Drop the messages from an index on, and answer those before it.
+function answerFrom(i) {
+  return run(at("chat-error"), async (signal) => {
+    chat.messages.length = i;
+    const current = chat;
+    saveChat(current);
+    showChat();
+    const system = setting("system");
+    const messages = [...(system ? [{ role: "system", content: system }] : []), ...chat.messages.map(sentMessage)];
+    const body = { messages, ...requestOptions() };
+    const answer = newAnswer();
+    const node = messageNode(answer, i);
+    node.setAttribute("aria-busy", "true");
+    at("log").append(node);
+    scrollDown(true);
+    const show = eachFrame(() => {
+      if (current !== chat || answer.finished) return;
+      showMessage(answer, node.querySelector(".body"));
+      scrollDown(false);
+      showTokens(body, answer);
+    });
+    try {
+      await stream(body, setting("key"), signal, answer, show);
+    } catch (error) {
+      answer.stopped = error.name === "AbortError";
+      throw error;
+    } finally {
+      answer.finished = true;
+      if (answer.spans.length && chats.includes(current)) current.messages.push(answer);
+      storeChats();
+      running = null;
+      if (current === chat) {
+        showChat();
+        showTokens(body, answer);
+      }
     }
-  }
+  });
 }
 
-function show(place, spans) {
-  for (const { text, fate } of spans) {
-    const span = document.createElement("span");
-    span.className = fate;
-    span.title = fate;
-    span.textContent = text;
-    place.append(span);
-  }
+// Completion
+
+function complete() {
+  return run(at("completion-error"), async (signal) => {
+    const body = { prompt: at("prompt").value, ...requestOptions() };
+    const answer = newAnswer();
+    at("result-figures").textContent = "";
+    const show = () => {
+      const given = element("span", { className: "given", textContent: body.prompt });
+      at("result").replaceChildren(given, answer.content);
+      showTokens(body, answer);
+    };
+    const showSoon = eachFrame(() => answer.finished || show());
+    show();
+    try {
+      await stream(body, setting("key"), signal, answer, showSoon);
+    } finally {
+      answer.finished = true;
+      show();
+      at("result-figures").textContent = speed(answer);
+    }
+  });
 }
 
-// Seconds a token of one stream, shown as it comes.
-async function generate(name, speculative) {
-  const path = at("chat").checked ? "v1/chat/completions" : "v1/completions";
-  const place = at(`text-${name}`);
-  const sent = { method: "POST", headers: headers(), body: JSON.stringify(body(speculative)), signal: running.signal };
-  const response = await checked(await fetch(path, sent));
-  let pace = null;
-  for await (const event of events(response)) {
-    for (const choice of event.choices) show(place, choice.spans ?? []);
-    if (!event.usage) continue;
-    const { completion_tokens: tokens, speculative: counts } = event.usage;
-    pace = counts.decode_seconds / tokens;
-    const rate = counts.num_drafted ? `${Math.round((100 * counts.num_accepted) / counts.num_drafted)}% of ${counts.num_drafted} draft tokens accepted, ` : "";
-    const rounds = (tokens / counts.num_rounds).toFixed(2);
-    at(`figures-${name}`).textContent = `${(1 / pace).toFixed(1)} tokens/s, ${rate}${rounds} tokens a round`;
-  }
-  return pace;
+// Tokens and speeds
+
+function spanNodes(spans) {
+  return spans.map(({ text, fate }) => element("span", { className: fate, title: fate, textContent: text }));
 }
 
-async function run() {
-  running = new AbortController();
-  for (const id of ["error", "verdict", "text-speculative", "figures-speculative", "text-plain", "figures-plain"]) at(id).textContent = "";
-  at("go").disabled = true;
-  at("stop").disabled = false;
+// Append the spans that a place does not show yet.
+function showSpans(id, answer) {
+  const place = at(id);
+  if (place.answer !== answer) place.replaceChildren();
+  place.answer = answer;
+  place.append(...spanNodes(answer?.spans?.slice(place.childElementCount) ?? []));
+}
+
+function showTokens(body, answer) {
+  if (shown?.answer !== answer) {
+    at("plain").hidden = true;
+    at("verdict").textContent = "";
+  }
+  shown = answer && { body, answer };
+  showSpans("text-speculative", answer);
+  at("figures-speculative").textContent = answer ? figures(answer) : "";
+  at("compare").disabled = Boolean(running) || !body || !answer?.usage;
+}
+
+// Run the shown request again by plain decoding, with the same seed.
+function compare() {
+  return run(at("verdict"), async (signal) => {
+    const { body, answer } = shown;
+    const plain = newAnswer();
+    const show = () => {
+      showSpans("text-plain", plain);
+      at("figures-plain").textContent = figures(plain);
+    };
+    at("plain").hidden = false;
+    show();
+    const seed = answer.seed === undefined ? {} : { seed: answer.seed };
+    await stream({ ...body, ...seed, speculative: { off: true } }, setting("key"), signal, plain, show);
+    const times = secondsPerToken(plain.usage) / secondsPerToken(answer.usage);
+    const greedy = (body.temperature ?? model.default_sampling.temperature) === 0;
+    const text = (one) => one.spans.map((span) => span.text).join("");
+    const equal = text(plain) === text(answer) ? "the same" : "NOT the same";
+    const verdict = `Speculative decoding is ${times.toFixed(2)} times as fast`;
+    at("verdict").textContent = greedy ? `${verdict}; the texts are ${equal}.` : `${verdict}.`;
+  });
+}
+
+// Controls
+
+const isNarrow = () => matchMedia("(max-width: 60rem)").matches;
+
+// There is room for one view beside the text, and on a phone for one view.
+function toggle(button, open) {
+  for (const other of open ? document.querySelectorAll(".toggle") : []) {
+    const isBeside = other !== toggleOf("chats") && button !== toggleOf("chats");
+    if (other !== button && (isBeside || isNarrow())) toggle(other, false);
+  }
+  button.setAttribute("aria-expanded", open);
+  at(button.getAttribute("aria-controls")).hidden = !open;
+}
+
+const toggleOf = (id) => document.querySelector(`[aria-controls="${id}"]`);
+
+function submitOnEnter(area, target) {
+  area.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    target.requestSubmit();
+  });
+}
+
+function grow(area) {
+  area.style.height = "auto";
+  area.style.height = `${Math.min(area.scrollHeight + 2, 200)}px`;
+}
+
+async function start() {
   try {
-    if (!model) await describe();
-    const k = at("draft").value.trim();
-    const drafted = await generate("speculative", { num_draft_tokens: /^\d+$/.test(k) ? Number(k) : k || "auto" });
-    if (!at("plain").checked) return;
-    const plain = await generate("plain", { off: true });
-    const same = at("text-speculative").textContent === at("text-plain").textContent;
-    const times = `speculative decoding is ${(plain / drafted).toFixed(2)} times as fast`;
-    const greedy = Number(at("temperature").value) === 0;
-    at("verdict").textContent = greedy ? `${times}; the texts are ${same ? "the same" : "NOT the same"}` : times;
+    model = await describeModel(setting("key"));
   } catch (error) {
-    if (error.name !== "AbortError") at("error").textContent = error.message;
-  } finally {
-    at("go").disabled = false;
-    at("stop").disabled = true;
+    at("model").textContent = error.status === 401 ? "Enter the API key in the settings." : error.message;
+    toggle(toggleOf("settings"), true);
+    form.elements.key.focus();
+    return;
+  }
+  const drafter = model.draft ? `drafted by ${model.draft}` : "drafted by suffix decoding";
+  at("model").textContent = `${model.id}, ${drafter}, ${model.context_length} tokens`;
+  document.title = `${model.id} · specedge`;
+  const defaults = model.chat ? { max_tokens: "rest of the context", ...model.default_sampling } : { ...model.default_sampling, ...COMPLETION };
+  for (const name of NUMBERS) form.elements[name].placeholder ||= defaults[name] ?? "";
+  for (const node of document.querySelectorAll(".chat-only")) node.hidden = !model.chat;
+  at("thinking").hidden = !model.capabilities?.includes("thinking");
+  at("chat").hidden = !model.chat;
+  at("completion").hidden = model.chat;
+  if (model.chat) {
+    openChat(chats[0] ?? chat);
+  } else {
+    at("prompt").value ||= /python|code/i.test(model.target) ? PROMPTS.code : PROMPTS.prose;
+    if (!isNarrow()) toggle(toggleOf("tokens"), true);
+    at("prompt").focus();
   }
 }
 
-at("form").addEventListener("submit", (event) => {
+for (const button of document.querySelectorAll(".toggle")) {
+  button.addEventListener("click", () => toggle(button, button.getAttribute("aria-expanded") !== "true"));
+}
+for (const button of document.querySelectorAll(".stop")) button.addEventListener("click", () => running?.abort());
+document.addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
+at("new-chat").addEventListener("click", () => openChat(newChat()));
+at("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  run();
+  const content = at("message").value.trim();
+  if (running || !content) return;
+  chat.messages.push({ role: "user", content });
+  at("message").value = "";
+  grow(at("message"));
+  answerFrom(chat.messages.length);
 });
-at("stop").addEventListener("click", () => running.abort());
-describe().catch(() => { at("model").textContent = "give the key, and generate"; });
+submitOnEnter(at("message"), at("composer"));
+at("message").addEventListener("input", () => grow(at("message")));
+at("examples").append(...EXAMPLES.map((text) => {
+  const button = element("button", { type: "button", textContent: text });
+  button.addEventListener("click", () => {
+    at("message").value = text;
+    at("composer").requestSubmit();
+  });
+  return button;
+}));
+at("completion-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  complete();
+});
+at("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) complete();
+});
+at("continue").addEventListener("click", () => {
+  at("prompt").value = at("result").textContent;
+  complete();
+});
+at("copy-result").replaceWith(Object.assign(copyButton(() => at("result").textContent, "Copy result"), { id: "copy-result", disabled: true }));
+at("compare").addEventListener("click", compare);
+form.addEventListener("input", saveSettings);
+form.addEventListener("submit", (event) => event.preventDefault());
+form.elements.key.addEventListener("change", () => model ?? start());
+loadSettings();
+start();

@@ -22,23 +22,30 @@ def port(pair):
 
 
 def test_the_page_is_there_without_a_key_and_may_load_only_its_own(port):
-    kinds = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
-    assert set(kinds) == set(PAGE_FILES)
-    for path, kind in kinds.items():
+    for path, name in PAGE_FILES.items():
+        kind = {"html": "text/html", "css": "text/css", "js": "text/javascript"}[
+            name.split(".")[-1]
+        ]
         status, headers, said = ask(port, "GET", path)
         assert (status, headers["content-type"].partition(";")[0]) == (200, kind)
         assert headers["content-security-policy"].startswith(
             "default-src 'none'; script-src 'self'"
         )
         assert not re.search(rb"https?://", said)
+        for loaded in re.findall(rb'(?:from|src=|rel="stylesheet" href=) ?"(?:\./)?(.+?)"', said):
+            assert f"/{loaded.decode()}" in PAGE_FILES
 
 
 def test_every_element_that_the_script_names_is_on_the_page(port):
     page, script = (ask(port, "GET", path)[2].decode() for path in ("/", "/page.js"))
     ids = set(re.findall(r'id="([^"]+)"', page))
-    named = set(re.findall(r'at\("([^"]+)"\)', script))
-    named |= {f"{part}-{way}" for part in ("text", "figures") for way in ("speculative", "plain")}
-    assert named <= ids
+    assert set(re.findall(r'(?:at|showSpans|toggleOf)\("([^"]+)"', script)) <= ids
+    assert set(re.findall(r'(?:aria-controls|for)="([^"]+)"', page)) <= ids
+    fields = set(re.findall(r'name="([^"]+)"', page))
+    numbers = re.search(r"NUMBERS = \[(.*?)\]", script)[1]
+    assert (
+        set(re.findall(r'setting\("([^"]+)"\)', script) + re.findall(r'"(.+?)"', numbers)) <= fields
+    )
     for fate in ("accepted", "recovered", "bonus", "plain"):
         assert f'class="{fate}"' in page
 
