@@ -201,7 +201,7 @@ class MessagesShaper:
         self._decode = logprobs.decode
         self._items: list[OutputItem] = []  # as far as events have reported them
         self._fields: dict[str, Any] = {
-            "id": new_id("msg"),
+            "id": new_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": model,

@@ -108,7 +108,11 @@ class _ChunkShaper(ABC):
 
     def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
         self._request, self._logprobs = request, logprobs
-        self._fields = {"id": new_id(self.prefix), "created": int(time.time()), "model": model}
+        self._fields = {
+            "id": new_id(f"{self.prefix}-"),
+            "created": int(time.time()),
+            "model": model,
+        }
         self._fields["system_fingerprint"] = FINGERPRINT
 
     def finish(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:

@@ -228,5 +228,5 @@ def sse_event(payload: Mapping[str, Any], name: str | None = None) -> str:
 
 
 def new_id(prefix: str) -> str:
-    """Return a random id."""
-    return f"{prefix}-{secrets.token_hex(12)}"
+    """Return a random id with the prefix of OpenAI's API, which some clients look at."""
+    return f"{prefix}{secrets.token_hex(12)}"

@@ -40,7 +40,7 @@ class ResponsesShaper:
         self._items: list[OutputItem] = []  # as far as events have reported them
         options = request.options
         self._fields: dict[str, Any] = {
-            "id": new_id("resp"),
+            "id": new_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
@@ -181,7 +181,7 @@ class ResponsesShaper:
     def _id(self, index: int, item: OutputItem) -> str:
         while len(self._ids) <= index:
             prefix = "rs" if item.is_reasoning else "msg" if item.name is None else "fc"
-            self._ids.append(new_id(prefix))
+            self._ids.append(new_id(f"{prefix}_"))
         return self._ids[index]
 
     def _item_json(self, index: int, item: OutputItem, status: str) -> dict[str, Any]:

@@ -52,6 +52,8 @@ def post(port, path, body):
         {"think": False, "enable_thinking": False, "reasoning_effort": "low"},
         {"response_format": {"type": "json_object"}, "tools": [FUNCTION]},
         {"tools": [FUNCTION], "tool_choice": "auto"},
+        {"tools": [{"type": "web_search"}, {"type": "custom", "custom": {"name": "a"}}]},
+        {"tools": [{"function": {"name": "f", "description": None}}], "parallel_tool_calls": None},
         {"messages": [USER, {"role": "assistant", "content": None}, USER]},
         {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}, USER]},
         {"messages": [USER, {"role": "assistant", "content": []}, USER]},

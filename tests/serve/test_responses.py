@@ -101,6 +101,7 @@ def test_previous_response_is_continued_while_it_is_kept(served):
     pipeline.text = "Eight."
     second = ai.responses.create(model=MODEL, input="Twice?", previous_response_id=first.id)
     assert second.previous_response_id == first.id
+    assert (first.id[:5], first.output[0].id[:4]) == ("resp_", "msg_")  # LangChain looks at both
     prompt = prompt_of(pipeline)
     assert [prompt.count(text) for text in ("2+2?", "Four.", "Twice?", "Be brief.")] == [1, 1, 1, 0]
     assert ai.responses.retrieve(second.id).output_text == "Eight."

@@ -26,7 +26,7 @@ for _ in range(300):
     NESTED = {"properties": {"a": NESTED}}
 DEEP = [{"type": "function", "function": CLOCK | {"parameters": NESTED}}]
 BAD = [
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": 3}]}, "tools[0].function"),
     ({"tools": ["clock"]}, "tools[0]"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),

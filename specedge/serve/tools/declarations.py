@@ -85,14 +85,13 @@ def parse_chat_tools(fields: FieldReader) -> ToolSet | None:
 
 def parse_responses_tools(fields: FieldReader) -> ToolSet | None:
     """Parse the tools of /v1/responses, whose functions are the tools themselves."""
-    return _parse_tools(fields, lambda tool: tool, skip_other_types=True)
+    return _parse_tools(fields, lambda tool: tool)
 
 
 def _parse_tools(
-    fields: FieldReader,
-    function_fields: Callable[[FieldReader], FieldReader],
-    skip_other_types: bool = False,
+    fields: FieldReader, function_fields: Callable[[FieldReader], FieldReader]
 ) -> ToolSet | None:
+    """Parse tools; those of other types than functions, for other servers, are ignored."""
     tools = fields.take_typed("tools", list, "a list of functions") or []
     choice = fields.take("tool_choice")
     parallel = fields.take_typed("parallel_tool_calls", bool, "true or false")
@@ -103,8 +102,8 @@ def _parse_tools(
     for i, value in enumerate(tools):
         tool = fields.child(value, f"tools[{i}]")
         tool_type = tool.peek("type")
-        if skip_other_types and tool_type != "function" and fields.ignored is not None:
-            fields.ignored.add(f"{tool.path}.{tool_type}")  # runs on OpenAI's servers alone
+        if fields.ignored is not None and tool_type not in (None, "function"):
+            fields.ignored.add(f"{tool.path}.{tool_type}")
         else:
             functions.append(_parse_function(tool, function_fields))
     names = [function.name for function in functions]
@@ -120,7 +119,8 @@ def _parse_tools(
 def _parse_function(
     tool: FieldReader, function_fields: Callable[[FieldReader], FieldReader]
 ) -> FunctionTool:
-    _check_type(tool)
+    if tool.is_strict or tool.peek("type") is not None:
+        _check_type(tool)
     fields = function_fields(tool)
     keys = fields.names
     name = fields.take_typed("name", str, "a name")
