@@ -173,6 +173,8 @@ class Device:
             return sessions.open_session(ort, path, self.name, self.provider, self.index, options)
         if self.unsigned:
             options.add_session_config_entry(UNSIGNED_OPTION, "1")
+        # Products of dequantized weights are in float; by default these would round activations.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         # A pattern is a block for all of a pass, beside those of the first pass without it: 27 MB
         # of 135 million parameters in int8, for no time that could be measured.
         options.enable_mem_pattern = False

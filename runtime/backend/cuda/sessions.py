@@ -18,6 +18,8 @@ from ..ort import inference_session, onnxruntime
 
 _NO_FALLBACK = "session.disable_cpu_ep_fallback"
 _PLACEMENT = "session.record_ep_graph_assignment_info"
+# Bits of the provider option `sdpa_kernel`, onnxruntime's AttentionBackend.
+_FLASH_ATTENTION, _EFFICIENT_ATTENTION, _UNFUSED_ATTENTION = 1, 2, 16
 
 
 def open_session(ort: Any, path: str, name: str, provider: str, index: int, options: Any) -> Any:
@@ -67,11 +69,16 @@ def load_libraries(ort: Any, cudnn: bool = False) -> None:
 
 
 def _provider_options(index: int) -> dict[str, str]:
-    """Options for float32 sums without TF32, kernels without cuDNN, and no spare memory."""
+    """Options for float32 sums without TF32, kernels without cuDNN, and no spare memory.
+
+    From compute capability 9.0 on attention selects cuDNN where its library is installed, even if
+    it is disabled, and fails; naming the attention kernels excludes it.
+    """
     number = {"device_id": str(index)} if index else {}  # ONNX Runtime warns of an explicit 0
     return number | {
         "use_tf32": "0",
         "enable_cudnn": "0",
+        "sdpa_kernel": str(_FLASH_ATTENTION | _EFFICIENT_ATTENTION | _UNFUSED_ATTENTION),
         "arena_extend_strategy": "kSameAsRequested",
     }
 
