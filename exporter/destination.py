@@ -41,18 +41,20 @@ def destination(output: Path) -> Iterator[Path]:
 def _check(output: Path) -> None:
     """Refuse a destination that cannot hold a bundle, before any work."""
     if output == Path.cwd():
-        raise ExportError("--output is the folder you are in; name another one")
+        raise ExportError("--output is the current folder; specify another one")
     if _has_other_files(output):
         raise ExportError(
-            f"{output} is not empty and not a bundle; name another folder with --output"
+            f"{output} is not empty and not a bundle; specify another folder with --output"
         )
     if _is_file(output):
-        raise ExportError(f"{output} is a file; name a folder with --output")
+        raise ExportError(f"{output} is a file; specify a folder with --output")
     if around := next((p for p in output.parents if (p / MANIFEST).is_file()), None):
-        raise ExportError(f"{output} is inside the bundle {around}; name another with --output")
+        raise ExportError(
+            f"{output} is inside the bundle {around}; specify another one with --output"
+        )
     existing = next(p for p in output.parents if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ExportError(f"{existing} cannot be written to; name another place with --output")
+        raise ExportError(f"{existing} cannot be written to; specify another folder with --output")
 
 
 def _has_other_files(output: Path) -> bool:
@@ -79,7 +81,7 @@ def _locked(work: Path, output: Path) -> Iterator[None]:
             stack.enter_context(staging.locked_folder(work))
         except TimeoutError as error:
             raise ExportError(
-                f"another export to {output} is running; wait for it to end"
+                f"another export to {output} is running; wait until it has finished"
             ) from error
         except OSError as error:
             raise ExportError(f"{work.parent} cannot be written to: {error.strerror}") from error

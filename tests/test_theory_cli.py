@@ -104,7 +104,7 @@ def test_figures_are_written_and_not_replaced_without_overwrite(tmp_path):
     (tmp_path / "best-k.svg").write_text("mine", "utf-8")
     result = run("theory", "--figures", tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
-    assert "best-k.svg exists; name another folder, or use --overwrite" in result.stderr
+    assert "best-k.svg exists; specify another folder, or use --overwrite" in result.stderr
     assert os.listdir(tmp_path) == ["best-k.svg"]
     assert run("theory", "--figures", tmp_path, "--overwrite").returncode == 0
     figures = {path.name: path.read_text("utf-8") for path in tmp_path.iterdir()}

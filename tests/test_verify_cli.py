@@ -205,7 +205,7 @@ def test_auto_is_the_cpu_where_the_bundle_has_no_graphs_for_gpus():
         (["--bundle", "README.md"], "README.md"),
         (["--device", "abacus"], "device must be one of"),
         (["--threads", "4096"], "threads"),
-        (["--threads", "1", "--device", "cuda"], "both run on cuda; leave threads out"),
+        (["--threads", "1", "--device", "cuda"], "both run on cuda; omit threads"),
         (["--minutes", "0"], "--minutes"),
         (["--prompts", "nothing.txt"], "nothing.txt"),
         (["--format", "text"], "--format needs --prompts"),

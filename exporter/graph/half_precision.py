@@ -58,7 +58,7 @@ def convert_caches(model: ir.Model, kind: ir.DataType) -> None:
         if value.dtype != kind:
             raise ExportError(
                 f"a {value.producer().op_type} node computes the caches in "  # type: ignore[union-attr]
-                f"{value.dtype}; leave --cache out"
+                f"{value.dtype}; omit --cache"
             )
     _finish(model, kind)
 

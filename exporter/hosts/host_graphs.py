@@ -75,7 +75,7 @@ def embed(
     making = _Embedding([*num_draft_tokens], layout, golden)
     if output is None:
         if source.folder.resolve() == store.embedded_folder().resolve():
-            raise ExportError("the embedded pair is a part of specedge; give --output FOLDER")
+            raise ExportError("the embedded pair is part of specedge; specify --output FOLDER")
         return making.write(source)
     with destination(Path(output)) as work:
         for name in (MANIFEST, *source.files):
@@ -141,7 +141,7 @@ class _Embedding:
         if self.layout == "split" or self.num_draft_tokens:
             option = "-k" if self.num_draft_tokens else "--layout split"
             raise ExportError(
-                f"{option} needs a draft model, which this bundle does not have; leave it out for "
+                f"{option} needs a draft model, which this bundle does not have; omit it for "
                 "a round that decodes plainly, or export the target again with --draft"
             )
 

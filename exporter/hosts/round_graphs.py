@@ -183,7 +183,10 @@ def check_fused(bundle: Bundle) -> str | None:
     """Return the reason why a round cannot, or should not, be one graph; None if it can."""
     draft = bundle.draft_model
     if draft.context_length < bundle.target.context_length:
-        return f"{draft.source.id} has a shorter context than the target, which one graph cannot do"
+        return (
+            f"{draft.source.id} has a shorter context than the target, which fused rounds do "
+            "not support"
+        )
     weights = bundle.files[draft.weights].size
     if draft.weights_dtype in QUANTIZED_DTYPES and weights > _MAX_PACKED_BYTES:
         return (

@@ -42,7 +42,7 @@ def tokenizer_graphs(tokenizer_file: Path) -> dict[str, ir.Model] | str:
     try:
         import onnxruntime_extensions as extensions
     except ImportError:
-        return "onnxruntime-extensions was not installed; pip install 'specedge[hosts]'"
+        return "onnxruntime-extensions is not installed; pip install 'specedge[hosts]'"
     text = tokenizer_file.read_text("utf-8")
     tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
@@ -135,16 +135,18 @@ def _find_difference(
         (actual,) = encode.run(None, {"text": np.array([text])})
         shown = text if len(text) < 60 else text[:57] + "..."
         if actual[0].tolist() != expected:
-            return f"onnxruntime-extensions gives other tokens for {shown!a}"
+            return f"onnxruntime-extensions returns different tokens for {shown!a}"
         if _run_decoder(decode, expected) != tokenizer.decode(expected):
-            return f"onnxruntime-extensions gives another text for the tokens of {shown!a}"
+            return f"onnxruntime-extensions returns a different text for the tokens of {shown!a}"
     # Half a character is U+FFFD here and bytes there, and text ends at NUL there.
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
     whole = [i for i, text in texts.items() if not {"\ufffd", "\0"} & {*text}]
     for start in range(0, len(whole), _BATCH):
         tokens = whole[start : start + _BATCH]
         if _run_decoder(decode, tokens) != tokenizer.decode(tokens):
-            return f"onnxruntime-extensions gives another text for one of tokens {tokens[0]} on"
+            return (
+                f"onnxruntime-extensions returns a different text for one of tokens {tokens[0]} on"
+            )
     return None
 
 

@@ -130,7 +130,7 @@ def _describe_added(
         f"{len(examples)} {kind} (such as {examples[0]})" for kind, examples in kinds.items()
     )
     return [
-        f"added tokens differ, which costs speed at most: {', '.join(descriptions)}; the bundle "
+        f"added tokens differ, which affects speed only: {', '.join(descriptions)}; the bundle "
         "has the target's"
     ]
 

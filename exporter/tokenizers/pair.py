@@ -77,7 +77,8 @@ def write_tokenizer(text: TextMetadata, target: Checkpoint, folder: Path) -> Non
         if actual != expected:
             raise ExportError(
                 f"the tokenizer's file gives {actual[:8]} for {sample!r}, "
-                f"transformers {expected[:8]}; this tokenizer does more than its file says"
+                f"transformers {expected[:8]}; tokenizer.json does not describe this "
+                "tokenizer completely"
             )
 
 
@@ -89,7 +90,7 @@ def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     values = [] if stated is None else stated if isinstance(stated, list) else [stated]
     if bad := [value for value in values if type(value) is not int]:
         where = f"{checkpoint.role} {checkpoint.name}"
-        raise ExportError(f"{where}: eos_token_id has {bad[0]!r}, which is no token id")
+        raise ExportError(f"{where}: eos_token_id has {bad[0]!r}, which is not a token id")
     return tuple(dict.fromkeys(values))
 
 
@@ -234,4 +235,6 @@ def _chat_template(checkpoint: Checkpoint) -> str | None:
         return read_template(path)
     except ValueError as error:
         where = f"{checkpoint.role} {checkpoint.name}"
-        raise ExportError(f"{where}: {PROCESSOR_FILE} is no JSON: {first_line(error)}") from error
+        raise ExportError(
+            f"{where}: {PROCESSOR_FILE} is not valid JSON: {first_line(error)}"
+        ) from error

@@ -46,7 +46,7 @@ class ModelSession:
             others = ", ".join(name for name in model.parity if compute_dtype(name) != "bfloat16")
             raise DeviceError(
                 f"{model.source.id}: the op set '{self.ops}' computes in bfloat16, which ONNX "
-                f"Runtime has no kernels for on {device.name}; leave --ops out, or take one of "
+                f"Runtime has no kernels for on {device.name}; omit --ops, or use one of "
                 f"{others}"
             )
         if graph == "decoder" and not device.is_cpu and model.has(SCORED, self.ops):
@@ -177,7 +177,7 @@ def choose_ops(model: ModelEntry, ops: str = "auto", device: Device | None = Non
     if (op_set := model.op_set(ops)) is None:
         raise BundleError(
             f"{model.source.id} has no graphs in the op set '{ops}', only in "
-            f"{', '.join(model.parity)}; leave --ops out{_export_hint(model, ops)}"
+            f"{', '.join(model.parity)}; omit --ops{_export_hint(model, ops)}"
         )
     return op_set
 
@@ -221,8 +221,8 @@ def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path:
     """Refuse a graph whose inputs or outputs differ from the manifest."""
     if unknown := signature.unknown:
         raise BundleError(
-            f"{path}: this specedge does not know what its input {unknown[0]} is for; use the "
-            "specedge that wrote it, or export the pair again"
+            f"{path}: the role of input {unknown[0]} is unknown to this version of "
+            "specedge; upgrade specedge, or export the pair again"
         )
     promised = (
         (session.get_inputs(), signature.inputs),
@@ -234,7 +234,7 @@ def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path:
         for name in sorted(expected.keys() | actual.keys()):
             if actual.get(name) != expected.get(name):
                 raise BundleError(
-                    f"{path}: {name} is {actual.get(name, 'missing')}, {MANIFEST} wants "
+                    f"{path}: {name} is {actual.get(name, 'missing')}, {MANIFEST} specifies "
                     f"{expected.get(name, 'none')}; {REEXPORT_HINT}"
                 )
 

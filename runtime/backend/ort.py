@@ -29,13 +29,13 @@ def onnxruntime() -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime":
             raise MissingExtraError(f"ONNX Runtime is not installed: {command}") from error
         raise MissingExtraError(
-            f"ONNX Runtime is installed but cannot be loaded ({first_line(error)}); install what "
-            f"is missing, or again: {command}"
+            f"ONNX Runtime is installed but cannot be loaded ({first_line(error)}); install the "
+            f"missing library, or reinstall: {command}"
         ) from error
-    if not hasattr(module, "InferenceSession"):  # its folder is there, and its files are gone
+    if not hasattr(module, "InferenceSession"):  # an empty folder
         raise MissingExtraError(
-            "ONNX Runtime's files are gone, as they are when one of two of its packages is "
-            f"uninstalled; uninstall the others, too, and install one: {command}"
+            "ONNX Runtime's files are missing, as after uninstalling one of several packages that "
+            f"share them; uninstall the others, too, and install one: {command}"
         )
     return module
 

@@ -99,7 +99,9 @@ class Device:
         if self.type == "rtx":
             return tensorrt_rtx.platform(onnxruntime(), self.index, gpu)
         if gpu is not None:
-            raise DeviceError(f"TensorRT builds for the GPU that is here alone, not for '{gpu}'")
+            raise DeviceError(
+                f"TensorRT builds engines for this machine's GPU only, not for '{gpu}'"
+            )
         return tensorrt.platform(onnxruntime(), self.index)
 
     @property
@@ -151,9 +153,9 @@ class Device:
                 ) from error
             if "accuracy_level for operator QMoE" in str(error):
                 raise BundleError(
-                    f"{path}: its experts of 4 bits need ONNX Runtime "
+                    f"{path}: its 4-bit experts need ONNX Runtime "
                     f"{OLDEST_ONNXRUNTIME['experts']} or later, and {ort.__version__} is "
-                    "installed; upgrade it, or take --ops onnx where the bundle has that"
+                    "installed; upgrade it, or use --ops onnx if the bundle has it"
                 ) from error
             raise BundleError(
                 f"{path}: ONNX Runtime {ort.__version__} cannot load it ({first_line(error)}); "
@@ -219,6 +221,6 @@ def _make_pool(ort: Any, threads: int | None, fallback: int | None) -> None:
         if threads is not None and threads != (existing := _pool_threads[0]):
             raise DeviceError(
                 f"cannot use threads={threads}: this process already has ONNX Runtime's shared "
-                f"thread pool{f', of {existing}' if existing else ''}; leave threads out, or use a "
+                f"thread pool{f', of {existing}' if existing else ''}; omit threads, or use a "
                 "new process"
             )

@@ -20,7 +20,7 @@ MAX_CHANGES = 40  # choices that are listed; the rest are counted
 def explain(plan: Plan, rounds: Sequence[Round]) -> list[str]:
     """Return the costs, acceptance rates, each change of choice with its reason, and the gain."""
     if not isinstance(plan, AutoPlan):
-        return [f"the rounds were given: {_count(rounds)}"]
+        return [f"fixed or replayed rounds: {_count(rounds)}"]
     planner = plan.planner
     return [
         f"costs: {ORIGINS[planner.table.origin]}",

@@ -54,7 +54,7 @@ def parse_item(index: int, fields: dict[str, Any], request: dict[str, Any]) -> B
     _check_unicode(fields)
     id_, prompt, messages = (fields.get(name) for name in ("id", "prompt", "messages"))
     if "id" in fields and type(id_) not in (str, int):
-        raise ValueError("id must be text or a whole number")
+        raise ValueError("id must be text or an integer")
     if "messages" in fields:
         messages = plain_messages(fields["messages"])
     elif not (isinstance(prompt, str) or _are_tokens(prompt)):

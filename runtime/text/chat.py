@@ -25,7 +25,7 @@ from specedge.errors import BundleError, PromptError
 
 from .messages import TemplateOptions, plain, plain_messages
 
-_CURE = "export the pair again from a checkpoint whose template works, or do without --chat"
+_CURE = "export the pair again from a checkpoint whose template works, or omit --chat"
 _DEFAULTS = TemplateOptions()
 _MARKER = "specedge-marker-5f1c"
 _ROLES = ("system", "user", "assistant", "tool")
@@ -281,7 +281,7 @@ def load_template(bundle: Bundle) -> jinja2.Template:
     """
     name, text = bundle.target.source.id, bundle.chat_template
     if text is None:
-        raise PromptError(f"{name} has no chat template; give the prompt without --chat")
+        raise PromptError(f"{name} has no chat template; omit --chat")
     try:
         return _compile(text)
     except Exception as error:  # what Jinja makes of a template is Python, with Python's errors

@@ -257,7 +257,7 @@ class GrammarConstraint:
         """
         drafted = history.length > history.num_kept
         if drafted and self._num_renewals["mixed"] >= MAX_RENEWALS:
-            raise _LimitError("the grammar is not followed along drafts here: they need too much")
+            raise _LimitError("the grammar is not applied to drafts: it needs too much work")
         self._mixed |= drafted
         new = history.last(history.num_new_tokens)
         try:
@@ -334,7 +334,7 @@ class GrammarConstraint:
     def _check(self) -> None:
         """Raise an error if llguidance's limits stopped the matcher."""
         if reason := self._matcher.get_error():
-            raise _LimitError(f"the grammar cannot be followed here: {_one_line(reason)}")
+            raise _LimitError(f"the grammar cannot be applied to this text: {_one_line(reason)}")
 
     def _begin_anew(self) -> None:
         self._matcher = self._fresh.deep_copy()

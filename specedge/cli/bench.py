@@ -77,7 +77,7 @@ def _range(part: str) -> Iterator[int]:
 @options.sampling_options
 @click.option(
     "--seed", type=click.IntRange(0, 2**63), default=0, show_default=True,
-    help="Seed of the first prompt; each prompt has the next.",
+    help="Seed of the first prompt, incremented for each further prompt.",
 )  # fmt: skip
 @click.option(
     "--repeats", type=click.IntRange(1), default=3, show_default=True,

@@ -36,7 +36,7 @@ _MAX_REPLAY_LENGTH = 64 * 2**20  # characters
 @click.option("--system", metavar="TEXT", help="System message, with --chat.")
 @click.option("--trace", "traced", is_flag=True, help="Mark accepted, recovered and bonus tokens.")
 @click.option("--explain", is_flag=True, help="Print the reasons for the plan of each round.")
-@click.option("--replay", metavar="FILE", help="Repeat the rounds of a run with --json.")
+@click.option("--replay", metavar="FILE", help="Replay the rounds of a run saved with --json.")
 @click.option("--prompts", metavar="FILE", help="File of prompts; `-` is stdin.")
 @options.prompt_format
 @click.option("--output", metavar="FILE", help="Output file, with --prompts.  [default: stdout]")

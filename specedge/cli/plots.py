@@ -30,13 +30,13 @@ def check_folder(folder: str, form: str, overwrite: bool) -> None:
     """Raise click.UsageError for a folder that figures cannot be written to."""
     path = Path(os.path.abspath(folder))
     if not folder or (path.exists() and not path.is_dir()):
-        raise click.UsageError(f"'{folder}' is not a folder; name one for --figures")
+        raise click.UsageError(f"'{folder}' is not a folder; specify one for --figures")
     if not path.parent.is_dir():
         raise click.UsageError(f"the parent folder of {folder} does not exist; create it first")
     for name in _THEORY:
         file = Path(folder, f"{name}.{form}")
         if os.path.lexists(file) and not overwrite:
-            raise click.UsageError(f"{file} exists; name another folder, or use --overwrite")
+            raise click.UsageError(f"{file} exists; specify another folder, or use --overwrite")
 
 
 def write_theory(folder: str, form: str, overwrite: bool) -> list[Path]:

@@ -157,7 +157,7 @@ def check(name: str, machine: Machine) -> DeviceDiagnosis:
 def ask(question: str, *arguments: str, seconds: float = SECONDS) -> ProbeResult:
     """Put a question of `probe` to a child process, which imports what this process would."""
     if not sys.executable or getattr(sys, "frozen", False):
-        return ProbeResult(ended="cannot be asked: this program is not Python itself")
+        return ProbeResult(ended="cannot be tested: this program is not a Python interpreter")
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", f"{__package__}.probe"]
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:

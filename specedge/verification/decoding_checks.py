@@ -55,7 +55,7 @@ def caches(subject: Subject, budget: Budget) -> CheckResult:
         return CheckResult("caches", FAILED, problems[0], tuple(problems[1:] + lines), facts)
     if short:
         return CheckResult("caches", SHORT, "not one text of each model", tuple(lines), facts)
-    summary = "after rollbacks logits and cache rows are those of a straight run"
+    summary = "logits and cache rows after rollbacks equal those of a straight run"
     return CheckResult("caches", PASSED, summary, tuple(lines), facts)
 
 

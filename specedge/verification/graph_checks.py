@@ -81,7 +81,7 @@ def graphs(
     if comparison.short:
         return CheckResult("graphs", SHORT, "not one pass of each length", lines, comparison.facts)
     summary = "they agree with each other" + (
-        ", and rows keep their bits as recorded"
+        ", and passes are batch-invariant as recorded"
         if comparison.as_recorded
         else ", but rows depend on the pass more than recorded: near-ties may be decided otherwise"
     )

@@ -225,14 +225,13 @@ def failed_tests(
 
 
 _MEANINGS = {
-    "by_rank": "tokens are not as likely as the target says",
+    "by_rank": "frequencies of tokens differ from the target's probabilities",
     "by_lean": "tokens lean to the draft's distribution",
-    "neighbours": "neighbouring tokens depend on each other",
-    "acceptance": "draft tokens are not accepted as often as the distributions say",
-    "strings": "strings are not as likely as the target says",
-    "first": "the first draft token of a round is not accepted as often as the distributions say",
-    "later": "draft tokens after an accepted one are not accepted as often as the distributions "
-    "say",
+    "neighbours": "consecutive tokens are not independent",
+    "acceptance": "the acceptance rate of draft tokens differs from its expectation",
+    "strings": "frequencies of strings differ from the target's probabilities",
+    "first": "the acceptance rate of the first draft token of a round differs from its expectation",
+    "later": "the acceptance rate of later draft tokens differs from its expectation",
 }
 
 

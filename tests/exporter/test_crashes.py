@@ -179,7 +179,7 @@ def test_second_export_to_one_folder_is_refused(place):
         with pytest.raises(ExportError) as caught:
             export("./no-draft", "./no-target", place / "bundle")
         assert str(caught.value) == (
-            f"another export to {place / 'bundle'} is running; wait for it to end"
+            f"another export to {place / 'bundle'} is running; wait until it has finished"
         )
         assert Bundle.read(place / "bundle").context_length == 256
         (place / "go").touch()
@@ -253,5 +253,5 @@ def test_read_only_place_is_refused_before_any_work(options, tmp_path):
     result = mounted(script, tmp_path, *COMMAND, *options, "--output", tmp_path / "bundle")
     assert result.returncode == 1
     assert result.stderr == (
-        f"specedge: {tmp_path} cannot be written to; name another place with --output\n"
+        f"specedge: {tmp_path} cannot be written to; specify another folder with --output\n"
     )

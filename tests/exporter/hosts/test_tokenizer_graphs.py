@@ -48,8 +48,11 @@ def test_text_becomes_its_tokens_and_they_text(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda t: setattr(t, "normalizer", normalizers.NFC()), "gives other tokens for"),
-        (lambda t: setattr(t, "normalizer", normalizers.Lowercase()), "gives other tokens for"),
+        (lambda t: setattr(t, "normalizer", normalizers.NFC()), "returns different tokens for"),
+        (
+            lambda t: setattr(t, "normalizer", normalizers.Lowercase()),
+            "returns different tokens for",
+        ),
         (lambda t: t.add_tokens([AddedToken("<think>", special=False)]), "'a <think> b'"),
     ],
     ids=["NFC", "lower case", "a token in any text"],

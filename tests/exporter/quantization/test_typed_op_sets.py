@@ -240,7 +240,7 @@ def test_only_an_export_that_there_is_is_advised_for_an_op_set(dtype, ops, advic
     model = Mock(weights_dtype=dtype, parity={"gqa": None}, op_set=lambda ops: None)
     with pytest.raises(BundleError) as caught:
         choose_ops(model, ops)
-    assert str(caught.value).endswith(f"only in gqa; leave --ops out{advice}")
+    assert str(caught.value).endswith(f"only in gqa; omit --ops{advice}")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_gqa_is_advised_as_what_a_model_may_have(value_size, advice):
     with pytest.raises(BundleError) as caught:
         choose_ops(model, "gqa-kv16")
     said = "" if advice is None else f", or export the pair with {advice}"
-    assert str(caught.value).endswith(f"only in onnx; leave --ops out{said}")
+    assert str(caught.value).endswith(f"only in onnx; omit --ops{said}")
 
 
 @pytest.mark.slow(exhaustive=True)

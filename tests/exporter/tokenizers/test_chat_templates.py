@@ -102,7 +102,7 @@ def test_template_is_found_in_each_file_that_checkpoints_have(pairs, tmp_path, f
 def test_template_file_that_is_no_json_is_one_line(pairs, tmp_path):
     folder = shutil.copytree(pairs.checkpoint("gpt2")[1], tmp_path / "target")
     (folder / "chat_template.json").write_text("{", "utf-8")
-    with pytest.raises(ExportError, match=r"chat_template.json is no JSON: Expecting"):
+    with pytest.raises(ExportError, match=r"chat_template.json is not valid JSON: Expecting"):
         pair.check_pair(None, checkpoints.find("target", str(folder), None), Progress())
 
 

@@ -130,7 +130,7 @@ def test_added_tokens_may_differ_with_note(both, draft, target, said):
         edit(folder / "tokenizer.json", change)
     text, notes, found = fit(both)
     assert len(notes) == (said is not None)
-    assert all(said in note and "speed at most" in note for note in notes)
+    assert all(said in note and "affects speed only" in note for note in notes)
     assert (
         json.loads(text.tokenizer)["added_tokens"]
         == (json.loads(found.tokenizer.backend_tokenizer.to_str())["added_tokens"])

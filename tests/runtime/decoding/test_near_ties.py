@@ -134,7 +134,7 @@ class Forgetting(Ending):
 
     def banned(self, history):
         if self._full and history.length > history.num_kept:
-            raise OptionError("the grammar cannot be followed here")
+            raise OptionError("the grammar cannot be applied to this text")
         self._full |= history.num_new_tokens >= 12
         return super().banned(history)
 

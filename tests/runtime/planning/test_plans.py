@@ -296,7 +296,7 @@ def test_an_explanation_names_costs_acceptance_choices_and_gain():
     ):  # fmt: skip
         assert part in text
     assert explain(ReplayPlan([("model", 1, 9)], {"model": Copies(0)}), []) == [
-        "the rounds were given: "
+        "fixed or replayed rounds: "
     ]
 
 

@@ -51,7 +51,7 @@ def test_special_tokens_that_a_tokenizer_lacks_are_empty():
 @pytest.mark.parametrize(
     ("template", "messages", "error", "said"),
     [
-        (None, HELLO, PromptError, "has no chat template; give the prompt without --chat"),
+        (None, HELLO, PromptError, "has no chat template; omit --chat"),
         (GEMMA, SYSTEM, PromptError, "refuses these messages: System role not supported"),
         (LLAMA_2, HELLO * 2, PromptError, "roles must alternate"),
         ("a\n{% if %}", HELLO, BundleError, r"template is broken: .*\(line 2\)"),
@@ -171,9 +171,7 @@ def test_the_command_refuses_in_one_line(folder, arguments, said):
 def test_the_command_says_that_a_bundle_has_no_template():
     result = run("Hi", "--chat")
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == (
-        "specedge: python-9m has no chat template; give the prompt without --chat\n"
-    )
+    assert result.stderr == ("specedge: python-9m has no chat template; omit --chat\n")
 
 
 STRINGS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

@@ -68,7 +68,7 @@ def test_a_text_that_llguidance_cannot_follow_stops_no_other_one(monkeypatch):
     one._mixed = False  # no other text has used its matcher
     for _ in range(2):
         assert allowed(one, 0) == [2]
-        with pytest.raises(OptionError, match=r"cannot be followed here: .*Too many items"):
+        with pytest.raises(OptionError, match=r"cannot be applied to this text: .*Too many items"):
             one.banned(History([], [0, 2]))
         assert allowed(one, 1) == [0]
 
