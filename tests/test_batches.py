@@ -60,7 +60,7 @@ def test_whole_numbers_stay_so_beside_a_null():
     assert len(second["tokens"]) == 2
 
 
-def test_a_batch_says_what_it_lacks():
+def test_a_batch_names_missing_columns():
     seeded = Generate(seed=1)
     with pytest.raises(ValueError, match="a seed needs a column index"):
         seeded({"prompt": ["a"]})
@@ -109,7 +109,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("column", "value", "said"), BAD)
-def test_a_bad_value_is_its_rows_error_and_the_others_go_on(generate, column, value, said):
+def test_an_invalid_value_is_an_error_of_its_row_only(generate, column, value, said):
     row = {"prompt": "a", "id": 7, "index": 1} | {column: value}
     other = {"prompt": "a", "id": 8, "index": 0}
     batch = {name: objects(row[name], other.get(name)) for name in row}

@@ -149,7 +149,7 @@ def test_a_small_benchmark_of_the_embedded_pair(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX pipes and links")
-def test_a_link_is_followed_and_a_pipe_stays_one(tmp_path):
+def test_outputs_may_be_links_or_pipes(tmp_path):
     from specedge.cli.options import write_output
 
     real, link, pipe = (tmp_path / name for name in ("real.csv", "link.csv", "pipe"))
@@ -187,7 +187,7 @@ def test_a_link_is_followed_and_a_pipe_stays_one(tmp_path):
         (["--csv", "one", "--html", "one"], "specify two"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_1(arguments, message, monkeypatch, capsys):
+def test_bad_input_prints_one_line_and_exits_1(arguments, message, monkeypatch, capsys):
     import sys
 
     from specedge.cli import main

@@ -36,7 +36,7 @@ def test_reading_gives_what_was_written(tmp_path):
     assert Bundle.read(tmp_path).path("tokenizer.json") == tmp_path / "tokenizer.json"
 
 
-def test_a_draft_may_know_fewer_tokens_and_positions(folder):
+def test_a_draft_may_have_a_smaller_vocabulary_and_context(folder):
     edit(folder, "draft", "vocab_size", value=49)
     edit(folder, "draft", "context_length", value=16)
     bundle = Bundle.read(folder)
@@ -56,7 +56,7 @@ def cut(folder, ids):
         edit(folder, "draft", "signatures", signature, value=given)
 
 
-def test_a_cut_head_says_which_tokens_its_columns_are(folder):
+def test_a_reduced_vocabulary_maps_columns_to_tokens(folder):
     cut(folder, (0, 7, 8, 49))
     bundle = Bundle.read(folder)
     assert bundle.ids_of(bundle.draft) == (0, 7, 8, 49)
@@ -64,7 +64,7 @@ def test_a_cut_head_says_which_tokens_its_columns_are(folder):
     assert (bundle.draft.vocab_size, bundle.draft.padded_vocab_size) == (50, 4)
 
 
-def test_a_whole_head_has_no_map(folder):
+def test_a_full_vocabulary_has_no_map(folder):
     bundle = Bundle.read(folder)
     assert bundle.ids_of(bundle.draft) is None
 
@@ -80,13 +80,13 @@ def test_a_whole_head_has_no_map(folder):
         (range(51), "draft.padded_vocab_size 51 is above draft.vocab_size 50"),
     ],
 )
-def test_a_map_that_cannot_be_is_refused(folder, ids, message):
+def test_an_invalid_id_map_is_refused(folder, ids, message):
     cut(folder, ids)
     with pytest.raises(BundleError, match=message):
         Bundle.read(folder)
 
 
-def test_a_map_that_is_damaged_is_refused(folder):
+def test_a_damaged_id_map_is_refused(folder):
     cut(folder, (0, 7, 8))
     (folder / "draft" / "ids.bin").write_bytes(struct.pack("<3i", 0, 7, 9))
     with pytest.raises(BundleError, match="SHA-256"):
@@ -221,13 +221,13 @@ def test_a_path_that_could_leave_the_folder_is_refused(folder, name):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '{"format": 2}', "{" * 9999, "\0"])
-def test_text_that_is_no_manifest_is_an_error(folder, text):
+def test_an_invalid_manifest_is_an_error(folder, text):
     (folder / MANIFEST).write_text(text, "utf-8")
     with pytest.raises(BundleError, match=MANIFEST):
         Bundle.read(folder)
 
 
-def test_a_repeated_key_and_a_constant_that_is_no_number_are_errors(folder):
+def test_repeated_keys_and_nan_are_errors(folder):
     text = (folder / MANIFEST).read_text("utf-8")
     (folder / MANIFEST).write_text(text.replace("{", '{"format": 2,', 1), "utf-8")
     with pytest.raises(BundleError, match="key 'format' appears twice"):

@@ -156,7 +156,7 @@ def test_many_keys_and_one_of_them_twice_is_one_line(whole):
     assert read(whole[0], f'{{{names}, "{10**5 - 1}": 0}}'.encode()) is None
 
 
-def test_a_manifest_too_large_to_be_one_is_refused_before_it_is_read(folder):
+def test_an_oversized_manifest_is_refused_unread(folder):
     with (folder / MANIFEST).open("r+b") as file:
         file.truncate(MAX_MANIFEST_SIZE + 1)
     assert "the limit is" in refusal(folder)
@@ -164,7 +164,7 @@ def test_a_manifest_too_large_to_be_one_is_refused_before_it_is_read(folder):
 
 @pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "a\x9bb", "\x7f"])
 @pytest.mark.parametrize("key", ["id", "revision", "licence"])
-def test_text_that_would_write_over_a_terminal_is_refused(whole, key, text):
+def test_terminal_control_characters_are_refused(whole, key, text):
     folder, manifest = whole[0], json.loads(whole[1])
     manifest["target"]["source"][key] = text
     assert read(folder, json.dumps(manifest).encode()) is None
@@ -205,7 +205,7 @@ def test_a_folder_in_place_of_a_file_is_refused(folder, name):
         ("target/weights.bin", "folder outside"),
     ],
 )
-def test_links_that_lead_to_no_file_inside_are_refused(folder, name, aim, tmp_path):
+def test_links_out_of_the_bundle_are_refused(folder, name, aim, tmp_path):
     path, outside = folder / name, tmp_path / "outside"
     outside.mkdir()
     shutil.copy(path, outside)
@@ -271,7 +271,7 @@ def nobody():
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
 @pytest.mark.parametrize("name", [".", "target", "tokenizer.json", MANIFEST])
-def test_what_the_user_may_not_read_is_one_line(name):
+def test_unreadable_files_are_one_line(name):
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         folder.chmod(0o755)

@@ -83,7 +83,7 @@ def test_stop_and_threads_are_options():
         (["frobnicate"], "frobnicate"),
     ],
 )
-def test_bad_input_is_one_clear_message_and_a_failing_exit(arguments, message):
+def test_bad_input_prints_one_line_and_fails(arguments, message):
     result = run(*arguments)
     assert result.returncode == 1
     assert result.stdout.strip() == ""
@@ -94,7 +94,7 @@ def test_bad_input_is_one_clear_message_and_a_failing_exit(arguments, message):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_ctrl_c_prints_what_there_is_and_exits_130():
+def test_ctrl_c_prints_partial_text_and_exits_130():
     process = subprocess.Popen(
         [*COMMAND, "generate", "x", "-n", "400", "--ignore-eos", "-k", "0"],
         stdout=subprocess.PIPE,
@@ -206,7 +206,7 @@ def test_inspect_shows_the_bundle_and_its_json(pipeline):
     assert run("inspect", "--json").stdout == pipeline.bundle.to_json()
 
 
-def test_inspect_says_what_memory_a_pair_takes(pipeline):
+def test_inspect_predicts_memory(pipeline):
     from specedge.runtime.requests.loader import memory_of
 
     found = json.loads(run("inspect", "--memory", "--json").stdout)
@@ -244,7 +244,7 @@ def test_version():
     assert re.fullmatch(r"specedge, version \d+\.\d+\.\d+\n", run("--version").stdout)
 
 
-def test_help_starts_fast_because_it_imports_no_room():
+def test_help_imports_no_heavy_module():
     code = "import sys; sys.argv = ['specedge', '--help']\n"
     code += "import specedge.cli\ntry: specedge.cli.main()\nexcept SystemExit: pass\n"
     code += "assert not {'numpy', 'onnxruntime', 'torch', 'rich'} & set(sys.modules)"

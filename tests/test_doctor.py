@@ -78,7 +78,7 @@ def diagnosis(*arguments):
     return result.returncode, json.loads(result.stdout)
 
 
-def test_it_is_right_about_this_machine():
+def test_the_diagnosis_of_this_machine_is_correct():
     result = run_process("doctor", "--json")
     found = json.loads(result.stdout)
     assert result.returncode == 0
@@ -106,7 +106,7 @@ def test_text_has_a_line_for_each_device_and_the_commands_that_help():
 @pytest.mark.skipif(
     util.find_spec(tensorrt_rtx.MODULE) is not None, reason="the plug-in is installed"
 )
-def test_a_device_that_was_asked_for_and_does_not_work_exits_1():
+def test_a_requested_device_that_fails_exits_1():
     code, found = diagnosis("--device", "rtx")
     assert code == 1
     assert list(found["devices"]) == ["rtx"]
@@ -153,7 +153,7 @@ def test_why_not_is_one_line_or_none():
         ),
     ],
 )
-def test_an_onnx_runtime_that_does_not_run_is_a_finding(module, content, installed, what, fix):
+def test_a_broken_onnx_runtime_is_a_finding(module, content, installed, what, fix):
     module(content, *installed)
     result = run("doctor")
     assert result.returncode == 1
@@ -181,7 +181,7 @@ def test_a_module_of_another_version_than_pips_is_a_finding(module):
     assert "but Python imports ONNX Runtime 1.31.1 from" in finding["what"]
 
 
-def test_results_are_believed_before_what_would_explain_a_failure(fake):
+def test_working_devices_are_not_diagnosed(fake):
     fake()
     code, found = diagnosis("--device", "cuda")
     assert code == 0
@@ -241,7 +241,7 @@ def test_a_report_is_one_file_with_all_that_json_prints(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["report.json"]
 
 
-def test_a_report_replaces_no_file_unasked(tmp_path):
+def test_a_report_replaces_a_file_only_with_overwrite(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("mine")
     result = run("doctor", "--device", "cpu", "--report", path)
@@ -283,7 +283,7 @@ def test_the_commands_devices_are_those_that_can_be_tried():
     assert list(device.type.choices) == list(probe.PROVIDERS)
 
 
-def test_the_graph_is_what_its_test_says():
+def test_the_probe_graph_matches_its_expected_result():
     onnx = pytest.importorskip("onnx")
     model = onnx.load(probe.GRAPH)
     assert [node.op_type for node in model.graph.node] == ["MatMul", "Add", "Relu"]

@@ -68,7 +68,7 @@ def test_a_chain_spares_the_model_where_the_text_repeats_itself(pipeline):
         assert chain.drafted_by_source.get("model", 0) == chain.num_draft_passes
 
 
-def test_a_drafter_of_ones_own(pipeline):
+def test_a_custom_drafter_is_used(pipeline):
     plain = pipeline.generate(PROMPT, 60, num_draft_tokens=0, ignore_eos=True)
     commonest = max(plain.tokens, key=plain.tokens.count)
 
@@ -93,7 +93,7 @@ def test_a_drafter_of_ones_own(pipeline):
     assert sorted(mine.lengths) == mine.lengths
 
 
-def test_a_drafter_of_ones_own_is_planned_too_and_changes_no_token(pipeline):
+def test_a_custom_drafter_is_planned_and_changes_no_token(pipeline):
     plain = pipeline.generate(PROMPT, 60, num_draft_tokens=0, ignore_eos=True)
     text = [*pipeline.tokenizer.encode(PROMPT).ids, *plain.tokens]
 
@@ -148,13 +148,13 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
         ({"drafter": "random", "lookup_max": 2}, "lookup_max applies to"),
     ],
 )
-def test_what_no_drafter_can_be_is_refused(options, message):
+def test_invalid_drafters_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         GenerationRequest(**options)
 
 
 @pytest.mark.parametrize(("low", "high"), [(9, None), (None, 1), (3, 3), (1, 64)])
-def test_one_length_of_a_match_may_be_given_alone(pipeline, low, high):
+def test_lookup_min_or_lookup_max_suffices(pipeline, low, high):
     for drafter in ("lookup", "chain"):
         pipeline.stream(PROMPT, drafter=drafter, lookup_min=low, lookup_max=high)
 
@@ -197,7 +197,7 @@ def test_lines_of_prompts_may_have_drafters_of_their_own(tmp_path, pipeline):
     assert {tuple(one["tokens"]) for one in made} == {tuple(pipeline.generate(REPEATED, 20).tokens)}
 
 
-def test_a_table_that_no_line_can_use_is_found_before_any_runs(tmp_path):
+def test_an_unusable_table_is_refused_before_any_line_runs(tmp_path):
     lines = [{"prompt": "a"}, {"prompt": "b", "drafter": f"ngram:{tmp_path}/none"}]
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out"
     file.write_text("\n".join(map(json.dumps, lines)))

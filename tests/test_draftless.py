@@ -66,7 +66,7 @@ def test_an_id_map_without_a_draft_is_refused(tmp_path):
         Bundle.read(tmp_path)
 
 
-def test_bundles_of_today_still_have_their_draft():
+def test_bundles_of_earlier_formats_have_their_draft():
     assert Bundle.read(store.embedded_folder()).draft is not None
 
 
@@ -108,7 +108,7 @@ def test_other_drafters_run(loaded, drafter):
     assert loaded.generate(PROMPT, 8, drafter=drafter, num_draft_tokens=2).text == plain
 
 
-def test_memory_is_the_targets_alone(bundle):
+def test_memory_counts_the_target_only(bundle):
     from specedge.runtime.requests.loader import memory_of
 
     alone, pair = memory_of(bundle), memory_of(Bundle.read(store.embedded_folder()))
@@ -177,7 +177,7 @@ def test_the_audit_passes_without_a_draft_model(bundle):
     assert "draft" not in found["caches"]
 
 
-def test_a_stand_in_differs_from_the_target_and_overlaps_it(loaded):
+def test_the_substitute_draft_overlaps_the_target(loaded):
     from specedge.benchmarks.acceptance import acceptances
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.sampling_options import Sampling

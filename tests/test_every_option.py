@@ -34,7 +34,7 @@ def plain(pipeline):
 
 @pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("k", [1, 2, 4, 8, "auto"])
-def test_greedy_tokens_with_every_option_on_equal_plain_decodings(pipeline, plain, k, report):
+def test_greedy_tokens_with_every_option_equal_plain_decoding(pipeline, plain, k, report):
     drafted = accepted = 0
     for text, alone in plain:
         one = pipeline.generate(text, 200, num_draft_tokens=k, **EVERY_OPTION)

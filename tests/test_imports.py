@@ -34,7 +34,7 @@ def imports_of(path):
             yield from ((path.name, f"{module}.{alias.name}") for alias in node.names)
 
 
-def test_exporter_and_runtime_are_strangers():
+def test_exporter_and_runtime_do_not_import_each_other():
     assert ("parity.py", "specedge.exporter.verification.runner.Runner") in list(
         imports("exporter")
     )
@@ -65,7 +65,7 @@ def test_the_server_knows_the_runtime_and_only_its_command_knows_the_server():
     assert not loaded_after("import specedge.cli") & {"starlette", "uvicorn", "prometheus_client"}
 
 
-def test_ray_is_known_by_name_alone_and_only_its_command_knows_what_uses_it():
+def test_ray_is_imported_by_its_command_only():
     assert not [(name, i) for name, i in imports("") if i == "ray" or i.startswith("ray.")]
     importers = {name for name, imported in modules().items() if "specedge.ray" in imported}
     assert {name.rpartition(".")[0] for name in importers} <= {"specedge.cli"}
@@ -101,7 +101,7 @@ def test_a_wheel_has_every_folder_of_python():
     assert found == {*project["tool"]["setuptools"]["packages"]}
 
 
-def test_no_module_imports_itself_by_way_of_others():
+def test_there_are_no_import_cycles():
     left = modules()
     assert "specedge.runtime.decoding.verification" in left["specedge.runtime.decoding.decoding"]
     while free := [name for name, imported in left.items() if not imported & left.keys()]:

@@ -73,7 +73,7 @@ def test_a_broken_bundle_is_listed_with_its_error_in_one_line(change, said):
     assert listed()["good"].error is None
 
 
-def test_list_clears_what_killed_exports_left_and_says_so():
+def test_list_removes_files_of_killed_exports():
     install()
     work = store.bundles_folder() / f".other{staging.SUFFIX}"
     (work / "new").mkdir(parents=True)
@@ -95,7 +95,7 @@ def test_leftovers_are_not_looked_for_behind_a_link(tmp_path):
     assert (tmp_path / "mine").exists()
 
 
-def test_a_default_outside_the_list_is_told(tmp_path):
+def test_a_default_outside_the_list_is_reported(tmp_path):
     make_bundle(tmp_path)
     assert str(tmp_path) in run("list", SPECEDGE_BUNDLE=str(tmp_path)).stderr
     store.set_default(tmp_path / "gone")

@@ -49,7 +49,7 @@ def test_the_order_and_the_bundle_are_options(tmp_path, words, pipeline):
     assert len(read.pair_tokens) > 0 == len(read.triple_tokens)
 
 
-def test_a_file_is_replaced_only_if_told(tmp_path, words):
+def test_a_file_is_replaced_only_with_overwrite(tmp_path, words):
     output = tmp_path / "out.npz"
     output.write_text("mine")
     refused = run("ngram", "build", words, "--output", output)
@@ -59,7 +59,7 @@ def test_a_file_is_replaced_only_if_told(tmp_path, words):
     assert np.load(output)["format"] == [1]
 
 
-def test_what_cannot_be_built_or_used_is_one_line_and_leaves_no_file(tmp_path, words):
+def test_failed_builds_print_one_line_and_leave_no_file(tmp_path, words):
     (tmp_path / "latin").write_bytes("é".encode("latin-1"))
     (tmp_path / "empty").write_bytes(b"")
     out = tmp_path / "out"

@@ -69,7 +69,7 @@ def test_lossy_text_is_marked_wherever_it_is_shown():
     assert "lossy (lenience 0.25)" in run("compare", PROMPT, *lenient, "--repeats", 1).stdout
 
 
-def test_what_is_not_lossy_is_not_marked(pipeline):
+def test_lossless_text_is_not_marked(pipeline):
     assert pipeline.generate(PROMPT, 5, 0.0, lenience=0.5).lossy is None
     assert pipeline.generate(PROMPT, 5, 1.0, lenience=0.5, num_draft_tokens=0).lossy is None
     assert pipeline.generate(PROMPT, 5, 1.0).lossy is None
@@ -110,7 +110,7 @@ def test_a_bad_option_is_one_clear_message(arguments, message):
     assert len([line for line in last if line.strip()]) == 1
 
 
-def test_a_line_whose_options_this_bundle_cannot_have_fails_alone():
+def test_a_line_with_unsupported_options_fails_alone():
     lines = [
         {"prompt": "a", "logit_bias": {"99999999": 1}},
         {"prompt": "b", "max_new_tokens": 2},

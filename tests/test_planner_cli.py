@@ -27,7 +27,7 @@ def run(*arguments):
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
-def test_tune_prints_costs_and_what_the_draft_would_gain_and_remembers_them():
+def test_tune_prints_and_stores_costs():
     result = run("tune")
     assert result.exit_code == 0
     for part in ("target, 9 tokens", "draft, 8 passes", "temperature 0", "K = 8:", "optimal"):
@@ -86,7 +86,7 @@ def test_json_has_the_plan_and_replay_repeats_it(tmp_path):
         ("\udcff", "not UTF-8"),
     ],
 )
-def test_a_bad_replay_is_one_line_and_exit_1(tmp_path, content, message, monkeypatch):
+def test_an_invalid_replay_prints_one_line_and_exits_1(tmp_path, content, message, monkeypatch):
     import sys
 
     from specedge.cli import main

@@ -77,7 +77,7 @@ def test_process_is_the_same_before_and_after(code):
     assert child.stderr == ""
 
 
-def test_variable_of_the_telemetry_is_the_apps_own():
+def test_a_set_telemetry_variable_is_kept():
     code = """if True:
         import os
         os.environ["ORT_DISABLE_TELEMETRY"] = "0"
@@ -89,7 +89,7 @@ def test_variable_of_the_telemetry_is_the_apps_own():
     assert child.returncode == 0, child.stderr
 
 
-def test_loggers_of_an_app_go_on_while_libraries_are_quiet(caplog):
+def test_loggers_of_the_application_keep_working(caplog):
     pytest.importorskip("transformers")
     import logging
 

@@ -32,7 +32,7 @@ def write(path, *lines):
     return path
 
 
-def test_the_lines_are_what_one_prompt_at_a_time_gives(pipeline, jsonl):
+def test_lines_equal_single_requests(pipeline, jsonl):
     options = {"max_new_tokens": 12, "temperature": 0.8, "num_draft_tokens": 4}
     write(jsonl, {"prompt": "def f("}, {"prompt": "import", "id": "b", "seed": 5})
     result = run("--prompts", jsonl, "-n", 12, "--temperature", 0.8, "--seed", 7, "-k", 4)
@@ -110,7 +110,7 @@ def test_chats_and_prompts_may_be_mixed(jsonl, tmp_path):
     assert chat["tokens"] == plain["tokens"]
 
 
-def test_an_output_is_replaced_only_if_that_is_asked_for(tmp_path, text):
+def test_an_output_is_replaced_only_with_overwrite(tmp_path, text):
     text.write_text("a\n", "utf-8")
     out = tmp_path / "out"
     out.write_text("precious", "utf-8")
@@ -121,7 +121,7 @@ def test_an_output_is_replaced_only_if_that_is_asked_for(tmp_path, text):
     assert len(lines_of(out.read_text("utf-8"))) == 1
 
 
-def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path, text):
+def test_invalid_input_is_refused_and_leaves_nothing(tmp_path, text):
     text.write_text("a\n", "utf-8")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "blank").write_text("\n \n", "utf-8")

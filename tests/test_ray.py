@@ -92,7 +92,7 @@ def test_a_job_that_was_interrupted_and_then_loses_a_node_writes_one_machines_fi
     assert all(line.startswith("note: ") and "of lost workers" in line for line in said[:-1])
 
 
-def test_lines_alone_go_to_stdout_and_auto_is_told_to_be_a_fixed_k(cluster, jsonl):
+def test_stdout_has_lines_only_and_a_note_names_the_fixed_k(cluster, jsonl):
     lines = [{"prompt": "def f(", "id": "a"}, {"prompt": ""}, {"prompt": "import", "seed": 3}]
     jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     options = ["--prompts", jsonl, "-n", 8, "--temperature", 1, "--seed", 2]
@@ -124,7 +124,7 @@ def test_no_cluster_at_an_address_is_one_line_in_bounded_time(text, options, sai
     assert result.stderr.count("\n") == 1
 
 
-def test_what_no_node_has_is_one_line(cluster, text):
+def test_missing_resources_are_one_line(cluster, text):
     text.write_text("a\n", "utf-8")
     asked = ["generate", "--prompts", text, "-k", 4, "--ray", cluster.address]
     result = run_process(*asked, "--threads", 2)

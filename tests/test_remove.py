@@ -53,7 +53,7 @@ def test_broken_bundles_of_the_user_can_be_removed():
         assert not list(store.bundles_folder().iterdir())
 
 
-def test_without_a_terminal_nothing_is_removed_unless_told():
+def test_without_a_terminal_removal_needs_yes():
     folder = install()
     result = run("remove", "pair")
     assert result.returncode == 1
@@ -78,7 +78,7 @@ def test_the_embedded_pair_is_never_removed(name):
         bundle_library.find_removable(name)
 
 
-def test_a_folder_that_is_no_bundle_is_never_removed(tmp_path, monkeypatch):
+def test_a_folder_without_a_bundle_is_never_removed(tmp_path, monkeypatch):
     (tmp_path / "plain").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / MANIFEST).write_text('{"name": "an app"}', "utf-8")
@@ -97,7 +97,7 @@ def test_a_folder_that_is_no_bundle_is_never_removed(tmp_path, monkeypatch):
     assert everything_below(tmp_path) == before
 
 
-def test_a_bundle_with_somebodys_files_in_it_is_not_removed(tmp_path):
+def test_a_bundle_with_other_files_is_not_removed(tmp_path):
     make_bundle(tmp_path)
     (tmp_path / "target/notes.txt").write_text("precious", "utf-8")
     with pytest.raises(BundleError, match=r"contains target/notes\.txt"):
@@ -118,7 +118,7 @@ def test_a_link_is_not_followed(tmp_path):
             bundle_library.find_removable(name)
 
 
-def test_what_a_bundles_folder_links_to_stays(tmp_path):
+def test_link_targets_are_kept(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").write_text("precious", "utf-8")
     os.symlink(tmp_path / "mine", install() / "linked")
@@ -126,7 +126,7 @@ def test_what_a_bundles_folder_links_to_stays(tmp_path):
     assert (tmp_path / "mine/file").exists()
 
 
-def test_the_folder_one_is_in_is_not_removed(monkeypatch):
+def test_the_current_folder_is_not_removed(monkeypatch):
     folder = install()
     monkeypatch.chdir(folder / "target")
     with pytest.raises(BundleError, match="is the current folder"):

@@ -28,7 +28,7 @@ def finished(jsonl, tmp_path):
     return jsonl, output
 
 
-def test_resume_does_what_is_missing_and_no_more(finished):
+def test_resume_runs_missing_lines_only(finished):
     prompts, output = finished
     whole = output.read_bytes()
     lines = whole.splitlines(keepends=True)
@@ -44,7 +44,7 @@ def test_resume_does_what_is_missing_and_no_more(finished):
     assert output.read_bytes() == whole
 
 
-def test_lines_after_a_resume_do_not_tell_that_their_prompts_began_alike(text, tmp_path):
+def test_resumed_lines_report_no_prefix_reuse(text, tmp_path):
     text.write_text("def read_config(path):\n" * 3, "utf-8")
     output = tmp_path / "results.jsonl"
     run("generate", "--prompts", text, "--output", output, *OPTIONS)
@@ -139,7 +139,7 @@ def test_a_full_disk_leaves_whole_lines_and_is_named(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_told_with_the_files_name(jsonl):
+def test_a_full_disk_names_the_file(jsonl):
     jsonl.write_text(PROMPTS, "utf-8")
     result = run("generate", "--prompts", jsonl, "--output", "/dev/full", "-n", 2)
     assert result.returncode == 1
@@ -151,7 +151,7 @@ def test_a_full_disk_is_told_with_the_files_name(jsonl):
     assert result.stderr == "specedge: standard output: No space left on device\n"
 
 
-def test_tune_says_before_it_measures_that_it_cannot_write(pipeline, monkeypatch):
+def test_tune_checks_write_access_first(pipeline, monkeypatch):
     from click.testing import CliRunner
 
     from specedge.benchmarks import tune as tuning
@@ -168,7 +168,7 @@ def test_tune_says_before_it_measures_that_it_cannot_write(pipeline, monkeypatch
     assert str(store.costs_folder()) in str(result.exception)
 
 
-def test_what_cannot_be_written_is_found_and_nothing_stays(tmp_path):
+def test_write_errors_leave_no_file(tmp_path):
     from specedge.bundle import store
 
     store.check_writable(tmp_path / "folder" / "file.json")
@@ -179,7 +179,7 @@ def test_what_cannot_be_written_is_found_and_nothing_stays(tmp_path):
     assert caught.value.filename
 
 
-def test_time_spent_on_noise_is_told_in_the_summary():
+def test_the_summary_has_the_time_of_noise_measurement():
     result = run("generate", "x" * 30, "-n", 3, "-k", 64, "--exact")
     assert "measuring this device's noise for K = 64 took" in result.stderr
     assert "noise for K" not in run("generate", "x", "-n", 3).stderr

@@ -94,7 +94,7 @@ def broken(how):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
 
 
-def test_the_reason_why_onnxruntime_cannot_be_loaded_is_told():
+def test_import_errors_of_onnxruntime_are_reported():
     missing = "libcudart.so.13: cannot open shared object file: No such file or directory"
     said = broken(f"raise ImportError({missing!r})").strip().splitlines()[-1]
     assert missing in said
@@ -105,7 +105,7 @@ def test_the_reason_why_onnxruntime_cannot_be_loaded_is_told():
     assert "No module named 'coloredlogs'" in inner.strip().splitlines()[-1]
 
 
-def test_an_interrupt_that_onnxruntime_made_an_import_error_of_stays_an_interrupt():
+def test_an_interrupt_during_import_stays_an_interrupt():
     said = broken("raise ImportError('initialization failed') from KeyboardInterrupt()")
     assert said.strip().splitlines()[-1] == "KeyboardInterrupt"
 
@@ -124,7 +124,7 @@ def started(*arguments):
 
 @posix
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_prints_what_there_is_and_the_summary(number, code):
+def test_a_signal_prints_partial_text_and_summary(number, code):
     process = started("generate", "x", "-n", "900", "--ignore-eos", "-k", "0")
     first = process.stdout.read(1)
     process.send_signal(number)
@@ -154,7 +154,7 @@ main()
 
 
 @posix
-def test_sigterm_under_json_prints_what_there_is():
+def test_sigterm_with_json_prints_partial_results():
     result = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True)
     assert result.returncode == 143
     found = json.loads(result.stdout)

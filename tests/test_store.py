@@ -30,7 +30,7 @@ def test_large_files_are_hashed_once_and_again_after_a_change(tmp_path):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 10**5, '{"\\u0000": 1}', "\ufeff{}"])
-def test_a_damaged_list_of_checked_files_is_made_anew(tmp_path, text):
+def test_a_damaged_hash_cache_is_rebuilt(tmp_path, text):
     make_bundle(tmp_path, weights_size=MAX_EAGER_HASH_SIZE + 1)
     bundle = Bundle.read(tmp_path)
     store.record_export(bundle)
@@ -41,9 +41,7 @@ def test_a_damaged_list_of_checked_files_is_made_anew(tmp_path, text):
     assert sum(read) == 2 * (MAX_EAGER_HASH_SIZE + 1)
 
 
-def test_the_bundle_used_is_the_named_else_the_variables_else_the_last_exported(
-    tmp_path, monkeypatch
-):
+def test_bundle_precedence(tmp_path, monkeypatch):
     assert store.find_bundle() == store.embedded_folder()
     store.set_default(tmp_path)
     assert store.find_bundle() == tmp_path
@@ -52,7 +50,7 @@ def test_the_bundle_used_is_the_named_else_the_variables_else_the_last_exported(
     assert str(store.find_bundle("named")) == "named"
 
 
-def test_a_note_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failed_write_of_the_hash_cache_leaves_nothing(tmp_path, monkeypatch):
     def full(*paths):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -62,7 +60,7 @@ def test_a_note_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     assert list(store.data_folder().iterdir()) == []
 
 
-def test_a_default_bundle_that_is_gone_is_an_error(tmp_path):
+def test_a_missing_default_bundle_is_an_error(tmp_path):
     store.set_default(tmp_path / "gone")
     with pytest.raises(BundleError, match="no longer exists"):
         store.find_bundle()

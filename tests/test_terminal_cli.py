@@ -22,7 +22,7 @@ def harmless(text):
     return all(line.isprintable() for line in text.splitlines())
 
 
-def test_one_line_shows_what_steers_and_leaves_the_rest():
+def test_control_characters_are_escaped():
     assert sanitize_line("é 漢字 «x»") == "é 漢字 «x»"
     assert sanitize_line("a\x1b[2J\u202eb\nc") == "a\\x1b[2J\\u202eb\\nc"
     long = sanitize_line("x" * 10**6 + "; the cure")
@@ -41,7 +41,7 @@ def test_one_line_shows_what_steers_and_leaves_the_rest():
         {"prompt": "x", "id": EVIL * 10**5, "top_k": -1},
     ],
 )
-def test_a_line_of_a_prompts_file_cannot_steer_or_fill_the_terminal(jsonl, line):
+def test_prompts_cannot_control_the_terminal(jsonl, line):
     jsonl.write_text(json.dumps(line, ensure_ascii=False), "utf-8")
     result = run("generate", "--prompts", jsonl)
     assert result.returncode == 1
@@ -60,7 +60,7 @@ def test_two_ids_of_a_megabyte_make_a_short_message(jsonl):
 
 
 @pytest.mark.parametrize("command", ["inspect", "list", "generate"])
-def test_names_and_licences_cannot_steer_the_terminal(tmp_path, command):
+def test_names_and_licenses_cannot_control_the_terminal(tmp_path, command):
     home = tmp_path / "specedge" / "bundles" / "one\u202etwo"
     make_bundle(home)
     manifest = json.loads((home / MANIFEST).read_text("utf-8"))
@@ -114,7 +114,7 @@ def test_generate_from_dev_zero_ends():
         (["generate", "x", "--temperature", "nan"], "'nan' is not a number"),
     ],
 )
-def test_an_empty_or_half_given_value_is_refused(arguments, said):
+def test_empty_values_are_refused(arguments, said):
     result = run(*arguments)
     assert result.returncode == 1
     assert said in result.stderr

@@ -27,13 +27,13 @@ def test_token_ids_in_jsonl_are_a_prompt(pipeline, jsonl):
 
 
 @pytest.mark.parametrize("prompt", [[], [True], [1.0], [-1], ["a"], [[1]], [None], {}])
-def test_what_is_neither_text_nor_token_ids_is_refused(jsonl, prompt):
+def test_invalid_prompts_are_refused(jsonl, prompt):
     jsonl.write_text(json.dumps({"prompt": prompt}), "utf-8")
     with pytest.raises(click.UsageError, match="line 1: prompt must be text or a list of token"):
         prompts.read_prompts(str(jsonl), None, False, None, vars(GenerationRequest()))
 
 
-def test_token_ids_are_no_message_of_a_chat(jsonl):
+def test_token_ids_are_refused_as_chat_messages(jsonl):
     jsonl.write_text('{"prompt": [1]}', "utf-8")
     with pytest.raises(click.UsageError, match="cannot be a chat message"):
         prompts.read_prompts(str(jsonl), None, True, None, vars(GenerationRequest()))

@@ -30,7 +30,7 @@ def runs_of(spans):
     return joined
 
 
-def test_colours_are_the_fates_and_the_text_under_them_is_exact(pipeline):
+def test_colors_mark_outcomes_and_text_is_exact(pipeline):
     result = run("--trace", "-k", "4", FORCE_COLOR="1")
     made = pipeline.generate(PROMPT, 40, num_draft_tokens=4)
     found = re.findall(r"\x1b\[(3\d)m(.*?)\x1b\[0m", result.stdout, re.DOTALL)
@@ -82,7 +82,7 @@ class Terminal:
         ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
     ],
 )
-def test_when_there_are_colours(monkeypatch, variables, terminal, expected):
+def test_colors_follow_terminal_and_variables(monkeypatch, variables, terminal, expected):
     for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -89,7 +89,7 @@ def test_too_little_time_is_incomplete_which_fails_only_if_strict(options, code)
     assert "\x1b" not in result.stdout
 
 
-def test_the_first_verdict_comes_before_statistical_tests_and_says_what_is_wrong(copy, monkeypatch):
+def test_deterministic_checks_report_first(copy, monkeypatch):
     told, verdicts = [], []
     monkeypatch.setattr(decoding_checks, "greedy", lambda *_: CheckResult("greedy", FAILED, "off"))
     monkeypatch.setitem(audit.CERTAIN, "greedy", decoding_checks.greedy)
@@ -261,7 +261,7 @@ def test_a_terminal_sees_which_check_runs_and_ctrl_c_ends_it_in_one_line():
 @pytest.mark.parametrize(
     ("caught", "alarm", "code"), [(5, False, 0), (4, False, 2), (5, True, 1), (0, False, 2)]
 )
-def test_the_self_tests_exit_code_says_how_it_went(monkeypatch, caught, alarm, code):
+def test_the_self_test_sets_the_exit_code(monkeypatch, caught, alarm, code):
     failed, passed = CheckResult("joint", FAILED, "off"), CheckResult("joint", PASSED, "fine")
     result = audit.SelfTest(
         [failed if alarm else passed],
@@ -275,7 +275,7 @@ def test_the_self_tests_exit_code_says_how_it_went(monkeypatch, caught, alarm, c
     assert ("FALSE ALARM" in shown.output) == alarm
 
 
-def test_a_control_that_had_no_time_is_not_called_quiet(monkeypatch):
+def test_a_control_without_time_is_incomplete(monkeypatch):
     short = CheckResult("joint", SHORT, "too few texts")
     result = audit.SelfTest([short], [(defect, [short]) for defect in DEFECTS])
     monkeypatch.setattr(audit, "self_test", lambda *_: result)
@@ -284,14 +284,14 @@ def test_a_control_that_had_no_time_is_not_called_quiet(monkeypatch):
     assert "no defect: incomplete: joint" in shown.output
 
 
-def test_a_bundle_of_noise_fails(tmp_path):
+def test_a_bundle_with_noisy_weights_fails(tmp_path):
     make_bundle(tmp_path)
     result = run(*SHORT_RUN, "--bundle", tmp_path)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
 
 
-def test_the_planted_defects_are_the_five_that_are_promised():
+def test_the_self_test_has_five_defects():
     assert [defect.name for defect in DEFECTS] == [
         "accept rule",
         "residual",

@@ -254,7 +254,7 @@ def test_parts_add_up_to_the_time_of_a_token():
     assert model.sampling_seconds == pytest.approx(0.2 * 100 / 180)
 
 
-def test_losing_is_said_plainly():
+def test_losses_are_reported():
     found = figures(LOSING)
     assert [one.loses for one in found] == [False, True]
     assert losing(found) == ["code: speculation LOSES with every setting; use plain decoding"]

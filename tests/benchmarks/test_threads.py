@@ -28,7 +28,7 @@ class Loaded:
     ("seconds", "best"),
     [({4: 1.0, 2: 0.8, 1: 0.9}, 2), ({4: 1.0, 2: 0.99, 1: 1.5}, None), ({4: 1, 2: 2, 1: 3}, None)],
 )
-def test_fewer_threads_are_taken_where_they_are_clearly_faster(monkeypatch, seconds, best):
+def test_fewer_threads_are_chosen_if_clearly_faster(monkeypatch, seconds, best):
     monkeypatch.setattr(tune, "cpu_count", lambda: 4)
     monkeypatch.setattr(loader, "load", lambda bundle, threads, ops: Loaded(threads))
     monkeypatch.setattr(tune, "_seconds_per_token", lambda loaded, text, k: seconds[loaded.count])
@@ -47,7 +47,7 @@ def test_nothing_is_tried_for_large_models_on_one_core_or_beside_a_shared_pool(m
     assert tune.fastest_threads(store.embedded_folder(), "auto") is None
 
 
-def test_a_pipeline_that_is_given_no_number_has_the_one_that_was_the_fastest():
+def test_the_measured_number_of_threads_is_the_default():
     """In a process of its own: in this one sessions may share a pool."""
     code = """if True:
         import dataclasses
@@ -67,7 +67,7 @@ def test_a_pipeline_that_is_given_no_number_has_the_one_that_was_the_fastest():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_number_that_nobody_asked_for_gives_way_to_a_pool_that_is_there():
+def test_an_existing_pool_overrides_the_default_number():
     code = """if True:
         from specedge.bundle import store
         from specedge.bundle import Bundle

@@ -103,7 +103,7 @@ def test_the_first_cause_has_the_fix(monkeypatch, reason, driver, name, facts, w
     assert fix == first.fix if fix is None else fix in first.fix
 
 
-def test_gpus_are_told_apart_by_number(reason):
+def test_gpus_are_selected_by_number(reason):
     gpus = DRIVER | {"gpus": [GPU, GPU | {"capability": [9, 0]}]}
     assert "compute capability 9.0" in reason(gpus, "rtx:1", {}).what
     assert reason(gpus, "cuda:2", {}).what == "the NVIDIA driver shows no GPU 2 (GPUs: 2)"

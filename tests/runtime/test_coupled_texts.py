@@ -50,11 +50,11 @@ def check(pipeline, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_a_seeds_text_is_the_same_for_every_k_and_drafter_in_int8(pipeline, temperature):
+def test_coupled_text_is_independent_of_k_and_drafter_in_int8(pipeline, temperature):
     check(pipeline, temperature)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_a_seeds_text_is_the_same_for_every_k_and_drafter_in_float32(float32, temperature):
+def test_coupled_text_is_independent_of_k_and_drafter_in_float32(float32, temperature):
     check(float32, temperature)

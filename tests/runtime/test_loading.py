@@ -42,7 +42,7 @@ def test_the_memory_of_slots_is_stated(pipeline):
         ({"slots": "2"}, "slots must be an integer"),
     ],
 )
-def test_a_number_of_slots_or_a_length_that_cannot_be_is_refused(options, message):
+def test_invalid_slots_and_lengths_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         specedge.load(store.embedded_folder(), **options)
 

@@ -19,7 +19,7 @@ def test_the_types_of_generate_are_those_of_a_request():
     assert all(ours[name] == theirs[name] for name in ours if name != "logit_bias")
 
 
-def test_options_are_hashable_whatever_they_were_given_as():
+def test_options_are_hashable():
     one = Sampling(logit_bias={7: 1, 3: -2.5}, bad_words=[[1, 2], [5]])
     two = Sampling(logit_bias=((3, -2.5), (7, 1.0)), bad_words=((1, 2), (5,)))
     assert one == two
@@ -77,7 +77,7 @@ def test_impossible_bad_words_are_refused_when_built(words):
         GenerationRequest(bad_words=words)
 
 
-def test_text_is_no_bad_word_where_there_is_no_tokenizer():
+def test_text_bad_words_need_a_tokenizer():
     with pytest.raises(ValueError, match=r"bad_words must be token ids here, got 'x'"):
         Sampling(bad_words=["x"])
 

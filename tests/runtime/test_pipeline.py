@@ -57,7 +57,7 @@ def test_self_draft_gives_k_plus_one_tokens_every_round(self_draft, k, temperatu
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 30])
 @pytest.mark.parametrize("temperature", [0, 1])  # a greedy round never overshoots
-def test_as_many_tokens_as_asked_for(pipeline, k, count, temperature):
+def test_max_new_tokens_is_respected(pipeline, k, count, temperature):
     options = {"num_draft_tokens": k, "ignore_eos": True, "seed": 1}
     one = pipeline.generate(PROMPTS[0], count, temperature, **options)
     assert (len(one.tokens), one.finish_reason) == (count, "length")
@@ -94,7 +94,7 @@ def test_a_stop_string_ends_the_text_before_it(pipeline, k):
         assert one.tokens == whole.tokens[: len(one.tokens)]
 
 
-def test_a_shorter_request_gives_the_beginning_of_a_longer_one(pipeline):
+def test_a_shorter_request_is_a_prefix_of_a_longer_one(pipeline):
     longest = pipeline.generate(PROMPTS[2], 40, 1.0, seed=5, ignore_eos=True)
     for count in (1, 2, 3, 5, 17):
         one = pipeline.generate(PROMPTS[2], count, 1.0, seed=5, ignore_eos=True)

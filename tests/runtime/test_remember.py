@@ -21,7 +21,7 @@ def sizes(pipeline):
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "chain", "auto"])
-def test_greedy_text_is_the_targets_own_whatever_is_remembered(pipeline, drafter):
+def test_greedy_text_does_not_depend_on_remembered_outputs(pipeline, drafter):
     plain = pipeline.generate(PROMPT, 40, num_draft_tokens=0, ignore_eos=True).tokens
     options = {"drafter": drafter, "remember": True, "ignore_eos": True}
     rounds = []
@@ -33,7 +33,7 @@ def test_greedy_text_is_the_targets_own_whatever_is_remembered(pipeline, drafter
     assert pipeline.generate(PROMPT, 40, ignore_eos=True).tokens == plain
 
 
-def test_only_those_that_ask_are_remembered_and_draft_from_it(pipeline):
+def test_only_requests_with_remember_are_remembered(pipeline):
     pipeline.generate(PROMPT, 20, drafter="suffix", ignore_eos=True)
     assert sizes(pipeline) == [0, 0]
     alone = pipeline.generate(PROMPT, 20, drafter="suffix", ignore_eos=True).rounds
@@ -45,7 +45,7 @@ def test_only_those_that_ask_are_remembered_and_draft_from_it(pipeline):
     assert asked.stats.num_rounds < again.stats.num_rounds
 
 
-def test_a_text_that_did_not_end_is_not_remembered(pipeline):
+def test_unfinished_texts_are_not_remembered(pipeline):
     stream = pipeline.stream(PROMPT, 40, remember=True, ignore_eos=True)
     next(stream)
     stream.close()
@@ -86,7 +86,7 @@ def test_a_request_that_waited_drafts_from_the_one_it_waited_for(pipeline):
 
 
 @pytest.mark.parametrize("name", ["model", "random", "ngram:x"])
-def test_drafters_that_cannot_use_it_refuse_to_remember(name):
+def test_other_drafters_refuse_remember(name):
     with pytest.raises(
         ValueError, match="remember applies to the drafters suffix, chain and auto only"
     ):

@@ -66,7 +66,7 @@ def test_streamed_pieces_join_to_the_text_and_the_same_seed_gives_the_same(pipel
     assert len(pieces) > 5
 
 
-def test_without_a_seed_a_fresh_one_is_taken_and_told(pipeline):
+def test_a_random_seed_is_reported(pipeline):
     one = pipeline.generate(PROMPTS[0], 30, 1.0)
     two = pipeline.generate(PROMPTS[0], 30, 1.0)
     assert one.seed != two.seed
@@ -145,7 +145,7 @@ def test_seconds_add_up_and_passes_are_counted(pipeline):
     assert stats.num_tested == sum(stats.tested_by_position)
 
 
-def test_a_graph_that_is_not_what_the_manifest_says_is_refused(pipeline):
+def test_a_graph_that_contradicts_the_manifest_is_refused(pipeline):
     model = pipeline.bundle.draft
     fewer = dataclasses.replace(model.cache, layers=model.cache.layers[:1])
     for cache, columns in ((model.cache, model.padded_vocab_size + 1), (fewer, 4096)):
@@ -158,7 +158,7 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_refused(pipeline):
             _opened(pipeline.bundle, wrong)
 
 
-def test_a_graph_with_an_input_that_nobody_knows_is_refused_when_it_is_opened(pipeline):
+def test_a_graph_with_an_unknown_input_role_is_refused(pipeline):
     model = pipeline.bundle.draft
     signature = model.signatures["chosen_logits"]
     new = TensorSpec("logit_rows", "rows", None, "int64", ("T",))
@@ -186,7 +186,7 @@ def test_an_unknown_device_and_another_number_of_threads_are_clear_errors(pipeli
         specedge.load(store.embedded_folder(), threads=1, share_threads=True)
 
 
-def test_a_prompt_too_long_for_any_tokenizer_is_refused_without_tokenising_it(pipeline):
+def test_an_oversized_prompt_is_refused_without_tokenizing(pipeline):
     with pytest.raises(ContextLengthError, match=r"characters.*shorten it"):
         pipeline.stream("x" * 10_000_000)
 
@@ -217,7 +217,7 @@ def in_another_process(prepared, after):
     return result.stdout.splitlines()
 
 
-def test_a_loaded_bundle_leaves_the_sessions_of_its_app_pools_of_their_own(pipeline):
+def test_loading_leaves_thread_pools_of_the_application_alone(pipeline):
     after = (
         "path = pipeline.bundle.path(pipeline.bundle.draft.graph('decoder', 'onnx').file)\n"
         "ort.InferenceSession(str(path), providers=['CPUExecutionProvider'])\n"
@@ -225,7 +225,7 @@ def test_a_loaded_bundle_leaves_the_sessions_of_its_app_pools_of_their_own(pipel
     assert in_another_process("", after) == [str(pipeline.generate(PROMPTS[0], 30).tokens)]
 
 
-def test_beside_a_shared_pool_whoever_made_it_sessions_use_that(pipeline):
+def test_sessions_use_an_existing_shared_pool(pipeline):
     after = (
         "try:\n"
         "    specedge.load(threads=1)\n"

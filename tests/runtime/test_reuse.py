@@ -16,7 +16,7 @@ from specedge.sampling_options import Sampling
 PROMPT = "def read_config(path):\n    with open(path) as file:\n"
 
 
-def test_a_shared_beginning_ends_where_two_texts_differ():
+def test_the_common_prefix_ends_at_the_first_difference():
     assert common_prefix_length([], [1]) == 0
     assert common_prefix_length([1, 2, 3], [1, 2, 4]) == 2
     assert common_prefix_length([1, 2], [1, 2, 4]) == 2
@@ -26,7 +26,7 @@ def test_a_shared_beginning_ends_where_two_texts_differ():
 @pytest.mark.parametrize("context_length", [99, 13])
 @pytest.mark.parametrize("drafter", ["model", "chain"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_after_others_are_those_of_fresh_models(drafter, context_length, temperature):
+def test_texts_after_others_equal_those_of_fresh_models(drafter, context_length, temperature):
     """A table's distribution is of all tokens that its cache holds, so a wrong row would be another
     text.
     """
@@ -94,7 +94,7 @@ def test_a_second_turn_reads_only_what_is_new(counted):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_p": 0.95}])
 @pytest.mark.parametrize("drafter", ["model", "suffix", "chain"])
-def test_with_reuse_a_text_has_the_bytes_of_one_from_empty_caches(pipeline, drafter, options):
+def test_prefix_reuse_keeps_every_byte(pipeline, drafter, options):
     request = {"drafter": drafter, "num_draft_tokens": 4, "seed": 3, "ignore_eos": True} | options
     prompt = pipeline.tokenizer.encode(PROMPT).ids
     for given in (prompt, prompt[:-3], [*prompt, *prompt[5:9]], prompt):
@@ -106,7 +106,7 @@ def test_with_reuse_a_text_has_the_bytes_of_one_from_empty_caches(pipeline, draf
     assert pipeline.generate(prompt, 24, **request).tokens == found.tokens
 
 
-def test_an_exact_request_reads_its_prompt_anew(counted):
+def test_exact_requests_do_not_reuse_prefixes(counted):
     prompt = counted.tokenizer.encode(PROMPT).ids
     for exact in (False, True):
         counted.generate(prompt, 4, num_draft_tokens=0, exact=exact)

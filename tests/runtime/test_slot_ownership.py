@@ -280,7 +280,7 @@ def test_request_stops_waiting_for_streams_that_nobody_reads(pipeline, monkeypat
     stream.close()
 
 
-def test_request_keeps_waiting_while_another_stream_goes_on(pipeline, monkeypatch):
+def test_request_keeps_waiting_while_another_stream_is_read(pipeline, monkeypatch):
     monkeypatch.setattr(slots_module, "COLLECTION_DELAY", 0.01)
     monkeypatch.setattr(slots_module, "IDLE_TIMEOUT", 0.01)
     stream = begin(pipeline, PROMPTS[0])
@@ -330,7 +330,7 @@ def test_every_freed_slot_wakes_a_request_that_waits(monkeypatch):
     assert {lease.slot for lease in later} == {*slots.all}
 
 
-def test_stream_that_was_left_in_a_reference_cycle_keeps_nobody_waiting(pipeline, monkeypatch):
+def test_stream_in_a_reference_cycle_releases_its_slot(pipeline, monkeypatch):
     monkeypatch.setattr(slots_module, "COLLECTION_DELAY", 0.01)
     cycle = [begin(pipeline, PROMPTS[0])]
     cycle.append(cycle)

@@ -39,9 +39,7 @@ def slot_of(pipeline, stream):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_requests", [3, 8])  # as many as slots, and more
-def test_requests_side_by_side_write_what_each_writes_alone(
-    alone, slots, temperature, num_requests
-):
+def test_concurrent_requests_equal_single_requests(alone, slots, temperature, num_requests):
     def request(pipeline, i):
         prompt, length = PROMPTS[i % 4] + f" # {i}", 10 + 7 * i
         options = OPTIONS | {"num_draft_tokens": 1 + i % 5, "seed": i}
@@ -53,7 +51,7 @@ def test_requests_side_by_side_write_what_each_writes_alone(
     assert all(free for free, _ in places(slots))
 
 
-def test_streams_of_one_thread_go_on_side_by_side(alone, slots):
+def test_streams_of_one_thread_interleave(alone, slots):
     wanted = [alone.generate(prompt, 24, **OPTIONS).text for prompt in PROMPTS[:3]]
     streams = [slots.stream(prompt, 24, **OPTIONS) for prompt in PROMPTS[:3]]
     found = ["", "", ""]
@@ -63,7 +61,7 @@ def test_streams_of_one_thread_go_on_side_by_side(alone, slots):
     assert found == wanted
 
 
-def test_logits_that_were_asked_for_outlive_a_pass_of_another_slot(slots):
+def test_logits_survive_a_pass_of_another_slot(slots):
     first, second, _ = (slot.target for slot in slots.slots.all)
     slots.forget()
     logits = first.forward([1, 2, 3]).array()
@@ -98,7 +96,7 @@ def test_running_requests_take_turns_round_by_round(slots, monkeypatch):
     assert sum(one == first for one in rounds) in (9, 10)
 
 
-def test_a_long_prompt_is_read_in_turns_with_other_requests(slots):
+def test_a_long_prompt_takes_turns_with_other_requests(slots):
     slots.forget()
     other = slots.stream(PROMPTS[0], 24, **OPTIONS)
     stream = slots.stream(LONG, 2, **OPTIONS)
@@ -121,7 +119,7 @@ def test_a_long_prompt_is_read_in_turns_with_other_requests(slots):
     other.close()
 
 
-def test_a_chunked_prompt_counts_what_was_reused_and_reads_the_rest(alone):
+def test_a_chunked_prompt_reuses_its_cached_prefix(alone):
     alone.forget()
     first = alone.generate(LONG, 4, **OPTIONS)
     again = alone.generate(LONG, 4, **OPTIONS)
@@ -131,7 +129,7 @@ def test_a_chunked_prompt_counts_what_was_reused_and_reads_the_rest(alone):
     assert first.text == again.text
 
 
-def test_a_request_takes_the_free_slot_that_has_read_most_of_it(slots):
+def test_a_request_gets_the_slot_with_the_longest_prefix(slots):
     slots.forget()
     texts = ["import json\n\ndef read(path):", "class Parser:\n    def", "for i in range(10):"]
     for text in texts:  # each an empty slot, since it shares nothing with what is cached
@@ -147,7 +145,7 @@ def test_a_request_takes_the_free_slot_that_has_read_most_of_it(slots):
     other.close()
 
 
-def test_of_slots_that_share_nothing_the_least_recently_used_is_given_up(slots):
+def test_without_a_common_prefix_the_least_recently_used_slot_is_taken(slots):
     slots.forget()
     taken = []
     for i in range(6):
@@ -159,7 +157,7 @@ def test_of_slots_that_share_nothing_the_least_recently_used_is_given_up(slots):
 
 
 @pytest.mark.parametrize("end", ["close", "cancel from another thread", "drop"])
-def test_a_stream_that_ends_early_frees_its_slot_and_no_other(slots, end):
+def test_a_closed_stream_frees_its_slot_only(slots, end):
     streams = [slots.stream(prompt, 400, **OPTIONS) for prompt in PROMPTS[:3]]
     for stream in streams:
         next(stream)
@@ -193,7 +191,7 @@ def test_a_stream_is_cancelled_while_another_slots_round_runs(slots):
     running.close()
 
 
-def test_where_every_slot_is_taken_a_request_waits_or_is_refused(slots):
+def test_a_request_waits_for_a_slot_or_is_refused(slots):
     streams = [slots.stream(prompt, 40, **OPTIONS) for prompt in PROMPTS[:3]]
     (error,) = in_threads(lambda: slots.generate(PROMPTS[3], 4, wait=False))
     assert isinstance(error, SpecEdgeError)
@@ -234,7 +232,7 @@ def test_an_error_of_one_request_leaves_the_others_alone(alone, slots):
     assert all(free for free, _ in places(slots))
 
 
-def test_rounds_of_others_are_not_a_requests_own_time(slots):
+def test_time_of_other_requests_is_not_counted(slots):
     """Of three that wait for each other's rounds, what is counted is at most what passed."""
     begin = time.perf_counter()
     ran = in_threads(
@@ -257,7 +255,7 @@ def test_noise_is_measured_in_the_slots_own_cache(slots):
     slots.forget()
 
 
-def test_a_closed_pipeline_says_so_and_may_be_closed_again():
+def test_a_closed_pipeline_is_reported_and_may_be_closed_again():
     with specedge.load(slots=2) as pipeline:
         stream = pipeline.stream(PROMPTS[0], 30)
         next(stream)

@@ -9,7 +9,7 @@ from specedge.runtime.requests.slots import FairLock
 from threads import in_threads
 
 
-def test_turns_go_round_though_everyone_wants_them_again_at_once():
+def test_turns_are_fair():
     turns, order = FairLock(), []
 
     def run(name):
@@ -24,7 +24,7 @@ def test_turns_go_round_though_everyone_wants_them_again_at_once():
 
 
 @pytest.mark.parametrize("has_it", [False, True])
-def test_who_is_interrupted_while_it_waits_leaves_the_turns_to_others(monkeypatch, has_it):
+def test_an_interrupted_waiter_releases_its_turn(monkeypatch, has_it):
     turns, lock = FairLock(), threading.Lock
 
     class Interrupted:
@@ -52,7 +52,7 @@ def test_who_is_interrupted_while_it_waits_leaves_the_turns_to_others(monkeypatc
     assert in_threads(turns.__enter__) == [None]
 
 
-def test_who_releases_its_turn_waits_for_the_next_one():
+def test_a_released_turn_goes_to_the_next_waiter():
     turns, order = FairLock(), []
 
     def other():

@@ -79,7 +79,7 @@ def test_a_bad_prompt_is_refused_without_waiting(pipeline):
     stream.close()
 
 
-def test_a_refused_request_has_no_turn_though_its_error_is_kept(pipeline):
+def test_a_refused_request_holds_no_turn_while_its_error_is_referenced(pipeline):
     expected = text_of(pipeline, PROMPTS[1])
     with pytest.raises(DrafterError) as kept:
         pipeline.generate(PROMPTS[0], drafter="ngram:/missing")
@@ -88,7 +88,7 @@ def test_a_refused_request_has_no_turn_though_its_error_is_kept(pipeline):
 
 
 @pytest.mark.parametrize("end", ["close", "drop", "cancel"])
-def test_a_stream_that_ends_early_lets_others_go_on(pipeline, end):
+def test_a_closed_stream_releases_its_turn(pipeline, end):
     expected = text_of(pipeline, PROMPTS[1])
     stream = pipeline.stream(PROMPTS[0], 24, **OPTIONS)
     next(stream)
@@ -105,7 +105,7 @@ def test_a_stream_that_ends_early_lets_others_go_on(pipeline, end):
         gc.enable()
 
 
-def test_a_request_that_fails_lets_others_go_on(pipeline):
+def test_a_failed_request_releases_its_turn(pipeline):
     class Broken:
         name = "broken"
 
@@ -158,7 +158,7 @@ def test_async_for_gives_the_same_text_and_leaves_the_loop_free(pipeline):
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_an_async_stream_that_is_left_lets_others_go_on(pipeline, close):
+def test_an_abandoned_async_stream_releases_its_turn(pipeline, close):
     async def main():
         stream = pipeline.astream(PROMPTS[0], 400, **OPTIONS)
         async for piece in stream:

@@ -39,7 +39,7 @@ def run_joint(parts=None, texts=1500):
     return joint_distribution.joint(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
-def test_all_checks_of_the_loop_pass_an_honest_pair():
+def test_all_decoding_checks_pass_a_correct_pair():
     subject = make_subject()
     for check in DETERMINISTIC:
         assert check(subject, Ticks(10**6).budget).status == PASSED, check
@@ -77,7 +77,7 @@ def test_joint_counts_show_a_wrong_distribution(name):
 
 
 @pytest.mark.parametrize("check", [decoding_checks.caches, decoding_checks.greedy])
-def test_a_cache_row_off_by_one_shows_without_chance(check):
+def test_a_cache_row_off_by_one_fails_deterministically(check):
     subject = make_subject(BY_NAME["cache row off by one"].parts)
     found = check(subject, Ticks(10**6).budget)
     assert found.status == FAILED
@@ -215,14 +215,14 @@ def test_the_self_test_catches_five_of_five_and_raises_no_false_alarm():
 
 
 @pytest.mark.slow
-def test_a_defect_that_is_none_is_missed():
+def test_a_harmless_defect_is_not_detected():
     none = Defect("none", "nothing is wrong", DecoderParts())
     result = self_tested(1500, defects=[none])
     assert result.caught == [(none, [])]
     assert result.num_caught == 0
 
 
-def test_too_little_time_is_not_a_pass():
+def test_too_little_time_is_incomplete():
     subject = make_subject()
     statuses = [check(subject, Ticks(3).budget).status for check in DETERMINISTIC]
     assert SHORT in statuses

@@ -47,9 +47,7 @@ def test_counts_in_proportion_fit(distribution):
 
 @pytest.mark.parametrize("shape", ["everywhere", "two cells"])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
-def test_a_distribution_off_by_the_stated_deviation_is_at_least_as_far_as_the_power_needs(
-    distribution, shape
-):
+def test_the_stated_deviation_is_detectable_with_the_stated_power(distribution, shape):
     """The noncentrality of any distribution so far away; so its mean statistic is above the
     critical one.
     """
@@ -67,7 +65,7 @@ def test_a_distribution_off_by_the_stated_deviation_is_at_least_as_far_as_the_po
 @pytest.mark.parametrize(
     "distribution", [DISTRIBUTIONS["even"], DISTRIBUTIONS["falling"]], ids=["even", "falling"]
 )
-def test_the_power_is_what_samples_show(distribution):
+def test_the_power_matches_simulation(distribution):
     random = np.random.default_rng(0)
     stated = chi_square_test(NUM_SAMPLES * distribution, distribution, ALPHA).would_catch
 
@@ -115,7 +113,7 @@ def test_pooled_cells_each_expect_enough_and_none_is_left_out():
     assert pool_cells(np.array([1.0, 2.0])) == [[0, 1]]
 
 
-def test_a_test_without_samples_or_with_one_cell_catches_nothing():
+def test_tests_without_data_detect_nothing():
     assert chi_square_test([0, 0], [0.5, 0.5], ALPHA).would_catch == 1
     assert chi_square_test([5, 5], [0.5, 0.5], ALPHA).would_catch == 1  # both are pool_cells
     assert frequency_test([], [], ALPHA).would_catch == 1
@@ -162,6 +160,6 @@ def test_float32_sums_above_1_are_certain():
     assert frequency_test([True] * 10, [1.00000003] * 10, ALPHA).p_value == 1
 
 
-def test_what_was_certain_and_did_not_happen_is_no_chance():
+def test_a_missed_certain_event_fails():
     assert frequency_test([True] * 9 + [False], [1.0] * 10, ALPHA).p_value == 0
     assert frequency_test([True] * 10, [1.0] * 10, ALPHA).p_value == 1

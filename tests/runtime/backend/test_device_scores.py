@@ -57,7 +57,7 @@ def test_the_largest_logits_are_those_of_the_whole_row(kind, width):
 @pytest.mark.parametrize("width", [5, 64, 65, 3000])
 @pytest.mark.parametrize("kind", ["apart", "tied"])
 @pytest.mark.parametrize("ids", [False, True])
-def test_a_distribution_has_the_bits_of_the_whole_rows(kind, width, ids):
+def test_a_distribution_equals_that_of_the_full_row_bitwise(kind, width, ids):
     logits = rows(kind, width)
     tokens = np.arange(width) * 3 if ids else None
     for top_k in (1, 4, 20, 63, 64, 70, 0):
@@ -80,7 +80,7 @@ def test_no_row_is_fetched_for_a_greedy_choice_nor_for_top_k():
     assert device.fetches == ["best", "all"]
 
 
-def test_a_row_is_fetched_where_the_last_of_the_best_ties_with_one_that_may_not_be_among_them():
+def test_a_row_is_fetched_if_the_last_score_may_be_tied():
     logits = rows("apart", 3000)
     logits[0, 100:200] = logits.max() + 1
     device = Device(logits)
@@ -89,7 +89,7 @@ def test_a_row_is_fetched_where_the_last_of_the_best_ties_with_one_that_may_not_
     assert len(row_distribution(device.scores[0], Sampling(1.0, top_k=20), NOTHING).weights) == 100
 
 
-def test_an_option_for_some_token_sees_the_whole_row():
+def test_options_for_single_tokens_fetch_the_full_row():
     device = Device(rows("apart", 3000))
     least = int(device.logits[0].argmin())
     sampling = Sampling(1.0, top_k=2, logit_bias={least: 100.0})
@@ -97,7 +97,7 @@ def test_an_option_for_some_token_sees_the_whole_row():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_logit_that_is_no_number_is_an_error_wherever_it_is_among_them(value):
+def test_non_finite_logits_are_an_error(value):
     logits = rows("apart", 3000)
     logits[:, 7] = value
     for sampling in (Sampling(), Sampling(1.0, top_k=20)):

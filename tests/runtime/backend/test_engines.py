@@ -28,12 +28,12 @@ def built(folder, key, text=b"engine"):
 
 
 @pytest.mark.parametrize("field", [*EngineKey.__dataclass_fields__][:2])
-def test_another_graph_or_other_weights_are_another_engine(field):
+def test_graph_and_weights_are_part_of_the_cache_key(field):
     assert dataclasses.replace(WHOLE, **{field: "c" * 64}).name != WHOLE.name
 
 
 @pytest.mark.parametrize("field", [*EnginePlatform.__dataclass_fields__])
-def test_another_version_or_gpu_is_another_engine(field):
+def test_version_and_gpu_are_part_of_the_cache_key(field):
     changed = dataclasses.replace(PLATFORM, **{field: "other"})
     assert dataclasses.replace(WHOLE, platform=changed).name != WHOLE.name
     assert dataclasses.replace(WHOLE, platform=PLATFORM).name == WHOLE.name
@@ -48,7 +48,7 @@ def test_each_graph_of_a_pair_has_an_engine_of_its_own(bundle):
     assert len(keys) == sum(len(model.graphs) for model in bundle.models.values())
 
 
-def test_an_engine_appears_with_its_key_when_it_is_whole(tmp_path):
+def test_an_engine_is_renamed_when_complete(tmp_path):
     with engines.publish(tmp_path, WHOLE) as place:
         place().write_bytes(b"half")
         assert not (tmp_path / WHOLE.name).exists()
@@ -58,7 +58,7 @@ def test_an_engine_appears_with_its_key_when_it_is_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [WHOLE.name]
 
 
-def test_what_fails_halfway_leaves_nothing(tmp_path):
+def test_a_failed_build_leaves_nothing(tmp_path):
     def fail():
         with engines.publish(tmp_path, WHOLE) as new:
             new().write_bytes(b"half")
@@ -87,7 +87,7 @@ def test_a_folder_without_its_engine_is_replaced(tmp_path):
     assert built(tmp_path, WHOLE, b"new").read_bytes() == b"new"
 
 
-def test_two_that_build_one_engine_do_not_meet(tmp_path):
+def test_concurrent_builds_are_locked(tmp_path):
     found = []
 
     def other():
@@ -105,7 +105,7 @@ def test_two_that_build_one_engine_do_not_meet(tmp_path):
     assert (tmp_path / WHOLE.name / ENGINE).read_bytes() == b"first"
 
 
-def test_a_bundles_own_engine_is_taken_before_the_caches(bundle, tmp_path):
+def test_engines_of_the_bundle_take_precedence(bundle, tmp_path):
     key = engines.key_of(bundle, bundle.target, bundle.target.graph("step", "onnx"), PLATFORM)
     assert engines.find(bundle, key) is None
     cached = built(engines.cache_folder(), key)
@@ -172,7 +172,7 @@ def test_tensorrt_computes_in_the_op_sets_type_and_writes_beside_the_engine(tmp_
     assert not [name for name in found if "profile" in name]
 
 
-def test_rtx_wants_its_plug_in_or_says_why(monkeypatch):
+def test_a_missing_rtx_plug_in_is_reported(monkeypatch):
     ort = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
     monkeypatch.setattr(tensorrt_rtx, "MODULE", "no_such_plug_in")
     with pytest.raises(DeviceError, match=r"needs NVIDIA's plug-in onnxruntime-ep-.*: pip install"):
@@ -197,7 +197,7 @@ def test_weights_of_integers_need_an_op_set_of_their_own(device):
         engine_builder.build_engines(store.embedded_folder(), device)
 
 
-def test_what_tensorrt_links_is_loaded_before_its_provider(monkeypatch):
+def test_libraries_of_tensorrt_are_loaded_before_its_provider(monkeypatch):
     done = []
 
     class Ort:

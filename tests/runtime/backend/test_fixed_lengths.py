@@ -37,7 +37,7 @@ def tokens(pipeline, count):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 11])
-def test_a_pass_of_any_length_has_the_decoders_bits(pipeline, models, length):
+def test_a_pass_of_any_length_equals_the_decoder_bitwise(pipeline, models, length):
     whole = tokens(pipeline, 20 + length)
     for model in models:
         model.prefill(whole[:20])
@@ -65,7 +65,7 @@ def test_a_prompt_in_padded_chunks_leaves_the_decoders_caches(pipeline, models, 
     assert all(map(np.array_equal, *rows))
 
 
-def test_a_prompt_is_read_to_the_contexts_end_and_padding_never_leaves_the_cache(pipeline, models):
+def test_padding_stays_within_the_cache(pipeline, models):
     context = pipeline.bundle.context_length
     text = tokens(pipeline, context)
     for model in models:
@@ -77,7 +77,7 @@ def test_a_prompt_is_read_to_the_contexts_end_and_padding_never_leaves_the_cache
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}])
 @pytest.mark.parametrize("k", [0, 1, 3, 6])
-def test_texts_are_those_of_the_decoder(pair, options, k):
+def test_texts_equal_those_of_the_decoder(pair, options, k):
     wanted, found = (
         one.generate(PROMPT, 40, num_draft_tokens=k, ignore_eos=True, **options) for one in pair
     )
@@ -96,7 +96,7 @@ def test_the_context_fills_to_its_last_position(pipeline, pair, options):
     assert found.tokens == wanted.tokens
 
 
-def test_what_padding_wrote_is_never_read(pipeline, models):
+def test_padded_rows_are_never_read(pipeline, models):
     target = models[1]
     text = tokens(pipeline, 40)
     target.prefill(text[:20])

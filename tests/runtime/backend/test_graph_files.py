@@ -64,7 +64,7 @@ def refusal(bundle):
 
 
 @pytest.mark.parametrize("name", ["stray.bin", "./weights.bin", "../draft/weights.bin", "a\nb"])
-def test_a_graph_that_names_a_file_not_listed_is_refused(folder, name):
+def test_a_graph_with_an_unlisted_file_is_refused(folder, name):
     (folder / "target/stray.bin").write_bytes(bytes(4096))
     bundle = append(folder, field(GRAPH, field(INITIALIZER, tensor(name.encode()))))
     message = refusal(bundle)
@@ -80,13 +80,13 @@ def test_a_graph_may_name_any_file_that_is_listed(folder):
 
 
 @pytest.mark.parametrize("op", ["If", "Loop", "Scan", "SequenceMap"])
-def test_a_graph_that_may_run_for_ever_is_refused_before_a_session_opens_it(folder, op):
+def test_a_graph_that_may_not_terminate_is_refused(folder, op):
     bundle = append(folder, field(GRAPH, node(op.encode())))
     assert f"a node {op}, which may not terminate" in refusal(bundle)
 
 
 @pytest.mark.parametrize("number", [6, 11])
-def test_a_node_with_a_graph_inside_is_refused_whatever_its_name(folder, number):
+def test_a_node_with_a_subgraph_is_refused(folder, number):
     bundle = append(folder, field(GRAPH, node(b"BeamSearch", field(5, field(number, b"")))))
     assert "a node with a subgraph" in refusal(bundle)
 
@@ -112,7 +112,7 @@ def test_a_graph_of_another_file_format_is_refused(folder):
         field(FUNCTION, field(7, field(5, field(5, tensor(b"x"))))),
     ],
 )
-def test_a_tensor_is_found_wherever_it_may_be(piece):
+def test_tensors_are_found_in_every_position(piece):
     assert external_files(piece) == {"x"}
     assert external_files(field(GRAPH, b"") + piece) == {"x"}
 
@@ -131,7 +131,7 @@ def test_a_tensor_is_found_wherever_it_may_be(piece):
         field(GRAPH, field(INITIALIZER, field(13, field(1, b"location") + field(1, b"offset")))),
     ],
 )
-def test_what_is_no_plain_graph_is_refused(piece):
+def test_unusual_graph_files_are_refused(piece):
     with pytest.raises(GraphFormatError):
         external_files(piece)
 

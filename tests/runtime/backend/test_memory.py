@@ -68,13 +68,13 @@ def held(content, is_16_bit=False, is_32_bit=False):
     return [sum(size for size, packed in found if packed is kind) for kind in (True, False)]
 
 
-def test_a_matrix_counts_once_and_as_wide_as_it_is_computed_in():
+def test_a_matrix_counts_once_in_its_compute_type():
     content = graph({"a": 10, "b": 20}, ("Cast", "a", "w"), ("MatMul", "x", "w", "y"),
                     ("MatMulInteger", "x", "b", "z"))  # fmt: skip
     assert held(content) == [40, 0]
 
 
-def test_a_table_whose_rows_are_taken_stays_in_its_file_unless_it_is_cast():
+def test_a_gathered_table_stays_memory_mapped_unless_cast():
     rows, head = ("Gather", "t", "ids", "rows"), ("Transpose", "t", "h")
     assert held(graph({"t": 10}, rows)) == [0, 0]
     assert held(graph({"t": 10}, rows, head, ("MatMul", "x", "h", "y"))) == [10, 0]
@@ -82,26 +82,26 @@ def test_a_table_whose_rows_are_taken_stays_in_its_file_unless_it_is_cast():
     assert held(graph({"t": 10}, *cast, ("MatMul", "x", "h", "y"))) == [20, 20]
 
 
-def test_what_two_products_read_is_packed_twice_and_what_others_read_lies_once():
+def test_weights_of_two_products_are_packed_twice():
     twice = [("MatMul", "x", "a", "y"), ("MatMul", "z", "a", "u")]
     assert held(graph({"a": 10}, *twice)) == [20, 0]
     norms = [("RMSNormalization", "x", "a", "y"), ("RMSNormalization", "z", "a", "u")]
     assert held(graph({"a": 10}, *norms)) == [0, 10]
 
 
-def test_16_bits_that_are_multiplied_as_they_are_are_widened_on_the_cpu():
+def test_half_precision_weights_are_widened_on_the_cpu():
     content = graph({"a": 10, "b": 20}, ("MatMul", "x", "a", "y"), ("Cast", "b", "w"),
                     ("MatMul", "x", "w", "z"))  # fmt: skip
     assert held(content, is_16_bit=True) == [60, 0]
 
 
-def test_32_bits_that_are_cast_to_16_are_held_once_however_they_are_cast():
+def test_float32_weights_cast_to_16_bits_count_once():
     content = graph({"a": 40, "b": 80}, ("MatMul", "x", "a", "y"), ("Cast", "b", "w"),
                     ("MatMul", "x", "w", "z"))  # fmt: skip
     assert held(content, is_16_bit=True, is_32_bit=True) == [120, 0]
 
 
-def test_integers_that_are_widened_are_multiplied_in_blocks_with_a_scale_each():
+def test_dequantized_blocks_have_a_scale_each():
     content = graph({"a": 32}, ("DequantizeLinear", "a", "s", "w"), ("MatMul", "x", "w", "y"))
     assert held(content) == held(content, is_16_bit=True) == [36, 0]
 
@@ -111,19 +111,19 @@ def test_blocks_take_more_packed_than_in_their_file():
         assert held(graph({"a": 16, "s": 4}, (op, "x", "a", "s", "y"))) == [22 + 5, 0]
 
 
-def test_blocks_that_are_turned_and_joined_are_packed_as_others():
+def test_transposed_and_joined_blocks_are_packed_alike():
     """As experts side by side are, whose matrices lie each for itself."""
     joined = [("Transpose", "a", "t"), ("Reshape", "t", "shape", "w")]
     content = graph({"a": 16}, *joined, ("MatMulNBits", "x", "w", "s", "y"))
     assert held(content) == [22, 0]
 
 
-def test_casts_in_a_circle_come_to_an_end():
+def test_cyclic_casts_terminate():
     content = graph({"a": 10}, ("Cast", "a", "b"), ("Cast", "b", "a"), ("MatMul", "x", "a", "y"))
     assert held(content) == [10, 0]
 
 
-def test_a_length_that_is_no_length_is_left_to_onnx_runtime():
+def test_an_invalid_length_is_left_to_onnx_runtime():
     assert held(graph({"a": "9" * 5000, "b": "-1"}, ("MatMul", "x", "a", "y"))) == [0, 0]
 
 
@@ -165,7 +165,7 @@ def test_a_prompts_pass_has_scores_and_values_of_a_layer_but_no_logits():
     assert passes(50_000, slots=3) - few == pytest.approx(4 * 50_000 * 2 * 15)
 
 
-def test_experts_that_are_larger_than_the_head_are_not_taken_for_it():
+def test_large_experts_are_not_taken_for_the_head():
     more = passes(50_000, of_layer=64) - passes(50_000, of_layer=4)
     assert more == pytest.approx(4 * 256 * 4 * (8000 - 2000))
 
@@ -194,9 +194,7 @@ def test_a_pair_that_fits_is_not_refused(need, monkeypatch):
         (100, "or take a smaller model"),
     ],
 )
-def test_a_pair_that_cannot_fit_is_refused_with_figures_and_what_helps(
-    need, monkeypatch, megabytes, advice
-):
+def test_a_pair_that_does_not_fit_is_refused_with_advice(need, monkeypatch, megabytes, advice):
     leave(monkeypatch, megabytes)
     with pytest.raises(DeviceError) as caught:
         memory.check_memory(need)
@@ -214,13 +212,13 @@ def test_an_advised_length_fits(need):
         assert shorter is need or shorter.running <= limit * MB
 
 
-def test_what_is_there_is_not_advised_again(need):
+def test_existing_op_sets_are_not_advised(need):
     ready = replace(need.target, weights_dtype="int8", cache_dtype="float16")
     assert ready.with_int8_weights() is ready
     assert ready.with_float16_caches() is ready
 
 
-def test_a_load_that_cannot_fit_opens_nothing(monkeypatch):
+def test_a_load_that_does_not_fit_opens_no_session(monkeypatch):
     def opened(*arguments):
         raise AssertionError("a session was opened")
 
@@ -230,7 +228,7 @@ def test_a_load_that_cannot_fit_opens_nothing(monkeypatch):
         specedge.load(store.embedded_folder())
 
 
-def test_a_groups_pages_of_files_are_free(tmp_path):
+def test_page_cache_of_a_control_group_counts_as_available(tmp_path):
     for name, text in (
         ("memory.max", "1000"),
         ("memory.current", "900"),
@@ -282,7 +280,7 @@ print(resident() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_large_blocks_that_a_session_frees_between_others_go_back_to_the_system():
+def test_freed_memory_is_returned_to_the_system():
     left = {}
     for way in ("return_freed_memory()", "pass"):
         command = [sys.executable, "-c", FREED.format(way)]

@@ -27,7 +27,7 @@ def model():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_caches_of_a_type_that_the_runtime_lacks_are_refused_at_load(role, dtype):
+def test_caches_of_an_unsupported_type_are_refused_at_load(role, dtype):
     bundle = Bundle.read(store.embedded_folder())
     whole = bundle.models[role]
     cache = dataclasses.replace(whole.cache, dtype=dtype)
@@ -54,7 +54,7 @@ def test_a_prompt_is_read_without_logits_and_leaves_the_caches_of_a_pass_with_th
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("length", [4, 64])  # one that rounds have, too, and one of a prompt
-def test_logits_of_the_last_rows_alone_are_their_own(model, length, num_rows):
+def test_logits_of_the_last_rows_equal_full_logits(model, length, num_rows):
     tokens = list(range(1, length + 1))
     wanted = model.forward(tokens).array()[-num_rows:].copy()
     model.truncate(0)
@@ -62,7 +62,7 @@ def test_logits_of_the_last_rows_alone_are_their_own(model, length, num_rows):
     assert model.length == length
 
 
-def test_chunks_of_a_prompt_are_shorter_where_scores_would_take_much_memory():
+def test_chunks_are_shorter_for_large_attention_scores():
     lengths = [chunk_length(capacity) for capacity in (64, 8192, 16384, 32768, 131072)]
     assert lengths == [256, 256, 128, 64, 64]
 
@@ -73,7 +73,7 @@ class AlarmError(Exception):
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 @pytest.mark.parametrize("step", ["forward", "prefill"])
-def test_what_an_apps_signal_handler_raises_inside_a_pass_stays_as_it_is(model, step):
+def test_exceptions_of_signal_handlers_pass_through(model, step):
     def handler(*_):
         raise AlarmError
 
@@ -125,7 +125,7 @@ def test_only_exceptions_of_onnx_runtime_are_translated(model, method):
         model.prefill([1])
 
 
-def test_what_binding_raises_in_a_built_in_type_is_translated_too(model):
+def test_binding_errors_of_built_in_types_are_translated(model):
     loaded = model._session
     first, *others = loaded._signature.inputs
     wrong = (dataclasses.replace(first, name="no such input"), *others)
@@ -135,7 +135,7 @@ def test_what_binding_raises_in_a_built_in_type_is_translated_too(model):
 
 
 @pytest.mark.parametrize("message", ["std::bad_alloc", "Failed to allocate memory for 8 bytes"])
-def test_a_pass_without_memory_says_what_was_needed_and_what_there_was(model, message):
+def test_an_out_of_memory_pass_reports_needed_and_available_memory(model, message):
     from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
 
     loaded = model._session
@@ -157,7 +157,7 @@ def _check_memory_message(message):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
 @pytest.mark.parametrize("megabytes", [5, 10])
-def test_opening_without_memory_says_what_was_needed_and_what_there_was(megabytes):
+def test_an_out_of_memory_load_reports_needed_and_available_memory(megabytes):
     opened = "OrtModel(bundle, bundle.target, Device(threads=1))"
     found = limited(megabytes, opened)
     assert found.startswith("DeviceError ")

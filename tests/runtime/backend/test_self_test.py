@@ -48,7 +48,7 @@ def target(bundle):
     return OrtModel(bundle, bundle.target, Device())
 
 
-def test_where_rows_keep_their_bits_all_recorded_lengths_stay_and_nothing_is_said(bundle, target):
+def test_batch_invariant_models_keep_all_lengths_without_notes(bundle, target):
     recorded = target.invariant_lengths
     assert self_test.verify_cpu_lengths(target, bundle.target) is None
     assert target.invariant_lengths == recorded
@@ -58,7 +58,7 @@ def test_where_rows_keep_their_bits_all_recorded_lengths_stay_and_nothing_is_sai
 @pytest.mark.parametrize(
     ("lengths", "kept"), [((5,), (1, 2, 3)), ((3, 18), ()), ((18,), ()), ((1,), ())]
 )
-def test_lengths_from_the_first_that_loses_bits_are_not_relied_on(bundle, target, lengths, kept):
+def test_lengths_from_the_first_varying_one_are_not_relied_on(bundle, target, lengths, kept):
     moved = Moved(target, lengths)
     said = self_test.verify_cpu_lengths(moved, bundle.target)
     assert moved.invariant_lengths == kept
@@ -67,9 +67,7 @@ def test_lengths_from_the_first_that_loses_bits_are_not_relied_on(bundle, target
 
 
 @pytest.mark.parametrize("recorded", [(1, 2, 3, 5, 9, 18), (2, 3, 5, 9, 18)])
-def test_single_tokens_are_padded_to_two_where_passes_of_one_lose_bits(
-    bundle, monkeypatch, recorded
-):
+def test_single_tokens_are_padded_where_they_differ_bitwise(bundle, monkeypatch, recorded):
     run = ModelSession.run
 
     def moved(self, bound, tokens, told=None):
@@ -103,7 +101,7 @@ def faulty_from(length, monkeypatch):
     monkeypatch.setattr(OrtModel, "forward", moved)
 
 
-def test_first_passes_are_as_long_as_rows_keep_their_bits_on_this_machine(monkeypatch):
+def test_first_passes_are_at_most_the_longest_invariant_length(monkeypatch):
     assert loader.load().max_first_length == 256
     monkeypatch.setattr(store, "costs_folder", lambda: store.data_folder() / "others")
     faulty_from(40, monkeypatch)
@@ -123,9 +121,7 @@ def test_first_passes_are_as_long_as_rows_keep_their_bits_on_this_machine(monkey
     assert max(read) < 40
 
 
-def test_lengths_that_take_a_large_model_too_long_to_try_are_not_relied_on_until_tune_tried_them(
-    bundle, monkeypatch
-):
+def test_long_lengths_of_large_models_are_tested_by_tune_only(bundle, monkeypatch):
     monkeypatch.setattr(loader, "EXACT_BYTES", 0)
     for _ in range(2):
         pipeline = loader.load()
@@ -136,7 +132,7 @@ def test_lengths_that_take_a_large_model_too_long_to_try_are_not_relied_on_until
     assert loader.load().max_first_length == 256
 
 
-def test_lengths_that_were_tried_once_are_not_tried_by_later_loads(monkeypatch):
+def test_tested_lengths_are_stored(monkeypatch):
     loader.load()
     monkeypatch.setattr(
         self_test, "longest_invariant_length", lambda *_: pytest.fail("tried again")
@@ -145,9 +141,7 @@ def test_lengths_that_were_tried_once_are_not_tried_by_later_loads(monkeypatch):
 
 
 @pytest.mark.parametrize(("num_experts", "kept"), [(8, (1, 2, 3)), (0, None)])
-def test_experts_are_tried_with_rows_that_choose_the_same_ones_too(
-    bundle, target, num_experts, kept
-):
+def test_experts_are_tested_with_rows_that_share_them(bundle, target, num_experts, kept):
     """Equal tokens do; a kernel may have other sums where an expert has many rows."""
     moved = Moved(target, (5,), {0})
     recorded = target.invariant_lengths
@@ -175,7 +169,7 @@ def test_experts_are_tried_with_rows_that_choose_the_same_ones_too(
         ("1.32.0", 8, "int4", "gqa", "onnxruntime issue 29853"),
     ],
 )
-def test_experts_are_said_to_lose_bits_by_a_fault_of_the_versions_that_have_it(
+def test_notes_name_the_known_defect_of_experts(
     monkeypatch, version, num_experts, dtype, ops, known
 ):
     monkeypatch.setattr(onnxruntime, "__version__", version)
@@ -183,7 +177,7 @@ def test_experts_are_said_to_lose_bits_by_a_fault_of_the_versions_that_have_it(
     assert self_test._known_cause(facts, ops).endswith(known)
 
 
-def test_integers_that_lose_their_rows_bits_do_not_speculate_unless_asked(bundle, target):
+def test_varying_quantized_models_decode_plainly_unless_k_is_set(bundle, target):
     pipeline = Pipeline(bundle, load_tokenizer(bundle), Moved(target, ()), None)
     pipeline.target.invariant_lengths = ()
     for rounds, most in ((False, bundle.num_draft_tokens), (True, 0)):
@@ -191,7 +185,7 @@ def test_integers_that_lose_their_rows_bits_do_not_speculate_unless_asked(bundle
         assert pipeline.max_planned_tokens == most
 
 
-def test_no_more_is_planned_than_kernels_are_made_for(bundle, target):
+def test_k_is_at_most_the_kernels_row_limit(bundle, target):
     pipeline = Pipeline(bundle, load_tokenizer(bundle), Moved(target, ()), None)
     pipeline.target.invariant_lengths = target.invariant_lengths
     assert pipeline.max_planned_tokens > 4
@@ -199,7 +193,7 @@ def test_no_more_is_planned_than_kernels_are_made_for(bundle, target):
     assert pipeline.max_planned_tokens == 4
 
 
-def test_the_product_that_is_tried_is_of_the_largest_bytes_and_right_here():
+def test_the_test_product_is_exact_on_this_machine():
     onnx = pytest.importorskip("onnx", reason="needs the export extra")
     model = onnx.load(int8_products.PRODUCT_GRAPH)
     weights = onnx.numpy_helper.to_array(model.graph.initializer[0])
@@ -208,9 +202,7 @@ def test_the_product_that_is_tried_is_of_the_largest_bytes_and_right_here():
     assert any(self_test._products_are_right(Device(unsigned=u)) for u in (False, True))
 
 
-def test_a_processor_that_multiplies_bytes_wrongly_is_refused_for_integers_alone(
-    bundle, monkeypatch
-):
+def test_saturating_processors_are_refused_for_quantized_weights(bundle, monkeypatch):
     saturated = int8_products.weights().copy()
     saturated[0] = 0
     monkeypatch.setattr(int8_products, "weights", lambda: saturated)
@@ -227,9 +219,7 @@ def test_a_processor_that_multiplies_bytes_wrongly_is_refused_for_integers_alone
 
 
 @pytest.mark.parametrize("saturates", [False, True])
-def test_bytes_are_multiplied_unsigned_only_where_both_kinds_saturate(
-    bundle, monkeypatch, saturates
-):
+def test_unsigned_mode_is_used_only_where_products_saturate(bundle, monkeypatch, saturates):
     """Where they do not it would cost as much again."""
     monkeypatch.setattr(
         self_test, "_products_are_right", lambda device: device.unsigned or not saturates
@@ -239,6 +229,6 @@ def test_bytes_are_multiplied_unsigned_only_where_both_kinds_saturate(
     assert found == dataclasses.replace(device, unsigned=saturates)
 
 
-def test_both_ways_to_multiply_bytes_are_right_here():
+def test_both_product_modes_are_exact_on_this_machine():
     """The one that this processor does not need, too; on AVX2 without VNNI only the unsigned."""
     assert self_test._products_are_right(Device(unsigned=True))

@@ -69,7 +69,7 @@ def p_value(counts, probs):
     return stats.chisquare(counts, probs * counts.sum() / probs.sum()).pvalue
 
 
-def test_the_noise_is_what_the_document_says():
+def test_noise_matches_the_documented_vectors():
     """Golden values, by which a program in any language shows that it has the same noise."""
     golden = {
         (0, 0, 0, 0): 0.14932332876109475,
@@ -202,14 +202,14 @@ class Reduced(TableModel):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("filters", FILTERS)
-def test_a_text_is_plain_decodings_whatever_drafts(name, filters):
+def test_coupled_text_equals_plain_decoding_for_every_drafter(name, filters):
     distribution, options = hashed_distribution(1, 6), FILTERS[filters]
     plain = text_of(distribution, Sure(), 0, 3, 24, **options)
     for k in (1, 4, 8):
         assert text_of(distribution, DRAFTERS[name](), k, 3, 24, **options) == plain
 
 
-def test_seeds_and_choices_have_other_texts():
+def test_seeds_and_choices_give_different_texts():
     distribution = hashed_distribution(1, 6)
     texts = [
         tuple(generate(distribution, Sure(), 0, coupled(seed, choice), 0, 40)[0])
@@ -219,7 +219,7 @@ def test_seeds_and_choices_have_other_texts():
     assert len({*texts}) == 9
 
 
-def test_a_shorter_request_gives_the_beginning_of_a_longer_one_in_as_few_drafts():
+def test_a_shorter_coupled_request_is_a_prefix_of_a_longer_one():
     distribution = hashed_distribution(1, 6)
     longer = text_of(distribution, DRAFTERS["model"](), 4, 9)
     for count in (1, 2, 3, 7):
@@ -275,7 +275,7 @@ def test_acceptance_is_above_its_bound_and_nine_tenths_of_the_residual_rules():
     assert 0.85 < np.mean(rates) / np.mean(overlaps) < 0.98
 
 
-def test_a_row_has_the_same_choice_wherever_it_lies_in_a_pass():
+def test_a_choice_does_not_depend_on_its_row_in_a_pass():
     """Vectorized functions compute weights, whose last bits may depend on their position."""
     rng = np.random.default_rng(2)
     row = rng.normal(0, 3, 49_157).astype(np.float32)
@@ -288,10 +288,10 @@ def test_a_row_has_the_same_choice_wherever_it_lies_in_a_pass():
             assert np.array_equal(found.weights, expected.weights)
 
 
-def test_lenience_is_refused_beside_it():
+def test_lenience_is_refused_with_coupling():
     with pytest.raises(ValueError, match=r"coupling 'gumbel'.*lenience.*omit one of them"):
         coupled(0, lenience=0.5)
 
 
-def test_no_distribution_goes_with_what_was_chosen():
+def test_coupled_drafts_have_no_distributions():
     assert draw(Row(logits_of(0.2, 0.8)), coupled(0), History([0]), 0.5)[1] is None

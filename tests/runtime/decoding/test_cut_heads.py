@@ -53,7 +53,7 @@ def rows(seed):
 
 @pytest.mark.parametrize("edits", EDITS)
 @pytest.mark.parametrize("filters", FILTERS)
-def test_a_row_of_some_tokens_is_the_whole_row_without_the_others(edits, filters):
+def test_a_reduced_row_equals_the_full_row_restricted(edits, filters):
     history = History(TEXT[:3], TEXT[3:])
     greedy = Sampling(0.0, **EDITS[edits])
     drawn = Sampling(0.8, **EDITS[edits], **FILTERS[filters])
@@ -80,7 +80,7 @@ def test_the_largest_are_tokens_the_lower_first_among_equals(count):
         assert values.tolist() == wanted_values.tolist()
 
 
-def test_an_edit_of_a_token_that_the_head_lacks_moves_no_other():
+def test_edits_of_missing_tokens_change_nothing():
     """Also where a token's place would be behind the row, or another token's."""
     row = Row(logits_of(0.5, 0.25, 0.25), np.array([2, 5, 9]))
     for token in (0, 1, 3, 4, 6, 10, 11, 10**6):
@@ -110,7 +110,7 @@ DRAFTERS = {
 @pytest.mark.slow(after_first=True)
 @EVERY_K
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_cut_head_leaves_the_joint_distribution_as_it_is(name, k, monkeypatch):
+def test_a_reduced_vocabulary_keeps_the_joint_distribution(name, k, monkeypatch):
     target_distribution = quarters(1, True)
 
     def make():
@@ -124,7 +124,7 @@ def test_a_cut_head_leaves_the_joint_distribution_as_it_is(name, k, monkeypatch)
 
 @EVERY_K
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_cut_head_leaves_the_greedy_text_as_it_is(name, k):
+def test_a_reduced_vocabulary_keeps_the_greedy_text(name, k):
     target_distribution = hashed_distribution(1, 6)
     sampling = Sampling()
     plain, _ = generate(target_distribution, Sure(), 0, sampling, 7, 60)
@@ -136,7 +136,7 @@ def test_a_cut_head_leaves_the_greedy_text_as_it_is(name, k):
     assert {*tokens} <= {*range(6)}
 
 
-def test_only_what_the_head_has_is_drafted():
+def test_only_tokens_of_the_reduced_vocabulary_are_drafted():
     draft = DraftModel(CutModel(hashed_distribution(2, 6), (1, 4)))
     for seed in range(20):
         uniforms = np.random.default_rng(seed).random(8)

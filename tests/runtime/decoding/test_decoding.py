@@ -133,7 +133,7 @@ def test_a_prompt_of_one_token_needs_no_prefill():
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_shorter_request_gives_the_beginning_of_a_longer_one(k, temperature):
+def test_a_shorter_request_is_a_prefix_of_a_longer_one(k, temperature):
     def run(count):
         distributions = hashed_distribution(1, 6), hashed_distribution(2, 6)
         return generate(*distributions, k, Sampling(temperature), 9, count)[0]

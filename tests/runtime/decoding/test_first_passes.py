@@ -27,7 +27,7 @@ def text_and_passes(k, max_first_length, temperature=0.0, cached=0):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_the_first_pass_reads_the_prompt_and_the_draft_and_the_text_stays(k, temperature):
+def test_the_first_pass_of_prompt_and_draft_keeps_the_text(k, temperature):
     found, passes, num_rounds = text_and_passes(k, 64, temperature)
     alone, apart, _ = text_and_passes(k, 1, temperature)
     assert found == alone
@@ -39,14 +39,14 @@ def test_the_first_pass_reads_the_prompt_and_the_draft_and_the_text_stays(k, tem
 
 @pytest.mark.parametrize("longest", range(1, 20))
 @pytest.mark.parametrize("k", [0, 3])
-def test_the_first_pass_reads_all_that_is_left_of_the_prompt_or_none_of_it(k, longest):
+def test_the_first_pass_reads_the_complete_rest_of_the_prompt_or_none(k, longest):
     found, passes, _ = text_and_passes(k, longest)
     fits = len(PROMPT) + k <= longest
     assert passes[0] == (len(PROMPT) + k if fits else 1 + k)
     assert found == text_and_passes(k, 1)[0]
 
 
-def test_the_first_rounds_own_k_decides_whether_its_pass_reads_the_prompt():
+def test_the_first_rounds_k_decides_if_its_pass_reads_the_prompt():
     """Not the largest that may follow: a plan whose first round is plain may draft 16 later."""
 
     class Growing(FixedPlan):
@@ -80,7 +80,7 @@ class OtherBits(TableModel):
 
 @pytest.mark.parametrize("length", [2, 3, 5, 6, 7, 20])
 @pytest.mark.parametrize("longest", range(1, 6))
-def test_a_k_leaves_other_bits_nowhere_that_another_k_does_not(length, longest):
+def test_logits_are_bitwise_equal_for_every_k(length, longest):
     found = []
     for k in range(5):
         plan = FixedPlan(DraftModel(TableModel(DRAFT)), k)
@@ -90,12 +90,12 @@ def test_a_k_leaves_other_bits_nowhere_that_another_k_does_not(length, longest):
     assert found == [found[0]] * 5
 
 
-def test_what_the_cache_holds_is_not_read_again_in_the_first_pass():
+def test_cached_tokens_are_not_read_in_the_first_pass():
     assert text_and_passes(2, 64, cached=8)[1][0] == len(PROMPT) - 8 + 2
     assert text_and_passes(2, 64, cached=len(PROMPT))[1][0] == 1 + 2
 
 
-def test_of_the_first_pass_a_round_counts_what_other_rounds_take(monkeypatch):
+def test_prefill_time_is_not_counted_in_the_first_round(monkeypatch):
     """Passes of 11, 2 and 2 tokens; a token takes a second."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -118,7 +118,7 @@ def test_of_the_first_pass_a_round_counts_what_other_rounds_take(monkeypatch):
     assert dict(watch.seconds) == {"prefill": 11, "verify": 4}
 
 
-def test_an_exact_request_reads_its_prompt_apart(pipeline):
+def test_exact_requests_prefill_separately(pipeline):
     prompt = pipeline.tokenizer.encode("def read_config(path):\n    return").ids
     read = []
     inner = pipeline.target.forward
@@ -138,7 +138,7 @@ def test_an_exact_request_reads_its_prompt_apart(pipeline):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}])
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
-def test_real_texts_are_those_of_prompts_read_apart_bit_for_bit(pipeline, k, options, monkeypatch):
+def test_texts_equal_those_of_separate_prefill_bitwise(pipeline, k, options, monkeypatch):
     prompt = pipeline.tokenizer.encode("def read_config(path):\n    with open(path) as f:\n").ids
     assert pipeline.max_first_length >= len(prompt) + k
     found = []

@@ -95,7 +95,7 @@ def test_a_draft_model_that_knows_fewer_tokens_drafts_behind_forced_ones():
 @pytest.mark.parametrize("k", [2, 4, 8])
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_banned_token_is_drafted_but_a_drawn_one_that_ends_its_draft(name, k, temperature):
+def test_a_banned_token_ends_its_draft(name, k, temperature):
     for seed in range(4):
         model = TableModel(hashed_distribution(seed + 1, END + 1))
         rounds, fed = run(SOME, DRAFTERS[name](model), k, temperature, seed)
@@ -112,7 +112,7 @@ def test_no_banned_token_is_drafted_but_a_drawn_one_that_ends_its_draft(name, k,
             new += one.tokens
 
 
-def test_a_copy_is_cut_at_a_banned_token_and_asked_again_behind_forced_ones():
+def test_copies_end_at_banned_tokens_and_continue_after_forced_ones():
     copied = Copied([2, 1, 1, 0])
     draft = drafted(copied, ("regex", "(a|c)bcc(a|c)b"), 9)
     assert draft.tokens == [2, 1, 2, 2, 2, 1, END]
@@ -120,21 +120,21 @@ def test_a_copy_is_cut_at_a_banned_token_and_asked_again_behind_forced_ones():
     assert copied.num_asked == 2
 
 
-def test_a_drafter_hears_where_its_draft_was_cut_before_it_is_asked_again():
+def test_a_cut_draft_is_truncated_before_the_next_proposal():
     """Else one with a cache would draft behind its own tokens, not behind the text."""
     copied = Copied([2, 1, 1, 0])
     drafted(copied, ("regex", "(a|c)bcc(a|c)b"), 9)
     assert copied.cuts == [len(PROMPT) + 2, len(PROMPT) + 6]
 
 
-def test_a_chain_asks_no_drafter_behind_an_end():
+def test_a_chain_stops_after_an_end_token():
     model = TableModel(hashed_distribution(1, END + 1))
     chain = Chain(Suffix(min_match=1, max_match=5), DraftModel(model))
     draft = drafted(chain, ("regex", "(a|b)c?"), 8, temperature=1.0)
     assert (draft.tokens[-1], len(model.passes)) == (END, [*draft.sources].count("model"))
 
 
-def test_a_chain_goes_on_with_its_model_where_a_copy_is_banned():
+def test_a_chain_continues_with_its_model_after_a_banned_copy():
     model = TableModel(hashed_distribution(1, END + 1))
     chain = Chain(Copied([2, 2, 2]), DraftModel(model))
     draft = drafted(chain, ("regex", "c(a|b)(a|b)(a|b)[abc]*"), 4)
@@ -144,9 +144,7 @@ def test_a_chain_goes_on_with_its_model_where_a_copy_is_banned():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_tokens_before_one_that_no_option_allows_are_written_as_plain_decoding_does(
-    name, temperature
-):
+def test_a_dead_end_is_reached_as_in_plain_decoding(name, temperature):
     """A text may end with them: by its length, or a stop string."""
     for k in (0, 1, 2, 3, 4, 8):
         model, found = TableModel(hashed_distribution(1, END + 1)), []

@@ -72,7 +72,7 @@ def plain():
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_where_noise_turns_a_choice_it_was_a_near_tie(plain, k):
+def test_choices_changed_by_noise_are_near_ties(plain, k):
     turned = 0
     for seed, expected in enumerate(plain):
         tokens, ties, _ = generate(seed, k)
@@ -87,7 +87,7 @@ def test_where_noise_turns_a_choice_it_was_a_near_tie(plain, k):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_exact_tokens_are_plain_decodings_whatever_the_noise_turns(plain, k):
+def test_exact_tokens_equal_plain_decoding_under_noise(plain, k):
     for seed, expected in enumerate(plain):
         tokens, ties, target = generate(seed, k, exact=True)
         assert tokens == expected
@@ -96,7 +96,7 @@ def test_exact_tokens_are_plain_decodings_whatever_the_noise_turns(plain, k):
 
 
 @pytest.mark.parametrize(("sampling", "drafter"), [(PENALISED, DraftModel), (GREEDY, Silent)])
-def test_near_ties_are_those_of_the_choice_whatever_was_drafted(sampling, drafter):
+def test_near_ties_do_not_depend_on_the_draft(sampling, drafter):
     turned = 0
     for seed in range(20):
         options = {"sampling": sampling, "drafter": drafter}
@@ -141,7 +141,7 @@ class Forgetting(Ending):
 
 @pytest.mark.parametrize("constraint", [Ending, Forgetting])
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_text_goes_on_to_where_no_token_is_left_as_plain_decodings_does(exact, constraint):
+def test_a_text_without_allowed_tokens_ends_as_in_plain_decoding(exact, constraint):
     """It was an error before tokens that were accepted already, where these were near-ties."""
     for seed in range(10):
         found = []
@@ -172,7 +172,7 @@ class Tiring:
         return None
 
 
-def test_exact_text_is_plain_decodings_wherever_a_grammar_stops_to_follow_drafts():
+def test_exact_text_equals_plain_decoding_if_a_grammar_skips_drafts():
     """Between the two looks at a near-tie it was an error, and a row that was no plain one's."""
     for seed in (3, 4):
         plain = generate(seed, 0, exact=True, share=1.0)[0][:30]
@@ -182,14 +182,14 @@ def test_exact_text_is_plain_decodings_wherever_a_grammar_stops_to_follow_drafts
             assert [token for one in rounds for token in one.tokens][:30] == plain
 
 
-def test_exact_reads_no_token_more_than_twice_and_keeps_rounds_wide():
+def test_exact_reads_no_token_more_than_twice():
     _, _, target = generate(3, 4, exact=True, share=0.02)
     assert target.passes.count(1) <= LENGTH
     without = generate(3, 4, share=0.02)[2]
     assert sum(t > 1 for t in target.passes) <= 1.2 * len(without.passes)
 
 
-def test_exact_costs_nothing_where_no_near_tie_is():
+def test_exact_costs_nothing_without_near_ties():
     distribution = hashed_distribution(3, 7, 2.0)
 
     def passes(exact):
@@ -203,12 +203,12 @@ def test_exact_costs_nothing_where_no_near_tie_is():
     assert passes(True) == passes(False) == [5] * 20
 
 
-def test_noise_above_what_was_measured_is_an_error_and_not_another_text():
+def test_noise_above_the_measurement_is_an_error():
     with pytest.raises(SpecEdgeError, match=r"not plain decoding's.*noise"):
         [generate(seed, 4, exact=True, bound=BOUND / 20) for seed in range(50)]
 
 
-def test_noise_is_measured_over_passes_that_build_on_each_other():
+def test_noise_is_measured_over_consecutive_passes():
     distribution = hashed_distribution(1, 6)
     text = np.random.default_rng(0).integers(0, 6, 40).tolist()
     found = measure_noise(NoisyModel(distribution, NOISE), text, (2, 5), 16)

@@ -13,7 +13,7 @@ def test_numbers_can_be_skipped():
     assert uniforms(7, 5, 3).tolist() == uniforms(7, 0, 8)[5:].tolist()
 
 
-def test_numbers_taken_some_at_a_time_are_the_streams_without_a_gap():
+def test_numbers_are_consecutive_across_calls():
     stream = Uniforms(7)
     taken = [number for count in (1, 9, 250, 3, 600, 0, 17) for number in stream.take(count)]
     assert taken == uniforms(7, 0, 880).tolist()

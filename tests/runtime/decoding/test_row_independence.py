@@ -16,14 +16,14 @@ from specedge.runtime.decoding.invariance import is_invariant
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("ops", OPS)
-def test_a_row_has_the_same_bits_however_many_rows_share_its_pass(pipeline, role, ops):
+def test_passes_are_batch_invariant(pipeline, role, ops):
     model = OrtModel(pipeline.bundle, pipeline.bundle.models[role], Device(), ops)
     assert dependent_lengths(model, LENGTHS) == []
 
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", OPS)
-def test_lengths_between_those_that_the_export_tried_hold_too(pipeline, ops):
+def test_lengths_between_recorded_ones_are_invariant(pipeline, ops):
     target = pipeline.bundle.target
     assert target.parity[ops].invariant_lengths == LENGTHS
     between = [t for t in range(1, 19) if t not in LENGTHS]
@@ -32,7 +32,7 @@ def test_lengths_between_those_that_the_export_tried_hold_too(pipeline, ops):
     assert dependent_lengths(model, between) == []
 
 
-def test_a_length_beside_one_that_failed_does_not_hold():
+def test_lengths_next_to_a_failed_one_are_not_invariant():
     assert not is_invariant(4, (1, 2, 3, 9, 64))
     assert not is_invariant(4, (1, 2, 5, 9, 64))
     assert not is_invariant(2, (1, 3, 5, 9, 64))

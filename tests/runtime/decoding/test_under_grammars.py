@@ -143,7 +143,7 @@ def test_tokens_drafted_without_a_mask_change_nothing(
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_chain_that_is_cut_and_goes_on_changes_nothing(name, monkeypatch, whole_prompts):
+def test_a_continued_chain_changes_nothing(name, monkeypatch, whole_prompts):
     kind, text, texts = GRAMMARS[name]
     target, draft = table(HALVED_ROWS, texts, 9), table(DRAFT_ROWS, texts, 59)
     shared = constraint(kind, text)
@@ -171,7 +171,7 @@ LONG = {
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_text_under_a_grammar_is_in_it_and_greedy_text_is_plain_decodings(
+def test_text_follows_its_grammar_and_greedy_text_equals_plain_decoding(
     name, drafter, k, temperature
 ):
     kind, text = LONG[name]

@@ -55,7 +55,7 @@ def bigrams(seed, vocab_size):
 
 @pytest.mark.slow(after_first=True)
 @EVERY_K
-def test_a_smaller_vocabulary_leaves_the_joint_distribution_as_it_is(k, monkeypatch):
+def test_a_smaller_vocabulary_keeps_the_joint_distribution(k, monkeypatch):
     target_distribution = quarters(1, True)
 
     def make():
@@ -66,7 +66,7 @@ def test_a_smaller_vocabulary_leaves_the_joint_distribution_as_it_is(k, monkeypa
 
 
 @EVERY_K
-def test_a_smaller_vocabulary_leaves_the_greedy_text_as_it_is(k):
+def test_a_smaller_vocabulary_keeps_the_greedy_text(k):
     target_distribution = hashed_distribution(1, 6)
     draft = TableModel(hashed_distribution(2, 4), vocab_size=4)
     tokens, rounds = generate(target_distribution, draft, k, 0.0, 60, (5, 0, 4, 5))
@@ -88,7 +88,7 @@ def test_a_token_that_the_draft_lacks_is_fed_as_token_0():
 @pytest.mark.slow(after_first=True)
 @EVERY_K
 @pytest.mark.parametrize("context", [1, 2, 3])
-def test_a_window_that_slides_leaves_the_joint_distribution_as_it_is(k, context, monkeypatch):
+def test_a_sliding_window_keeps_the_joint_distribution(k, context, monkeypatch):
     target_distribution, draft_distribution = quarters(3, True), quarters(4, False)
 
     def make():
@@ -101,7 +101,7 @@ def test_a_window_that_slides_leaves_the_joint_distribution_as_it_is(k, context,
 @EVERY_K
 @pytest.mark.parametrize("context", [1, 2, 5, 16])
 @pytest.mark.parametrize("prompt", [2, 15, 16, 17, 40])
-def test_a_window_that_slides_leaves_the_greedy_text_as_it_is(k, context, prompt):
+def test_a_sliding_window_keeps_the_greedy_text(k, context, prompt):
     target_distribution = hashed_distribution(1, 5)
     prompt = [i % 5 for i in range(prompt)]
     draft = TableModel(hashed_distribution(1, 5, peak=0.9), context_length=context)
@@ -111,7 +111,7 @@ def test_a_window_that_slides_leaves_the_greedy_text_as_it_is(k, context, prompt
 
 @pytest.mark.parametrize("k", [1, 4, 8])
 @EVERY_TEMPERATURE
-def test_a_good_draft_stays_good_when_its_window_slides(k, temperature):
+def test_acceptance_stays_high_when_the_window_slides(k, temperature):
     distribution = bigrams(1, 5)
     draft = TableModel(distribution, context_length=16)
     tokens, rounds = generate(distribution, draft, k, temperature, 200)
@@ -122,7 +122,7 @@ def test_a_good_draft_stays_good_when_its_window_slides(k, temperature):
 
 
 @pytest.mark.parametrize(("length", "read"), [(16, 16), (17, 9), (24, 16), (25, 9), (40, 16)])
-def test_the_draft_reads_more_than_the_last_half_of_its_context_once_that_is_full(length, read):
+def test_a_full_context_keeps_at_least_its_last_half(length, read):
     text = [i % 5 for i in range(length)]
     draft = TableModel(hashed_distribution(2, 5), context_length=16)
     drafter(draft).propose(History(text), 1, Sampling(), np.zeros(1))
@@ -133,9 +133,7 @@ def test_the_draft_reads_more_than_the_last_half_of_its_context_once_that_is_ful
 @pytest.mark.parametrize("k", [1, 4, 7])
 @pytest.mark.parametrize("chained", [False, True])
 @EVERY_TEMPERATURE
-def test_a_shorter_request_gives_the_beginning_of_a_longer_one_across_a_slide(
-    k, chained, temperature
-):
+def test_a_shorter_request_is_a_prefix_across_a_slide(k, chained, temperature):
     distributions = [cache(hashed_distribution(seed, 6)) for seed in (1, 2)]
 
     def run(count, seed):
@@ -150,7 +148,7 @@ def test_a_shorter_request_gives_the_beginning_of_a_longer_one_across_a_slide(
         assert all(run(count, seed) == longest[:count] for count in range(1, 50))
 
 
-def test_a_request_after_one_that_slid_begins_at_the_beginning():
+def test_a_request_after_a_slide_starts_at_position_0():
     target, draft = (
         TableModel(hashed_distribution(1, 5)),
         TableModel(hashed_distribution(2, 5), context_length=8),

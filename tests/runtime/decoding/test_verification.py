@@ -72,7 +72,7 @@ def test_the_accept_rule_gives_the_targets_distribution_for_any_draft(draft):
 )
 @pytest.mark.parametrize("draft", [(0.6, 0.3, 0.1), (0.05, 0.05, 0.9), (1,)])
 @pytest.mark.parametrize("target", [(0.1, 0.25, 0.15, 0.2, 0.3), (0.4, 0.3, 0.1, 0.15, 0.05)])
-def test_a_draft_that_knows_fewer_tokens_leaves_the_targets_distribution(target, draft, sampling):
+def test_a_smaller_draft_vocabulary_keeps_the_targets_distribution(target, draft, sampling):
     expected = probabilities(logits_of(*target), sampling, NOTHING).row(len(target))
     np.testing.assert_allclose(output_distribution(target, draft, sampling), expected, atol=6e-4)
 
@@ -132,7 +132,7 @@ def test_a_token_without_probability_in_either_distribution_is_not_accepted():
     assert (verdict.num_accepted, verdict.next_token) == (0, 1)
 
 
-def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target():
+def test_a_residual_without_mass_falls_back_to_the_target():
     """The draft's distribution is the target's times a number, and u as large as can be."""
     largest, found = float(np.nextafter(1, 0)), 0
     for seed in range(50):
@@ -174,6 +174,6 @@ def test_greedy_verification_is_the_accept_rule_at_temperature_zero(tokens, seed
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9)])
-def test_logits_that_are_not_numbers_are_an_error(sampling):
+def test_nan_logits_are_an_error(sampling):
     with pytest.raises(SpecEdgeError, match="not numbers"):
         draw(Row(np.array([0.0, np.nan, 1.0])), sampling, NOTHING, 0.5)

@@ -59,7 +59,7 @@ def test_chain_copies_again_after_the_model_led_to_a_match():
     assert again.tokens == made.tokens
 
 
-def test_a_chain_ends_where_its_last_drafter_has_nothing():
+def test_a_chain_ends_with_its_last_drafter():
     class Silent(Sure):
         def propose(self, history, max_tokens, sampling, uniforms):
             return Draft([])
@@ -68,7 +68,7 @@ def test_a_chain_ends_where_its_last_drafter_has_nothing():
     assert made.tokens == [1]
 
 
-def test_rounds_and_counts_tell_the_drafter_of_each_token():
+def test_rounds_record_the_source_of_each_token():
     _, rounds = generate(
         hashed_distribution(1, 3),
         Chain(Sure(), DraftModel(TableModel(quarters(4, False)))),

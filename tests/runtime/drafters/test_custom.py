@@ -36,7 +36,7 @@ def distribution(*probs, ids=None):
         (Draft([0], [distribution(ids=[])]), "add up to 0"),
     ],
 )
-def test_a_drafter_that_breaks_a_rule_is_told_which(draft, message):
+def test_an_invalid_draft_names_the_violated_rule(draft, message):
     class Wrong(Sure):
         def propose(self, history, max_tokens, sampling, uniforms):
             return draft
@@ -45,7 +45,7 @@ def test_a_drafter_that_breaks_a_rule_is_told_which(draft, message):
         CustomDrafter(Wrong(), 3).propose(History((0,)), 2, Sampling(1.0), np.zeros(2))
 
 
-def test_numpys_integers_are_tokens():
+def test_numpy_integers_are_accepted_as_tokens():
     class Numbers(Sure):
         def propose(self, history, max_tokens, sampling, uniforms):
             return Draft(list(np.array([1, 2])))

@@ -90,7 +90,7 @@ def test_every_string_has_exactly_the_targets_joint_probability(make, k, monkeyp
 
 
 @pytest.mark.parametrize("name", ["chain", "sure, then model", "model, then suffix"])
-def test_those_distributions_come_from_rounds_with_certain_and_drawn_tokens(name):
+def test_enumeration_covers_copied_and_sampled_tokens(name):
     drafter = DRAFTERS[name]()
     draft = drafter.propose(History((0, 1, 0)), 4, Sampling(1.0), np.full(4, 0.3))
     certain = [draft.distribution(i) is None for i in range(len(draft.tokens))]
@@ -111,7 +111,7 @@ def test_greedy_output_equals_the_target_alone(make, k):
 
 @EVERY_DRAFTER
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_shorter_request_gives_the_beginning_of_a_longer_one(make, temperature):
+def test_a_shorter_request_is_a_prefix_of_a_longer_one(make, temperature):
     def run(count):
         return generate(hashed_distribution(1, 3), make(), 4, Sampling(temperature), 9, count)[0]
 
@@ -120,7 +120,7 @@ def test_a_shorter_request_gives_the_beginning_of_a_longer_one(make, temperature
 
 
 @EVERY_DRAFTER
-def test_a_second_request_is_as_the_first(make):
+def test_a_second_request_repeats_the_first(make):
     one = decoder(hashed_distribution(1, 3), make(), 3)
 
     def run(prompt):
@@ -162,7 +162,7 @@ def test_sampled_strings_of_many_rounds_follow_the_targets_distribution(name, sa
     assert stats.chi2.sf(statistic, len(cells) - 1) > 1e-4
 
 
-def test_a_model_that_others_left_behind_reads_what_it_missed():
+def test_a_draft_model_catches_up_after_other_drafters():
     draft = TableModel(hashed_distribution(4, 3))
     one = DraftModel(draft)
     one.propose(History((0, 1)), 1, Sampling(), np.zeros(1))

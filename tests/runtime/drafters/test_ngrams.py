@@ -45,7 +45,7 @@ def test_a_triple_counts_by_witten_and_bells_rule():
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_tables_of_an_order_know_no_longer_n_grams(order):
+def test_tables_of_an_order_have_no_longer_n_grams(order):
     tables = count(TEXTS, 6, order)
     assert (len(tables.pair_tokens) > 0) == (order > 1)
     assert (len(tables.triple_tokens) > 0) == (order > 2)
@@ -85,7 +85,7 @@ def test_texts_without_a_token_are_refused():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5, top_k=1), Sampling(2.0)])
-def test_drafts_come_with_the_distribution_they_were_drawn_from_shaped_as_the_targets(sampling):
+def test_drafts_have_the_distribution_they_were_sampled_from(sampling):
     drafter = NGramDrafter(count([[0, 1, 2], [0, 1, 2], [0, 1, 3]], 4))
     found = Counter()
     uniforms = (np.arange(400) + 0.5) / 400
@@ -98,7 +98,7 @@ def test_drafts_come_with_the_distribution_they_were_drawn_from_shaped_as_the_ta
     assert abs(found[2] / 400 - expected[0]) < 0.005
 
 
-def test_greedy_drafts_take_the_likeliest_and_are_certain():
+def test_greedy_drafts_are_deterministic():
     drafter = NGramDrafter(count([[0, 1, 2, 0, 1, 3, 0, 1, 2]], 4))
     draft = drafter.propose(History([3, 0]), 3, Sampling(), np.zeros(3))
     assert draft.tokens == [1, 2, 0]
@@ -113,7 +113,7 @@ def file(tmp_path, pipeline):
     return path
 
 
-def test_what_is_read_is_what_was_written(file, pipeline, tmp_path):
+def test_tables_survive_a_round_trip(file, pipeline, tmp_path):
     read = ngram_files.read(file, pipeline.bundle)
     again = tmp_path / "again.npz"
     ngram_files.write(read, pipeline.bundle, again)
@@ -154,7 +154,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("changes", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_a_file_that_is_not_what_it_says_is_one_line(file, pipeline, changes, message):
+def test_an_inconsistent_file_is_one_line(file, pipeline, changes, message):
     change(file, **changes)
     with pytest.raises(DrafterError, match=rf"tables\.npz: .*{message}.*; build") as caught:
         ngram_files.read(file, pipeline.bundle)
@@ -166,7 +166,7 @@ def test_an_unchanged_copy_is_read(file, pipeline):
     ngram_files.read(file, pipeline.bundle)
 
 
-def test_no_cut_or_changed_byte_is_a_traceback(file, pipeline):
+def test_damaged_files_raise_no_traceback(file, pipeline):
     whole = file.read_bytes()
     intact = ngram_files.read(file, pipeline.bundle)
     rng = np.random.default_rng(0)
@@ -180,7 +180,7 @@ def test_no_cut_or_changed_byte_is_a_traceback(file, pipeline):
             assert all(np.array_equal(a, getattr(intact, n)) for n, a in vars(read).items())
 
 
-def test_what_is_no_archive_of_arrays_is_one_line(tmp_path, pipeline):
+def test_a_file_of_another_type_is_one_line(tmp_path, pipeline):
     path = tmp_path / "x"
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as out:
@@ -195,7 +195,7 @@ def test_what_is_no_archive_of_arrays_is_one_line(tmp_path, pipeline):
         ngram_files.read(tmp_path, pipeline.bundle)
 
 
-def test_a_write_that_fails_leaves_what_was_there(file, pipeline, monkeypatch):
+def test_a_failed_write_keeps_the_old_file(file, pipeline, monkeypatch):
     before = file.read_bytes()
 
     def full(*_, **__):

@@ -101,7 +101,7 @@ TEXTS = st.one_of(
 
 @pytest.mark.parametrize("before_model", [False, True])
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=6), st.integers(0, 20))
-def test_a_draft_is_what_counting_the_whole_text_gives(before_model, text, drafted, max_tokens):
+def test_a_draft_equals_that_of_counting_the_whole_text(before_model, text, drafted, max_tokens):
     drafter = Suffix(before_model=before_model)
     alone = propose(drafter, text, max_tokens)
     assert alone == counted_out(text, max_tokens, (), before_model)
@@ -110,7 +110,7 @@ def test_a_draft_is_what_counting_the_whole_text_gives(before_model, text, draft
 
 
 @given(st.data())
-def test_a_draft_depends_on_the_text_alone_not_on_the_rounds_that_wrote_it(data):
+def test_a_draft_depends_on_the_text_only(data):
     drafter, history = Suffix(), History(data.draw(st.lists(st.integers(0, 2), max_size=9)))
     for _ in range(data.draw(st.integers(1, 6))):
         drafted = data.draw(st.lists(st.integers(0, 2), max_size=4))
@@ -132,11 +132,11 @@ def test_a_draft_depends_on_the_text_alone_not_on_the_rounds_that_wrote_it(data)
         ([], []),
     ],
 )
-def test_what_is_drafted(text, expected):
+def test_drafts_of_examples(text, expected):
     assert proposed(text, 1) == expected
 
 
-def test_a_draft_goes_on_past_the_end_of_a_text_that_repeats_itself():
+def test_a_draft_continues_a_repetition():
     assert proposed([1, 2, 3] * 6, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
@@ -148,20 +148,20 @@ def test_drafts_are_longer_where_earlier_guesses_were_right():
     assert proposed([*tokens, *tokens, *new, *new[:1]], 16) == new[1:17]
 
 
-def test_fewer_tokens_are_the_beginning_of_more():
+def test_a_shorter_draft_is_a_prefix_of_a_longer_one():
     for text in ([1, 2, 3, 1, 2], [1, 2, 3] * 4, [5] * 30):
         most = proposed(text, 9)
         assert all(proposed(text, n) == most[:n] for n in range(9))
 
 
-def test_another_text_begins_with_nothing_known():
+def test_a_new_text_starts_with_an_empty_index():
     drafter = Suffix()
     assert propose(drafter, [1, 2, 3, 4, 1, 2])
     drafter.truncate(0)
     assert propose(drafter, [1, 2]) == []
 
 
-def test_a_text_that_is_cut_short_is_read_anew():
+def test_a_truncated_text_is_indexed_again():
     drafter = Suffix()
     propose(drafter, [1, 2, 3, 1, 2, 4, 1])
     drafter.truncate(5)
@@ -169,7 +169,7 @@ def test_a_text_that_is_cut_short_is_read_anew():
     assert propose(drafter, text) == proposed(text)
 
 
-def test_a_chain_goes_on_with_what_follows_the_tokens_of_the_others():
+def test_suffix_decoding_continues_tokens_of_other_drafters():
     class Two:
         name = "two"
 
@@ -223,7 +223,7 @@ def test_a_token_costs_five_steps_however_long_the_text_is(alphabet):
     assert 0 < max(asked) <= (1 + 3 + 4) * 5
 
 
-def test_what_followed_in_earlier_outputs_is_drafted():
+def test_continuations_in_earlier_outputs_are_drafted():
     earlier = EarlierOutputs()
     output = list(range(100, 140))
     drafter = Suffix(earlier)
@@ -234,7 +234,7 @@ def test_what_followed_in_earlier_outputs_is_drafted():
     assert propose(Suffix(), [1, 2, *output[:9]]) == []
 
 
-def test_no_run_reaches_from_an_output_to_the_next():
+def test_matches_do_not_span_outputs():
     earlier = EarlierOutputs()
     earlier.add([1, 2])
     earlier.add([3, 4])
@@ -242,7 +242,7 @@ def test_no_run_reaches_from_an_output_to_the_next():
     assert propose(Suffix(earlier), [3], 1) == [4]
 
 
-def test_the_source_whose_guesses_were_right_so_far_is_drafted_from():
+def test_the_source_with_the_best_rate_is_drafted_from():
     """The text goes on otherwise than the outputs after each of its tokens, twice over."""
     earlier, part = EarlierOutputs(), list(range(30))
     earlier.add(part[::-1])
@@ -261,7 +261,7 @@ def test_drafts_read_earlier_outputs_and_add_nothing_to_them():
     assert [index._names for index in earlier.indexes] == names
 
 
-def test_no_more_than_so_many_tokens_of_outputs_are_kept_and_the_latest_of_them(monkeypatch):
+def test_the_latest_outputs_are_kept_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(suffix, "MAX_REMEMBERED", 40)
     earlier, outputs = EarlierOutputs(), [[10 * i + j for j in range(8)] for i in range(20)]
     for i, output in enumerate(outputs):

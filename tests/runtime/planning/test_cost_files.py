@@ -36,12 +36,12 @@ def test_a_table_is_read_as_it_was_written(key):
         *({"processor": "x"}, {"gpus": "x"}),
     ],
 )
-def test_another_setting_has_a_table_of_its_own(key, change):
+def test_each_setting_has_its_cache_key(key, change):
     cost_files.write(key, table())
     assert cost_files.read(dataclasses.replace(key, **change)) == (None, None)
 
 
-def test_a_gpu_has_tables_of_its_own_and_so_has_its_driver(monkeypatch):
+def test_gpu_and_driver_are_part_of_the_cache_key(monkeypatch):
     bundle = Bundle.read(store.embedded_folder())
     seen = {"version": "580.95", "gpus": [{"name": "A", "capability": [8, 6]}] * 2}
     seen["gpus"][1] = {"name": "B", "capability": [9, 0]}
@@ -70,7 +70,7 @@ def _damage():
 
 
 @pytest.mark.parametrize("damage", [d for _, d in _damage()], ids=[name for name, _ in _damage()])
-def test_a_damaged_file_is_not_used_and_one_line_says_so(key, damage):
+def test_a_damaged_file_is_ignored_with_one_note(key, damage):
     path = cost_files.write(key, table(0.09))
     path.write_text(damage(path.read_text("utf-8")), "utf-8")
     found, note = cost_files.read(key)
@@ -80,7 +80,7 @@ def test_a_damaged_file_is_not_used_and_one_line_says_so(key, damage):
     assert "\n" not in note
 
 
-def test_a_folder_or_bytes_in_its_place_are_no_crash(key):
+def test_a_folder_or_binary_file_is_ignored(key):
     key.path.mkdir(parents=True)
     assert cost_files.read(key)[0] is None
     key.path.rmdir()
@@ -101,7 +101,7 @@ def test_a_write_that_fails_leaves_the_old_table(key, monkeypatch):
     assert os.listdir(key.path.parent) == [key.path.name]
 
 
-def test_costs_between_the_measured_ones_lie_between_them():
+def test_costs_are_interpolated():
     greedy = ModeCosts(
         target=((1.0, 1.25, 2.0), (3.0, 3.75, 6.0)),
         draft=((0.1, 0.25), (0.3, 0.75)),
@@ -123,7 +123,7 @@ def test_costs_between_the_measured_ones_lie_between_them():
 @pytest.mark.parametrize(
     "change", [{"origin": "guess"}, {"lengths": (5, 5)}, {"lengths": ()}, {"rows": (2, 3)}]
 )
-def test_a_table_that_contradicts_itself_cannot_be(change):
+def test_an_inconsistent_table_is_refused(change):
     with pytest.raises(ValueError, match=r"."):
         CostTable(**vars(table(rows=2)) | change)
 
@@ -141,13 +141,13 @@ def test_a_table_that_contradicts_itself_cannot_be(change):
     ],
 )
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_a_mode_that_contradicts_itself_cannot_be(mode, change):
+def test_an_inconsistent_mode_is_refused(mode, change):
     costs = table(rows=2)
     with pytest.raises(ValueError, match=r"."):
         dataclasses.replace(costs, **{mode: dataclasses.replace(costs.greedy, **change)})
 
 
-def test_costs_without_a_draft_model_are_those_of_the_target_alone():
+def test_costs_without_a_draft_model_are_of_the_target_only():
     costs = table(0.1)
     mode = dataclasses.replace(costs.greedy, draft=(), reading=())
     without = dataclasses.replace(costs, greedy=mode, sampled=mode).at(10, greedy=True)
@@ -190,7 +190,7 @@ def test_a_damaged_file_is_replaced_by_the_next_measurement(key):
     assert cost_files.read(key) == (table(0.2), None)
 
 
-def test_files_of_older_formats_are_left_alone_without_a_word(key, monkeypatch):
+def test_files_of_older_formats_are_ignored_silently(key, monkeypatch):
     monkeypatch.setattr(cost_files, "FORMAT", cost_files.FORMAT - 1)
     cost_files.write(key, table(0.1))
     monkeypatch.undo()

@@ -27,7 +27,7 @@ def fail():
     pytest.fail("measured again")
 
 
-def test_what_is_measured_first_serves_later_processes(key):
+def test_the_first_measurement_is_stored_for_later_processes(key):
     costs = PassCosts(key)
     costs.complete(lambda: table(0.1))
     later = PassCosts(key)
@@ -35,14 +35,14 @@ def test_what_is_measured_first_serves_later_processes(key):
     assert later.table == costs.table == table(0.1)
 
 
-def test_tuned_costs_take_the_place_of_those_measured_at_load(key):
+def test_tuned_costs_replace_costs_measured_at_load(key):
     costs = PassCosts(key)
     costs.complete(lambda: table(0.1))
     costs.store(table(0.2))
     assert costs.table == PassCosts(key).table == table(0.2)
 
 
-def test_where_nothing_can_be_written_a_process_keeps_its_first_measurement(key, monkeypatch):
+def test_a_read_only_folder_keeps_the_measurement_in_memory(key, monkeypatch):
     def refuse(*_):
         raise OSError(30, "Read-only file system")
 
@@ -63,7 +63,7 @@ def test_a_damaged_file_is_measured_again_and_noted(key):
     assert PassCosts(key).table == table(0.2)
 
 
-def test_a_pipeline_that_was_not_loaded_assumes_costs_and_stores_none():
+def test_a_pipeline_without_bundle_assumes_costs_and_stores_none():
     costs = PassCosts()
     assert costs.table.origin == "assumed"
     with pytest.raises(SpecEdgeError, match="not stored"):
@@ -86,7 +86,7 @@ def test_a_loaded_pipeline_plans_with_measured_costs_that_no_request_changes():
         assert again.costs.table == measured
 
 
-def test_a_pair_in_whose_context_no_draft_token_fits_cannot_be_tuned():
+def test_a_context_without_room_for_drafts_cannot_be_tuned():
     models = {name: SimpleNamespace(context_length=length) for name, length in (("a", 9), ("b", 3))}
     pair = SimpleNamespace(bundle=SimpleNamespace(models=models), max_planned_tokens=8)
     with pytest.raises(ContextLengthError, match="needs a context of 10 tokens, the pair has 3"):
@@ -115,6 +115,6 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
 
 
 @pytest.mark.parametrize(("max_tokens", "accepted"), [(8, [1, 1, 1, 1, 0]), (2, [1, 1, 1, 0])])
-def test_copies_are_judged_as_rounds_of_their_drafter_alone_would_test_them(max_tokens, accepted):
+def test_acceptance_of_copies_counts_tests_of_their_own_rounds(max_tokens, accepted):
     text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 9]
     assert list(accepted_copies(Suffix(), text, 6, max_tokens)) == accepted

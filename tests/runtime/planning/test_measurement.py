@@ -76,14 +76,14 @@ def test_costs_are_those_of_the_passes_on_a_grid_of_ten_percent(clock):
 
 
 @pytest.mark.parametrize("value", [3e-7, 0.0012, 0.9, 17.0])
-def test_the_grid_is_within_five_percent_and_noise_within_it_changes_nothing(value):
+def test_costs_are_rounded_to_a_grid_of_ten_percent(value):
     rounded = on_grid(value)
     assert rounded == pytest.approx(value, rel=0.05)
     assert on_grid(rounded * 1.04) == on_grid(rounded / 1.04) == rounded
     assert on_grid(0.0) == 0.0
 
 
-def test_slow_first_passes_and_a_busy_moment_change_no_cost(clock):
+def test_outliers_change_no_cost(clock):
     calm = measure(scripted(clock), 4).costs
     slow = iter([50.0] * 9 + [0.0] * 21 + [90.0])
     disturbed = scripted(clock, target=lambda t: 10 + t + next(slow, 0.0))
@@ -95,7 +95,7 @@ def test_a_longer_pass_never_costs_less(clock):
     assert list(target) == sorted(target)
 
 
-def test_passes_that_the_self_test_of_a_slow_model_has_timed_are_not_repeated(clock):
+def test_passes_timed_by_the_self_test_are_not_repeated(clock):
     models = scripted(clock)
     costs = measure(models, 16, samples={1: 11.0, 2: 12.0, 5: 15.0, 18: 28.0}).costs
     assert costs.rows == (1, 2, 5, 18)
@@ -117,7 +117,7 @@ def test_busy_cores_are_reported(clock):
     assert not measure(scripted(clock), 4).busy
 
 
-def test_a_bundle_without_a_draft_model_has_the_targets_costs_alone(clock):
+def test_a_bundle_without_a_draft_model_has_target_costs_only(clock):
     models = scripted(clock)
     costs = measure(Models(models.target, 512), 4).costs
     assert (costs.greedy.draft, costs.greedy.reading) == ((), ())
@@ -138,7 +138,7 @@ def test_short_contexts_are_measured_within_them(clock, context):
     assert target.length == draft.length == 0
 
 
-def test_the_hosts_work_is_measured_by_mode():
+def test_host_costs_are_measured_by_mode():
     class Fast(Scripted):
         def prefill(self, tokens):
             self.extend(tokens)

@@ -22,7 +22,7 @@ PLAIN = ("plain", 0)
 
 @pytest.mark.parametrize("draft", [0.05, 0.09, 0.2, 0.5])
 @pytest.mark.parametrize("prior", [None, {"model": 0.0}])
-def test_a_draft_of_which_nothing_is_expected_costs_less_than_two_percent(draft, prior):
+def test_a_useless_draft_costs_less_than_two_percent(draft, prior):
     costs = table(draft, prior=prior)
     auto = seconds(costs, constant(0.0))
     assert auto <= 1.02 * seconds(costs, constant(0.0), fixed=PLAIN)
@@ -30,7 +30,7 @@ def test_a_draft_of_which_nothing_is_expected_costs_less_than_two_percent(draft,
 
 @pytest.mark.parametrize("tokens", [32, 128, 600, 2000])
 @pytest.mark.parametrize("draft", [0.05, 0.09, 0.2, 0.5])
-def test_a_promise_that_does_not_hold_costs_its_stake_and_little_more(draft, tokens):
+def test_a_wrong_estimate_costs_little_more_than_the_budget(draft, tokens):
     for costs in (table(draft, prior={"model": 0.9}), untuned(draft)):
         request = VirtualRequest(costs, constant(0.0), tokens=tokens)
         assert request.seconds <= (1 + 2.5 * BUDGET_SHARE) * tokens + BUDGET_ROUNDS + 2
@@ -53,7 +53,7 @@ def test_a_tuned_pair_is_near_the_best_fixed_setting(draft, alpha):
 
 
 @pytest.mark.parametrize("alpha", [0.6, 0.7, 0.8, 0.9])
-def test_a_pair_that_was_never_tuned_soon_does_well(alpha):
+def test_an_untuned_pair_adapts_quickly(alpha):
     costs = untuned()
     auto = seconds(costs, constant(alpha), tokens=400)
     best = min(seconds(costs, constant(alpha), tokens=400, fixed=("model", k)) for k in FIXED)
@@ -86,7 +86,7 @@ def test_prompts_that_switch_beat_every_fixed_setting():
         assert auto < sum(seconds(costs, kind, tokens=200, fixed=("model", k)) for kind in kinds)
 
 
-def test_a_draft_that_gets_good_again_is_found_by_probes():
+def test_probes_detect_a_draft_that_improves():
     def accepts(drafter, place, rng):
         return place < 300 or place >= 600
 
@@ -96,7 +96,7 @@ def test_a_draft_that_gets_good_again_is_found_by_probes():
 
 
 @pytest.mark.parametrize(("reading", "tokens", "least"), [(0.001, 3000, 4), (0.01, 12000, 2)])
-def test_probes_never_lose_more_than_their_share(reading, tokens, least):
+def test_probes_stay_within_their_budget(reading, tokens, least):
     request = VirtualRequest(table(reading=reading), constant(0.0), tokens=tokens)
     planner = request.planner
     assert planner.kinds[RoundKind.PROBE] >= least
@@ -109,7 +109,7 @@ def test_a_short_answer_to_a_long_prompt_never_waits_for_the_draft():
     assert set(request.choices) == {("plain", 0)}
 
 
-def test_a_long_answer_to_a_long_prompt_is_worth_the_drafts_reading():
+def test_a_long_answer_amortizes_the_catch_up():
     costs = table(reading=0.02, prior={"model": 0.9})
     request = VirtualRequest(costs, constant(0.9), tokens=800, prompt=2000)
     plain = VirtualRequest(costs, constant(0.9), tokens=800, prompt=2000, fixed=PLAIN)
@@ -121,13 +121,13 @@ def test_the_same_table_and_rounds_give_the_same_choices():
     assert first.choices == second.choices
 
 
-def test_a_draft_whose_context_is_full_is_not_asked_for_more():
+def test_a_draft_with_a_full_context_is_not_used():
     planner = Planner(table(prior={"model": 1.0}), greedy=True)
     assert planner.choose([Offer("model", room=3)], 50).num_draft_tokens == 3
     assert planner.choose([Offer("model", room=0)], 50).num_draft_tokens == 0
 
 
-def test_a_chain_goes_on_where_the_copy_ends():
+def test_a_chain_continues_after_the_copy():
     planner = Planner(table(prior={"model": 0.9, "suffix": 0.95}), greedy=True)
     offers = [
         Offer("model", room=99),
@@ -152,7 +152,7 @@ def test_a_drafter_without_a_model_is_probed_too_unless_it_copies():
         assert kinds == ({"plain", "probe"} if probes else {"plain"})
 
 
-def test_a_drafter_that_is_never_right_is_given_up_however_little_a_row_costs():
+def test_a_drafter_that_is_never_accepted_is_abandoned():
     tables = Offer("ngram", "ngram", ready=16)
     planner = Planner(table(row=0.02), greedy=True)
     drafted = []
@@ -163,7 +163,7 @@ def test_a_drafter_that_is_never_right_is_given_up_however_little_a_row_costs():
     assert 0.02 * sum(drafted[-200:]) <= 200 * BUDGET_SHARE + 0.02
 
 
-def test_a_verify_pass_that_costs_as_much_as_its_rows_stops_speculation():
+def test_expensive_verify_passes_stop_speculation():
     planner = Planner(table(row=1.0, prior={"model": 1.0}), greedy=True)
     assert planner.choose([Offer("model", room=99)], 50).drafter == "plain"
 
@@ -180,7 +180,7 @@ def test_probes_that_draft_nothing_end_with_the_budget():
     assert kinds[-1] == "plain"
 
 
-def test_a_token_that_a_grammar_forced_tells_nothing_of_the_drafter():
+def test_forced_tokens_do_not_count_for_acceptance():
     planner = Planner(table(0.05, prior={"model": 0.0}), greedy=True)
     for _ in range(3):
         choice = planner.choose([Offer("model", room=16)], 50)
@@ -189,7 +189,7 @@ def test_a_token_that_a_grammar_forced_tells_nothing_of_the_drafter():
     assert planner.estimate("model").rate == 0.0
 
 
-def test_a_rate_begins_at_what_is_expected_and_old_tests_fade():
+def test_a_rate_starts_at_its_prior_and_decays():
     known = AcceptanceEstimate(0.75)
     assert known.rate == 0.75
     for _ in range(100):
@@ -200,7 +200,7 @@ def test_a_rate_begins_at_what_is_expected_and_old_tests_fade():
     assert 0.45 < known.rate < 0.55
 
 
-def test_positions_have_rates_of_their_own_and_follow_the_ones_before_until_tested():
+def test_each_position_has_its_acceptance_rate():
     known = AcceptanceEstimate(0.5)
     assert known.rates(4) == [0.5] * 4
     for _ in range(40):
@@ -210,7 +210,7 @@ def test_positions_have_rates_of_their_own_and_follow_the_ones_before_until_test
     assert first > 0.9 > 0.2 > second == third
 
 
-def test_rates_that_a_drafter_promises_are_trusted_as_far_as_they_came_true():
+def test_predicted_rates_are_scaled_by_their_accuracy():
     known = AcceptanceEstimate()
     assert known.calibrate([1.0, 0.8]) == [0.5, 0.4]
     for _ in range(60):
@@ -221,7 +221,7 @@ def test_rates_that_a_drafter_promises_are_trusted_as_far_as_they_came_true():
     assert known.calibrate([0.9])[0] < 0.1
 
 
-def test_k_goes_as_far_as_the_rates_of_its_own_tokens_pay():
+def test_k_extends_while_predicted_rates_pay():
     planner = Planner(table(row=0.1), greedy=True)
     for _ in range(60):
         planner.estimate("suffix").record_predictions([0.9], 1)
@@ -229,7 +229,7 @@ def test_k_goes_as_far_as_the_rates_of_its_own_tokens_pay():
     assert planner.choose([offer], 50).num_draft_tokens == 3
 
 
-def test_what_each_token_costs_the_host_in_plain_decoding_too_makes_gains_smaller():
+def test_host_cost_per_token_reduces_gains():
     costs = table(row=0.3, prior={"model": 0.62})
     busy = dataclasses.replace(costs, greedy=dataclasses.replace(costs.greedy, token=20.0))
     offers = [Offer("model", room=9)]

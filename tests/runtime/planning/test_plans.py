@@ -53,7 +53,7 @@ def auto(costs, **drafters):
     return AutoPlan(Planner(costs, greedy=True), drafters)
 
 
-def test_rounds_record_what_was_chosen_for_them():
+def test_rounds_record_drafter_and_k():
     distribution = hashed_distribution(1, 8)
     plan = auto(table(prior={"model": 0.98}), model=DraftModel(TableModel(distribution)))
     rounds = run(plan, TableModel(distribution))
@@ -63,7 +63,7 @@ def test_rounds_record_what_was_chosen_for_them():
     assert sum(len(one.tokens) for one in rounds) >= 60
 
 
-def test_an_unlike_draft_is_given_up_and_the_text_is_the_targets():
+def test_a_rejected_draft_model_is_abandoned_and_text_is_unchanged():
     plan = auto(table(), model=DraftModel(TableModel(hashed_distribution(2, 50))))
     rounds = run(plan, TableModel(hashed_distribution(1, 50)), tokens=100)
     plain = run(
@@ -85,7 +85,7 @@ def test_a_plain_round_runs_no_draft_pass():
 
 
 @pytest.mark.parametrize(("length", "first"), [(12, "model"), (13, "plain")])
-def test_the_first_token_does_not_wait_for_a_draft_that_reads_longer_than_a_pass(length, first):
+def test_the_first_token_does_not_wait_for_a_long_catch_up(length, first):
     """Of a target pass it takes 0.1 for a pass and 0.08 for each further token of the prompt."""
     distribution = hashed_distribution(1, 8)
     costs = table(draft=0.1, reading=0.08, prior={"model": 0.98})
@@ -95,7 +95,7 @@ def test_the_first_token_does_not_wait_for_a_draft_that_reads_longer_than_a_pass
     assert [one.drafter for one in rounds[:2]] == [first, "model"]
 
 
-def test_a_copy_is_drafted_before_the_first_token_all_the_same():
+def test_suffix_decoding_drafts_before_the_first_token():
     costs = table(draft=0.1, reading=0.08, prior={"model": 0.98, "suffix": 0.98})
     model = DraftModel(TableModel(hashed_distribution(1, 8)))
     plan = auto(costs, suffix=Copies(3), chain=Chain(Copies(3), model))
@@ -116,7 +116,7 @@ class Counted(Copies):
         return super().guess(history, max_tokens)
 
 
-def test_where_nothing_pays_most_rounds_are_not_planned_anew():
+def test_planning_backs_off_where_nothing_pays():
     copies = Counted(7)
     plan = auto(table(prior={"suffix": 0.0}, unit=5e-4), suffix=copies)
     rounds = run(plan, TableModel(lambda text: [1, 0, 0, 0, 0, 0, 0, 0]), tokens=200)
@@ -126,7 +126,7 @@ def test_where_nothing_pays_most_rounds_are_not_planned_anew():
 
 
 @pytest.mark.parametrize("draft", [0.05, 0.09, 0.2])
-def test_a_round_may_lose_no_more_than_is_left(draft):
+def test_a_round_stays_within_the_remaining_budget(draft):
     distribution, wrong = hashed_distribution(1, 50), hashed_distribution(2, 50)
     plan = auto(table(draft, prior={"model": 0.9}), model=DraftModel(TableModel(wrong)))
     planner, next_, over = plan.planner, plan.next, []
@@ -149,14 +149,14 @@ def test_a_round_may_lose_no_more_than_is_left(draft):
     assert over.count(True) == 0
 
 
-def test_rounds_that_take_much_longer_than_planning_are_all_planned():
+def test_long_rounds_are_always_planned():
     copies = Counted(7)
     plan = auto(table(prior={"suffix": 0.0}), suffix=copies)
     run(plan, TableModel(lambda text: [1, 0, 0, 0, 0, 0, 0, 0]), tokens=50)
     assert copies.asked == 50
 
 
-def test_copies_that_were_only_watched_are_used_once_they_prove_right():
+def test_correct_guesses_that_were_not_drafted_are_used_later():
     target = TableModel(lambda text: [0, 0, 0, 1])
     plan = auto(table(row=0.2, prior={"suffix": 0.0}), suffix=Copies(3))
     rounds = run(plan, target)
@@ -164,7 +164,7 @@ def test_copies_that_were_only_watched_are_used_once_they_prove_right():
     assert rounds[-2].drafter == "suffix"
 
 
-def test_copies_that_are_wrong_lose_no_more_than_the_stake_and_are_hardly_used_after_it():
+def test_wrong_copies_stay_within_the_exploration_budget():
     target = TableModel(lambda text: [0, 0, 0, 1])
     plan = auto(table(prior={"suffix": 0.5}), suffix=Copies(2))
     rounds = run(plan, target, tokens=100)
@@ -173,7 +173,7 @@ def test_copies_that_are_wrong_lose_no_more_than_the_stake_and_are_hardly_used_a
 
 
 @pytest.mark.parametrize(("rate", "name"), [(0.95, "chain"), (0.3, "model")])
-def test_without_a_copy_the_model_may_lead_to_one_where_copies_are_accepted(rate, name):
+def test_the_model_may_lead_to_a_match_in_a_chain(rate, name):
     distribution = hashed_distribution(1, 8)
     suffix, model = Copies(0, length=0), DraftModel(TableModel(distribution))
     drafters = {"model": model, "suffix": suffix, "chain": Chain(suffix, model)}
@@ -181,7 +181,7 @@ def test_without_a_copy_the_model_may_lead_to_one_where_copies_are_accepted(rate
     assert run(plan, TableModel(distribution))[0].drafter == name
 
 
-def test_a_shorter_planned_request_gives_the_beginning_of_a_longer_one():
+def test_a_shorter_planned_request_is_a_prefix_of_a_longer_one():
     distributions = [cache(hashed_distribution(seed, 3)) for seed in (1, 2)]
     costs = table(draft=0.12, row=0.04, reading=0.05, prior={"model": 0.8, "suffix": 0.9})
 
@@ -199,7 +199,7 @@ def test_a_shorter_planned_request_gives_the_beginning_of_a_longer_one():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_replay_repeats_rounds_and_tokens_whatever_the_table(temperature):
+def test_a_replay_repeats_rounds_and_tokens_with_any_table(temperature):
     sampling = Sampling(temperature)
     drafters = {"model": DraftModel(TableModel(hashed_distribution(2, 8)))}
     first = run(auto(table(), **drafters), TableModel(hashed_distribution(1, 8)), sampling)
@@ -225,7 +225,7 @@ def test_a_replay_that_is_too_short_or_names_another_drafter_is_an_error():
     [[], "model", [["model", 1]], [["model", -1, 1]], [["model", 65, 1]], [["model", 1, 0]],
      [[1, 1, 1]], [["model", 1.5, 1]], [["model", 1, 2**20], ["model", 1, 1]], {"model": 1}],
 )  # fmt: skip
-def test_a_replay_that_is_no_list_of_rounds_is_refused(replay):
+def test_an_invalid_replay_is_refused(replay):
     with pytest.raises(ValueError, match="replay"):
         GenerationRequest(replay=replay)
 
@@ -250,7 +250,7 @@ def test_the_same_seed_and_table_give_the_same_text_and_rounds(pipeline, tempera
     assert len({k for _, k, _ in first.plan}) > 1
 
 
-def test_auto_gives_the_targets_own_text(pipeline):
+def test_auto_equals_plain_decoding(pipeline):
     one = pipeline.generate("class Parser:", 150, ignore_eos=True)
     assert (
         one.tokens
@@ -306,7 +306,7 @@ def test_a_sampled_text_is_planned_with_sampled_costs():
     assert Planner(costs, greedy=True).costs(50).rounds[1] < 2
 
 
-def test_a_run_of_ones_own_drafter_at_a_fixed_k_can_be_replayed(pipeline):
+def test_a_custom_drafter_at_a_fixed_k_can_be_replayed(pipeline):
     class Own:
         name = "foo"
 

@@ -43,7 +43,7 @@ def test_penalties_count_exactly_the_tokens_before_a_position():
     assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {1: 0, 2: 0, 3: 2, 4: 1}
 
 
-def test_a_text_that_grows_counts_as_one_read_at_once():
+def test_incremental_counts_equal_counts_of_the_whole_text():
     tokens = np.random.default_rng(0).integers(0, 300, 2000).tolist()
     history = History(tokens[:50])
     for i in range(50, 2000, 7):
@@ -72,7 +72,7 @@ def test_the_models_own_row_is_left_alone():
         draw(Row(logits), sampling, History([1, 0]), 0.5)
 
 
-def test_temperature_0_takes_the_likeliest_of_what_is_left_the_lowest_id_on_ties():
+def test_temperature_0_takes_the_likeliest_allowed_token():
     row = Row(np.array([0.0, 3.0, 3.0, 2.0]))
     assert greedy_token(row, Sampling(bad_words=[[1]]), History([0])) == 2
     assert greedy_token(row, Sampling(logit_bias={3: 1}), History([0])) == 1
@@ -93,7 +93,7 @@ def test_options_that_leave_no_token_are_an_error_that_names_them(temperature):
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-50, 1e39, 1e300])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_extreme_penalty_is_a_penalty_and_no_error(penalty, temperature):
+def test_extreme_penalties_are_no_error(penalty, temperature):
     """Of small logits a tiny divisor makes the largest there are."""
     logits = np.array([1.0, -2.0, 0.5, 3.0], np.float32)
     sampling = Sampling(temperature, repetition_penalty=penalty)
@@ -143,7 +143,7 @@ def test_speculative_text_equals_plain_text_under_every_edit():
             assert generate(EDITS, k, 0, draft_vocab) == plain
 
 
-def test_a_draft_that_knows_no_allowed_token_drafts_nothing():
+def test_a_draft_without_allowed_tokens_is_empty():
     forbidden = Sampling(bad_words=[[0], [1]])
     assert generate(forbidden, 4, 0, draft_vocab=2) == generate(forbidden, 0, 0)
 
@@ -171,7 +171,7 @@ def by_hand(distribution, prompt_length=2):
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_speculating_with_edits_is_speculating_with_distributions_that_have_them(k, temperature):
+def test_edits_equal_edited_distributions(k, temperature):
     distributions = hashed_distribution(1, 6), hashed_distribution(2, 6)
     models = [distributions, tuple(map(by_hand, distributions))]
     samplings = [dataclasses.replace(EDITS, temperature=temperature), Sampling(temperature)]

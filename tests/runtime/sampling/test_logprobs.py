@@ -11,7 +11,7 @@ from specedge.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 PROMPT = "def read_config(path):"
 
 
-def test_they_are_the_logarithms_of_a_softmax():
+def test_logprobs_are_of_the_softmax():
     logits = np.random.default_rng(0).normal(0, 3, (2, 500)).astype(np.float32)
     exact = logits.astype(float) - np.log(np.exp(logits.astype(float)).sum(1, keepdims=True))
     given = token_logprobs(Logits(logits), [7, 499], 5)
@@ -23,7 +23,7 @@ def test_they_are_the_logarithms_of_a_softmax():
         assert [p for _, p in found.top] == pytest.approx(row[order].tolist(), abs=1e-6)
 
 
-def test_ties_come_by_id_and_tokens_without_probability_not_at_all():
+def test_top_logprobs_are_ordered_by_id_on_ties():
     row = Logits(np.log(np.array([[1, 1, 2, 1, 1, 2]]) / 8))
     assert [t for t, _ in token_logprobs(row, [0], 4)[0].top] == [2, 5, 0, 1]
     one = Logits(np.array([[-np.inf, 3.0, -np.inf]]))
@@ -34,7 +34,7 @@ def test_ties_come_by_id_and_tokens_without_probability_not_at_all():
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [1, 4, 8])
-def test_they_equal_plain_decodings_to_the_bit(pipeline, k):
+def test_logprobs_equal_plain_decoding_bitwise(pipeline, k):
     options = {"logprobs": 3, "repetition_penalty": 1.1, "ignore_eos": True}
     plain = pipeline.generate(PROMPT, 60, num_draft_tokens=0, **options)
     found = pipeline.generate(PROMPT, 60, num_draft_tokens=k, **options)
@@ -43,7 +43,7 @@ def test_they_equal_plain_decodings_to_the_bit(pipeline, k):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
-def test_each_emitted_token_has_one_and_dropped_ones_none(pipeline, temperature):
+def test_each_emitted_token_has_logprobs(pipeline, temperature):
     made = pipeline.generate(PROMPT, 61, temperature, seed=2, stop="\n\n", logprobs=0)
     assert [one.token for one in made.logprobs] == made.tokens
     prompt = pipeline.tokenizer.encode(PROMPT).ids

@@ -100,7 +100,7 @@ def by_sorting(logits, sampling):
         Sampling(1.0, top_k=1),
     ],
 )
-def test_looking_at_blocks_first_changes_nothing(size, kind, sampling):
+def test_block_wise_search_changes_nothing(size, kind, sampling):
     random = np.random.default_rng(size)
     logits = random.normal(0, 3, size).astype(np.float32)
     if kind == "ties":
@@ -117,7 +117,7 @@ def test_looking_at_blocks_first_changes_nothing(size, kind, sampling):
         )
 
 
-def test_a_filtered_row_knows_every_token_and_draws_those_it_kept():
+def test_a_filtered_row_samples_kept_tokens_only():
     filtered = probabilities(logits_of(0.1, 0.4, 0.2, 0.3), Sampling(1.0, top_k=2), NOTHING)
     assert len(filtered.probs) == 2
     assert [filtered.of(token) for token in range(4)] == filtered.row(4).tolist()

@@ -59,7 +59,7 @@ def weights_of(kind, seed, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [1e-6, 0.1, 0.5, 0.95, 0.999, 1 - 1e-9])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_fewest_that_reach_a_share_are_those_of_a_sort(kind, share, dtype):
+def test_top_p_equals_a_full_sort(kind, share, dtype):
     for seed in range(3):
         weights = weights_of(kind, seed, dtype)
         before = weights.copy()
@@ -78,7 +78,7 @@ def test_the_fewest_that_reach_a_share_are_those_of_a_sort(kind, share, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
-def test_the_nearest_that_reach_a_share_keep_every_tie(kind, share):
+def test_typical_p_keeps_every_tie(kind, share):
     weights = weights_of(kind, 7, np.float64)
     distances = np.abs(np.log(np.maximum(weights, 1e-300)) + 3)
     kept = nearest(weights, distances, share)
@@ -89,7 +89,7 @@ def test_the_nearest_that_reach_a_share_keep_every_tie(kind, share):
     assert weights[distances < last].sum() < goal * (1 + 1e-12)
 
 
-def test_the_sample_is_seldom_misled(monkeypatch):
+def test_the_sampled_threshold_is_rarely_wrong(monkeypatch):
     """Otherwise every row would be looked at as a whole, which no result shows."""
     looked_at = []
     last = selection._last_weight
@@ -108,7 +108,7 @@ def test_the_sample_is_seldom_misled(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 50, 700, 900, SIZE - 1])
-def test_the_top_k_are_those_of_a_sort_with_every_tie(kind, k):
+def test_top_k_equals_a_full_sort_with_ties(kind, k):
     logits = np.log(np.maximum(weights_of(kind, 3, np.float32), 1e-30))
     kth = np.sort(logits)[-k]
     assert np.array_equal(top(logits, k), np.flatnonzero(logits >= kth))

@@ -19,7 +19,7 @@ def words_of(pipeline, *words):
     ).bad_words
 
 
-def test_a_word_counts_with_and_without_a_space_before_it(pipeline):
+def test_a_bad_word_is_banned_with_and_without_leading_space(pipeline):
     def tokens(text):
         return tuple(pipeline.tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -29,9 +29,7 @@ def test_a_word_counts_with_and_without_a_space_before_it(pipeline):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bad_word_is_never_written_and_what_is_does_not_depend_on_k_at_temperature_0(
-    pipeline, temperature
-):
+def test_bad_words_are_never_generated_and_greedy_text_is_independent_of_k(pipeline, temperature):
     free = pipeline.generate(PROMPT, 80, temperature, seed=1)
     word = next(w for w in ("self", "return", "open", "if") if w in free.text)
     banned = pipeline.generate(PROMPT, 80, temperature, seed=1, bad_words=[word])
@@ -42,7 +40,7 @@ def test_a_bad_word_is_never_written_and_what_is_does_not_depend_on_k_at_tempera
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_no_end_token_comes_before_the_least_number_of_tokens(pipeline, k):
+def test_min_new_tokens_suppresses_end_tokens(pipeline, k):
     free = pipeline.generate(PROMPT, 40, num_draft_tokens=k, ignore_eos=True).tokens
     bundle = dataclasses.replace(pipeline.bundle, end_tokens=(free[3],))
     one = Pipeline(bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
@@ -57,7 +55,7 @@ def test_no_end_token_comes_before_the_least_number_of_tokens(pipeline, k):
 
 
 @pytest.mark.parametrize("k", [1, 4, 8])
-def test_penalised_greedy_tokens_equal_plain_decoding(pipeline, k):
+def test_penalized_greedy_tokens_equal_plain_decoding(pipeline, k):
     edits = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
     edits["logit_bias"] = {5: 2.5, 9: -100}
     plain = pipeline.generate(PROMPT, 120, num_draft_tokens=0, **edits)
@@ -80,7 +78,7 @@ def test_tokens_and_words_that_do_not_exist_are_refused_before_anything_runs(
         pipeline.stream(PROMPT, **options)
 
 
-def test_options_that_leave_no_token_end_in_an_error_not_in_a_traceback_of_numpy(pipeline):
+def test_options_that_leave_no_token_are_one_clear_error(pipeline):
     every = [[token] for token in range(pipeline.bundle.target.vocab_size)]
     for temperature in (0.0, 1.0):
         with pytest.raises(OptionError, match="leave no token"):
@@ -88,9 +86,7 @@ def test_options_that_leave_no_token_end_in_an_error_not_in_a_traceback_of_numpy
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_same_seed_gives_the_same_under_every_option_streamed_shortened_or_stopped(
-    pipeline, temperature
-):
+def test_a_seed_reproduces_text_streamed_shortened_or_stopped(pipeline, temperature):
     options = {"seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.3, "typical_p": 0.95}
     options |= {"bad_words": ["self"], "logit_bias": {9: 3.0}, "min_new_tokens": 8, "top_p": 0.9}
     options |= {"lenience": 0.7, "frequency_penalty": 0.2, "min_p": 0.01, "ignore_eos": True}

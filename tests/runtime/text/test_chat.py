@@ -39,7 +39,7 @@ def with_template(template, **special):
         ),
     ],
 )
-def test_a_template_gives_the_targets_own_prompt(template, messages, text):
+def test_a_template_renders_the_targets_prompt(template, messages, text):
     assert render(with_template(template), messages) == text
 
 
@@ -77,7 +77,7 @@ def test_special_tokens_that_a_tokenizer_lacks_are_empty():
         (CHATML, [HELLO[0] | {"name": object()}], PromptError, "plain values"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rendered_is_one_clear_line(template, messages, error, said):
+def test_rendering_errors_are_one_clear_line(template, messages, error, said):
     with pytest.raises(error, match=said) as caught:
         render(with_template(template), messages)
     assert "\n" not in str(caught.value)
@@ -118,7 +118,7 @@ def test_a_chat_too_long_for_the_context_is_refused(chatty):
         chatty.chat([{"role": "user", "content": "word " * 600}])
 
 
-def test_a_plain_prompt_does_without_jinja():
+def test_a_plain_prompt_needs_no_jinja():
     code = "import sys; sys.modules['jinja2'] = None; import specedge\n"
     code += "print(specedge.load().generate('x', 2).finish_reason)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -168,7 +168,7 @@ def test_the_command_refuses_in_one_line(folder, arguments, said):
     assert "Traceback" not in result.stderr
 
 
-def test_the_command_says_that_a_bundle_has_no_template():
+def test_a_missing_template_is_reported_by_the_command():
     result = run("Hi", "--chat")
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == ("specedge: python-9m has no chat template; omit --chat\n")

@@ -44,7 +44,7 @@ def test_pieces_never_end_inside_a_character(tokens):
     assert not any(piece.endswith("\ufffd") for piece in fed)
 
 
-def test_a_character_split_over_tokens_comes_in_one_piece():
+def test_a_character_of_several_tokens_is_one_piece():
     tokens = BYTE_LEVEL.encode("é😀").ids
     assert len(tokens) > 2
     assert [p for p in pieces(BYTE_LEVEL, [], tokens) if p] in (["é", "😀"], ["é😀"])
@@ -60,7 +60,7 @@ def test_a_prompt_that_ends_inside_a_character_is_completed():
     assert "".join(pieces(BYTE_LEVEL, tokens[:2], tokens[2:])) == "😀"
 
 
-def test_a_replacement_character_in_the_prompt_is_not_said_again():
+def test_a_replacement_character_in_the_prompt_is_not_repeated():
     prompt, tokens = BYTE_LEVEL.encode("ab\ufffd").ids, BYTE_LEVEL.encode("cd").ids
     assert "".join(pieces(BYTE_LEVEL, prompt, tokens)) == "cd"
 
@@ -82,14 +82,14 @@ def fed(stops, texts):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_text_ends_before_the_stop_string_however_it_is_cut(size):
+def test_text_ends_before_the_stop_string_for_any_split(size):
     text = "one\ntwo\n\nthree"
     out, strings = fed(["\n\n"], [text[i : i + size] for i in range(0, len(text), size)])
     assert "".join(out) == "one\ntwo"
     assert strings.has_matched
 
 
-def test_what_may_begin_a_stop_string_is_held_back_until_it_does_not():
+def test_a_possible_stop_string_is_held_back():
     out, strings = fed(["###"], ["a#", "#", "b#"])
     assert out == ["a", "", "##b"]
     assert (strings.flush(), strings.has_matched) == ("#", False)
@@ -101,7 +101,7 @@ def test_the_earliest_of_several_stop_strings_counts():
 
 
 @given(st.text("ab#", max_size=20), st.lists(st.text("ab#", min_size=1, max_size=3), max_size=3))
-def test_without_a_match_nothing_is_lost(text, stops):
+def test_text_without_a_match_is_complete(text, stops):
     out, strings = fed(stops, list(text))
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     joined = "".join(out) + strings.flush()

@@ -23,7 +23,7 @@ FULL = "(.*[ae].{30}){2}.*"  # a text of 30 tokens takes some 1,500 states of th
 FEW_STATES = {**grammars._LIMITS, "max_lexer_states": 3000}
 
 
-def test_a_text_is_not_cut_by_what_other_texts_left_in_the_lexer(pipeline, monkeypatch):
+def test_lexer_state_of_other_texts_does_not_truncate_a_text(pipeline, monkeypatch):
     limits = {**grammars._LIMITS, "max_lexer_states": 6000}
     monkeypatch.setattr(grammars, "_LIMITS", limits)
     for seed in range(8):  # each takes some 1,500 of these states
@@ -41,7 +41,7 @@ def walk(one, text, seed, length=30):
     return found
 
 
-def test_a_full_lexer_is_not_called_a_text_that_breaks_the_grammar(pipeline, monkeypatch):
+def test_a_full_lexer_is_not_reported_as_a_grammar_violation(pipeline, monkeypatch):
     """It refuses a token without a word, also one that no mask was asked for."""
     kept = Grammars(pipeline.bundle, pipeline.tokenizer)
     text = walk(kept.constraint(GenerationRequest(regex=FULL)), History([7]), 0)
@@ -56,7 +56,7 @@ def test_a_full_lexer_is_not_called_a_text_that_breaks_the_grammar(pipeline, mon
         one.banned(History([7], text))
 
 
-def test_drafts_that_fill_the_lexer_do_not_end_the_text(pipeline, monkeypatch):
+def test_drafts_that_fill_the_lexer_do_not_end_a_text(pipeline, monkeypatch):
     monkeypatch.setattr(grammars, "_LIMITS", FEW_STATES)
     monkeypatch.setattr(grammars, "MAX_RENEWALS", 2)
     one = Grammars(pipeline.bundle, pipeline.tokenizer).constraint(GenerationRequest(regex=FULL))
@@ -69,7 +69,7 @@ def test_drafts_that_fill_the_lexer_do_not_end_the_text(pipeline, monkeypatch):
     assert drafted[-1] == 1  # by the text's own mask; they are followed no more
 
 
-def test_a_renewed_matcher_is_one_requests_alone_and_a_full_one_is_nobodys(pipeline):
+def test_a_recompiled_matcher_belongs_to_one_request(pipeline):
     kept = Grammars(pipeline.bundle, pipeline.tokenizer)
     first, beside = (kept.constraint(GenerationRequest(regex="[ab]*")) for _ in range(2))
     assert first._fresh is beside._fresh
@@ -108,7 +108,7 @@ def compiling_again(pair, monkeypatch):
     return compile_again
 
 
-def test_others_have_turns_while_a_grammar_is_compiled_again(pair, compiling_again):
+def test_recompilation_does_not_block_other_requests(pair, compiling_again):
     wanted = pair.generate("a", 30, **FILLING)
     begun, ended, had_turns, found = threading.Event(), threading.Event(), [], []
 
@@ -128,7 +128,7 @@ def test_others_have_turns_while_a_grammar_is_compiled_again(pair, compiling_aga
     assert found[0].tokens == wanted.tokens
 
 
-def test_two_threads_read_one_stream_while_its_grammar_is_compiled_again(pair, compiling_again):
+def test_recompilation_allows_two_reading_threads(pair, compiling_again):
     expected = pair.generate("a", 30, **FILLING)
     readers = []
 
@@ -148,13 +148,13 @@ def test_two_threads_read_one_stream_while_its_grammar_is_compiled_again(pair, c
     assert stream.generation.tokens == expected.tokens
 
 
-def test_a_pipeline_closed_while_a_grammar_is_compiled_again_ends_the_stream(pair, compiling_again):
+def test_closing_a_pipeline_ends_a_recompiling_stream(pair, compiling_again):
     compiling_again(pair.close)
     with pytest.raises(SpecEdgeError, match="this pipeline is closed"):
         pair.generate("a", 30, **FILLING)
 
 
-def test_grammars_compiled_again_have_a_budget(pair, compiling_again, monkeypatch):
+def test_recompilation_has_a_budget(pair, compiling_again, monkeypatch):
     ended = threading.Event()
     compiling_again(lambda: ended.wait(60))
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.5)
@@ -164,7 +164,7 @@ def test_grammars_compiled_again_have_a_budget(pair, compiling_again, monkeypatc
     assert caught.value.option == "regex"
 
 
-def test_grammar_that_nobody_waits_for_any_more_is_not_compiled(pair, monkeypatch):
+def test_an_abandoned_grammar_is_not_compiled(pair, monkeypatch):
     """Others would wait behind it, for as long as such grammars take."""
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.05)
     compiled, begun, ended = grammars.compiled, [], threading.Event()

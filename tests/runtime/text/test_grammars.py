@@ -36,7 +36,7 @@ def allowed(one, *new):
     return [int(token) for token in np.flatnonzero(~one.banned(History([7, 8], new)))]
 
 
-def test_what_is_allowed_depends_on_the_text_alone_wherever_one_was_before():
+def test_the_mask_depends_on_the_text_only():
     one, texts = constraint("regex", "|".join(WORDS)), texts_of(*WORDS)
     beginnings = sorted({text[:i] for text in texts for i in range(len(text) + 1)})
     beginnings += [(*text, *[END] * n) for text in sorted(texts) for n in (1, 2)]
@@ -46,14 +46,14 @@ def test_what_is_allowed_depends_on_the_text_alone_wherever_one_was_before():
         assert allowed(one, *new) == allowed_of(texts, new)
 
 
-def test_after_a_whole_text_only_end_tokens_follow_and_after_these_too():
+def test_a_complete_text_allows_end_tokens_only():
     one = constraint("regex", "ab", ends=(END, 2))
     assert allowed(one) == [0]
     assert allowed(one, 0, 1) == allowed(one, 0, 1, 2, 0) == [2, END]
     assert allowed(one, 0) == [1]
 
 
-def test_a_text_that_breaks_the_grammar_is_an_error_and_others_go_on():
+def test_a_grammar_violation_is_an_error_of_its_request_only():
     one = constraint("regex", "ab|cc")
     for _ in range(2):
         with pytest.raises(OptionError, match="breaks the grammar"):
@@ -62,7 +62,7 @@ def test_a_text_that_breaks_the_grammar_is_an_error_and_others_go_on():
         assert allowed(one, 2) == [2]
 
 
-def test_a_text_that_llguidance_cannot_follow_stops_no_other_one(monkeypatch):
+def test_a_llguidance_failure_is_limited_to_its_request(monkeypatch):
     monkeypatch.setattr(grammars, "MAX_RENEWALS", 0)
     one = constraint("grammar", 'start: "b" "a" | "a" rest\nrest: "c" rest')
     one._mixed = False  # no other text has used its matcher
@@ -120,18 +120,18 @@ def test_an_impossible_grammar_is_refused_before_anything_runs(pipeline, options
         ({"json_schema": {"a": {1, 2}}}, "json_schema cannot be converted to JSON"),
     ],
 )
-def test_a_grammar_that_is_none_is_one_clear_error(options, reason):
+def test_an_invalid_grammar_is_one_clear_error(options, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         GenerationRequest(**options)
     assert len(str(caught.value)) < 400
 
 
-def test_a_grammar_that_the_options_leave_no_token_is_an_error_that_says_so(pipeline):
+def test_a_grammar_without_allowed_tokens_is_a_clear_error(pipeline):
     with pytest.raises(OptionError, match=r"grammar.*leave no token"):
         pipeline.generate("a", 9, regex="a", min_new_tokens=9)
 
 
-def test_a_grammar_is_compiled_once_for_the_requests_that_name_it(pipeline, monkeypatch):
+def test_compiled_grammars_are_cached(pipeline, monkeypatch):
     made, compiled = [], grammars.compiled
 
     def counted(*given):
@@ -145,7 +145,7 @@ def test_a_grammar_is_compiled_once_for_the_requests_that_name_it(pipeline, monk
     assert made == ["a", "b", "c", *map(str, range(NUM_CACHED)), "a"]
 
 
-def test_a_grammar_is_compiled_once_for_requests_that_come_at_once(pipeline, monkeypatch):
+def test_concurrent_requests_share_a_compilation(pipeline, monkeypatch):
     made, compiled = [], grammars.compiled
 
     def slowly(*given):
@@ -167,7 +167,7 @@ def test_a_grammar_is_compiled_once_for_requests_that_come_at_once(pipeline, mon
     assert set(made[3:]) == {"(a"}
 
 
-def test_masks_of_positions_long_past_are_dropped_though_some_had_none():
+def test_old_masks_are_dropped():
     one = constraint("regex", "[ab]*")
     text = History([7])
     for step in [3] * 150 + [3 * MAX_DRAFT_TOKENS, 0]:
@@ -197,13 +197,13 @@ def spaces_of(pipeline, guidance, space):
         ({"x-guidance": {"whitespace_pattern": "[ ]{0,7}"}}, 7),
     ],
 )
-def test_white_space_has_an_end_unless_the_schema_says_what_there_may_be(pipeline, guidance, most):
+def test_whitespace_is_bounded_by_default(pipeline, guidance, most):
     assert spaces_of(pipeline, guidance, " ") == most
     assert guidance or spaces_of(pipeline, guidance, "\n") == 1
 
 
 @pytest.mark.parametrize("written", [{}, {"indent": 4}, {"separators": (",", ":")}])
-def test_json_as_it_is_usually_written_follows_its_schema(pipeline, written):
+def test_common_json_formatting_matches_the_schema(pipeline, written):
     text = json.dumps({"name": "Al", "age": 30, "tags": ["a", "b"]}, **written)
     schema = {name: value for name, value in PERSON.items() if name != "x-guidance"}
     one = pipeline.grammars.constraint(GenerationRequest(json_schema=schema))
@@ -221,14 +221,14 @@ def test_a_bundle_without_end_tokens_is_refused(pipeline):
         Grammars(Endless, pipeline.tokenizer).constraint(GenerationRequest(regex="a"))
 
 
-def test_without_llguidance_the_error_says_how_to_install_it(pipeline, monkeypatch):
+def test_a_missing_llguidance_names_the_pip_command(pipeline, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(SpecEdgeError, match=r'pip install "specedge\[grammar\]"'):
         Grammars(pipeline.bundle, pipeline.tokenizer).constraint(GenerationRequest(regex="a"))
 
 
 @pytest.mark.parametrize("drafter", [*DrafterName])
-def test_greedy_json_is_plain_masked_decodings_with_every_drafter(pipeline, drafter):
+def test_greedy_json_equals_plain_masked_decoding_for_every_drafter(pipeline, drafter):
     options = {"json_schema": PERSON, "max_new_tokens": 60}
     plain = pipeline.generate("data = ", num_draft_tokens=0, **options)
     assert plain.finish_reason == "end"
@@ -238,7 +238,7 @@ def test_greedy_json_is_plain_masked_decodings_with_every_drafter(pipeline, draf
     assert list(json.loads(plain.text)) == ["name", "age", "tags"]
 
 
-def test_a_text_cut_inside_json_says_so(pipeline):
+def test_truncated_json_reports_its_finish_reason(pipeline):
     cut = pipeline.generate("data = ", 5, json_schema=PERSON)
     whole = pipeline.generate("data = ", 60, json_schema=PERSON)
     assert (cut.finish_reason, whole.finish_reason) == ("length", "end")

@@ -16,7 +16,7 @@ from schemas import PLAIN, SCHEMAS  # noqa: E402
     [range(2), pytest.param(range(2, 50), marks=pytest.mark.slow(exhaustive=True))],
     ids=["2 seeds", "48 seeds"],
 )
-def test_a_text_is_valid_or_says_that_it_was_cut(pipeline, seeds):
+def test_a_text_is_valid_or_reports_truncation(pipeline, seeds):
     reasons = []
     for schema in SCHEMAS:
         for seed in seeds:
@@ -30,14 +30,14 @@ def test_a_text_is_valid_or_says_that_it_was_cut(pipeline, seeds):
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=map(str, range(len(SCHEMAS))))
-def test_greedy_text_under_a_schema_is_plain_masked_decodings(pipeline, schema):
+def test_greedy_text_under_a_schema_equals_plain_masked_decoding(pipeline, schema):
     options = {"max_new_tokens": 40, "json_schema": schema}
     plain = pipeline.generate("data = ", num_draft_tokens=0, **options)
     for k in (2, 5, "auto"):
         assert pipeline.generate("data = ", num_draft_tokens=k, **options).tokens == plain.tokens
 
 
-def test_most_greedy_texts_end_though_white_space_is_allowed(pipeline):
+def test_most_greedy_texts_end_with_whitespace_allowed(pipeline):
     made = [pipeline.generate("data = ", 120, json_schema=schema) for schema in PLAIN]
     ended = [
         (one.text, schema)

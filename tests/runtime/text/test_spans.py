@@ -26,7 +26,7 @@ def test_a_rounds_last_token_is_recovered_bonus_or_plain(num_drafted, num_accept
 
 
 @given(st.lists(st.tuples(st.text("ab", max_size=3), st.sampled_from(TokenOutcome))), st.data())
-def test_marked_text_is_the_text_in_whatever_lengths_it_is_taken(tokens, data):
+def test_spans_join_to_the_text_for_any_piece_length(tokens, data):
     marks, taken = SpanBuffer(), []
     whole = [fate for text, fate in tokens for _ in text]
     text, waiting = "".join(text for text, _ in tokens), 0
@@ -85,7 +85,7 @@ def test_an_incomplete_character_at_the_end_belongs_to_its_last_token(pipeline):
     ]
 
 
-def test_held_back_text_keeps_the_fate_of_its_own_token(pipeline):
+def test_held_back_text_keeps_the_outcome_of_its_token(pipeline):
     tokens, draft = spelled(pipeline, "a##b##c", 1)
     made = scripted(pipeline, tokens, draft).stream([5], 7, num_draft_tokens=3, stop="##c")
     pieces = list(made.traced())

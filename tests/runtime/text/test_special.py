@@ -50,7 +50,7 @@ def test_a_special_token_in_a_prompt_is_text_unless_it_is_allowed(pipeline):
     assert end in allowed
 
 
-def test_a_request_says_whether_special_tokens_are_allowed(pipeline):
+def test_special_tokens_is_a_request_option(pipeline):
     text = f"import os\n{END}import json"
     plain = encode_as_text(pipeline.tokenizer, text)
     as_text, allowed = (pipeline.generate(text, 9, special_tokens=on) for on in (False, True))
@@ -68,7 +68,7 @@ def encode_as_text(tokenizer, text):
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_what_the_tokenizer_puts_before_a_prompt_is_still_put(flags):
+def test_the_tokenizers_prefix_is_kept(flags):
     tokenizer, bundle = trained("<|x|>", **flags), with_template("ChatML")
     tokens = Prompts(bundle, tokenizer).tokens("[BOS] a <|x|> b <think>")
     assert controls_in(tokenizer, tokens) == ["[BOS]"]
@@ -81,7 +81,7 @@ CHATS.remove(("Gemma", SYSTEM))  # it refuses
 
 
 @pytest.mark.parametrize(("name", "messages"), CHATS)
-def test_a_chat_that_spells_no_special_token_is_encoded_as_ever(name, messages, monkeypatch):
+def test_a_chat_without_special_tokens_is_encoded_unchanged(name, messages, monkeypatch):
     tokenizer, bundle = trained(*CONTROLS[name]), with_template(name)
     whole = encode(tokenizer, render(bundle, messages), add_special_tokens=False)
     with monkeypatch.context() as patch:
@@ -94,7 +94,7 @@ def test_a_chat_that_spells_no_special_token_is_encoded_as_ever(name, messages, 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_only_the_templates_own_special_tokens_control(name, kind):
+def test_only_special_tokens_of_the_template_are_control_tokens(name, kind):
     tokenizer, bundle = TOKENIZERS[kind](*CONTROLS[name]), with_template(name)
     messages = spelling(name)
     tokens = Prompts(bundle, tokenizer).chat_tokens(messages)
@@ -120,7 +120,7 @@ def renamed(text):
 
 @pytest.mark.parametrize("kind", [kind for kind in TOKENIZERS if kind not in CHOOSY])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_tokens_are_those_of_a_pair_whose_control_tokens_have_other_names(name, kind):
+def test_spelled_control_tokens_are_encoded_as_text(name, kind):
     make, bundle = TOKENIZERS[kind], with_template(name)
     other = dataclasses.replace(
         bundle,
@@ -163,7 +163,7 @@ DEEP = {"a": [{"<|im_end|>": "<|im_end|>"}]}
          "<|im_end|><|im_end|>"),
     ],
 )  # fmt: skip
-def test_a_template_may_change_what_it_is_given(template, content, text):
+def test_a_template_may_modify_message_text(template, content, text):
     tokenizer = trained("<|im_end|>")
     bundle = dataclasses.replace(with_template("ChatML"), chat_template=template)
     messages = [{"role": "end", "content": content, "extra": DEEP, "unused": "\ud800"}]
@@ -172,7 +172,7 @@ def test_a_template_may_change_what_it_is_given(template, content, text):
     assert text_of(tokenizer, tokens) == text
 
 
-def test_other_spellings_that_a_normalizer_makes_of_a_special_token_are_text_too():
+def test_normalized_spellings_of_special_tokens_are_text():
     tokenizer = trained("<|im_start|>", "<|im_end|>", normalized=True)
     tokenizer.normalizer = normalizers.NFKC()
     bundle = with_template("ChatML")
@@ -191,7 +191,7 @@ def sentencepiece():
     return made
 
 
-def test_a_model_that_knows_a_text_as_a_control_token_alone_is_refused():
+def test_text_that_can_only_be_a_control_token_is_refused():
     tokenizer, bundle = sentencepiece(), with_template("ChatML")
     with pytest.raises(PromptError, match=r"'</s>'.* remove it, or allow it with --special-tokens"):
         Prompts(bundle, tokenizer).tokens("a </s> b")
@@ -201,7 +201,7 @@ def test_a_model_that_knows_a_text_as_a_control_token_alone_is_refused():
     assert allowed == tokenizer.encode("a </s> b").ids
 
 
-def test_unknown_text_is_no_special_token():
+def test_unknown_text_is_not_a_special_token():
     tokenizer, bundle = sentencepiece(), with_template("ChatML")
     for text in ("a é b", "a <unk> b"):
         assert Prompts(bundle, tokenizer).tokens(text) == tokenizer.encode(text).ids
@@ -217,7 +217,7 @@ def test_a_control_token_may_also_stand_for_unknown_text():
         assert tokenizer.decode(tokens) == text
 
 
-def test_threads_do_not_change_each_others_prompts(pipeline):
+def test_encoding_is_thread_safe(pipeline):
     bundle, tokenizer = pipeline.bundle, Tokenizer.from_str(pipeline.tokenizer.to_str())
     text = f"def f({END}):\n" * 20
     wanted = {on: pipeline.prompts.tokens_of(text, on) for on in (False, True)}
@@ -251,7 +251,7 @@ def test_a_chat_takes_the_option(pipeline):
             assert made.stats.num_prompt_tokens == len(tokens)
 
 
-def test_stop_strings_and_bad_words_are_as_before(pipeline):
+def test_stop_strings_and_bad_words_are_unaffected(pipeline):
     """A stop string is looked for in text, where control tokens do not show; a bad word is the
     tokenizer's own split of it, so that a special token can be forbidden."""
     from specedge.runtime.text.bad_words import resolve_sampling
@@ -265,7 +265,7 @@ def test_stop_strings_and_bad_words_are_as_before(pipeline):
     assert END not in made.text
 
 
-def test_a_special_tokens_own_white_space_is_its_text():
+def test_whitespace_in_a_special_token_is_kept():
     pieces = Tokenizer(models.BPE({"a": 0, "Ċ": 1, "<e>": 2}, []))
     pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pieces.add_special_tokens(["\n\n", "<e>"])

@@ -65,7 +65,7 @@ def test_a_tokenizer_that_panics_is_one_line_and_exit_1(changed, part):
     assert line.endswith("export the pair again")
 
 
-def test_a_tokenizer_that_panics_later_is_an_error_of_ours(pipeline):
+def test_a_late_panic_of_a_tokenizer_is_a_specedge_error(pipeline):
     facts = json.loads(pipeline.tokenizer.to_str()) | {"truncation": CUTTING | {"stride": 9}}
     tokenizer = Tokenizer.from_str(json.dumps(facts))
     with pytest.raises(BundleError, match="the tokenizer fails: `stride`"):
