@@ -203,6 +203,7 @@ def embedded(bundle, tmp_path_factory):
     return embed(bundle.folder, folder, golden=transcripts)
 
 
+@pytest.mark.slow
 def test_hosts_replay_the_transcripts_of_plain_rounds(embedded):
     import onnxruntime
 
@@ -225,6 +226,7 @@ def test_hosts_replay_the_transcripts_of_plain_rounds(embedded):
         assert {*one["num_accepted"]} == {0}
 
 
+@pytest.mark.slow
 def test_a_bundle_with_a_plain_round_reads_as_written(embedded):
     assert Bundle.read(embedded.folder) == embedded
     assert embedded.format == FIRST_FORMAT_WITHOUT_DRAFT

@@ -116,7 +116,8 @@ def test_a_model_whose_logits_are_not_numbers_fails_with_a_report(copy):
     assert "Traceback" not in result.stderr
 
 
-def test_the_budget_is_the_time_of_so_many_passes(copy):
+@pytest.mark.slow
+def test_the_budget_is_a_number_of_passes(copy):
     def audited(step):
         ticks = Ticks(1, step)
         audit.audit(Bundle.read(copy), audit.ExecutionSettings(), [], ticks.budget, passes=3)
