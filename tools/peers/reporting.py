@@ -181,7 +181,7 @@ def chart(model: Figures) -> str:
                     label += f", KL {mean_kl(variant):.3f}"
                 bars.append((label, (0.0, milliseconds) if k else (milliseconds, 0.0)))
     bars.sort(key=lambda bar: sum(bar[1]))
-    title = f"{model.name}: milliseconds a token on two threads"
+    title = f"{model.name} on two threads"
 
     def draw(axes: Any) -> None:
         axes.set_title(title)
