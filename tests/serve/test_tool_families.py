@@ -277,6 +277,39 @@ def test_harmony_is_split_into_channels_wherever_the_text_is_cut():
         assert (calls[0].name, calls[0].index) == ("weather", 0)
 
 
+# Texts as openai-harmony 0.0.8 renders them, with what its parser reads: analysis, text, calls.
+RENDERED = {
+    "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>final"
+    "<|message|>Hi<|return|>": ("", "Let me see.Hi", []),
+    ' to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>': (
+        "", "", [("weather", '{"a": 1}')]),
+    "<|channel|>commentary to=functions.weather json<|message|>{}<|call|><|start|>assistant"
+    "<|channel|>analysis<|message|>a < b <| c<|end|>": ("a < b <| c", "", [("weather", "{}")]),
+    "<|channel|>analysis to=python code<|message|>print(1)<|call|>": ("print(1)", "", []),
+    '<|channel|>final <|constrain|>json<|message|>{"a":1}<|return|>': ("", '{"a":1}', []),
+    "<|channel|>commentary to=functions.other<|message|>{}<|call|>": ("", "{}", []),
+    "<|channel|>analysis<|message|>é\n\n😀<|end|><|start|>assistant": ("é\n\n😀", "", []),
+    "<|message|>plain": ("", "plain", []),
+    # Which its parser refuses.
+    "plain text": ("", "plain text", []),
+    "<|channel|>analysis": ("", "", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", RENDERED)
+def test_harmony_is_read_as_by_its_own_library(text):
+    for pieces in cuts(text):
+        parser = HarmonyParser(("weather",))
+        parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
+        reasoning = "".join(p.text for p in parts if isinstance(p, ReasoningDelta))
+        answer = "".join(part for part in parts if isinstance(part, str))
+        deltas = [p for p in parts if not isinstance(p, str | ReasoningDelta)]
+        names = [delta.name for delta in deltas if delta.name]
+        arguments = "".join(delta.arguments for delta in deltas)
+        calls = [(name, arguments) for name in names]
+        assert (reasoning, answer, calls) == RENDERED[text]
+
+
 def test_harmony_is_served_with_thinking_calls_and_formats():
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
     pipeline = scripted_pair(HARMONY, dict.fromkeys(marks, True))

@@ -53,7 +53,7 @@ class HarmonyParser:
     """Splits a text in harmony into thinking, text and calls, however its pieces are cut.
 
     A message is a header, `<|message|>`, a body and an end mark. The header of the first message
-    begins behind the prompt's `<|start|>assistant`.
+    begins behind the prompt's `<|start|>assistant`. Text without any mark is an answer.
 
     Args:
         names: Functions that may be called; calls of others are text.
@@ -64,6 +64,7 @@ class HarmonyParser:
         self._pending, self._header = "", ""
         self._kind: str | None = None  # of the body: "text", "reasoning" or "call"; None: a header
         self._num_calls = 0
+        self._is_first = True  # no body has begun
 
     @property
     def is_complete(self) -> bool:
@@ -83,6 +84,8 @@ class HarmonyParser:
     def end(self) -> list[str | CallDelta | ReasoningDelta]:
         """Return the remaining parts at the end of the text, which is no longer within a call."""
         parts = list(self._parts(is_end=True))
+        if self._is_first and not any(mark in self._header for mark in MARKS):
+            parts += [self._header] if self._header else []
         self._kind = None if self._kind == "call" else self._kind
         return parts
 
@@ -108,6 +111,7 @@ class HarmonyParser:
 
     def _begin(self) -> Iterator[CallDelta]:
         """Begin the body behind a header."""
+        self._is_first = False
         recipient = _RECIPIENT.search(self._header)
         if recipient and recipient[1] in self._names:
             self._kind = "call"
