@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from steps import TOOLS, same, step
@@ -29,9 +30,8 @@ def codex(*arguments):
         command, env=os.environ | {"CODEX_HOME": str(home)}, capture_output=True, text=True,
         timeout=300, stdin=subprocess.DEVNULL, cwd=folder,
     )  # fmt: skip
-    print(process.stderr[-3000:], flush=True)
+    print(process.stderr[-3000:], file=sys.stderr)
     events = [json.loads(line) for line in process.stdout.splitlines() if line[:1] == "{"]
-    print(events[-3:], flush=True)
     same(process.returncode, 0)
     return [event["item"] for event in events if event["type"] == "item.completed"]
 
