@@ -52,6 +52,8 @@ def parse_message_request(body: object, settings: ParserSettings) -> ParsedReque
     chat = {name: fields.take(name) for name in _SAME_FIELDS}
     chat["max_tokens"], chat["stop"] = fields.take("max_tokens"), fields.take("stop_sequences")
     chat["messages"] = [*_parse_system(fields), *_parse_messages(fields)]
+    if _is_prefill(chat["messages"]):
+        chat["continue_final_message"] = True
     if tools := _parse_tools(fields):
         chat["tools"] = tools
         chat |= _parse_choice(fields.take_object("tool_choice"))
@@ -69,6 +71,15 @@ def parse_message_request(body: object, settings: ParserSettings) -> ParsedReque
     request = parse_chat(chat, settings)
     names = () if ignored is None else tuple(ignored.names)
     return dataclasses.replace(request, ignored=(*names, *request.ignored))
+
+
+def _is_prefill(messages: list[dict[str, Any]]) -> bool:
+    """Return True if the answer continues the last message, which is the assistant's."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content or []]
+    has_text = any(isinstance(text, str) and text.strip() for text in texts)
+    return last.get("role") == "assistant" and "tool_calls" not in last and has_text
 
 
 def _parse_system(fields: FieldReader) -> list[dict[str, Any]]:

@@ -216,7 +216,7 @@ class _Server:
                 CORSMiddleware,
                 allow_origins=list(origins),
                 allow_origin_regex=ORIGIN_PATTERN,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", IGNORED_HEADER, SAMPLED_HEADER],
             )

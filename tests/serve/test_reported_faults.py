@@ -240,3 +240,12 @@ def test_schema_that_cannot_be_followed_is_named(port, schema, reason):
     status, _, answer = post(port, "chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, "response_format")
     assert reason in answer["error"]["message"]
+
+
+def test_last_message_of_the_assistant_is_continued_in_anthropics_api(port, pair):
+    pair.text = " Four."
+    messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "It is "}]}]
+    _, _, answer = post(port, "messages", {"messages": messages, "max_tokens": 20})
+    assert answer["content"][0]["text"] == " Four."
+    prompt = pair.tokenizer.decode(pair.asked, skip_special_tokens=False)
+    assert prompt.endswith("<|im_start|>assistant\nIt is")
