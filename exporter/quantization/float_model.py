@@ -20,7 +20,7 @@ from specedge.bundle.op_sets import (
 )
 from specedge.bundle.reports import QuantizationReport
 
-from ..graph import graphs
+from ..graph import graphs, rewrites
 from ..graph.graphs import GraphFile, op_set_signature
 from ..graph.half_precision import convert_caches, convert_graph
 from ..graph.weights import STORED
@@ -95,10 +95,11 @@ class FloatModel:
 
     def write(self, graph_model: ir.Model, folder: Path, ops: str) -> None:
         """Write the graph files of an op set from its decoder."""
-        if (dtype := cache_dtype(ops)) != "float32":
-            (convert_graph if dtype == compute_dtype(ops) else convert_caches)(
-                graph_model, STORED[dtype][1]
-            )
+        if (dtype := compute_dtype(ops)) != "float32":
+            rewrites.fuse_sigmoids(graph_model)  # a launch on a GPU instead of four
+            convert_graph(graph_model, STORED[dtype][1])
+        elif (dtype := cache_dtype(ops)) != "float32":
+            convert_caches(graph_model, STORED[dtype][1])
         graphs.write_graphs(graph_model, folder, self.lengths, ops)
 
     def with_reports(self, reports: dict[str, OpSetReport], weights_dtype: str) -> ModelEntry:

@@ -77,6 +77,12 @@ def test_a_scored_graph_gives_a_decoders_logits_and_the_best_of_them(made):
                 assert found[i].largest(count)[1].tolist() == own.largest(count)[1].tolist()
 
 
+def test_sigmoid_is_not_spelled_out_in_types_of_fewer_digits(made):
+    for ops in made.sets:
+        names = {node.op_type for node in made.graph(made.bundle.target, ops).node}
+        assert made.compute == "fp32" or "Exp" not in names
+
+
 def test_each_op_set_has_another_beside_it_and_a_report_of_its_own(made):
     for model in made.bundle.models.values():
         assert list(model.parity) == [*OPS, *made.sets]
