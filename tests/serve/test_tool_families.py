@@ -177,6 +177,8 @@ def test_family_is_known_by_its_template_and_its_calls_are_read(name):
         ("LFM2", "<|tool_call_start|>[clock(), weather(city='Rom', wind=true)]<|tool_call_end|>",
          [("clock", {}), ("weather", {"city": "Rom", "wind": True})]),
         ("pythonic", "[clock(), write(text=None)]", [("clock", {}), ("write", {"text": None})]),
+        ("pythonic", "[write(text='a\\')]b', days=[{'a': ')'}])]",
+         [("write", {"text": "a')]b", "days": [{"a": ")"}]})]),
         ("Gemma 4", '<|tool_call>call:write{text:{a:[1,<|"|>b}<|"|>],c:null}}<tool_call|>',
          [("write", {"text": {"a": [1, "b}"], "c": None}})]),
         ("Granite 3", '<|tool_call|>[{"name": "clock"}, {"name": "write", "arguments": "{}"}]',
@@ -188,6 +190,29 @@ def test_family_is_known_by_its_template_and_its_calls_are_read(name):
 )  # fmt: skip
 def test_calls_are_read_leniently(name, text, calls):
     assert read(name, [*text]) == ("", calls)
+
+
+def two_calls(name):
+    """Return the text of two calls of a family, for Rom and for Bonn."""
+    template, text = FAMILIES[name]
+    family = family_of(template)
+    inner = text.removeprefix(family.opening).removesuffix(family.closing)
+    both = family.between.join((inner, inner.replace("Rom", "Bonn")))
+    return family.opening + both + family.closing
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_second_call_that_is_cut_loses_no_first_one(name):
+    text = two_calls(name)
+    assert read(name, [*text]) == ("", [*EXPECTED, ("weather", {"city": "Bonn", "days": 2})])
+    for end in range(text.index("Bonn") - 3, len(text)):
+        assert read(name, [text[:end]])[1][:1] == EXPECTED
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_behind_calls_is_text(name):
+    text, calls = read(name, [*FAMILIES[name][1], "\nDone."])
+    assert (text.strip(), calls) == ("Done.", EXPECTED)
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "explained"])

@@ -132,19 +132,53 @@ def _typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
 
 def _parse_pythonic(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
     """Parse a list of calls in Python's syntax, with names of constants of Python or JSON."""
-    start = _skip(text, 0, family.marker)
-    end = text.find(family.end) if family.end else -1
-    body, rest = (text[start:], "") if end < 0 else (text[start:end], text[end + len(family.end) :])
-    node = ast.parse(body.strip(), mode="eval").body
+    position = _skip(text, 0, family.marker)
+    has_bracket = text.startswith("[", position)
+    position += has_bracket
     calls: Calls = []
-    for call in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("no call")
-        name = ast.unparse(call.func)
-        if name not in schemas:
-            raise ValueError("no call")
-        calls.append((name, {str(k.arg): _literal(k.value) for k in call.keywords}))
-    return calls, rest
+    while (end := _call_end(text, start := _skip(text, position, ","))) is not None:
+        try:
+            calls.append(_python_call(text[start:end], schemas))
+        except (ValueError, SyntaxError):
+            break
+        position = end
+    closed = _skip(text, position)
+    if has_bracket and text.startswith("]", closed):
+        position = closed + 1
+    closed = _skip(text, position)
+    if family.end and text.startswith(family.end, closed):
+        position = closed + len(family.end)
+    return calls, text[position:]
+
+
+_CALL_START = re.compile(r"[\w.-]+\s*\(")
+
+
+def _call_end(text: str, start: int) -> int | None:
+    """Return the end of a call in Python's syntax; None if there is none, or it is cut."""
+    match = _CALL_START.match(text, start)
+    position, depth, quote = 0 if match is None else match.end(), 1, ""
+    if match is None:
+        return None
+    while position < len(text) and depth:
+        character = text[position]
+        if quote:
+            position += character == "\\"
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        position += 1
+    return None if depth else position
+
+
+def _python_call(text: str, schemas: Schemas) -> tuple[str, dict[str, Any]]:
+    name, parenthesis, arguments = text.partition("(")
+    node = ast.parse(f"f{parenthesis}{arguments}", mode="eval").body  # names may have hyphens
+    if not isinstance(node, ast.Call) or node.args or name.strip() not in schemas:
+        raise ValueError("no call")
+    return name.strip(), {str(k.arg): _literal(k.value) for k in node.keywords}
 
 
 def _literal(node: ast.expr) -> Any:
