@@ -210,6 +210,14 @@ def test_second_call_that_is_cut_loses_no_first_one(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_calls_of_several_blocks_are_read(name):
+    text = FAMILIES[name][1]
+    count = 1 if name == "pythonic" else 2  # unmarked calls begin a text
+    for pieces in ([text + text], [text, text], [*text, *text]):
+        assert read(name, pieces)[1][:count] == EXPECTED * count
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_text_behind_calls_is_text(name):
     text, calls = read(name, [*FAMILIES[name][1], "\nDone."])
     assert (text.strip(), calls) == ("Done.", EXPECTED)

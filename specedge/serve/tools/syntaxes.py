@@ -68,19 +68,18 @@ def parse_arguments(arguments: object) -> dict[str, Any]:
 
 def _parse_json(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
     """Parse JSON objects, or lists of these, in a row."""
-    position = _skip(text, 0, family.marker, "```json", "[TOOL_CALLS]")
+    openings = (family.marker, "```json", "[TOOL_CALLS]", "[")
+    closings = (";", ",", "]", "```", "</tool_call>", *filter(None, [family.end]))
     calls: Calls = []
-    while position < len(text):
+    end = 0
+    while (start := _skip(text, end, *openings)) < len(text):
         try:
-            if text[position] == "[" and calls == []:
-                position = _skip(text, position + 1)
-            value, end = DECODER.raw_decode(text, position)
+            value, after = DECODER.raw_decode(text, start)
             calls.append(call_of(value, schemas))
         except ValueError:
             break
-        ends = ("```", "</tool_call>", family.end)
-        position = _skip(text, end, ";", ",", "]", *filter(None, ends), family.marker)
-    return calls, text[position:]
+        end = _skip(text, after, *closings)
+    return calls, text[end:]
 
 
 def _skip(text: str, position: int, *marks: str) -> int:
