@@ -66,7 +66,7 @@ def _config(kind: str, sizes: dict[str, Any], **options: Any) -> Callable[[], Pr
     return lambda: getattr(transformers, f"{kind}Config")(**{**sizes, **options})
 
 
-# Name: what is special about it, and its config.
+# Name: peculiarity and config.
 ARCHITECTURES: dict[str, tuple[str, Callable[[], PreTrainedConfig]]] = {
     "gpt2": ("Conv1D, tanh GELU, tied", _config("GPT2", _GPT2_SIZES)),
     "gpt_bigcode": ("multi-query", _config("GPTBigCode", _GPT2_SIZES)),

@@ -1,4 +1,4 @@
-"""What the audit's tests audit: a pair of tables, with a clock that ticks when it is asked."""
+"""A pair of table models and a deterministic clock for tests of the audit."""
 
 from __future__ import annotations
 

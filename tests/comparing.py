@@ -20,7 +20,7 @@ def traced(model, folder, ops="onnx", context=CONTEXT):
 
 
 def graphs_of(model):
-    """What a model's layers do, and its graph in each op set that it can have."""
+    """Geometry of a model, and its graph in each supported op set."""
     shape = geometry.measure_geometry(model, CONTEXT, 4)
     layers = tracer.observe(model, shape)
     fused = not any(layer.gqa_obstacle() for layer in layers)
@@ -30,7 +30,7 @@ def graphs_of(model):
 
 
 def computed(model, runner):
-    """What PyTorch computes, to compare a graph with."""
+    """Return PyTorch's outputs as the reference of a graph."""
     return reference.compute_references("target", model, WeightSources(), runner.geometry, 512)
 
 

@@ -211,7 +211,7 @@ def draw(weights: np.ndarray, u: float) -> int:
 
 
 def window(length: int, context: int) -> tuple[int, int]:
-    """Where a draft's cache begins, and how many tokens it may draft: the page's own lines."""
+    """Return a draft's start position and maximum number of tokens, as docs/bundle.md has it."""
     page = DOCUMENT.read_text("utf-8").split("**A smaller draft.**")[1]
     names = {"L": length, "M": context}
     exec(page.split("```")[1], {"max": max, "__builtins__": {}}, names)

@@ -13,7 +13,7 @@ from specedge.exporter.tracing.module_patches import freeze_rotary
 
 PROMPT = list(range(40, 52))
 LENGTH = 200
-NEAR = 1e-4  # of the logits' spread: what float32 sums in another order may differ by
+NEAR = 1e-4  # of the logits' standard deviation: float32 rounding by summation order
 
 
 def check_pair(draft, target, folder, model, **options):

@@ -40,9 +40,7 @@ def joint_distribution(make, monkeypatch, prompt=(0,)):
 
 
 def distribution_of_strings(target_distribution, prompt=(0,)):
-    """What `joint_distribution` must be: the target's own distribution of all strings that it can
-    write.
-    """
+    """Return the target's distribution of all strings, which `joint_distribution` must equal."""
     distribution = {}
     for string in product(range(3), repeat=LENGTH):
         probability = Fraction(1)

@@ -11,7 +11,7 @@ END = 3
 
 
 class _Few:
-    """What llguidance asks of a tokenizer."""
+    """Tokenizer interface of llguidance."""
 
     eos_token_id, bos_token_id, special_token_ids = END, None, (END,)
 
@@ -24,7 +24,7 @@ class _Few:
 
 
 def constraint(kind, text, tokens=TOKENS, ends=(END,)):
-    """Of a grammar of that kind over a few tokens."""
+    """Build a grammar of a type over a few tokens."""
     import llguidance
 
     known = llguidance.LLTokenizer(

@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, *args: object) -> None:
-        """Nothing: `requests` has it."""
+        """Log nothing: `requests` has it."""
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)

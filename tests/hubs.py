@@ -1,4 +1,4 @@
-"""What tests of the hub share: how huggingface_hub is led to it, and what it was asked."""
+"""Shared parts of the tests of the hub: redirection of huggingface_hub, and its requests."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ WHOLE = "model.safetensors"
 
 
 def patch_endpoint(monkeypatch, endpoint):
-    """What HF_ENDPOINT and HF_HUB_OFFLINE=0 set where huggingface_hub is imported anew."""
+    """Set HF_ENDPOINT and HF_HUB_OFFLINE=0, and import huggingface_hub again."""
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

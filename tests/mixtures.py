@@ -21,7 +21,7 @@ SWIGLU = Swiglu(ALPHA, BETA, LIMIT)
 
 
 def sparse():
-    """What `tracing.experts` makes of experts in `gqa`."""
+    """Return the `gqa` form of experts by `tracing.experts`."""
     node = helper.make_node
     return [
         node("Log", ["routing"], ["log"]),

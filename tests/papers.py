@@ -1,4 +1,4 @@
-"""What the papers and posts print about speed, as they print it; the misprints are marked.
+"""Figures about speed as printed by papers and posts; misprints are marked.
 
 D is Chen et al. 2023 (arXiv 2302.01318), G is Leviathan et al. 2023 (arXiv 2211.17192).
 """

@@ -39,7 +39,7 @@ class Published:
     wrapper: bool = False
 
 
-# What is refused from its config, and why; options that make transformers' own defaults the
+# Refused by config, and why; options that make transformers' own defaults the
 # published ones.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("are recurrent", {}),
@@ -119,7 +119,7 @@ def save_refused(kind: str, tokenizer: Any, folder: Path) -> Path:
 
 
 def _untied(model: Any) -> State:
-    """What a repository holds: a tied head is left out."""
+    """Return the tensors of a repository, without a tied head."""
     state = model.state_dict()
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)

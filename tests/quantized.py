@@ -64,8 +64,8 @@ class Made:
             check_greedy(self.pipeline, prompt, length, k)
 
     def check_rows(self):
-        """They keep their bits whatever shares their pass, but one row alone in blocks, where the
-        processor has a known kernel.
+        """Assert batch invariance, except of single rows in blocks on processors with a known
+        kernel.
         """
         all_lost = set()
         for model in self.bundle.models.values():

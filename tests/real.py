@@ -19,7 +19,7 @@ import specedge
 TEXTS = reference.TEXTS
 PROMPTS = 12
 LENGTH = 80
-NEAR = 1e-4  # of the logits' spread: what float32 sums in another order may differ by
+NEAR = 1e-4  # of the logits' standard deviation: float32 rounding by summation order
 WINDOW = 256
 
 

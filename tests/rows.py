@@ -1,8 +1,8 @@
-"""Whether a row's bits depend on how many rows share its pass, through the runtime."""
+"""Measurement of batch invariance through the runtime."""
 
 import numpy as np
 
-LENGTHS = (1, 2, 3, 5, 9, 18, 36, 64, 128, 256)  # what is promised; from 18 on they read prompts
+LENGTHS = (1, 2, 3, 5, 9, 18, 36, 64, 128, 256)  # tested lengths; from 18 on prompts only
 
 
 def dependent_lengths(model, lengths, num_tokens=300):

@@ -79,7 +79,7 @@ def ask(port, method, path, body=b"", **headers):
 
 
 def answer(connection):
-    """What a server says until it closes the connection."""
+    """Return a server's bytes until it closes the connection."""
     said = b""
     while part := connection.recv(2**16):
         said += part
@@ -98,7 +98,7 @@ def head(length, kind="application/json"):
 
 
 def answers(port):
-    """Whether a server answers a short request."""
+    """Return True if a server answers a short request."""
     status, _, said = ask(port, "POST", "/v1/completions", SHORT)
     return status == 200 and bool(json.loads(said)["choices"][0]["text"])
 
@@ -108,7 +108,7 @@ def health(port):
 
 
 def counts(port):
-    """What /metrics says, by name and labels; of what it says nothing, nothing was."""
+    """Return the values of /metrics by name and labels; missing ones are 0."""
     lines = ask(port, "GET", "/metrics")[2].decode().splitlines()
     given = (line.rpartition(" ") for line in lines if line[0] != "#")
     return Counter({name: float(value) for name, _, value in given})

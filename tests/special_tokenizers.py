@@ -51,7 +51,7 @@ def llama_2(*controls):
 
 
 def llama(*controls):
-    """As it was published later, where a text has one space before it and its parts none."""
+    """Tokenizer as published later, which adds a space before a text but not before its parts."""
     return characters(controls, None, pre_tokenizers.Metaspace(prepend_scheme="first"))
 
 

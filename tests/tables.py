@@ -49,7 +49,7 @@ class Table:
         return list(self._found())
 
     def rows_of(self, name: str) -> list[str]:
-        """What the document says of a case."""
+        """Return the documented values of a case."""
         return self._found()[name]
 
     def write(self) -> None:

@@ -36,7 +36,7 @@ GAINING = measured(runs(draft=0.1, verify=1.2, accepted=80))
 
 
 class Checker(html.parser.HTMLParser):
-    """Finds tags that are not closed in order, and whatever a page would load."""
+    """HTML parser that records unbalanced tags and external resources."""
 
     def __init__(self):
         super().__init__()

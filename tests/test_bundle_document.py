@@ -67,7 +67,7 @@ def test_the_document_and_the_code_refuse_the_same_keys_and_types():
     free = ("files", "versions", "end_tokens", "row_independent_lengths", "layers", "graphs")
 
     def places(value, before=()):
-        """Of a list, or names that a bundle chooses, the first and the last stand for all."""
+        """Sample the first and last entry of lists and maps."""
         keys = list(value if isinstance(value, dict) else range(len(value)))
         if isinstance(value, list) or (before[-1:] and before[-1] in free):
             keys = list({keys[0]: 0, keys[-1]: 0}) if keys else []
@@ -110,7 +110,7 @@ def test_a_reader_written_from_the_document_reads_the_embedded_pair():
 
 @pytest.fixture(scope="module")
 def pipeline():
-    """In the reader's op set: of rounded weights each op set is a function of its own."""
+    """Use the reader's op set, since quantized op sets round differently."""
     pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
     return specedge.load(store.embedded_folder(), ops="onnx")
 

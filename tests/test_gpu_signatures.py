@@ -1,4 +1,4 @@
-"""What graphs for GPUs take and give fits the bundle that they are in."""
+"""Signatures of GPU graphs fit their bundle."""
 
 from dataclasses import replace
 

@@ -79,7 +79,7 @@ def test_an_app_that_imports_specedge_keeps_its_handlers():
 
 
 def broken(how):
-    """What a command says whose onnxruntime fails like this."""
+    """Run a command with an onnxruntime that fails in a given way."""
     code = f"""if True:
         import importlib, sys
         sys.modules["onnxruntime"] = None

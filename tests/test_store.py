@@ -1,4 +1,4 @@
-"""What specedge keeps for a user: which bundle is the default, which large files were hashed."""
+"""The user's default bundle, and the cache of file hashes."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What others wrote can neither steer the terminal nor fill it, and input has a limit."""
+"""Untrusted text cannot control or flood the terminal, and input is limited."""
 
 import json
 import os

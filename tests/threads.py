@@ -4,7 +4,7 @@ import threading
 
 
 def in_threads(*functions):
-    """What functions give that run at the same time, each in a thread; their errors, too."""
+    """Run functions concurrently in threads; return their results or errors."""
     found = [None] * len(functions)
 
     def run(i):

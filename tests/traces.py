@@ -1,4 +1,4 @@
-"""Traces that are made once for models of one form, whatever their weights: they take seconds."""
+"""Cache of PyTorch traces, shared by models that differ in weights only."""
 
 import ast
 import contextlib
@@ -70,7 +70,7 @@ def _remembering(folder):
 
 
 def _form(whole):
-    """All that a trace depends on; weights that share memory are one weight in it."""
+    """Return the cache key of a trace; weights that share memory count once."""
     seen = {}
     weights = tuple(
         (name, tuple(t.shape), t.stride(), t.dtype, seen.setdefault(id(t), name))
@@ -90,7 +90,7 @@ def _form(whole):
 
 
 def _is_changed(whole):
-    """Whether something runs with a module, or for it, that the exporter did not put there."""
+    """Return True if a module has hooks or a forward that is not the exporter's."""
     return any(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -101,13 +101,13 @@ def _is_changed(whole):
 
 
 def _own(module):
-    """A module's plain attributes, and what the exporter runs in its place."""
+    """Return a module's plain attributes and its replaced forward."""
     plain = {name: x for name, x in vars(module).items() if isinstance(x, int | float | str)}
     return str(plain), _name(module)
 
 
 def _name(module):
-    """The function that a module computes with instead of its own."""
+    """Return the name of the function that replaces a module's forward."""
     forward = vars(module).get("forward")
     return "specedge." if forward is None else f"{forward.__module__}.{forward.__qualname__}"
 

@@ -107,7 +107,7 @@ class VirtualRequest:
 
 
 def seconds(costs: CostTable, accepts: Accepts, seeds: int = 12, **request: object) -> float:
-    """Of so many requests together."""
+    """Return the total of several requests."""
     return sum(
         VirtualRequest(costs, accepts, seed=seed, **request).seconds  # type: ignore[arg-type]
         for seed in range(seeds)

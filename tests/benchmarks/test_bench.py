@@ -1,4 +1,4 @@
-"""What `specedge bench` measures: which runs, from what caches, and the arithmetic on them."""
+"""Schedule, caches and statistics of `specedge bench`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_nothing_is_tried_for_large_models_on_one_core_or_beside_a_shared_pool(m
 
 
 def test_the_measured_number_of_threads_is_the_default():
-    """In a process of its own: in this one sessions may share a pool."""
+    """Runs in a child process, since sessions of this one may share a pool."""
     code = """if True:
         import dataclasses
         from specedge.bundle import store

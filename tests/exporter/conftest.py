@@ -68,7 +68,7 @@ class Pairs:
 
     @contextlib.contextmanager
     def once(self, name, what):
-        """A file that one worker at a time may look for, and make when it has made the thing."""
+        """Yield the marker file of a shared build, under a lock between workers."""
         with FileLock(self.folder / f"{name}.{what}.lock"):
             yield self.folder / f"{name}.{what}.json"
 

@@ -46,10 +46,7 @@ class Trembling:
 
 
 class Twins(Trembling):
-    """Its first tokens come in pairs, of which the last bits of a logit choose one.
-
-    So the noise turns choices in every text.
-    """
+    """Model with pairs of tokens of nearly equal logits, so that noise changes choices."""
 
     def forward(self, tokens, num_rows=None):
         logits = super().forward(tokens, num_rows).array()

@@ -1,4 +1,4 @@
-"""What models with experts cost, from published configs; nothing is downloaded, no weight made."""
+"""Cost estimates of models with experts, from published configs without weights."""
 
 from __future__ import annotations
 

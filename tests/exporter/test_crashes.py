@@ -66,7 +66,7 @@ def process(function):
 
 
 def ended(pid):
-    """How a process ended: its exit code, or the negative number of the signal."""
+    """Return the exit code of a process, or the negative number of the signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

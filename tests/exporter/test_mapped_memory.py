@@ -34,7 +34,7 @@ def resident_bytes(array):
 
 
 def settled(wanted, pause=0.01):
-    """Whether something comes true within some seconds."""
+    """Return True if a condition holds within some seconds."""
     for _ in range(1000):
         if wanted():
             return True

@@ -25,15 +25,15 @@ class Built:
     environment: dict[str, str]
 
     def on(self, library: Path) -> Built:
-        """The same on another native library of ONNX Runtime, where it is told by P/Invoke."""
+        """Run with another native library of ONNX Runtime, by P/Invoke."""
         return replace(self, environment=self.environment | {"SPECEDGE_ONNXRUNTIME": str(library)})
 
     def run(self, *arguments, given: str | None = None) -> subprocess.CompletedProcess[str]:
-        """What the host says to some arguments, and `given` on its standard input."""
+        """Run the host with arguments, and `given` on its standard input."""
         return self._run([*self.host, *map(str, arguments)], given)
 
     def check(self, bundle: Path) -> subprocess.CompletedProcess[str]:
-        """What the checks say about a bundle."""
+        """Run the checks on a bundle."""
         return self._run([*self.checks, str(bundle)], None)
 
     def start(self, terminal: int, *arguments) -> subprocess.Popen[bytes]:
@@ -76,7 +76,7 @@ def build(kind: str, folder: Path) -> Built:
 
 
 def _dotnet(kind: str, folder: Path, main: str, home: Path) -> list[str]:
-    """As the README builds it without NuGet."""
+    """Build the host as its README does without NuGet."""
     tools = host_tools("bin/dotnet", "managed/Microsoft.ML.OnnxRuntime.dll")
     dotnet = str(tools / "bin/dotnet")
     source, output = folder / f"{main}-source", folder / main

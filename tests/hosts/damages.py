@@ -1,4 +1,4 @@
-"""What may be wrong with a bundle: a file of it, or its manifest, as a dict."""
+"""Damages of a bundle: of a file, or of its manifest as a dict."""
 
 from __future__ import annotations
 

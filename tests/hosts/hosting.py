@@ -1,4 +1,4 @@
-"""What tests of all sample hosts share: tools, libraries that they load, changed bundles."""
+"""Shared parts of the tests of sample hosts: tools, libraries, changed bundles."""
 
 from __future__ import annotations
 

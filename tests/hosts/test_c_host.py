@@ -164,7 +164,7 @@ def test_control_c_ends_the_text_after_the_round_and_leaks_nothing(checked_progr
 
 @pytest.mark.parametrize("extensions", [False, True])
 def test_memory_is_used_rightly_and_all_is_freed(checked_program, fused_bundle, extensions):
-    """Where ONNX Runtime Extensions are loaded, what they themselves lose does not count."""
+    """Leaks of ONNX Runtime Extensions themselves do not count."""
     variables = {} if extensions else {"SPECEDGE_EXTENSIONS": ""}
     checks = f"exitcode=23:detect_leaks={int(not extensions)}"
     done = run(checked_program, fused_bundle, "--golden", ASAN_OPTIONS=checks, **variables)

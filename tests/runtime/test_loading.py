@@ -1,4 +1,4 @@
-"""What `load` is told of slots and lengths: what it takes, states and refuses."""
+"""Slots and lengths of `load`."""
 
 import pytest
 

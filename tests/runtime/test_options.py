@@ -1,4 +1,4 @@
-"""What a request may ask for, and what is refused when the object is built."""
+"""Request options and their validation."""
 
 import dataclasses
 import pickle

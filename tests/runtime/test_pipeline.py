@@ -1,4 +1,4 @@
-"""What the embedded pair generates: exactness, ends, counts, distributions."""
+"""Texts of the embedded pair: exactness, ends, counts, distributions."""
 
 import dataclasses
 from itertools import product

@@ -209,7 +209,7 @@ def test_a_missing_onnxruntime_names_the_pip_command():
 
 
 def in_another_process(prepared, after):
-    """What is printed of 30 tokens of a pipeline loaded there, with code before and after."""
+    """Return the output of 30 tokens in a child process, with code before and after loading."""
     generated = f"print(pipeline.generate({PROMPTS[0]!r}, 30).tokens)"
     loaded = "import onnxruntime as ort, specedge", prepared, "pipeline = specedge.load()"
     result = run_python("\n".join([*loaded, generated, after]))

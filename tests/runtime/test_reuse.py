@@ -1,4 +1,4 @@
-"""What a cache holds of an earlier text is not read again, and changes no bit of the next."""
+"""Prefix cache reuse saves passes and changes no bit."""
 
 import numpy as np
 import pytest

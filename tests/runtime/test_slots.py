@@ -1,4 +1,4 @@
-"""Requests that run side by side: each in a slot of its own, over one set of weights."""
+"""Concurrent requests, each in its slot, over one set of weights."""
 
 import gc
 import threading
@@ -233,7 +233,7 @@ def test_an_error_of_one_request_leaves_the_others_alone(alone, slots):
 
 
 def test_time_of_other_requests_is_not_counted(slots):
-    """Of three that wait for each other's rounds, what is counted is at most what passed."""
+    """The times of three interleaved requests add up to at most the elapsed time."""
     begin = time.perf_counter()
     ran = in_threads(
         *(lambda prompt=prompt: slots.generate(prompt, 60, **OPTIONS) for prompt in PROMPTS[:3])
@@ -243,7 +243,7 @@ def test_time_of_other_requests_is_not_counted(slots):
 
 
 def test_noise_is_measured_in_the_slots_own_cache(slots):
-    """What measuring leaves is an empty cache: another slot's text must not lose its rows."""
+    """Measurement must not evict the cache rows of another slot."""
     slots.forget()
     kept, own, _ = slots.slots.all
     kept.target.prefill([1, 2, 3])

@@ -1,4 +1,4 @@
-"""Who waits longest has the next turn, and nobody keeps the turns from others."""
+"""The scheduler is fair: the longest waiting request has the next turn."""
 
 import threading
 import time

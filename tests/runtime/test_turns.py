@@ -1,4 +1,4 @@
-"""A pipeline serves one request at a time, from whatever thread or task it comes."""
+"""A pipeline with one slot serves one request at a time, from any thread or task."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ def pipeline():
 
 
 def in_thread(function, *args):
-    """What a function gives in another thread, or the exception that it raises."""
+    """Return a function's result in another thread, or its exception."""
     found = []
 
     def run():

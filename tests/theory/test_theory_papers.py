@@ -127,4 +127,4 @@ def test_a_cpu_that_pays_for_each_row_is_predicted_to_lose():
     assert speedup(0.9, 4, 124 / 774, costs) < 1
     assert break_even_alpha(4, 124 / 774, costs) is None
     assert best_k(0.99, 124 / 774, costs) == 0
-    assert speedup(0.9, 4, 124 / 774) > 2  # what free verification would have promised
+    assert speedup(0.9, 4, 124 / 774) > 2  # as free verification would predict

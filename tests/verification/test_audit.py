@@ -150,7 +150,7 @@ def test_coupled_text_depends_on_the_seed_alone_where_logits_have_no_noise(noise
 
 
 class WrongBeyond:
-    """A target that is wrong in passes of more than so many tokens."""
+    """Target that is wrong in passes of more than this many tokens."""
 
     def __init__(self, model, longest):
         self._model, self._longest = model, longest

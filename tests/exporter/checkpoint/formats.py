@@ -1,4 +1,4 @@
-"""What tests of stored weights share: small checkpoints in each format, and what they must hold."""
+"""Small checkpoints in each format, with their expected weights."""
 
 import json
 
@@ -57,7 +57,7 @@ def stored_numbers(loaded):
 
 
 def same(loaded, wanted):
-    """Whether a model holds, and computes with, exactly the numbers of another."""
+    """Return True if a model has, and computes with, exactly the weights of another."""
     found, expected = stored_numbers(loaded), dict(wanted.named_parameters())
     assert found.keys() == expected.keys()
     with torch.no_grad(), loaded.sources.materialized(loaded.model, at_once=True):

@@ -53,7 +53,7 @@ def test_tied_head_becomes_matrix_of_its_own(tied):
 
 
 def test_pruned_head_keeps_logit_transformations():
-    """Softcaps and scales: without them the test of all families would be of heads alone."""
+    """Softcaps and scales, which a test of LM heads only would miss."""
     model = make_model(make_config("gemma2", final_logit_softcapping=2.0, head_size=16))
     assert logits(model).abs().max() <= 2
     check(model)

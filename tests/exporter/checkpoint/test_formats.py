@@ -56,7 +56,7 @@ def test_pickled_weights_in_shards_are_read(tmp_path):
 
 
 class Planted:
-    """What runs code when it is unpickled."""
+    """Object that runs code when it is unpickled."""
 
     def __init__(self, place):
         self.place = place

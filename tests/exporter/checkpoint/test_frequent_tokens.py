@@ -1,4 +1,4 @@
-"""Which tokens a smaller head keeps."""
+"""Selection of the tokens of a reduced draft vocabulary."""
 
 import json
 from collections import Counter

@@ -125,7 +125,7 @@ def test_dequantized_model_computes_like_the_original(arch, tmp_path):
 
 
 def same(path, numbers, model):
-    """Whether a file gives the logits of a model that has its numbers."""
+    """Return True if a file gives the logits of a model with its weights."""
     model.load_state_dict({name: torch.from_numpy(a.copy()) for name, a in numbers.items()})
     loaded = loader.load(find(path), Progress())
     with torch.no_grad(), loaded.sources.materialized(loaded.model):
@@ -134,7 +134,7 @@ def same(path, numbers, model):
 
 
 def scaled(factor, theta=500_000.0):
-    """How Llama 3.1 scales the rotary embedding's frequencies."""
+    """Return the frequencies of Llama 3.1's scaled rotary embedding."""
     return {
         "context": 16384,
         "rope_parameters": {
@@ -149,7 +149,7 @@ def scaled(factor, theta=500_000.0):
 
 
 def factors(config):
-    """What llama.cpp's converter writes as rope_freqs.weight: by how much each is divided. [D/2]"""
+    """Return the divisors that llama.cpp's converter writes as rope_freqs.weight. [D/2]"""
     rope = config.rope_parameters
     size = config.hidden_size // config.num_attention_heads
     freqs = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)

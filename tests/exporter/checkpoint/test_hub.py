@@ -233,7 +233,7 @@ def test_without_network_damaged_index_is_still_said_to_be_damaged(server, monke
 
 
 def corrupt(server, found):
-    """What an earlier run left of a file, with other bytes than it has."""
+    """Partial download of an earlier run with different bytes."""
     part = (
         found.folder.parents[1] / "blobs" / f"{hub_server.etag(server.folder / NAME / WHOLE)}.part"
     )

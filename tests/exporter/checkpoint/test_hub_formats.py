@@ -1,4 +1,4 @@
-"""From a hub: GGUF files, adapters, and an export by the command line."""
+"""GGUF files, adapters and command line exports from a hub."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is refused without the hub: names, no network, and downloads that no disk here can hold."""
+"""Refusals without the hub: names, no network, and downloads that exceed the disk."""
 
 from types import SimpleNamespace
 

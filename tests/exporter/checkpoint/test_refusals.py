@@ -1,4 +1,4 @@
-"""What a first user meets: each is one line that says what is wrong and what to do."""
+"""Common mistakes are reported in one line with the fix."""
 
 import json
 import shutil

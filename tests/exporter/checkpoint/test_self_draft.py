@@ -61,7 +61,7 @@ def made(request, tmp_path_factory):
 
 
 def places(bundle, model):
-    """Where in its weights file each tensor of a model lies: offset, size and type."""
+    """Return offset, size and type of each tensor of a model in its weights file."""
     found = set()
     for graph in model.graphs:
         proto = onnx.load(bundle.path(graph.file), load_external_data=False)
@@ -210,7 +210,7 @@ def test_folder_named_like_self_draft_is_taken_by_its_path(made, tmp_path, monke
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_cut_model_gives_what_whole_one_has_after_as_many_layers(name):
-    """Of every family: the last layer's input, normed and headed, is the cut model's output."""
+    """The truncated model's output is norm and head of the last layer's input, for every family."""
     torch.manual_seed(0)
     model = make_model(ARCHITECTURES[name][1]())
     num_layers = model.config.num_hidden_layers - 1

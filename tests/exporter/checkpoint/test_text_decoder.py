@@ -26,7 +26,7 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_names_are_read_as_model_they_are_of(name, tokenizer, tmp_path):
-    """Of a multimodal one, its own logits for text alone: so M-RoPE is plain RoPE there."""
+    """Multimodal models use their logits for text only, where M-RoPE is plain RoPE."""
     model = published.build(name, tmp_path)
     published.save(name, model, tokenizer, tmp_path)
     found = checkpoints.find("target", str(tmp_path), None)

@@ -1,4 +1,4 @@
-"""A pair whose drafts of one call are held against passes, each over a cache of its own."""
+"""A pair whose single-call drafts are compared with passes over separate caches."""
 
 import pytest
 

@@ -11,7 +11,7 @@ from specedge.runtime.backend.sessions import Device
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
-OPS = "onnx"  # in float32, where rows keep their bits
+OPS = "onnx"  # float32 is batch-invariant
 TEXT = [7 * i % 500 for i in range(300)]
 
 

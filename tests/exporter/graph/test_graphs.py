@@ -1,4 +1,4 @@
-"""What lies in the files of a bundle."""
+"""Contents of a bundle's files."""
 
 import numpy as np
 import onnx

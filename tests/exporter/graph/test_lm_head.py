@@ -110,7 +110,7 @@ def all_rows(graph, node):
 
 
 def first_rows(graph, node):
-    """As many rows as are wanted, but not the last ones."""
+    """Return the requested number of rows, but the first instead of the last ones."""
     start, huge = node.inputs[1], node.inputs[2]
     less = insert_node(node, "Neg", [start], "fault.less", start)
     one = add_constant(graph, np.array([1], np.int64), "fault.one")
@@ -122,7 +122,7 @@ def first_rows(graph, node):
     node.replace_input_with(2, insert_node(node, "Add", [less, far], "fault", start))
 
 
-@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+@pytest.mark.parametrize("ops", ["onnx", pytest.param("gqa", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", [wrong_axis, off_by_one, all_rows, first_rows])
 def test_logits_of_wrong_rows_are_refused(fault, ops, llama, tmp_path):
     model, runners, references = llama

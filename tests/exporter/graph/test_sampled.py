@@ -18,7 +18,7 @@ from specedge.runtime.decoding.verification import draw_draft
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
-OPS = "onnx"  # in float32, where rows keep their bits
+OPS = "onnx"  # float32 is batch-invariant
 TEXT = [7 * i % 500 for i in range(300)]
 SAMPLINGS = [
     {"temperature": 1.0},

@@ -15,7 +15,7 @@ ROWS = 96
 
 @pytest.fixture(params=[64, 40], ids=["whole-blocks", "padded-blocks"])
 def path(request, tmp_path):
-    """A graph that takes rows of a table, and multiplies them with it."""
+    """Return a graph that gathers rows of a table and multiplies them with it."""
     random, width = np.random.default_rng(0), request.param
     table = random.integers(-127, 128, (ROWS, width), np.int8)
     scales = random.uniform(0.001, 0.01, (ROWS, 1)).astype(np.float32)

@@ -117,7 +117,7 @@ def test_pair_inside_package_is_left_alone(tmp_path):
     before = (store.embedded_folder() / MANIFEST).read_bytes()
     done = run()
     assert done.exit_code
-    assert "give --output FOLDER" in str(done.exception)
+    assert "specify --output FOLDER" in str(done.exception)
     assert (store.embedded_folder() / MANIFEST).read_bytes() == before
 
 

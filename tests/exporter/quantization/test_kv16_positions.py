@@ -46,7 +46,7 @@ def test_far_positions_of_alibi_are_told_apart_as_near_ones_are(right):
 
 
 def late(bundle, progress):
-    """What reports of both models, and the export, say of the context's end."""
+    """Return figures of both reports and notes about the end of the context."""
     reports = [model.quantization["onnx-kv16"].exceptions for model in bundle.models.values()]
     said = [line.partition(" KL")[0] for lines in reports for line in lines if "KL" in line]
     return said, [note.partition(" KL")[0] for note in progress.notes if " KL" in note]

@@ -1,4 +1,4 @@
-"""What a report says of two models' logits on a text."""
+"""Quantization report of two models' logits on a text."""
 
 from unittest.mock import Mock
 

@@ -39,7 +39,7 @@ def test_a_column_of_zeros_stays_zeros():
 
 
 def test_powers_of_two_that_a_channel_gives_to_its_weights_change_no_product(random):
-    """Of channels with one size each, so that no rounding differs."""
+    """Channels of equal magnitude, so that rounding does not differ."""
     weights = torch.from_numpy(random.standard_normal((32, 16), np.float32))
     powers = random.integers(-3, 4, 32).astype(np.float64)
     moved = rounding.quantize_columns(

@@ -1,4 +1,4 @@
-"""Where a channel's size can go, and that moving it rounds nothing."""
+"""Smoothing: groups whose scales can be moved, without rounding."""
 
 import numpy as np
 import onnx_ir as ir
@@ -31,7 +31,7 @@ def written(request, tmp_path_factory):
 
 
 def ways(graph):
-    """What lies on the way to each group, by the kind of its node."""
+    """Node types on the path to each group."""
     return [
         None
         if (way := smoothing.smoothing_path(group)) is None
@@ -151,7 +151,7 @@ def test_a_group_is_smoothed_where_every_graph_that_has_it_can_divide_it_alike(w
 
 
 def test_large_channels_of_v_cost_less_where_their_sizes_are_moved(tmp_path):
-    """Of what the output projection reads, one channel of each head of v dwarfs the others."""
+    """One channel of each head of v dwarfs the others in the output projection's input."""
     runner = traced(with_outliers(model_of("llama")), tmp_path)
     group = matrix_groups(ir.load(runner.path("decoder")).graph)[1]
     way = smoothing.smoothing_path(group)

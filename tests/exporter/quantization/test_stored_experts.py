@@ -55,7 +55,7 @@ def stored(weights, folder, nodes=(PRODUCT,)):
 
 
 def rounded(weights, x, folder):
-    """How the product is rounded, and what the rewritten model makes of x."""
+    """Return the rounding of the product and the rewritten model's output for x."""
     model = stored(weights, folder / "float")
     (group,) = matrix_groups(model.graph)
     choice = schemes.per_channel_scheme(group, InputStatistics.from_values(x), np.arange(K))
@@ -77,7 +77,7 @@ def error(found, wanted):
 
 
 def test_the_error_of_a_block_is_that_of_its_worst_expert(weights, x, tmp_path):
-    """Each has a size of its own, so that none hides another; those measured are 0, 2, 4 and 6."""
+    """Magnitudes are distinct, so that none hides another; 0, 2, 4 and 6 are measured."""
     weights *= 2.0 ** np.arange(EXPERTS)[:, None, None]
     weights[4, ::5] *= 16
     choice, found = rounded(weights, x, tmp_path)

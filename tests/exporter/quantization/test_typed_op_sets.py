@@ -47,7 +47,7 @@ class Typed(Made):
         return onnx.load(path, load_external_data=False).graph
 
     def places(self, model, ops):
-        """Where a decoder's weights lie."""
+        """Return file, offset and size of a decoder's weights."""
         found = set()
         for tensor in self.graph(model, ops).initializer:
             if where := {entry.key: entry.value for entry in tensor.external_data}:

@@ -1,4 +1,4 @@
-"""What is seen of a model on the meta device, and what is said when a library has changed."""
+"""Inspection of models on the meta device, and errors after library changes."""
 
 from __future__ import annotations
 

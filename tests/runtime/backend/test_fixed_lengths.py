@@ -1,4 +1,4 @@
-"""Passes through graphs of one length each are those of the decoder, whatever was padded."""
+"""Passes through fixed-shape graphs equal those of the decoder, with any padding."""
 
 import numpy as np
 import pytest

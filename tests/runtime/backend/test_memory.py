@@ -1,4 +1,4 @@
-"""What a pair needs of memory, and the refusal where that is not there."""
+"""Memory estimates, and refusals if memory does not suffice."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_blocks_take_more_packed_than_in_their_file():
 
 
 def test_transposed_and_joined_blocks_are_packed_alike():
-    """As experts side by side are, whose matrices lie each for itself."""
+    """Separate matrices, as of experts side by side."""
     joined = [("Transpose", "a", "t"), ("Reshape", "t", "shape", "w")]
     content = graph({"a": 16}, *joined, ("MatMulNBits", "x", "w", "s", "y"))
     assert held(content) == [22, 0]
@@ -147,7 +147,7 @@ def test_caches_are_those_of_the_capacity():
 
 
 def passes(vocab, of_layer=4, **changes):
-    """Of a model with rows of 512 values, 8 heads and 4 layers of 4 million numbers, K = 4."""
+    """Model with rows of 512 values, 8 heads and 4 layers of 4 million parameters, K = 4."""
     layers = (CacheLayer(2, 64, 64),) * 4
     cache = CacheLayout("float32", 1024, layers)
     given = {"capacity": 1024, "num_draft_tokens": 4, "slots": 1} | changes

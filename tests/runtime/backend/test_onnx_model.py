@@ -1,4 +1,4 @@
-"""What goes wrong in ONNX Runtime, and what only seems to."""
+"""Errors of ONNX Runtime, and of other code during a pass."""
 
 import dataclasses
 import os
@@ -68,7 +68,7 @@ def test_chunks_are_shorter_for_large_attention_scores():
 
 
 class AlarmError(Exception):
-    """What an app's own handler raises."""
+    """Exception of an application's handler."""
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
@@ -95,7 +95,7 @@ def _run_for_ever(step, model):
 
 
 class HandledError(ValueError):
-    """What is raised while a session runs, by no code of ONNX Runtime."""
+    """Exceptions during a run that are not ONNX Runtime's."""
 
 
 class StubbornSession:
@@ -173,7 +173,7 @@ def test_a_pair_beyond_the_processs_limit_is_refused_with_what_would_help():
 
 
 def limited(megabytes, action):
-    """What becomes of an action in a process that may take so much more memory."""
+    """Run an action in a process with limited further memory."""
     code = f"""if True:
         import resource, specedge, specedge.runtime.requests.loader, onnxruntime
         from specedge.bundle import store

@@ -1,4 +1,4 @@
-"""What a machine whose kernels are not right is seen by, and what then is not relied on."""
+"""Self-test of kernels at load: batch invariance and int8 products."""
 
 import dataclasses
 from unittest.mock import Mock
@@ -22,7 +22,7 @@ onnxruntime = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu ex
 
 
 class Moved:
-    """A model whose passes of some lengths have other last bits, perhaps over some tokens alone."""
+    """Model whose passes of some lengths round differently, perhaps for some tokens only."""
 
     def __init__(self, model, lengths, tokens=None):
         self.model, self.lengths, self.tokens = model, lengths, tokens
@@ -89,7 +89,7 @@ def test_single_tokens_are_padded_where_they_differ_bitwise(bundle, monkeypatch,
 
 
 def faulty_from(length, monkeypatch):
-    """Plant a kernel fault: passes of so many tokens and more have other last bits."""
+    """Plant a kernel fault: passes of at least this many tokens round differently."""
     forward = OrtModel.forward
 
     def moved(self, tokens, num_rows=None):
@@ -220,7 +220,7 @@ def test_saturating_processors_are_refused_for_quantized_weights(bundle, monkeyp
 
 @pytest.mark.parametrize("saturates", [False, True])
 def test_unsigned_mode_is_used_only_where_products_saturate(bundle, monkeypatch, saturates):
-    """Where they do not it would cost as much again."""
+    """Unsigned mode is slower, so it is used only where needed."""
     monkeypatch.setattr(
         self_test, "_products_are_right", lambda device: device.unsigned or not saturates
     )

@@ -66,7 +66,7 @@ def test_the_first_rounds_k_decides_if_its_pass_reads_the_prompt():
 
 
 class OtherBits(TableModel):
-    """What passes of more than five tokens leave in the cache is another row to later ones."""
+    """Model in which passes of more than five tokens write different cache rows."""
 
     def forward(self, tokens, num_rows=None):
         return super().forward(self._rows(tokens), num_rows)

@@ -1,4 +1,4 @@
-"""Greedy decoding over models whose last bits depend on how many rows share a pass."""
+"""Greedy decoding over models that are not batch-invariant."""
 
 import functools
 

@@ -60,7 +60,7 @@ def table(rows, texts, seed, num_prompt_tokens=1):
 
 
 def expected(target, texts):
-    """What plain masked decoding gives, by the texts that the grammar has."""
+    """Return the distribution of plain masked decoding over the texts of the grammar."""
     found = {}
     for new in product(range(END + 1), repeat=LENGTH):
         probability = Fraction(1)

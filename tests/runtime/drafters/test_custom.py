@@ -1,4 +1,4 @@
-"""A caller's own drafter: what breaks a rule is told, and no token of it is used."""
+"""Custom drafters: violated rules are reported, and their drafts are not used."""
 
 import numpy as np
 import pytest

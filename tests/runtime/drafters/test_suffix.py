@@ -54,7 +54,7 @@ def guess(counted, text):
 
 
 def rates(texts):
-    """Of each kind of guess, how many were right and how many tested along a text, faded."""
+    """Return decayed counts of accepted and tested guesses by class along a text."""
     right, tested = {}, {}
     for i in range(len(texts)):
         found = guess(texts[:i], texts[:i])

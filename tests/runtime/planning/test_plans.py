@@ -86,7 +86,7 @@ def test_a_plain_round_runs_no_draft_pass():
 
 @pytest.mark.parametrize(("length", "first"), [(12, "model"), (13, "plain")])
 def test_the_first_token_does_not_wait_for_a_long_catch_up(length, first):
-    """Of a target pass it takes 0.1 for a pass and 0.08 for each further token of the prompt."""
+    """Draft model with a cost of 0.1 target passes, and 0.08 per further prompt token."""
     distribution = hashed_distribution(1, 8)
     costs = table(draft=0.1, reading=0.08, prior={"model": 0.98})
     plan = auto(costs, model=DraftModel(TableModel(distribution)))

@@ -94,7 +94,7 @@ def test_options_that_leave_no_token_are_an_error_that_names_them(temperature):
 @pytest.mark.parametrize("penalty", [1e-300, 1e-50, 1e39, 1e300])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_extreme_penalties_are_no_error(penalty, temperature):
-    """Of small logits a tiny divisor makes the largest there are."""
+    """A tiny divisor turns small logits into the largest finite ones."""
     logits = np.array([1.0, -2.0, 0.5, 3.0], np.float32)
     sampling = Sampling(temperature, repetition_penalty=penalty)
     if temperature:

@@ -1,4 +1,4 @@
-"""From logits to distributions, and draws from them."""
+"""Distributions of logits, and samples from them."""
 
 import numpy as np
 import pytest

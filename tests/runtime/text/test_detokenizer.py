@@ -8,7 +8,7 @@ from specedge.runtime.text.detokenizer import Detokenizer, StopStrings
 
 
 def metaspace_tokenizer():
-    """As of Llama 2: the decoder strips the first space, and unknown characters are bytes."""
+    """Tokenizer like Llama 2's: strips the first space; unknown characters are bytes."""
     words = ["▁", "▁def", "▁x", "x", "▁=", "1"]
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {w: 256 + i for i, w in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))

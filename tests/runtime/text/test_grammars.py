@@ -1,4 +1,4 @@
-"""What a grammar allows after a text, and which grammars are refused."""
+"""Masks of grammars, and refused grammars."""
 
 import json
 import time
@@ -177,7 +177,7 @@ def test_old_masks_are_dropped():
 
 
 def spaces_of(pipeline, guidance, space):
-    """How many of a white space may begin an object, up to forty."""
+    """Return how many whitespace characters may begin an object, up to forty."""
     schema = {"type": "object", "required": ["a"]} | guidance
     one = pipeline.grammars.constraint(GenerationRequest(json_schema=schema))
     begin, (more,) = (pipeline.prompts.tokens(text) for text in ("{", space))

@@ -183,7 +183,7 @@ def test_normalized_spellings_of_special_tokens_are_text():
 
 
 def sentencepiece():
-    """As a Unigram model from SentencePiece: its own vocabulary has the special tokens."""
+    """SentencePiece Unigram tokenizer whose vocabulary contains the special tokens."""
     pieces = ["<unk>", "</s>", "▁", *"ab</s>"]
     made = Tokenizer(models.Unigram([(p, -float(i)) for i, p in enumerate(pieces)], unk_id=0))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
