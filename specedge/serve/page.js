@@ -78,7 +78,7 @@ function say(text) {
   at("status").textContent = text;
 }
 
-// Run one answer at a time; the buttons follow.
+// Run one answer at a time; the buttons follow. A screen reader says what `generate` returns.
 async function run(errorPlace, generate) {
   if (running) return;
   running = new AbortController();
@@ -86,8 +86,7 @@ async function run(errorPlace, generate) {
   showRunning();
   say("Generating.");
   try {
-    await generate(running.signal);
-    say("The answer is complete.");
+    say(await generate(running.signal));
   } catch (error) {
     say(error.name === "AbortError" ? "Stopped." : "");
     if (error.name !== "AbortError") errorPlace.textContent = error.message;
@@ -239,7 +238,10 @@ function edit(message, i, body) {
   const save = element("button", { type: "submit", textContent: "Send" });
   const cancel = element("button", { type: "button", textContent: "Cancel" });
   const editor = element("form", { className: "edit" }, area, element("p", { className: "actions" }, save, cancel));
-  const leave = () => showMessage(message, body);
+  const leave = () => {
+    showMessage(message, body);
+    body.parentNode.querySelector("[aria-label='Edit message']").focus();
+  };
   cancel.addEventListener("click", leave);
   area.addEventListener("keydown", (event) => event.key === "Escape" && leave());
   submitOnEnter(area, editor);
@@ -287,8 +289,10 @@ function answerFrom(i) {
       if (current === chat) {
         showChat();
         showTokens(body, answer);
+        if (document.activeElement === document.body && !isNarrow()) at("message").focus();
       }
     }
+    return `Answer: ${answer.content}`;
   });
 }
 
@@ -313,6 +317,7 @@ function complete() {
       show();
       at("result-figures").textContent = speed(answer);
     }
+    return `Result: ${answer.content}`;
   });
 }
 
@@ -360,6 +365,7 @@ function compare() {
     const equal = text(plain) === text(answer) ? "the same" : "NOT the same";
     const verdict = `Speculative decoding is ${times.toFixed(2)} times as fast`;
     at("verdict").textContent = greedy ? `${verdict}; the texts are ${equal}.` : `${verdict}.`;
+    return "";
   });
 }
 

@@ -119,6 +119,8 @@ def test_a_conversation_goes_on_and_is_edited_and_regenerated(visit, scripted):
     page.fill("[name=system]", "Be kind.")
     pipeline.text = "First."
     send(page, "One?")
+    assert page.text_content("#status") == "Answer: First."
+    assert page.locator("#message:focus").count() == 1
     pipeline.text = "Second."
     send(page, "Two?")
     prompt = prompt_of(pipeline)
@@ -129,7 +131,10 @@ def test_a_conversation_goes_on_and_is_edited_and_regenerated(visit, scripted):
     page.wait_for_selector("#log li:last-child:has-text('Again.')")
     page.wait_for_selector("#composer .go:visible")
     assert "Second." not in prompt_of(pipeline)
+    assert page.locator("#message:focus").count() == 1
     page.click("[aria-label='Edit message'] >> nth=0")
+    page.press("[aria-label='Edited message']", "Escape")
+    page.click("[aria-label='Edit message']:focus")
     page.fill("[aria-label='Edited message']", "Three?")
     page.press("[aria-label='Edited message']", "Enter")
     page.wait_for_selector("#log li:nth-child(2):last-child:has-text('Again.')")
