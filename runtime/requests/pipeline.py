@@ -279,9 +279,12 @@ class Pipeline:
         )
 
     def use_chat_template(self, template: str) -> None:
-        """Render chats with another template than the bundle's."""
-        folder = self.bundle.folder
-        self.bundle = replace(self.bundle, chat_template=template).at(folder)
+        """Render chats with another template than the bundle's. Raises BundleError if broken."""
+        from ..text.chat import load_template  # plain prompts do without Jinja
+
+        bundle = replace(self.bundle, chat_template=template).at(self.bundle.folder)
+        load_template(bundle)
+        self.bundle = bundle
         self.prompts = Prompts(self.bundle, self.tokenizer)
 
     def forget(self) -> None:

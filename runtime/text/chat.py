@@ -208,7 +208,12 @@ def tool_support(bundle: Bundle, has_tools: bool) -> ToolSupport:
     Args:
         bundle: The bundle with the template.
         has_tools: True if the conversation has tools, without which templates may show less.
+
+    Raises:
+        BundleError: The template is broken.
+        PromptError: There is none.
     """
+    load_template(bundle)
     special_tokens = tuple(sorted(bundle.special_tokens.items()))
     return _tool_support(bundle.chat_template or "", special_tokens, has_tools)
 

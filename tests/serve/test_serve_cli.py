@@ -174,6 +174,18 @@ def test_what_cannot_be_served_is_one_line(arguments, said):
     assert said in result.stderr.strip().splitlines()[-1]
 
 
+def test_chat_template_that_is_broken_is_one_line(tmp_path):
+    path = tmp_path / "broken.jinja"
+    path.write_text("{% if %}", "utf-8")
+    result = run("serve", "--port", 0, "--chat-template", path)
+    assert result.returncode
+    assert "chat template is broken" in result.stderr.strip().splitlines()[-1]
+    path.write_bytes(b"\xff\xfe")
+    result = run("serve", "--port", 0, "--chat-template", path)
+    assert result.returncode
+    assert "cannot be read" in result.stderr.strip().splitlines()[-1]
+
+
 def test_a_port_that_is_taken_is_told_before_the_pair_is_loaded():
     with served() as (_, port, _):
         result = run("serve", "--port", port)
