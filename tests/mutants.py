@@ -138,7 +138,7 @@ def residual_keeps_a_certain_token(original, target, draft, i, vocab_size):
     return target if draft.distribution(i) is None else original(target, draft, i, vocab_size)
 
 
-@mutant(VERIFICATION + "_residual", "decoding/test_unlike_drafts.py")
+@mutant(VERIFICATION + "_residual", "decoding/test_smaller_drafts.py")
 def residual_without_unknown_tokens(original, target, draft, i, vocab_size):
     weights = original(target, draft, i, vocab_size).weights  # vLLM, pull request 2607
     weights[len(draft.distribution(i).weights) :] = 0
@@ -243,12 +243,12 @@ class _Sliced(list[int]):
         return super().__getitem__(self._part if isinstance(index, slice) else index)
 
 
-@mutant(PROBABILITIES + "row_distribution", "decoding/test_cut_heads.py")
+@mutant(PROBABILITIES + "row_distribution", "decoding/test_reduced_heads.py")
 def reduced_vocabulary_without_ids(original, row, sampling, history):
     return probabilities(row.array(), sampling, history)
 
 
-@mutant("specedge.runtime.sampling.logits_processors:_column", "decoding/test_cut_heads.py")
+@mutant("specedge.runtime.sampling.logits_processors:_column", "decoding/test_reduced_heads.py")
 def edit_of_the_next_token(original, token, ids):
     column = token if ids is None else int(ids.searchsorted(token))
     return slice(column, column + 1)

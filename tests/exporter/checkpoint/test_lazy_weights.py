@@ -23,6 +23,10 @@ HIDDEN = 576  # every matrix of a layer is 1 MiB or more in float32
 TOKENS = torch.arange(12)[None]
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def gemma2():
     return Gemma2Config(
         vocab_size=512, hidden_size=HIDDEN, intermediate_size=1024, num_hidden_layers=1,
@@ -46,8 +50,8 @@ def load(folder):
     return loader.load(checkpoints.find("target", str(folder), None), Progress())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *map(slow, (torch.float32, torch.float16))])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", *map(slow, ("qwen2", "gemma2"))])
 def test_reading_stored_numbers_gives_bits_of_model_in_memory(kind, dtype, tmp_path):
     folder = make(tmp_path, kind, dtype)
     loaded = load(folder)
@@ -63,7 +67,7 @@ def test_reading_stored_numbers_gives_bits_of_model_in_memory(kind, dtype, tmp_p
     assert len(large) > 4
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["gpt2", *map(slow, ("llama", "gemma2"))])
 def test_geometry_is_measured_without_reading_matrices(kind, tmp_path):
     loaded = load(make(tmp_path, kind, torch.bfloat16))
     seen = []
@@ -77,7 +81,7 @@ def test_geometry_is_measured_without_reading_matrices(kind, tmp_path):
     assert all("forward" not in vars(module) for module in loaded.model.modules())
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["gpt2", *map(slow, ("llama", "qwen2"))])
 def test_huge_vocabulary_is_cast_in_chunks(kind, tmp_path, monkeypatch):
     loaded = load(make(tmp_path, kind, torch.bfloat16))
     results = []
