@@ -1,4 +1,4 @@
-"""Accept rule of speculative sampling: verification of draft tokens, as pure functions.
+"""Rejection sampling of draft tokens: the accept rule of speculative sampling, pure functions.
 
 Notation: V vocabulary entries, n draft tokens; t is the target's distribution of a token (p in the
 paper), d the draft's (q), u a uniform random number in [0, 1), passed as an argument. Row i of a

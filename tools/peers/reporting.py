@@ -77,7 +77,7 @@ def _quality(variant: Variant) -> list[str]:
     if not texts:
         return ["", "", "", ""]
     return [
-        " / ".join(f"{text['kl']:.4f}" for text in texts),
+        " / ".join(f"{max(text['kl'], 0.0):.4f}" for text in texts),
         f"**{mean_kl(variant):.4f}**",
         f"{100 * fmean(text['top1'] for text in texts):.1f}%",
         " / ".join(f"{text['perplexity']:.1f}" for text in texts),

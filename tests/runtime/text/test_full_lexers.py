@@ -52,7 +52,7 @@ def test_a_full_lexer_is_not_reported_as_a_grammar_violation(pipeline, monkeypat
     monkeypatch.setattr(one, "_renew", lambda: full)
     for seed in range(1, 9):
         walk(one, History([7]), seed)
-    with pytest.raises(OptionError, match="cannot be followed here: lexer error: too many states"):
+    with pytest.raises(OptionError, match="cannot be applied to this text: lexer error: too many"):
         one.banned(History([7], text))
 
 
