@@ -19,6 +19,7 @@ from . import (
     adapters,
     folders,
     gguf_files,
+    gguf_tokenizer,
     hub,
     licenses,
     quantized_formats,
@@ -98,9 +99,9 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
     folders.check_layout(role, name, folder, {gguf} if gguf else files)
     weights = choose(folder, files)
     shown = name if remote else (path / gguf if gguf else path).resolve().name
-    published, config, tokenizer, raw, is_quantized = _read(
-        role, name, folder, remote, weights, files
-    )
+    contents = _read(role, name, folder, remote, weights, files)
+    if remote is None and contents.name is not None:
+        shown = contents.name
     lora = adapters.find(f"{role} adapter", adapter, name) if adapter is not None else None
     shown = f"{shown} + {lora.source}" if lora else shown
     commit = remote.revision if remote else None
@@ -111,18 +112,35 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
         source=CheckpointSource(
             folders.printable_line(shown) or "",
             commit,
-            folders.printable_line(licenses.stated_license(folder)),
+            folders.printable_line(contents.license or licenses.stated_license(folder)),
         ),
-        published=published,
-        config=config,
-        raw=raw,
-        tokenizer=tokenizer,
-        generation=folders.read_json_object(where, folder / "generation_config.json"),
+        published=contents.published,
+        config=contents.config,
+        raw=contents.raw,
+        tokenizer=contents.tokenizer,
+        generation=contents.generation,
         weights=weights,
         remote=remote,
         adapter=lora,
-        is_quantized=is_quantized,
+        is_quantized=contents.is_quantized,
     )
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Contents of a checkpoint's small files, or of a GGUF file's header.
+
+    Fields as in `Checkpoint`; `name` and `license` are those that a header states.
+    """
+
+    published: Any
+    config: Any
+    tokenizer: Any
+    raw: dict[str, Any]
+    generation: dict[str, Any]
+    name: str | None = None
+    license: str | None = None
+    is_quantized: bool = False
 
 
 def _read(
@@ -132,11 +150,8 @@ def _read(
     remote: hub.Snapshot | None,
     weights: list[str],
     files: set[str],
-) -> tuple[Any, Any, Any, dict[str, Any], bool]:
-    """Read the config, the text decoder's config, the tokenizer, and the config as parsed.
-
-    The last value is True if the checkpoint's quantized weights can be kept.
-    """
+) -> _Contents:
+    """Read all but the weights."""
     where = f"{role} {name}"
     if not weights[0].endswith(".gguf"):
         raw = folders.read_json_object(where, folder / "config.json")
@@ -144,7 +159,8 @@ def _read(
         if remote is not None:
             remote.growth = quantized_formats.expansion(raw)
         text = text_decoder.decoder_config(where, config)
-        return config, text, _load_tokenizer(where, folder, files), raw, False
+        generation = folders.read_json_object(where, folder / "generation_config.json")
+        return _Contents(config, text, _load_tokenizer(where, folder, files), raw, generation)
     paths = [folder / name for name in weights]
     with tempfile.TemporaryDirectory() as temporary:
         alone = Path(temporary)  # what is beside the file is no concern of it
@@ -159,8 +175,17 @@ def _read(
         config = _load_pretrained(AutoConfig.from_pretrained, description, alone, gguf_file=whole)
         opened.complete_config(config)
         text = text_decoder.decoder_config(where, config)
-        tokenizer = _load_tokenizer(where, alone, None, gguf_file=whole)
-        return config, text, tokenizer, {}, opened.is_quantized
+        fields = opened.values()
+        return _Contents(
+            published=config,
+            config=text,
+            tokenizer=gguf_tokenizer.build_tokenizer(description, fields),
+            raw={},
+            generation={"eos_token_id": gguf_tokenizer.end_tokens(fields)},
+            name=opened.model_name,
+            license=opened.license,
+            is_quantized=opened.is_quantized,
+        )
 
 
 def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files: set[str]) -> Any:
@@ -186,14 +211,14 @@ def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files:
     return config
 
 
-def _load_tokenizer(where: str, folder: Path, files: set[str] | None, **options: str) -> Any:
-    """Load the tokenizer of a folder with these files; None if it is inside the weights file."""
-    if files is not None and not files & _VOCABULARIES:
+def _load_tokenizer(where: str, folder: Path, files: set[str]) -> Any:
+    """Load the tokenizer of a folder with these files."""
+    if not files & _VOCABULARIES:
         raise CheckpointError(
             f"{where} has no tokenizer; put its tokenizer.json beside config.json"
         )
     description = f"{where}: its tokenizer"
-    tokenizer = _load_pretrained(AutoTokenizer.from_pretrained, description, folder, **options)
+    tokenizer = _load_pretrained(AutoTokenizer.from_pretrained, description, folder)
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"{where} has no tokenizer that the tokenizers library can run")
     return tokenizer

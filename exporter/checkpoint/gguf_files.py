@@ -23,6 +23,11 @@ from .quantized_tensors import QuantizedTensor
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # of a split file, as llama.cpp names it
+_TYPE_SUFFIX = re.compile(
+    r"[-._]+((ud|i1|iq|q|tq|bf|f|fp|mxfp)\d\w*|imat\w*|ud-\w+)([-._](k|s|m|l|xl|xs|0|1))*$",
+    re.IGNORECASE,
+)
+_GENERIC_NAMES = {"", "model", "ggml-model", "ggml", "consolidated", "unnamed"}
 _EXPERTS = re.compile(r"(.*)\.ffn_(gate|up|down)_exps\.weight")
 
 
@@ -49,6 +54,27 @@ class GgufCheckpoint:
     def value(self, key: str) -> Any:
         """Return the value of a field; None if there is none."""
         return self.fields[key].contents() if key in self.fields else None
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of all fields."""
+        with translate_errors(CheckpointError, f"{self.where}: {self.name} cannot be read: "):
+            return {key: field.contents() for key, field in self.fields.items()}
+
+    @property
+    def license(self) -> str | None:
+        """License that the header states."""
+        stated = self.value("general.license.name") or self.value("general.license")
+        return ", ".join(map(str, stated)) if isinstance(stated, list) else stated
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model: the file's without its quantization type, or the header's."""
+        stem = re.sub(r"-\d{5}-of-\d{5}$", "", self.name.removesuffix(".gguf"))
+        name = _TYPE_SUFFIX.sub("", stem)
+        if name.lower() not in _GENERIC_NAMES:
+            return name
+        stated = self.value("general.name") or self.value("general.basename")
+        return str(stated) if stated else stem
 
     @property
     def main_type(self) -> str:

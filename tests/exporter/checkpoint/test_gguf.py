@@ -56,7 +56,7 @@ def test_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
     progress = Progress()
     options = {"max_length": 40, "ops": "onnx", "progress": progress}
     bundle = export(path.parent, path, tmp_path / "bundle", **options)
-    assert (bundle.draft.source.id, bundle.target.source.id) == ("models", "model-Q8_0.gguf")
+    assert (bundle.draft.source.id, bundle.target.source.id) == ("model-Q8_0",) * 2
     assert bundle.target.architecture == "qwen2"
     assert bundle.target.weights_dtype == "float32"
     assert bundle.end_tokens == (0,)
@@ -248,3 +248,28 @@ def test_numbers_that_transformers_has_no_place_for_are_told(tmp_path):
         loader.load(find(path), progress)
         assert (progress.notes == [LEFT_OUT]) == said
         assert bool(progress.notes) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "shown"),
+    [
+        ("SmolLM2-135M-Instruct.Q4_1", "Smollm2 135M 8k", "SmolLM2-135M-Instruct"),
+        ("gemma-3-270m-q4_k_m", None, "gemma-3-270m"),
+        ("Qwen2.5-7B-Instruct-Q8_0-00001-of-00001", None, "Qwen2.5-7B-Instruct"),
+        ("phi-4-IQ4_XS", None, "phi-4"),
+        ("model-BF16", "Tiny", "Tiny"),
+        ("ggml-model-q4_0", None, "ggml-model-q4_0"),
+        ("Llama-3.2-1B", "x", "Llama-3.2-1B"),
+    ],
+)
+def test_model_has_its_name_and_license(name, stated, shown, tmp_path):
+    def more(writer):
+        writer.add_license("apache-2.0")
+        if stated:
+            writer.add_name(stated)
+
+    path = tmp_path / f"{name}.gguf"
+    write(path, Kind.F32, tmp_path, "qwen2", more)
+    found = find(path)
+    assert (found.source.id, found.source.license) == (shown, "apache-2.0")
+    assert found.generation == {"eos_token_id": [0]}
