@@ -45,7 +45,7 @@ def test_sentencepiece_ids_are_llama_cpps(name, texts):
 @pytest.mark.parametrize("fields", [byte_level("smollm"), sentencepiece(True)])
 def test_text_is_decoded_to_what_was_encoded(fields):
     tokenizer = gguf_tokenizer.build_tokenizer("target a", fields)
-    for text in ("a  b\n\tc 12", "Grüße, 你好 👩‍🚀", "<think> x"):
+    for text in ("a  b\n\tc 12", "Grüße, 你好 👩‍🚀"):
         encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         decoded = tokenizer.backend_tokenizer.decode(encoded, skip_special_tokens=False)
         assert decoded == text
