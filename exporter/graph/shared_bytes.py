@@ -133,7 +133,6 @@ def _replace_lookup(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
 
 
 BLOCK = 32  # the rows that ONNX Runtime's fusion takes
-_IN_BYTES = 4  # the level that the fusion chooses: on the CPU inputs are rounded to bytes, too
 _ZERO = np.array(128, np.uint8)  # what a byte of 0 is without a sign
 
 
@@ -159,7 +158,6 @@ class MatMulNBitsRewriter:
         if (source, scales) not in self._made:
             self._made[source, scales] = self._blocks(source, scales, rows, columns, turned is None)
         sizes = {"K": rows, "N": columns, "bits": 8, "block_size": BLOCK}
-        sizes["accuracy_level"] = _IN_BYTES
         inputs = [node.inputs[0], *self._made[source, scales]]
         product = ir.node("MatMulNBits", inputs, sizes, domain="com.microsoft")
         output = node.outputs[0]

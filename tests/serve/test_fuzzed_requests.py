@@ -102,11 +102,11 @@ def answer_of(port, url, body):
 def check(port, name, body):
     status, text = answer_of(port, URLS[name], body)
     assert status in EXPECTED, text
-    if status != 200:
+    if status != 200:  # a model's text may be anything
         assert json.loads(text)["error"]["message"]
         assert len(text) < 2000
-    assert "server_error" not in text
-    assert "Traceback" not in text
+        assert "server_error" not in text
+        assert "Traceback" not in text
 
 
 def fuzz(port, name, count):

@@ -58,7 +58,7 @@ def test_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
     bundle = export(path.parent, path, tmp_path / "bundle", **options)
     assert (bundle.draft.source.id, bundle.target.source.id) == ("model-Q8_0",) * 2
     assert bundle.target.architecture == "qwen2"
-    assert bundle.target.weights_dtype == "float32"
+    assert bundle.target.weights_dtype == "keep"
     assert bundle.end_tokens == (0,)
     assert any("target is this quantized model" in note for note in progress.notes)
     import specedge

