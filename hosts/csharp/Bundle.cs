@@ -200,7 +200,7 @@ namespace SpecEdge
         {
             Open(_tokenizer);
             JsonValue token = JsonValue.Read(Folder, _tokenizer)["added_tokens"].Items.FirstOrDefault(
-                token => token["content"].Text == content);
+                item => item["content"].Text == content);
             return token?["id"].Integer ?? throw new ArgumentException($"{_tokenizer} has no added token '{content}'");
         }
 
