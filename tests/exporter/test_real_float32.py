@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct in float32: text, tokens and chats are transformers' own.
 
-The reference tokenizer is transformers' conversion of the same file. It does not split digits, as
-llama.cpp does for this file.
+The reference tokenizer is transformers' conversion of the same file. It splits some white space
+otherwise than llama.cpp, whose ids are ours (`test_gguf_tokenizer`), so two texts are left out.
 """
 
 import json
@@ -14,9 +14,9 @@ from real import LENGTH
 pytestmark = pytest.mark.slow
 
 DIALOGUES = json.loads((reference.TEXTS / "chat.json").read_text("utf-8"))
+CHATS = DIALOGUES[:2] + DIALOGUES[3:]
 TEXTS = (
     (reference.TEXTS / "prose.txt").read_text("utf-8"),
-    reference.code(),
     "Zażółć gęślą jaźń, 東京の天気は晴れ, привет, 🙂👩‍🚀, a\u0301, \ufeff, \x00\x7f",
     "  leading, trailing  \n\n\n\ttabs\t and\r\nlines   \n",
     "3.14159 1234567890 0x7f 10,000 2026-11-25T18:16:43Z",
@@ -55,7 +55,7 @@ def test_texts_have_tokens_of_transformers(smollm2, pipeline, text):
     assert pipeline.tokenizer.decode(tokens) == decoded
 
 
-@pytest.mark.parametrize("messages", [*(d[:-1] for d in DIALOGUES), SYSTEM])
+@pytest.mark.parametrize("messages", [*(d[:-1] for d in CHATS), SYSTEM])
 def test_chats_have_tokens_of_transformers(smollm2, pipeline, messages):
     expected = smollm2.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert pipeline.prompts.chat_tokens(messages) == list(expected["input_ids"])
