@@ -57,13 +57,13 @@ def select_draft_precision(
     texts: CalibrationTexts,
     head: Sequence[int] | None,
     progress: Progress,
-    kinds: Sequence[str] = (),
+    suffixes: Sequence[str] = (),
     rounding: str = GPTQ,
     tensors: Sequence[QuantizedTensor] = (),
 ) -> tuple[ModelEntry, FileEntry]:
     """Quantize a draft, and leave the best candidate in `folder`; return its entry and weights.
 
-    Its logits are of the tokens `head` alone, if given. `kinds` are suffixes of further op sets,
+    Its logits are of the tokens `head` alone, if given. `suffixes` are those of further op sets,
     and `tensors` a quantized checkpoint's weights, which may be kept.
     """
     candidates = [DraftCandidate("fp32", folder, draft, file)]
@@ -71,7 +71,7 @@ def select_draft_precision(
         copy = folder.with_name(f"{folder.name}.{precision}")
         shutil.copytree(folder, copy, copy_function=os.link)
         (model,), weights = quantize(
-            {"draft": draft}, copy, precision, texts, head, progress, kinds, rounding,
+            {"draft": draft}, copy, precision, texts, head, progress, suffixes, rounding,
             tensors=tensors,
         )  # fmt: skip
         candidates.append(DraftCandidate(precision, copy, model, weights))
@@ -93,8 +93,8 @@ def select_draft_precision(
             shutil.rmtree(candidate.folder)
     if best is not candidates[0]:
         best.folder.rename(folder)
-    elif kinds:
-        (best.model,) = add_op_sets(kinds, {"draft": draft}, folder, texts, head, progress)
+    elif suffixes:
+        (best.model,) = add_op_sets(suffixes, {"draft": draft}, folder, texts, head, progress)
     return best.model, best.file
 
 

@@ -194,14 +194,14 @@ def _bits_per_weight(model: FloatModel, weights: FileEntry) -> float:
 
 
 def add_op_sets(
-    kinds: Sequence[str],
+    suffixes: Sequence[str],
     models: dict[str, ModelEntry],
     folder: Path,
     texts: CalibrationTexts,
     head: Sequence[int] | None,
     progress: Progress,
 ) -> list[ModelEntry]:
-    """Add op sets of other types to models that share a folder.
+    """Add op sets of other types, named by suffix, to models that share a folder.
 
     The last model's logits are of the tokens `head` alone, if given.
     """
@@ -210,7 +210,7 @@ def add_op_sets(
     entries = []
     for part in parts:
         dtype = part.model.weights_dtype
-        op_sets = part.reduced_op_sets(dtype, kinds)
+        op_sets = part.reduced_op_sets(dtype, suffixes)
         with progress.step(f"Writing the {part.role}"):
             for ops in op_sets:
                 part.write(ir.load(part.decoder(ops)), folder, ops)

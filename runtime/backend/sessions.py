@@ -26,6 +26,8 @@ from .memory import is_out_of_memory, return_freed_memory
 from .ort import first_line, is_onnxruntime_error, needs_shared_threads, onnxruntime
 
 CUDA = "CUDAExecutionProvider"
+# Products of dequantized weights on the CPU, whose inputs are rounded to 8 bits by default.
+FLOAT_PRODUCTS = "session.qdq_matmulnbits_accuracy_level", "0"
 DEVICES = {  # and what ONNX Runtime calls them
     "cpu": "CPUExecutionProvider",
     "cuda": CUDA,
@@ -175,8 +177,7 @@ class Device:
             return sessions.open_session(ort, path, self.name, self.provider, self.index, options)
         if self.unsigned:
             options.add_session_config_entry(UNSIGNED_OPTION, "1")
-        # Products of dequantized weights are in float; by default these would round activations.
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+        options.add_session_config_entry(*FLOAT_PRODUCTS)
         # A pattern is a block for all of a pass, beside those of the first pass without it: 27 MB
         # of 135 million parameters in int8, for no time that could be measured.
         options.enable_mem_pattern = False

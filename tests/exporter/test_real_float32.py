@@ -1,9 +1,10 @@
 """SmolLM2-135M-Instruct in float32: text, tokens and chats are transformers' own.
 
 The reference tokenizer is transformers' conversion of the same file. It splits some white space
-otherwise than llama.cpp, whose ids are ours (`test_gguf_tokenizer`), so two texts are left out.
+otherwise than llama.cpp, whose ids are ours: two such texts are compared with llama.cpp's ids.
 """
 
+import hashlib
 import json
 
 import pytest
@@ -15,6 +16,8 @@ pytestmark = pytest.mark.slow
 
 DIALOGUES = json.loads((reference.TEXTS / "chat.json").read_text("utf-8"))
 CHATS = DIALOGUES[:2] + DIALOGUES[3:]
+# Of the tokens that llama-cpp-python 0.3.36 has of `split_text`.
+LLAMA_CPP_SHA256 = "c37b99988b267aed39044ee5e6fd7a4a312cc725e5900b9a7d7f402df175a008"
 TEXTS = (
     (reference.TEXTS / "prose.txt").read_text("utf-8"),
     "Zażółć gęślą jaźń, 東京の天気は晴れ, привет, 🙂👩‍🚀, a\u0301, \ufeff, \x00\x7f",
@@ -53,6 +56,18 @@ def test_texts_have_tokens_of_transformers(smollm2, pipeline, text):
     assert pipeline.tokenizer.encode(text).ids == tokens
     decoded = smollm2.tokenizer.decode(tokens, skip_special_tokens=True)
     assert pipeline.tokenizer.decode(tokens) == decoded
+
+
+def split_text():
+    """Return a dialogue and code whose white space transformers splits otherwise."""
+    lines = (reference.TEXTS / "prompts.jsonl").read_text("utf-8").splitlines()
+    code = [prompt["text"] for prompt in map(json.loads, lines) if prompt["kind"] == "code"]
+    return "\n\n".join([*(message["content"] for message in DIALOGUES[2]), *code])
+
+
+def test_white_space_has_tokens_of_llama_cpp(pipeline):
+    ids = pipeline.tokenizer.encode(split_text()).ids
+    assert hashlib.sha256(json.dumps(ids).encode()).hexdigest() == LLAMA_CPP_SHA256
 
 
 @pytest.mark.parametrize("messages", [*(d[:-1] for d in CHATS), SYSTEM])

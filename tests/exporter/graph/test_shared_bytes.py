@@ -9,6 +9,7 @@ from onnxruntime import SessionOptions
 
 from specedge.exporter.graph.shared_bytes import share_int8_embeddings
 from specedge.runtime.backend.ort import inference_session
+from specedge.runtime.backend.sessions import FLOAT_PRODUCTS
 
 ROWS = 96
 
@@ -56,7 +57,7 @@ def path(request, tmp_path):
 
 def run(path):
     options = SessionOptions()
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")  # as at load
+    options.add_session_config_entry(*FLOAT_PRODUCTS)
     session = inference_session(str(path), options, ["CPUExecutionProvider"])
     return session.run(None, {"input_ids": np.array([[5, 0, ROWS - 1]])})
 
