@@ -27,7 +27,7 @@ from ..graph.weights import STORED
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
 
-OpSetReport = tuple[QuantizationReport, tuple[int, ...]]  # and the T whose rows keep their bits
+OpSetReport = tuple[QuantizationReport, tuple[int, ...]]  # and the invariant pass lengths
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ _ZERO_POINT = 128  # of x as unsigned bytes
 class IntegerRewriter(GraphEditor):
     """Replaces products and embeddings in one graph; weights go to `store`."""
 
-    tables: Mapping[int, np.ndarray | None]  # embeddings' places, and powers moved into them, [H]
-    block_tables: Container[int] = ()  # places of those that are in blocks of 8 bits
+    tables: Mapping[int, np.ndarray | None]  # smoothing exponents [H] by embedding's offset
+    block_tables: Container[int] = ()  # offsets of those in blocks of 8 bits
     column_powers: dict[ir.Node, np.ndarray] = field(default_factory=dict)
 
     def group(self, group: MatrixGroup, choice: Scheme) -> None:
