@@ -25,7 +25,7 @@ from .model_export import export_model
 from .progress import Progress
 from .quantization import draft_precision, texts
 from .quantization.float_model import FloatModel
-from .quantization.quantizer import add_op_sets, quantize
+from .quantization.quantizer import add_variants, quantize
 from .request import ExportRequest, PathOrName
 from .tokenizers import pair
 from .tracing import tracer
@@ -219,9 +219,9 @@ def _quantize(
     traced: list[ModelEntry],
     weights: FileEntry,
 ) -> tuple[list[ModelEntry], FileEntry]:
-    """Convert a checkpoint's models to the requested precision, and add further op sets."""
+    """Convert a checkpoint's models to the requested precision, and add further graph variants."""
     request, progress, ids = job.request, job.progress, job.ids_of(checkpoint)
-    folder, suffixes = job.work / checkpoint.role, job.request.op_set_suffixes
+    folder, suffixes = job.work / checkpoint.role, job.request.variant_suffixes
     precision, tensors = request.precision_of(checkpoint.role), loader.quantized_tensors(checkpoint)
     if precision == KEEP and not tensors:
         precision = "fp32"  # of a draft model beside a quantized target
@@ -240,7 +240,7 @@ def _quantize(
         )  # fmt: skip
     if suffixes:
         pieces = job.calibration_texts(traced[0])
-        return add_op_sets(suffixes, roles, folder, pieces, ids, progress), weights
+        return add_variants(suffixes, roles, folder, pieces, ids, progress), weights
     return traced, weights
 
 

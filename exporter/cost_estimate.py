@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from specedge.bundle.graph_variants import OPS
 from specedge.bundle.manifest import chunk_length
-from specedge.bundle.op_sets import OPS
 from specedge.errors import ExportError
 
 from .checkpoint.checkpoints import Checkpoint
@@ -34,8 +34,8 @@ _PROCESS = 500_000_000  # bytes of Python and its libraries (measured: 0.44 GB)
 class ExpertDimensions:
     """Experts of one layer.
 
-    `fused` names the op sets whose MoE node can compute them; `as_stored` is True where no graph
-    reads them in another order.
+    `fused` names the graph variants whose MoE node can compute them; `as_stored` is True where no
+    graph reads them in another order.
     """
 
     number: int  # E
@@ -108,7 +108,7 @@ class CostEstimate:
         )
 
     def supports(self, ops: str) -> bool:
-        """Return True if the caches allow an op set; the layers decide, once observed."""
+        """Return True if the caches allow a graph variant; the layers decide, once observed."""
         return ops == "onnx" or all(x.key_size == x.value_size for x in self.shape.layers)
 
     @property
@@ -143,8 +143,10 @@ def check_costs(
     if estimate is None:
         return
     graphs = graph_files(num_draft_tokens, context_length)
-    op_sets = [
-        op_set for op_set in OPS if ops == op_set or (ops == "auto" and estimate.supports(op_set))
+    graph_variants = [
+        graph_variant
+        for graph_variant in OPS
+        if ops == graph_variant or (ops == "auto" and estimate.supports(graph_variant))
     ]
     if estimate.export_memory > (available := system_memory().total):
         raise ExportError(
@@ -153,7 +155,7 @@ def check_costs(
             f"{_format_gigabytes(estimate.export_memory)} of memory, and this machine has "
             f"{_format_gigabytes(available)}; give a smaller model, or export on a larger machine"
         )
-    costs = (describe_costs(estimate, op_set, graphs) for op_set in op_sets)
+    costs = (describe_costs(estimate, graph_variant, graphs) for graph_variant in graph_variants)
     layer = estimate.expert_layers[0]
     progress.note(
         f"{checkpoint.role}: {layer.chosen} of {layer.number} experts per token, "
@@ -163,7 +165,7 @@ def check_costs(
 
 
 def describe_costs(estimate: CostEstimate, ops: str, graphs: list[GraphFile]) -> str:
-    """Describe the costs of an op set: per token, and each graph's memory."""
+    """Describe the costs of a graph variant: per token, and each graph's memory."""
     peaks: dict[str, list[str]] = defaultdict(list)
     for graph in graphs:
         peaks[_format_gigabytes(estimate.peak(graph, ops))].append(graph.name)

@@ -12,6 +12,7 @@ from typing import TypeVar
 import onnx_ir as ir
 import torch
 
+from specedge.bundle.graph_variants import OPS
 from specedge.bundle.manifest import (
     CacheLayout,
     CheckpointSource,
@@ -19,7 +20,6 @@ from specedge.bundle.manifest import (
     ModelEntry,
     signatures,
 )
-from specedge.bundle.op_sets import OPS
 from specedge.bundle.precision import FLOAT32
 from specedge.bundle.reports import ParityReport
 from specedge.errors import ExportError
@@ -118,8 +118,8 @@ def export_model(
         del loaded
         gc.collect()
         reports = [
-            _verify_all(part, op_sets, results, request.tolerance)
-            for part, op_sets, results in zip(parts, written, references, strict=True)
+            _verify_all(part, graph_variants, results, request.tolerance)
+            for part, graph_variants, results in zip(parts, written, references, strict=True)
         ]
     experts = [results[0].num_experts for results in references]
     kinds = [checkpoint.kind] * len(parts)
@@ -174,24 +174,25 @@ def cut_draft(
 
 
 def write_models(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], FileEntry]:
-    """Trace and write models that share one folder; return their op sets, and the weights' hash."""
-    op_sets, first = OPS if ops == "auto" else (ops,), parts[0]
+    """Trace and write models that share a folder; return their graph variants and weights file."""
+    graph_variants, first = OPS if ops == "auto" else (ops,), parts[0]
     with WeightsFile(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
         written = [
-            list(_for_each_op_set(p, op_sets, partial(_write_graphs, p, stored))) for p in parts
+            list(_for_each_variant(p, graph_variants, partial(_write_graphs, p, stored)))
+            for p in parts
         ]
         with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
             stored.finish(advance)
     return written, stored.file
 
 
-def _for_each_op_set(
-    part: ModelExport, op_sets: Sequence[str], do: Callable[[str], T]
+def _for_each_variant(
+    part: ModelExport, graph_variants: Sequence[str], do: Callable[[str], T]
 ) -> dict[str, T]:
-    """Call `do` for each op set; note the op sets that fail, and raise if all do."""
+    """Call `do` for each graph variant; note the graph variants that fail, and raise if all do."""
     done: dict[str, T] = {}
     refused: dict[str, ExportError] = {}
-    for ops in op_sets:
+    for ops in graph_variants:
         try:
             done[ops] = do(ops)
         except ExportError as error:
@@ -206,7 +207,7 @@ def _for_each_op_set(
 
 
 def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> None:
-    """Trace a model in an op set and write its files. Raises ExportError."""
+    """Trace a model in a graph variant and write its files. Raises ExportError."""
     if ops == "gqa":
         for layer in part.layers:
             if reason := layer.gqa_obstacle():
@@ -277,8 +278,8 @@ def _note_rotary(
 def _verify_all(
     part: ModelExport, written: list[str], references: list[Reference], tolerance: float | None
 ) -> dict[str, ParityReport]:
-    """Verify each op set that was written, and remove the files of those that fail."""
-    reports = _for_each_op_set(part, written, partial(_verify, part, references, tolerance))
+    """Verify each graph variant that was written, and remove the files of those that fail."""
+    reports = _for_each_variant(part, written, partial(_verify, part, references, tolerance))
     for ops in {*OPS} - reports.keys():
         for length in part.lengths:
             for file in (length.file(ops), length.source.file(ops)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from specedge.bundle import store
-from specedge.bundle.op_sets import CACHE_TYPES, COMPUTE_TYPES, OPS, QDQ
+from specedge.bundle.graph_variants import CACHE_TYPES, COMPUTE_TYPES, OPS, QDQ
 from specedge.bundle.precision import GPTQ, KEEP, PRECISION_CHOICES, QUANTIZED_DTYPES, ROUNDINGS
 from specedge.errors import ExportError
 from specedge.option_specs import check_integer
@@ -33,7 +33,7 @@ class ExportRequest:
             default bundle.
         num_draft_tokens: Most draft tokens of a round.
         max_length: Most tokens of a text; None for the models' own, up to 4096.
-        ops: Op set of the graphs, "onnx" or "gqa"; "auto" for each that the models support.
+        ops: Graph variant, "onnx" or "gqa"; "auto" for all that the models support.
         tolerance: Float32 errors may be this share of an output's largest value, however large
             PyTorch's own float32 errors are; None to bound them by PyTorch's.
         precision: Precision of the target. "keep" keeps the integers of a quantized checkpoint;
@@ -46,13 +46,13 @@ class ExportRequest:
             nine tenths of its acceptance rate (a tiny draft model has the target's).
         draft_vocab: Tokens of a reduced draft vocabulary, the most frequent ones of the calibration
             text: no other token is drafted, all are read, and passes are cheaper.
-        compute: Additional op sets that compute in "fp16", "bf16" or, over quantized weights,
-            "fp32", for devices that support it: "onnx-fp16" beside "onnx". They read the same
-            weights, and are functions of their own. "qdq" is fp16 with quantized weights in the
-            form that TensorRT takes; block-wise weights are stored once more for it. The draft
+        compute: Additional graph variants that compute in "fp16", "bf16" or, over quantized
+            weights, "fp32", for devices that support it: "onnx-fp16" beside "onnx". They read the
+            same weights, and are functions of their own. "qdq" is fp16 with quantized weights in
+            the form that TensorRT takes; block-wise weights are stored once more for it. The draft
             model then has the target's precision.
-        cache: Additional op sets with caches of half the size, "fp16": "gqa-kv16" beside "gqa".
-            They are functions of their own as well.
+        cache: Additional graph variants with caches of half the size, "fp16": "gqa-kv16" beside
+            "gqa". They are functions of their own as well.
         calibrate: Text file of the calibration set; None for the built-in text.
         rounding: "gptq", or "nearest", which takes less time, for "int8" and "int4".
         bits: Average bits per weight of "int4" in the layers, from 4 to 8: with more than 4 the
@@ -109,8 +109,8 @@ class ExportRequest:
         return store.default_destination(self.draft_name, os.fspath(self.target))
 
     @property
-    def op_set_suffixes(self) -> tuple[str, ...]:
-        """Suffixes of the names of additional op sets."""
+    def variant_suffixes(self) -> tuple[str, ...]:
+        """Suffixes of the names of additional graph variants."""
         return tuple(kind for kind in (self.compute, CACHE_TYPES.get(self.cache or "")) if kind)
 
     @property
@@ -214,4 +214,4 @@ class ExportRequest:
                 f"{', '.join(p for p in QUANTIZED_DTYPES if p != KEEP)}"
             )
         if self.compute == QDQ and self.ops == "gqa":
-            raise ValueError(f"compute {QDQ} needs the op set onnx; leave ops out")
+            raise ValueError(f"compute {QDQ} needs the graph variant onnx; leave ops out")

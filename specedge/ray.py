@@ -50,7 +50,7 @@ class Generate:
         device: Device of the target, as in `specedge.load`.
         draft_device: Device of the draft model; None is the target's.
         threads: CPU threads; None is the number of CPUs assigned to the actor.
-        ops: Op set, as in `specedge.load`.
+        ops: Graph variant, as in `specedge.load`.
         **request: Options of all prompts, as in `Pipeline.generate`.
     """
 
@@ -186,7 +186,7 @@ def deployment(
         device: Device of the target, as in `specedge.load`.
         draft_device: Device of the draft model; None is the target's.
         threads: CPU threads, which Ray reserves; None is 1.
-        ops: Op set, as in `specedge.load`.
+        ops: Graph variant, as in `specedge.load`.
         settings: ServerSettings of the server.
         num_replicas: Number of replicas, or the smallest number if `max_replicas` is specified.
         max_replicas: Largest number of replicas, scaled by requests per slot.

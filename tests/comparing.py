@@ -20,13 +20,13 @@ def traced(model, folder, ops="onnx", context=CONTEXT):
 
 
 def graphs_of(model):
-    """Geometry of a model, and its graph in each supported op set."""
+    """Geometry of a model, and its graph in each supported graph variant."""
     shape = geometry.measure_geometry(model, CONTEXT, 4)
     layers = tracer.observe(model, shape)
     fused = not any(layer.gqa_obstacle() for layer in layers)
     with patched_modules(model, CONTEXT, shape.capacity):
-        op_sets = ("onnx", "gqa") if fused else ("onnx",)
-        return layers, {ops: tracer.trace(model, shape, ops, layers) for ops in op_sets}
+        graph_variants = ("onnx", "gqa") if fused else ("onnx",)
+        return layers, {ops: tracer.trace(model, shape, ops, layers) for ops in graph_variants}
 
 
 def computed(model, runner):

@@ -1,6 +1,6 @@
 """Mistakes of an exporter, each planted into a traced graph; those that it cannot have change none.
 
-Every fault is a function of the graph of either op set.
+Every fault is a function of the graph of either graph variant.
 """
 
 from __future__ import annotations

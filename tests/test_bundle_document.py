@@ -110,7 +110,7 @@ def test_a_reader_written_from_the_document_reads_the_embedded_pair():
 
 @pytest.fixture(scope="module")
 def pipeline():
-    """Use the reader's op set, since quantized op sets round differently."""
+    """Use the reader's graph variant, since quantized graph variants round differently."""
     pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
     return specedge.load(store.embedded_folder(), ops="onnx")
 

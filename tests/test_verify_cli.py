@@ -133,7 +133,7 @@ def test_json_has_the_facts_of_the_report():
     assert report["result"] == "INCOMPLETE"
     assert list(statuses(report)) == CHECKS
     assert "onnxruntime" in report["about"]["versions"]
-    assert "op set onnx" in report["about"]["run"]
+    assert "graph variant onnx" in report["about"]["run"]
     assert report["findings"][0]["facts"]["num_bad"] == 0
 
 
@@ -195,7 +195,7 @@ def test_a_fixed_shape_of_another_model_fails(copy):
 def test_auto_is_the_cpu_where_the_bundle_has_no_graphs_for_gpus():
     devices = ("--device", "auto", "--draft-device", "cpu")
     result = run(*SHORT_RUN, "--json", *devices)
-    assert json.loads(result.stdout)["about"]["run"].startswith("on cpu, op set")
+    assert json.loads(result.stdout)["about"]["run"].startswith("on cpu, graph variant")
 
 
 @pytest.mark.slow(after_first=True)

@@ -48,7 +48,7 @@ def measure(
 @click.command()
 @bundle_option
 @threads_option
-@click.option("--ops", default="auto", show_default=True, help="Op set to run.")
+@click.option("--ops", default="auto", show_default=True, help="Graph variant to run.")
 @click.option("--k", "draft_lengths", type=int, multiple=True, default=(1, 2, 4, 8))
 @click.option("--prompts", "count", default=50, show_default=True)
 @click.option("--length", default=200, show_default=True, help="New tokens of a request.")

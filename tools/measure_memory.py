@@ -42,7 +42,7 @@ def main() -> None:
 
 @main.command("bundle")
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--ops", default="auto", show_default=True, help="Op set to run.")
+@click.option("--ops", default="auto", show_default=True, help="Graph variant to run.")
 @click.option("--fill", is_flag=True, hidden=True)
 def measure_bundles(bundles: tuple[Path, ...], ops: str, fill: bool) -> None:
     """Compare the predicted and the measured peak of each bundle."""

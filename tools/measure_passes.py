@@ -4,9 +4,9 @@
         [--ops NAME ...] [--past N]
 
 Milliseconds are the minimum and the median of passes after 100 cached tokens, or `--past`; bundles,
-op sets and T run in turn. The bound is the weights' bytes at the memory bandwidth that as many
-threads reach. Shares are of kernel time in a separate profile, whose clock costs each node some
-microseconds: they show what is worth a look, not seconds.
+graph variants and T run in turn. The bound is the weights' bytes at the memory bandwidth that as
+many threads reach. Shares are of kernel time in a separate profile, whose clock costs each node
+some microseconds: they show what is worth a look, not seconds.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def kernel_shares(
 @click.option("--threads", type=int, default=cpu_count(), show_default=True)
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--unsigned", is_flag=True, help="Multiply unsigned bytes, as AVX2 alone needs.")
-@click.option("--ops", multiple=True, help="Op sets to compare. [default: the CPU's]")
+@click.option("--ops", multiple=True, help="Graph variants to compare. [default: the CPU's]")
 @click.option("--past", default=100, show_default=True, help="Cached tokens.")
 def main(
     folders: tuple[Path, ...],

@@ -14,13 +14,13 @@ import onnx_ir as ir
 from specedge.bundle.gpu_signatures import SCORED, num_best, with_best
 from specedge.bundle.manifest import GraphEntry, ModelEntry
 
-from .graphs import op_set_signature
+from .graphs import variant_signature
 from .nodes import add_constant, producer
 from .shared_bytes import share_int8_embeddings
 
 
 def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
-    """Write the graph for each op set that a GPU can run, and list it in the manifest.
+    """Write the graph in each variant that a GPU can run, and list it in the manifest.
 
     It goes beside the decoder in the bundle's `folder`.
     """
@@ -28,7 +28,7 @@ def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
     for ops in filter(model.supports_gpu, model.parity):
         decoder = model.graph("decoder", ops)
         file = decoder.file.replace("decoder", SCORED)
-        signature = op_set_signature("best_logits", ops)
+        signature = variant_signature("best_logits", ops)
         signatures[signature] = with_best(model.signatures[decoder.signature], model.num_columns)
         entries.append(GraphEntry(SCORED, ops, 1, None, signature, file))
         ir.save(_append_best(ir.load(folder / decoder.file), model), folder / file)

@@ -28,7 +28,7 @@ from specedge.bundle.signature import SAMPLING_INPUTS, SAMPLING_SETTINGS, Signat
 
 from ..hosts import sampling_nodes
 from .best_logits import share_embeddings
-from .graphs import op_set_signature
+from .graphs import variant_signature
 from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, GraphTemplate
 from .shared_bytes import MatMulNBitsRewriter
 
@@ -43,7 +43,7 @@ _SIGNATURES = {UNROLLED: "drafted", SAMPLED: "drawn"}
 def add_draft_loops(
     draft: ModelEntry, folder: Path, num_draft_tokens: int, ids: Sequence[int] | None
 ) -> ModelEntry:
-    """Write the graphs for each op set that a GPU can run, and list them in the manifest.
+    """Write the graphs in each variant that a GPU can run, and list them in the manifest.
 
     They go beside the draft's decoder in the bundle's `folder`. `ids` are the tokens of a pruned
     head's columns.
@@ -56,8 +56,8 @@ def add_draft_loops(
             signature = one_call(
                 name, draft.signatures[decoder.signature], draft.num_columns, num_draft_tokens
             )
-            signatures[op_set_signature(kind, ops)] = signature
-            entries.append(GraphEntry(name, ops, 1, None, op_set_signature(kind, ops), file))
+            signatures[variant_signature(kind, ops)] = signature
+            entries.append(GraphEntry(name, ops, 1, None, variant_signature(kind, ops), file))
             path = folder / decoder.file
             part = GraphTemplate(path.parent, path.name, shares_bytes=True)
             graph = _build_graph(draft, part, signature, num_draft_tokens, ids)

@@ -1,7 +1,7 @@
 """Fusion to ONNX Runtime's operators: fewer nodes for the same function.
 
 A node costs an ONNX Runtime session some microseconds whatever it computes, which is most of a pass
-of a small model. Every rewrite leaves alone what does not match. Only the op sets of
+of a small model. Every rewrite leaves alone what does not match. Only the graph variants of
 GroupQueryAttention in float32 are fused: they need the domain `com.microsoft` anyway, and further
 passes (quantization, half precision) start from the graph before fusion.
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from specedge.bundle.op_sets import attention_ops, has_compute_type
+from specedge.bundle.graph_variants import attention_ops, has_compute_type
 
 from .nodes import insert_node, producer
 from .weights import drop_unused, view_tensor
@@ -35,7 +35,7 @@ def fuse(model: ir.Model) -> None:
 
 
 def is_fused(ops: str) -> bool:
-    """Return True if the graphs of an op set use fused operators."""
+    """Return True if a graph variant uses fused operators."""
     return attention_ops(ops) == "gqa" and not has_compute_type(ops)
 
 

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import onnxscript.optimizer
 
+from specedge.bundle.graph_variants import cache_dtype
 from specedge.bundle.manifest import PREFILL_LENGTH, GraphEntry, signature_name
-from specedge.bundle.op_sets import cache_dtype
 from specedge.bundle.precision import FLOAT32
 from specedge.errors import ExportError
 
@@ -39,7 +39,7 @@ class GraphFile:
     is_source: bool = False
 
     def file(self, ops: str) -> str:
-        """Return the file's name in an op set."""
+        """Return the file's name in a graph variant."""
         name = SOURCE if self.is_source and fusion.is_fused(ops) else self.name
         return f"{self.prefix}{name}{'' if ops == 'onnx' else f'-{ops}'}.onnx"
 
@@ -51,12 +51,12 @@ class GraphFile:
     def entry(self, folder: str, ops: str) -> GraphEntry:
         """Return the manifest's entry."""
         file = f"{folder}/{self.file(ops)}"
-        signature = op_set_signature(signature_name(self.name), ops)
+        signature = variant_signature(signature_name(self.name), ops)
         return GraphEntry(self.name, ops, 1, self.length, signature, file)
 
 
-def op_set_signature(kind: str, ops: str) -> str:
-    """Return a signature's name in an op set, whose caches may have another type."""
+def variant_signature(kind: str, ops: str) -> str:
+    """Return a signature's name in a graph variant, whose caches may have another type."""
     dtype = cache_dtype(ops)
     return kind if dtype == FLOAT32.cache else f"{kind}_{dtype}"
 
@@ -184,7 +184,7 @@ def check_devices(model: ir.Model) -> None:
 def write_graphs(model: ir.Model, folder: Path, files: list[GraphFile], ops: str) -> None:
     """Save one file for each length; all of them read the one weights file beside them.
 
-    Fuses nodes in place if the op set has operators for that.
+    Fuses nodes in place if the graph variant has operators for that.
     """
     if fusion.is_fused(ops):
         fusion.fuse(model)

@@ -1,6 +1,6 @@
 """Small rewrites of a traced graph: fewer nodes, and exact sigmoids.
 
-Attention in the op set `gqa` takes [B, T, heads * D] rows, which models reshape to heads and
+Attention in the graph variant `gqa` takes [B, T, heads * D] rows, which models reshape to heads and
 transpose needlessly. A node costs some microseconds, which dominates a pass of a small draft model.
 
 ONNX Runtime's Sigmoid on a CPU has an absolute error of 2e-7, so x * sigmoid(x) is off by 2% at -12

@@ -26,7 +26,7 @@ from .texts import CalibrationTexts
 NUM_SAMPLE_ROWS = 48  # of the texts, that errors are measured with
 ANSWER_TOKENS = 48  # of a prompt's answer
 _TIMED_SIZE = 1024  # of matrices whose product is timed
-_NUM_PASSES = 4  # over the report's text: float, an op set, and two formats of llama.cpp
+_NUM_PASSES = 4  # over the report's text: float, a graph variant, and two formats of llama.cpp
 _BYTES_PER_SECOND = 8e9  # of weights that an answer's token reads
 _PASS_EFFICIENCY = 0.5  # of the timed product's operations a second, that passes reach,
 _GPTQ_EFFICIENCY = 0.4  # and GPTQ's small steps
@@ -126,7 +126,7 @@ def visit_inputs(
     Args:
         decoder: Graph for any pass length.
         geometry: Sizes of the model.
-        ops: Op set of the graph.
+        ops: Graph variant.
         texts: Tokens, [T] each.
         visit: Callback.
         excluded: Weights that are in no group.

@@ -23,7 +23,7 @@ from ..progress import Progress
 from ..verification.runner import Runner
 from ..verification.subgraph import open_session
 from .float_model import FloatModel
-from .quantizer import add_op_sets, quantize
+from .quantizer import add_variants, quantize
 from .report import compute_logits
 from .texts import CalibrationTexts
 
@@ -63,8 +63,8 @@ def select_draft_precision(
 ) -> tuple[ModelEntry, FileEntry]:
     """Quantize a draft, and leave the best candidate in `folder`; return its entry and weights.
 
-    Its logits are of the tokens `head` alone, if given. `suffixes` are those of further op sets,
-    and `tensors` a quantized checkpoint's weights, which may be kept.
+    Its logits are of the tokens `head` alone, if given. `suffixes` are those of further graph
+    variants, and `tensors` a quantized checkpoint's weights, which may be kept.
     """
     candidates = [DraftCandidate("fp32", folder, draft, file)]
     for precision in (*CANDIDATE_PRECISIONS, *([KEEP] if tensors else [])):
@@ -94,7 +94,7 @@ def select_draft_precision(
     if best is not candidates[0]:
         best.folder.rename(folder)
     elif suffixes:
-        (best.model,) = add_op_sets(suffixes, {"draft": draft}, folder, texts, head, progress)
+        (best.model,) = add_variants(suffixes, {"draft": draft}, folder, texts, head, progress)
     return best.model, best.file
 
 

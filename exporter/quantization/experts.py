@@ -39,7 +39,7 @@ class ExpertWeights:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Offsets of the weights, the same in the graphs of all op sets."""
+        """Offsets of the weights, the same in all graph variants."""
         return self.first.offset, self.last.offset
 
     @property

@@ -9,25 +9,25 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from specedge.bundle.manifest import ModelEntry, signatures
-from specedge.bundle.op_sets import (
-    OP_SETS,
+from specedge.bundle.graph_variants import (
+    GRAPH_VARIANTS,
     OPS,
     attention_ops,
     cache_dtype,
     compute_dtype,
     is_reduced_precision,
 )
+from specedge.bundle.manifest import ModelEntry, signatures
 from specedge.bundle.reports import QuantizationReport
 
 from ..graph import graphs, rewrites
-from ..graph.graphs import GraphFile, op_set_signature
+from ..graph.graphs import GraphFile, variant_signature
 from ..graph.half_precision import convert_caches, convert_graph
 from ..graph.weights import STORED
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
 
-OpSetReport = tuple[QuantizationReport, tuple[int, ...]]  # and the invariant pass lengths
+VariantReport = tuple[QuantizationReport, tuple[int, ...]]  # and the invariant pass lengths
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,21 @@ class FloatModel:
 
     @property
     def ops(self) -> list[str]:
-        """Op sets without a type suffix."""
+        """Graph variants without a type suffix."""
         return [ops for ops in OPS if ops in self.model.parity]
 
-    def reduced_op_sets(self, weights_dtype: str, suffixes: Sequence[str]) -> list[str]:
-        """Return the reduced-precision op sets for weights of a type, with further suffixes."""
+    def reduced_variants(self, weights_dtype: str, suffixes: Sequence[str]) -> list[str]:
+        """Return the reduced-precision graph variants for a weights type and further suffixes."""
         names = [*self.ops, *(f"{ops}-{suffix}" for suffix in suffixes for ops in self.ops)]
-        return [ops for ops in names if ops in OP_SETS and is_reduced_precision(ops, weights_dtype)]
+        return [
+            ops
+            for ops in names
+            if ops in GRAPH_VARIANTS and is_reduced_precision(ops, weights_dtype)
+        ]
 
     @property
     def lengths(self) -> list[GraphFile]:
-        """Graph files, the same in all op sets."""
+        """Graph files, the same in all graph variants."""
         return [
             GraphFile(
                 graph.name,
@@ -84,17 +88,17 @@ class FloatModel:
         return Runner(folder, self.lengths, self.geometry, ops)
 
     def decoder_runner(self, ops: str) -> Runner:
-        """Return a runner of the graph from which an op set is made."""
+        """Return a runner of the source graph of a graph variant."""
         lengths = [file.source for file in self.lengths if file.length is None]
         return Runner(self.folder, lengths, self.geometry, ops)
 
     def decoder(self, ops: str) -> Path:
-        """Return the path of the graph, for any pass length, from which an op set is made."""
+        """Return the path of a graph variant's source graph, which takes any pass length."""
         (decoder,) = (file for file in self.lengths if file.length is None)
         return self.folder / decoder.source.file(attention_ops(ops))
 
     def write(self, graph_model: ir.Model, folder: Path, ops: str) -> None:
-        """Write the graph files of an op set from its decoder."""
+        """Write the graph files of a graph variant from its decoder."""
         if (dtype := compute_dtype(ops)) != "float32":
             rewrites.fuse_sigmoids(graph_model)  # a launch on a GPU instead of four
             convert_graph(graph_model, STORED[dtype][1])
@@ -102,8 +106,8 @@ class FloatModel:
             convert_caches(graph_model, STORED[dtype][1])
         graphs.write_graphs(graph_model, folder, self.lengths, ops)
 
-    def with_reports(self, reports: dict[str, OpSetReport], weights_dtype: str) -> ModelEntry:
-        """Return the manifest entry with other weights or further op sets, and their reports."""
+    def with_reports(self, reports: dict[str, VariantReport], weights_dtype: str) -> ModelEntry:
+        """Return the manifest entry with new weights or graph variants, and their reports."""
         model, folder = self.model, self.model.weights.rpartition("/")[0]
         parity, quantization = dict(model.parity), dict(model.quantization)
         entries, signatures_ = list(model.graphs), dict(model.signatures)
@@ -112,10 +116,10 @@ class FloatModel:
                 entries += [length.entry(folder, ops) for length in self.lengths]
             parity[ops] = replace(parity[attention_ops(ops)], invariant_lengths=invariant)
             quantization[ops] = report
-            op_set_signatures = signatures(model.cache_layout(ops), model.padded_vocab_size)
+            variant_signatures = signatures(model.cache_layout(ops), model.padded_vocab_size)
             signatures_ |= {
-                op_set_signature(name, ops): signature
-                for name, signature in op_set_signatures.items()
+                variant_signature(name, ops): signature
+                for name, signature in variant_signatures.items()
             }
         return replace(
             model, weights_dtype=weights_dtype, signatures=signatures_, graphs=tuple(entries),

@@ -22,7 +22,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
-from specedge.bundle.op_sets import has_compute_type
+from specedge.bundle.graph_variants import has_compute_type
 from specedge.bundle.reports import WeightType
 
 from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor
@@ -142,7 +142,7 @@ def bits_per_weight(layout: BlockLayout | None) -> float:
 
 def keep(
     parts: Sequence[FloatModel],
-    op_sets: Mapping[str, Sequence[str]],
+    graph_variants: Mapping[str, Sequence[str]],
     kept: KeptWeights,
     excluded: ExcludedWeights,
     folder: Path,
@@ -152,18 +152,18 @@ def keep(
 
     Args:
         parts: Float models that share a folder.
-        op_sets: Op sets to write, by role.
+        graph_variants: Graph variants to write, by role.
         kept: Gets the weights of all graphs.
         excluded: Weights that no group contains.
         folder: Folder of the new graphs.
         store: Weights file of the new graphs.
 
     Returns:
-        The schemes of all groups, by role and op set.
+        The schemes of all groups, by role and graph variant.
     """
     written = {}
     for part in parts:
-        for ops in op_sets[part.role]:
+        for ops in graph_variants[part.role]:
             model = load_graph(part.decoder(ops), excluded)
             kept.add(model.graph, excluded)
             written[part.role, ops] = _describe(model.graph, kept, excluded)

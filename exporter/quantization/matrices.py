@@ -64,7 +64,7 @@ class MatrixGroup:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Offsets of the weights, the same in the graphs of all op sets."""
+        """Offsets of the weights, the same in all graph variants."""
         return tuple(sorted(matrix.offset for matrix in self.matrices))
 
 

@@ -12,8 +12,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
+from specedge.bundle.graph_variants import attention_ops, has_compute_type, is_qdq
 from specedge.bundle.manifest import FileEntry, ModelEntry
-from specedge.bundle.op_sets import attention_ops, has_compute_type, is_qdq
 from specedge.bundle.precision import BLOCK_BITS, GPTQ, KEEP, NEAREST
 from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ParityError
@@ -40,7 +40,7 @@ from .integer_rewriter import IntegerRewriter, num_columns
 from .kept_weights import KeptWeights, keep
 from .matrices import MatrixGroup, embeddings, matrix_groups, ungrouped_weights
 from .qdq_rewriter import QdqRewriter
-from .report import measure_op_sets
+from .report import measure_variants
 from .rounding import BLOCK_SIZE, BlockMatrix, IntegerMatrix
 from .schemes import Scheme
 from .texts import CalibrationTexts
@@ -75,7 +75,8 @@ def quantize(
         texts: Texts for calibration and report.
         head: Tokens of the last model's logits, if reduced.
         progress: Takes notes and steps.
-        suffixes: Suffixes of further op sets, which dequantize weights or have 16-bit caches.
+        suffixes: Suffixes of further graph variants, which dequantize weights or have 16-bit
+            caches.
         rounding: One of `specedge.bundle.precision.ROUNDINGS`; int8-block always rounds to nearest.
         bits: Average bits of int4's weights in layers.
         tensors: The checkpoint's quantized weights, for the precision "keep".
@@ -129,18 +130,18 @@ def quantize(
             group_schemes |= selector.select(part, group_schemes)
     with WeightStore(folder) as store, progress.step(f"Quantising the {first}"):
         for part in parts:
-            for ops in part.reduced_op_sets(precision, suffixes):
+            for ops in part.reduced_variants(precision, suffixes):
                 _write_graphs(part, ops, precision, group_schemes, excluded, store, folder)
     entries = []
     bits_per_weight = _bits_per_weight(parts[0], store.file)
     for part in parts:
         with progress.step(f"Comparing the {part.role} in {precision}"):
             formats = _format_runners(part, work) if part is parts[0] else {}
-            op_sets = {
+            graph_variants = {
                 ops: group_schemes | _unquantized_schemes(part, ops, excluded)
-                for ops in part.reduced_op_sets(precision, suffixes)
+                for ops in part.reduced_variants(precision, suffixes)
             }
-            measured = measure_op_sets(part, folder, op_sets, texts, progress, formats)
+            measured = measure_variants(part, folder, graph_variants, texts, progress, formats)
         described = {
             ops: (replace(quality, bits_per_weight=bits_per_weight), invariant)
             for ops, (quality, invariant) in measured.items()
@@ -166,20 +167,20 @@ def _keep(
     excluded = find_excluded(
         (_load(part, ops).graph for part in parts for ops in part.ops), first.model.num_experts
     )
-    op_sets = {part.role: part.reduced_op_sets(KEEP, suffixes) for part in parts}
+    graph_variants = {part.role: part.reduced_variants(KEEP, suffixes) for part in parts}
     with progress.step(f"Reading the {first.role}'s quantized weights"):
         kept = KeptWeights(tensors)
     with WeightStore(folder) as store, progress.step(f"Writing the {first.role}"):
-        written = keep(parts, op_sets, kept, excluded, folder, store)
+        written = keep(parts, graph_variants, kept, excluded, folder, store)
     types, entries = kept.types(), []
     bits_per_weight = _bits_per_weight(first, store.file)
     for part in parts:
         with progress.step(f"Comparing the {part.role} in {KEEP}"):
             choices = {
                 ops: written[part.role, ops] | _unquantized_schemes(part, ops, excluded)
-                for ops in op_sets[part.role]
+                for ops in graph_variants[part.role]
             }
-            measured = measure_op_sets(part, folder, choices, texts, progress)
+            measured = measure_variants(part, folder, choices, texts, progress)
         described = {
             ops: (replace(quality, bits_per_weight=bits_per_weight, types=types), invariant)
             for ops, (quality, invariant) in measured.items()
@@ -193,7 +194,7 @@ def _bits_per_weight(model: FloatModel, weights: FileEntry) -> float:
     return 8 * weights.size / model.model.num_parameters
 
 
-def add_op_sets(
+def add_variants(
     suffixes: Sequence[str],
     models: dict[str, ModelEntry],
     folder: Path,
@@ -201,7 +202,7 @@ def add_op_sets(
     head: Sequence[int] | None,
     progress: Progress,
 ) -> list[ModelEntry]:
-    """Add op sets of other types, named by suffix, to models that share a folder.
+    """Add graph variants of other types, named by suffix, to models that share a folder.
 
     The last model's logits are of the tokens `head` alone, if given.
     """
@@ -210,12 +211,14 @@ def add_op_sets(
     entries = []
     for part in parts:
         dtype = part.model.weights_dtype
-        op_sets = part.reduced_op_sets(dtype, suffixes)
+        graph_variants = part.reduced_variants(dtype, suffixes)
         with progress.step(f"Writing the {part.role}"):
-            for ops in op_sets:
+            for ops in graph_variants:
                 part.write(ir.load(part.decoder(ops)), folder, ops)
         with progress.step(f"Comparing the {part.role}"):
-            measured = measure_op_sets(part, folder, {ops: {} for ops in op_sets}, texts, progress)
+            measured = measure_variants(
+                part, folder, {ops: {} for ops in graph_variants}, texts, progress
+            )
         entries.append(part.with_reports(measured, dtype))
     return entries
 
@@ -281,7 +284,7 @@ def _warn_if_worse(
 
 @dataclass(frozen=True)
 class SchemeSelector:
-    """Selects the schemes of groups, the same in every op set, by their inputs on a text.
+    """Selects the schemes of groups, the same in every graph variant, by their inputs on a text.
 
     Experts of MoE nodes are block-wise in every precision; other stacked matrices and tied LM heads
     are per-channel; an untied head is in 4-bit blocks where that costs little. Matrices rounded by
@@ -438,7 +441,7 @@ def _write_graphs(
     store: WeightStore,
     folder: Path,
 ) -> None:
-    """Write a model's quantized graphs of an op set."""
+    """Write a model's quantized graphs in one variant."""
     graph_model = _load(model, ops, excluded)
     graph = graph_model.graph
     tables = dict(embeddings(graph))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specedge.bundle.op_sets import attention_ops, cache_dtype
+from specedge.bundle.graph_variants import attention_ops, cache_dtype
 from specedge.bundle.reports import FormatQuality, QuantizationReport
 from specedge.errors import ExportError
 
@@ -18,14 +18,14 @@ from ..verification import checks
 from ..verification.runner import Action, FillNoise, PassAction, ReadRows, RepeatRows, Runner
 from . import smoothing
 from .experts import load_graph
-from .float_model import FloatModel, OpSetReport
+from .float_model import FloatModel, VariantReport
 from .schemes import Scheme
 from .texts import CalibrationTexts
 
 MAX_LOGITS = 1 << 27  # logits of a model that are held at once
 ROWS_PER_STRIP = 64  # tokens whose distributions are compared at a time
 NUM_SAMPLE_TOKENS = (
-    96  # tokens of op sets that have the integers of one that is measured on all texts
+    96  # tokens of graph variants that have the integers of one that is measured on all texts
 )
 NUM_LATE_TOKENS = 64  # tokens of a late window
 MAX_LATE_RATIO = 3.0  # in that of texts, what its divergence may be;
@@ -50,34 +50,34 @@ class DistancePair:
     late: LogitDistance
 
 
-def measure_op_sets(
+def measure_variants(
     model: FloatModel,
     folder: Path,
-    op_sets: Mapping[str, SchemeMap],
+    graph_variants: Mapping[str, SchemeMap],
     texts: CalibrationTexts,
     progress: Progress,
     formats: Mapping[str, Runner] | None = None,
-) -> dict[str, OpSetReport]:
-    """Compare quantized op sets with the float graph, and check their batch invariance.
+) -> dict[str, VariantReport]:
+    """Compare quantized graph variants with the float graph, and check their batch invariance.
 
-    Among op sets of one type the first that ONNX Runtime can run, GroupQueryAttention before
+    Among graph variants of one type the first that ONNX Runtime can run, GroupQueryAttention before
     standard ONNX, is measured on all texts, others on `NUM_SAMPLE_TOKENS` tokens, since they share
-    the integers. Op sets without kernels on this machine are loaded only.
+    the integers. Graph variants without kernels on this machine are loaded only.
 
     Args:
         model: Float model.
         folder: Folder of the quantized graphs.
-        op_sets: Names with the scheme of each group.
+        graph_variants: Names with the scheme of each group.
         texts: Texts to compare on.
         progress: Takes notes.
         formats: Graphs of the same weights in formats of llama.cpp, to compare with.
 
     Raises:
-        ExportError: If values overflow an op set's type.
+        ExportError: If values overflow a graph variant's type.
     """
     candidates: dict[str, MeasuredGraph] = {}
-    described: dict[str, OpSetReport] = {}
-    for ops, choices in op_sets.items():
+    described: dict[str, VariantReport] = {}
+    for ops, choices in graph_variants.items():
         runner = model.runner(folder, ops)
         if runner.can_run():
             powers = {key: choice.exponents for key, choice in choices.items()}
@@ -89,7 +89,7 @@ def measure_op_sets(
                 "kernels here"
             )
             described[ops] = _quantization_report(LogitDistance(), texts, choices), ()
-    primary = _primary_op_sets(candidates)
+    primary = _primary_variants(candidates)
     measured = _measure_graphs(model, candidates, primary, texts, formats or {})
     qualities = {name: _format_quality(measured[name].near) for name in formats or {}}
     for ops, candidate in candidates.items():
@@ -100,23 +100,23 @@ def measure_op_sets(
             ]
             distances.near.error = max(distances.near.error, first.near.error)
         described[ops] = _build_report(
-            model, ops, candidate.runner, distances, texts, op_sets[ops], progress
+            model, ops, candidate.runner, distances, texts, graph_variants[ops], progress
         )
         if ops == next(iter(primary)):
             quality = replace(described[ops][0], formats=qualities)
             described[ops] = quality, described[ops][1]
-    return {ops: described[ops] for ops in op_sets}
+    return {ops: described[ops] for ops in graph_variants}
 
 
 def _type_suffix(ops: str) -> str:
-    """Return the type suffix of an op set's name."""
+    """Return the type suffix of a graph variant's name."""
     return ops.removeprefix(attention_ops(ops))
 
 
-def _primary_op_sets(op_sets: Iterable[str]) -> list[str]:
-    """Return an op set of each type, which is measured on all texts."""
+def _primary_variants(graph_variants: Iterable[str]) -> list[str]:
+    """Return a graph variant of each type, which is measured on all texts."""
     chosen: dict[str, str] = {}
-    for ops in op_sets:
+    for ops in graph_variants:
         if _type_suffix(ops) not in chosen or attention_ops(ops) == "gqa":
             chosen[_type_suffix(ops)] = ops
     return list(chosen.values())
@@ -129,7 +129,7 @@ def _measure_graphs(
     texts: CalibrationTexts,
     formats: Mapping[str, Runner],
 ) -> dict[str, DistancePair]:
-    """Measure op sets, and formats by their names."""
+    """Measure graph variants, and formats by their names."""
     original = replace(model, folder=model.original or model.folder)
     reference = original.decoder_runner(model.ops[-1])
     whole = {ops: candidates[ops] for ops in primary}
@@ -149,8 +149,8 @@ def _build_report(
     texts: CalibrationTexts,
     choices: SchemeMap,
     progress: Progress,
-) -> OpSetReport:
-    """Build the report of a measured op set, and check its batch invariance."""
+) -> VariantReport:
+    """Build the report of a measured graph variant, and check its batch invariance."""
     who, near, late = f"{model.role} ({ops})", measured.near, measured.late
     numbers = (distance.loss + distance.divergence + distance.error for distance in (near, late))
     if not math.isfinite(sum(numbers)):

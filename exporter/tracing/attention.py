@@ -147,7 +147,7 @@ def attention(
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention in the op set of the pass.
+    """Compute attention in the graph variant of the pass.
 
     [B, H, T, D], 2 * [B, G, T or S, D] -> [B, T, H, D]
 

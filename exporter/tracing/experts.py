@@ -112,8 +112,8 @@ def prepare_experts(
 ) -> Callable[..., torch.Tensor]:
     """Return the experts function of a traced pass, as transformers calls it.
 
-    Matrices become buffers, until the stack is closed, in the order in which both op sets have them
-    in the weights file.
+    Matrices become buffers, until the stack is closed, in the order in which both graph variants
+    have them in the weights file.
     """
     kinds = {}
     for module in find_experts(model):
@@ -165,7 +165,7 @@ def _compute_dense(
     if (biases := experts.biases()) is not None:
         inner = inner + biases[0]
     inner = experts.activation(inner) * routing[..., None]
-    # What is transposed directly is stored so, and a second time for the other op set.
+    # What is transposed directly is stored so, and a second time for the other graph variant.
     side_by_side = last[None].transpose(2, 3).reshape(number * size, -1)
     output = torch.matmul(inner.flatten(1), side_by_side)
     return output if biases is None else output + torch.matmul(routing, biases[1])

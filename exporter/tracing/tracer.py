@@ -142,7 +142,7 @@ def explain_refusal(model: Any) -> Iterator[None]:
 
 
 def check_config(config: Any, context_length: int, num_draft_tokens: int, ops: str) -> None:
-    """Refuse a decoder that cannot be exported, or not in this op set. Raises ExportError.
+    """Refuse a decoder that cannot be exported, or not in this graph variant. Raises ExportError.
 
     A model that does not run on the meta device passes; it is checked again with its weights. But
     experts that bypass transformers' interface and gather rows by index are refused.

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from specedge.bundle.graph_variants import attention_ops
 from specedge.bundle.manifest import PREFILL_LENGTH, chunk_length
-from specedge.bundle.op_sets import attention_ops
 
 from ..graph.graphs import GraphFile
 from .reference import Reference

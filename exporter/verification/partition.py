@@ -278,7 +278,7 @@ class RepresentativeParts:
 def find_representatives(splits: Mapping[str, PartitionedGraph]) -> RepresentativeParts | None:
     """Leave out subgraphs in the middle that have forms of others; None if that is impossible.
 
-    `splits` are the files of one op set, the decoder first, all cut at the same places.
+    `splits` are the files of one graph variant, the decoder first, all cut at the same places.
     """
     count = len(next(iter(splits.values())).parts)
     forms = [_form_in_all_files(splits, index) for index in range(count)]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from specedge.bundle.op_sets import cache_dtype
+from specedge.bundle.graph_variants import cache_dtype
 from specedge.errors import ExportError
 
 from ..checkpoint.lazy_weights import BufferPool
@@ -83,7 +83,7 @@ Action = PassAction | FillCaches | FillNoise | RepeatRows | ReadRows
 
 
 class Runner:
-    """One op set of a model over caches [1, H, S, D]; a run begins by filling them."""
+    """One graph variant of a model over caches [1, H, S, D]; a run begins by filling them."""
 
     def __init__(
         self, folder: Path, lengths: list[GraphFile], geometry: Geometry, ops: str = "onnx"

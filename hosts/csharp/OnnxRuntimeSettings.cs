@@ -10,7 +10,7 @@ namespace SpecEdge
 {
     internal static class OnnxRuntimeSettings
     {
-        // Changes no bit on processors with VNNI and doubles the time of long passes there (op sets in docs/bundle.md).
+        // Changes no bit on processors with VNNI and doubles the time of long passes there (graph variants in docs/bundle.md).
         private const string SlowBytes = "session.x64quantprecision";
 
         /// <summary>Options for the graphs of a bundle's models.</summary>

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from specedge.bundle import Bundle
 from specedge.bundle.graph_scan import WeightUse, weights_of
+from specedge.bundle.graph_variants import CACHE_TYPES, attention_ops, compute_dtype
 from specedge.bundle.manifest import ModelEntry, chunk_length
-from specedge.bundle.op_sets import CACHE_TYPES, attention_ops, compute_dtype
 from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.errors import DeviceError
 
@@ -185,7 +185,7 @@ def pair_memory(
 
     Args:
         bundle: The bundle.
-        ops: Op sets by role.
+        ops: Graph variants by role.
         slots: Number of requests at a time.
         max_length: Longest text, by default the context.
 

@@ -11,8 +11,14 @@ from typing import Any
 from specedge.bundle import MANIFEST, Bundle
 from specedge.bundle.gpu_signatures import SCORED
 from specedge.bundle.graph_scan import check_graph
+from specedge.bundle.graph_variants import (
+    CACHE_SUFFIXES,
+    GRAPH_VARIANTS,
+    QDQ,
+    attention_ops,
+    compute_dtype,
+)
 from specedge.bundle.manifest import REEXPORT_HINT, GraphEntry, ModelEntry
-from specedge.bundle.op_sets import CACHE_SUFFIXES, OP_SETS, QDQ, attention_ops, compute_dtype
 from specedge.bundle.precision import QUANTIZED_DTYPES, precision_of
 from specedge.bundle.signature import SAMPLING_INPUTS, Signature, TensorSpec
 from specedge.errors import BundleError, DeviceError
@@ -45,8 +51,8 @@ class ModelSession:
         if device.is_cpu and compute_dtype(self.ops) == "bfloat16":
             others = ", ".join(name for name in model.parity if compute_dtype(name) != "bfloat16")
             raise DeviceError(
-                f"{model.source.id}: the op set '{self.ops}' computes in bfloat16, which ONNX "
-                f"Runtime has no kernels for on {device.name}; omit --ops, or use one of "
+                f"{model.source.id}: the graph variant '{self.ops}' computes in bfloat16, which "
+                f"ONNX Runtime has no kernels for on {device.name}; omit --ops, or use one of "
                 f"{others}"
             )
         if graph == "decoder" and not device.is_cpu and model.has(SCORED, self.ops):
@@ -163,33 +169,33 @@ class BoundPass:
 
 
 def choose_ops(model: ModelEntry, ops: str = "auto", device: Device | None = None) -> str:
-    """Return the op set to run.
+    """Return the graph variant to run.
 
-    "auto" on the CPU never chooses an op set with a compute type of its own; those are for GPUs,
-    and the CPU runs them if asked.
+    On the CPU, "auto" never selects a graph variant with a compute type: those are for GPUs, and
+    the CPU runs them on request only.
     """
-    if ops not in ("auto", *OP_SETS):
-        raise ValueError(f"ops must be one of auto, {', '.join(OP_SETS)}, got {ops!r}")
+    if ops not in ("auto", *GRAPH_VARIANTS):
+        raise ValueError(f"ops must be one of auto, {', '.join(GRAPH_VARIANTS)}, got {ops!r}")
     if device is not None and not device.is_cpu:
         return _gpu_ops(model, ops, device)
     if ops == "auto":
         return model.cpu_ops
-    if (op_set := model.op_set(ops)) is None:
+    if (graph_variant := model.graph_variant(ops)) is None:
         raise BundleError(
-            f"{model.source.id} has no graphs in the op set '{ops}', only in "
+            f"{model.source.id} has no graphs in the graph variant '{ops}', only in "
             f"{', '.join(model.parity)}; omit --ops{_export_hint(model, ops)}"
         )
-    return op_set
+    return graph_variant
 
 
 def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
-    """Return the op set to run on a GPU, or the requested one if the GPU supports it."""
+    """Return the graph variant to run on a GPU, or the requested one if the GPU supports it."""
     fits = model.supports_engines if device.supports_engines else model.supports_gpu
     supported = [name for name in device.preferred_ops if name in model.parity and fits(name)]
     if ops == "auto" and supported:
         return supported[0]
-    if ops != "auto" and model.op_set(ops) in supported:
-        return str(model.op_set(ops))
+    if ops != "auto" and model.graph_variant(ops) in supported:
+        return str(model.graph_variant(ops))
     available = (
         f"only {', '.join(supported)}" if supported else f"none of {', '.join(model.parity)}"
     )
@@ -198,13 +204,13 @@ def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
     )
     options = f"--compute {compute_type}" if model.dtype == "float32" else "--ops auto"
     raise DeviceError(
-        f"{model.source.id}: {device.name} runs {available} of its op sets"
+        f"{model.source.id}: {device.name} runs {available} of its graph variants"
         + (f", not '{ops}'" if ops != "auto" else f"; export the pair again with {options}")
     )
 
 
 def _export_hint(model: ModelEntry, ops: str) -> str:
-    """Return the export options that give an op set, if there are any."""
+    """Return the export options that give a graph variant, if there are any."""
     plain, _, suffix = ops.partition("-")
     if suffix in (("bf16",) if model.weights_dtype in QUANTIZED_DTYPES else ("fp32", QDQ)):
         return ""

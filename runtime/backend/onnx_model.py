@@ -11,8 +11,8 @@ import numpy as np
 
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
+from specedge.bundle.graph_variants import has_compute_type
 from specedge.bundle.manifest import ModelEntry, chunk_length
-from specedge.bundle.op_sets import has_compute_type
 from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.errors import SpecEdgeError
 from specedge.sampling_options import Sampling

@@ -13,8 +13,8 @@ from functools import cache
 import numpy as np
 
 from specedge import int8_products
+from specedge.bundle.graph_variants import attention_ops
 from specedge.bundle.manifest import ModelEntry
-from specedge.bundle.op_sets import attention_ops
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
 from specedge.diagnosis import packages
 from specedge.errors import DeviceError

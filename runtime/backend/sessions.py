@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specedge.bundle.op_sets import QDQ
+from specedge.bundle.graph_variants import QDQ
 from specedge.bundle.precision import HALF_DTYPES, OLDEST_ONNXRUNTIME
 from specedge.cpu_count import cpu_count, default_threads
 from specedge.errors import BundleError, DeviceError
@@ -113,7 +113,7 @@ class Device:
 
     @property
     def preferred_ops(self) -> tuple[str, ...]:
-        """Supported op sets of a GPU, the fastest first."""
+        """Supported graph variants of a GPU, the fastest first."""
         attentions = ("onnx",) if self.supports_engines else ("gqa", "onnx")
         halves = tuple(f"{ops}-{dtype}" for dtype in HALF_DTYPES for ops in attentions)
         if self.supports_engines:

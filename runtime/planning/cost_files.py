@@ -64,7 +64,7 @@ class CostFile:
 
 
 def cost_key(bundle: Bundle, target_on: Device, draft_on: Device, ops: str) -> CostKey:
-    """Return the cache key of a loaded bundle, by the devices and op sets of its models.
+    """Return the cache key of a loaded bundle, by the devices and graph variants of its models.
 
     One table serves sessions with a shared thread pool and with their own: `specedge tune` uses the
     former.

@@ -90,14 +90,14 @@ def _check_unicode(fields: dict[str, Any]) -> None:
 
 
 def item_fingerprint(item: BatchItem, bundle: str, ops: str) -> str:
-    """Return the fingerprint of an item: its prompt, options, op set and bundle.
+    """Return the fingerprint of an item: its prompt, options, graph variant and bundle.
 
     Seed and K are fields of the result itself and left out.
 
     Args:
         item: Batch item.
         bundle: SHA-256 of the bundle's manifest.
-        ops: Op sets.
+        ops: Graph variants.
     """
     request = asdict(GenerationRequest(**item.request))
     del request["seed"], request["num_draft_tokens"]

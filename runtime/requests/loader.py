@@ -51,8 +51,8 @@ def load(
         share_threads: True for one thread pool for all sessions of the process, which is faster for
             small models. Sessions of the app itself then need `use_per_session_threads` False. A
             pool that exists is used in any case.
-        ops: Op set: "onnx", "gqa", one with a compute type, such as "gqa-fp16", or "auto" for the
-            best one of each model on its device.
+        ops: Graph variant: "onnx", "gqa", one with a compute type, such as "gqa-fp16", or "auto"
+            for the best one of each model on its device.
         draft_device: Device of the draft model, by default that of the target.
         slots: Number of requests that may run at a time, each in caches of its own.
         max_length: Maximum length of texts, prompt included, by default the target's context.

@@ -1,4 +1,4 @@
-"""Bundle format: manifest, signatures, op sets, precisions and reports."""
+"""Bundle format: manifest, signatures, graph variants, precisions and reports."""
 
 from .bundle import (
     FIRST_FORMAT_WITH_HOSTS,

@@ -19,16 +19,16 @@ from ..option_specs import check_integer
 from ..sampling_options import MAX_DRAFT_TOKENS, SamplingFilters
 from ..strict_json import MAX_INTEGER, JsonError, build, dump, parse, to_plain
 from .gpu_signatures import ONE_CALL
+from .graph_variants import attention_ops
 from .hosts import HostFiles
 from .integrity import check_relative_path, contained_file_size, sha256
 from .manifest import REEXPORT_HINT, FileEntry, ModelEntry
-from .op_sets import attention_ops
 from .reports import check_single_line
 
 FORMAT = 9
 FIRST_FORMAT_WITH_HOSTS = 8  # key `hosts`
 FIRST_FORMAT_WITHOUT_DRAFT = 9  # `draft` may be null; bits per weight in reports
-FORMATS = (6, 7, 8, FORMAT)  # readable; 6 has only op sets without a type
+FORMATS = (6, 7, 8, FORMAT)  # readable; 6 has only graph variants without a type
 MANIFEST = "bundle.json"
 MAX_MANIFEST_SIZE = 16 * 2**20
 LICENSE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..option_specs import check_integer
 from ..sampling_options import MAX_DRAFT_TOKENS
-from .op_sets import OP_SETS
+from .graph_variants import GRAPH_VARIANTS
 from .reports import check_single_line
 from .signature import Signature
 
@@ -42,7 +42,7 @@ class HostFiles:
     """Files for applications without specedge.
 
     Attributes:
-        ops: Op set of the target's part.
+        ops: Graph variant of the target's part.
         graphs: Round and tokenizer graphs.
         golden: File of golden transcripts, or None.
         ids_only: Reason for missing tokenizer graphs; None if they exist.
@@ -60,8 +60,8 @@ class HostFiles:
     oldest_onnxruntime: str
 
     def __post_init__(self) -> None:
-        if self.ops not in OP_SETS:
-            raise ValueError(f"ops must be one of {', '.join(OP_SETS)}, got '{self.ops}'")
+        if self.ops not in GRAPH_VARIANTS:
+            raise ValueError(f"ops must be one of {', '.join(GRAPH_VARIANTS)}, got '{self.ops}'")
         for name in ("ids_only", "onnxruntime", "oldest_onnxruntime"):
             check_single_line(name, getattr(self, name))
         names = {graph.name for graph in self.graphs}

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import BundleError
 from .gpu_signatures import ONE_CALL, SCORED, one_call, with_best
-from .op_sets import (
-    OP_SETS,
+from .graph_variants import (
+    GRAPH_VARIANTS,
     OPS,
     attention_ops,
     cache_dtype,
@@ -94,7 +94,7 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class GraphEntry:
-    """ONNX file of a graph: pass length (None: any), op set and name of its signature."""
+    """ONNX file of a graph: pass length (None: any), graph variant and name of its signature."""
 
     name: str
     ops: str
@@ -104,8 +104,8 @@ class GraphEntry:
     file: str
 
     def __post_init__(self) -> None:
-        if self.ops not in OP_SETS:
-            raise ValueError(f"ops must be one of {', '.join(OP_SETS)}, got '{self.ops}'")
+        if self.ops not in GRAPH_VARIANTS:
+            raise ValueError(f"ops must be one of {', '.join(GRAPH_VARIANTS)}, got '{self.ops}'")
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,39}", self.name):
             raise ValueError(f"name must be up to 40 of a-z, 0-9, - and _, got '{self.name}'")
         if self.batch < 1 or (self.length is not None and self.length < 1):
@@ -130,14 +130,16 @@ class ModelEntry:
         padded_vocab_size: Columns of the logits, of which the first `vocab_size` are tokens; fewer
             columns than tokens need the bundle's id map.
         context_length: Largest number of tokens of a text.
-        dtype: Compute type of the op sets whose names have none.
+        dtype: Compute type of the graph variants whose names have none.
         weights_dtype: Type of the stored weights.
-        cache: Key-value cache of the op sets whose names have no type.
+        cache: Key-value cache of the graph variants whose names have no type.
         weights: Weights file.
         signatures: Inputs and outputs of graphs by signature name.
-        graphs: Graphs of all op sets.
-        parity: Verification against PyTorch by op set; of a quantized op set, of its float graphs.
-        quantization: Quantization report of each op set with integer weights or 16-bit types.
+        graphs: Graphs of all graph variants.
+        parity: Verification against PyTorch by graph variant; for a quantized variant, of its float
+            graphs.
+        quantization: Quantization report of each graph variant with integer weights or 16-bit
+            types.
     """
 
     source: CheckpointSource
@@ -168,18 +170,20 @@ class ModelEntry:
             raise ValueError("context_length must be at least 1 and at most the cache's capacity")
         names = [(graph.name, graph.ops) for graph in self.graphs]
         if len(set(names)) != len(names):
-            raise ValueError("graphs must not repeat a name within an op set")
+            raise ValueError("graphs must not repeat a name within a graph variant")
         ops = {ops for name, ops in names if name == "decoder"}
         if not ops or ops != {ops for _, ops in names} or ops != self.parity.keys():
-            raise ValueError("each op set in graphs must have a decoder and an entry in parity")
+            raise ValueError(
+                "each graph variant in graphs must have a decoder and an entry in parity"
+            )
         if ops.isdisjoint(OPS):
-            raise ValueError("one op set in graphs must have a name without a type")
+            raise ValueError("one graph variant in graphs must have a name without a type")
         if self.quantization.keys() != {
             name for name in ops if is_reduced_precision(name, self.weights_dtype)
         }:
             raise ValueError(
-                "quantisation must have a report for each op set with integer weights or a 16-bit "
-                "type, and for no other"
+                "quantisation must have a report for each graph variant with integer weights or a "
+                "16-bit type, and for no other"
             )
         if min(self.num_parameters, self.num_experts) < 0:
             raise ValueError("num_parameters and num_experts must be at least 0")
@@ -211,13 +215,13 @@ class ModelEntry:
         return min(self.vocab_size, self.padded_vocab_size)
 
     def cache_layout(self, ops: str) -> CacheLayout:
-        """Return the cache of an op set's graphs."""
+        """Return the cache layout of a graph variant."""
         return (
             self.cache if ops == attention_ops(ops) else replace(self.cache, dtype=cache_dtype(ops))
         )
 
     def supports_gpu(self, ops: str) -> bool:
-        """Return True if GPUs have kernels for an op set.
+        """Return True if GPUs have kernels for a graph variant.
 
         They have none for products of bytes, and GroupQueryAttention only in 16 bits.
         """
@@ -229,15 +233,15 @@ class ModelEntry:
         return not is_wide and not is_qdq(ops)
 
     def supports_engines(self, ops: str) -> bool:
-        """Return True if TensorRT engines can be compiled from an op set."""
+        """Return True if TensorRT engines can be compiled from a graph variant."""
         if is_qdq(ops):
             return True
         return self.supports_gpu(ops) and self.weights_dtype not in QUANTIZED_DTYPES
 
-    def op_set(self, ops: str) -> str | None:
-        """Return the model's op set for a name, or None.
+    def graph_variant(self, ops: str) -> str | None:
+        """Return the model's graph variant for a name, or None.
 
-        For float weights, the op set without a type is the one that computes in float32.
+        For float weights, the graph variant without a type is the one that computes in float32.
         """
         plain = attention_ops(ops)
         same = cache_dtype(ops) == cache_dtype(plain) and not is_reduced_precision(
@@ -247,7 +251,7 @@ class ModelEntry:
 
     @property
     def cpu_ops(self) -> str:
-        """Faster op set on the CPU.
+        """Faster graph variant on the CPU.
 
         `gqa` reads only the filled part of the cache. It is not used if `onnx` is batch-invariant
         for more pass lengths.
@@ -258,7 +262,7 @@ class ModelEntry:
         )
 
     def describe_parity(self, ops: str) -> str:
-        """Return the verification results of an op set as one line."""
+        """Return the verification results of a graph variant as one line."""
         summary = self.parity[ops].summary(self.precision)
         if ops in self.quantization:
             cost = self.quantization[ops].summary()
@@ -267,7 +271,7 @@ class ModelEntry:
         return summary
 
     def bound(self, ops: str) -> float:
-        """Return the largest error of an op set, relative to the largest value."""
+        """Return the largest error of a graph variant, relative to the largest value."""
         if ops in self.quantization:
             return 2 * self.quantization[ops].error  # margin for other texts
         return self.parity[ops].bound(self.precision)
@@ -278,17 +282,17 @@ class ModelEntry:
         return precision_of(self.source.id, self.dtype, self.cache.dtype)
 
     def has(self, name: str, ops: str) -> bool:
-        """Return True if an op set has a graph of that name."""
+        """Return True if a graph variant has a graph of that name."""
         return any((graph.name, graph.ops) == (name, ops) for graph in self.graphs)
 
     def graph(self, name: str, ops: str) -> GraphEntry:
-        """Return a graph of an op set; raise BundleError if there is none."""
+        """Return a graph of a graph variant; raise BundleError if there is none."""
         for graph in self.graphs:
             if (graph.name, graph.ops) == (name, ops):
                 return graph
         names = ", ".join(f"{g.name} ({g.ops})" for g in self.graphs)
         raise BundleError(
-            f"no graph '{name}' for the op set '{ops}'; there are {names}; {REEXPORT_HINT}"
+            f"no graph '{name}' in the graph variant '{ops}'; there are {names}; {REEXPORT_HINT}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Verification and quantization reports of an op set, recorded at export."""
+"""Verification and quantization reports of a graph variant, recorded at export."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class WeightType:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """Effect of quantization on an op set, measured on a text.
+    """Effect of quantization on a graph variant, measured on a text.
 
     Attributes:
         text: Name of the evaluation text.

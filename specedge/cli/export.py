@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from specedge.bundle import Bundle
+from specedge.bundle.graph_variants import CACHE_TYPES, COMPUTE_TYPES, OPS
 from specedge.bundle.manifest import ModelEntry
-from specedge.bundle.op_sets import CACHE_TYPES, COMPUTE_TYPES, OPS
 from specedge.bundle.precision import GPTQ, PRECISION_CHOICES, ROUNDINGS
 from specedge.cli import options
 from specedge.cli.embed import add_graphs

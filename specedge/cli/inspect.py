@@ -7,8 +7,8 @@ import json
 import click
 
 from specedge.bundle import Bundle
+from specedge.bundle.graph_variants import OPS, cache_dtype, compute_dtype, has_compute_type
 from specedge.bundle.manifest import ModelEntry
-from specedge.bundle.op_sets import OPS, cache_dtype, compute_dtype, has_compute_type
 from specedge.bundle.reports import ParityReport
 from specedge.cli import options
 from specedge.cli.terminal import progress_bar, sanitize_line

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from specedge.bundle.op_sets import OP_SETS
+from specedge.bundle.graph_variants import GRAPH_VARIANTS
 from specedge.cli.panics import hidden_panics
 from specedge.cli.terminal import sanitize_line
 from specedge.option_specs import format_default, option_specs
@@ -47,11 +47,11 @@ threads = click.option(
 )
 ops = click.option(
     "--ops",
-    type=click.Choice(("auto", *OP_SETS)),
+    type=click.Choice(("auto", *GRAPH_VARIANTS)),
     default="auto",
     show_default=True,
     metavar="OPS",
-    help="Op set of the graphs, as listed by 'specedge inspect'.",
+    help="Graph variant, one of those listed by 'specedge inspect'.",
 )
 prompt_format = click.option(
     "--format",

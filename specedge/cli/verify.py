@@ -88,7 +88,7 @@ def verify(
 def _execution_settings(
     bundle: Bundle, device: str, threads: int | None, ops: str, draft_device: str | None
 ) -> ExecutionSettings:
-    """Return devices and op sets that share one thread pool."""
+    """Return devices and graph variants that share one thread pool."""
     from specedge.runtime.requests.loader import devices_of
     from specedge.verification.audit import ExecutionSettings
 

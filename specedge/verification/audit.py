@@ -71,14 +71,14 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ExecutionSettings:
-    """Devices and op set that the graphs run on; `draft_device` if it is another."""
+    """Devices and graph variant that the graphs run on; `draft_device` if it is another."""
 
     device: Device = field(default_factory=Device)
     ops: str = "auto"
     draft_device: Device | None = None  # where it is another
 
-    def op_set(self, bundle: Bundle, model: ModelEntry) -> str:
-        """Return the op set that a model runs."""
+    def graph_variant(self, bundle: Bundle, model: ModelEntry) -> str:
+        """Return the graph variant that a model runs."""
         return choose_ops(model, self.ops, self.device_of(bundle, model))
 
     def open(self, bundle: Bundle, model: ModelEntry, ops: str, graph: str = "decoder") -> OrtModel:
@@ -115,7 +115,7 @@ def audit(
 
     Args:
         bundle: The bundle.
-        settings: Devices and op set to run.
+        settings: Devices and graph variant to run.
         prompts: The user's prompts, text or messages, beside the built-in ones.
         budget: Time limit.
         on_progress: Called with the name of each check before it runs.
@@ -164,8 +164,8 @@ def audit(
 def graphs_of(bundle: Bundle, settings: ExecutionSettings, budget: Budget) -> CheckResult:
     """Run the graph check; it fails if a graph cannot be loaded or run."""
     open_ = partial(settings.open, bundle)
-    op_set = partial(settings.op_set, bundle)
-    return _guarded("graphs", lambda: graph_checks.graphs(bundle, op_set, open_, budget))
+    graph_variant = partial(settings.graph_variant, bundle)
+    return _guarded("graphs", lambda: graph_checks.graphs(bundle, graph_variant, open_, budget))
 
 
 def unreadable(folder: Path, error: SpecEdgeError, budget: Budget) -> AuditReport:
@@ -256,7 +256,7 @@ def make_subject(
     """Load the models, self-test the target as `load` does, and add the prompts."""
     target, draft = _open(bundle, settings)
     tolerance = max(
-        graph_checks.allowed(model, settings.op_set(bundle, model))
+        graph_checks.allowed(model, settings.graph_variant(bundle, model))
         for model in bundle.models.values()
     )
     longest = chunk_length(bundle.target.cache.capacity)
@@ -350,7 +350,7 @@ def _prompts(
 
 def _about(bundle: Bundle, settings: ExecutionSettings) -> dict[str, str]:
     parity = bundle.target.parity
-    ops = {role: settings.op_set(bundle, model) for role, model in bundle.models.items()}
+    ops = {role: settings.graph_variant(bundle, model) for role, model in bundle.models.items()}
     used = ", ".join(f"{package} {v}" for package, v in parity[ops["target"]].versions.items())
     ids = {
         role: f"{model.source.id}"
@@ -365,7 +365,7 @@ def _about(bundle: Bundle, settings: ExecutionSettings) -> dict[str, str]:
         "identity": f"SHA-256 of {MANIFEST} {sha256(bundle.path(MANIFEST))}",
         "exported": f"by specedge {bundle.specedge_version} with {used}",
         **machine(),
-        "run": f"on {settings.devices}, op set {ops['target']}{draft_ops}, "
+        "run": f"on {settings.devices}, graph variant {ops['target']}{draft_ops}, "
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
 

@@ -1,7 +1,8 @@
 """Checks of a bundle's files and graphs: hashes, and the reproducible part of the parity report.
 
 Without PyTorch and the checkpoint, the error against PyTorch stays as recorded at export. Measured
-here: pass-length invariance, agreement of the op sets, and of fixed-shape graphs with the decoder.
+here: pass-length invariance, agreement of the graph variants, and of fixed-shape graphs with the
+decoder.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ def files(bundle: Bundle, budget: Budget) -> CheckResult:
 
 
 def graphs(
-    bundle: Bundle, op_set: Callable[[ModelEntry], str], open_: Open, budget: Budget
+    bundle: Bundle, graph_variant: Callable[[ModelEntry], str], open_: Open, budget: Budget
 ) -> CheckResult:
-    """Compare the graphs of the bundle, first those of the op set that runs, loaded in turn."""
+    """Compare the graphs of the bundle, those of the selected graph variant first."""
     comparison = _Comparison(open_, budget)
     expected = {}
     for role, model in bundle.models.items():
-        main_ops = op_set(model)
+        main_ops = graph_variant(model)
         graph = open_(model, main_ops, "decoder")
         comparison.rows(role, model, main_ops, graph)
         expected[role] = _run(graph, model, main_ops)
         del graph
     for role, model in bundle.models.items():
-        main_ops = op_set(model)
+        main_ops = graph_variant(model)
         comparison.fixed(role, model, main_ops, expected[role])
         for other in (name for name in model.parity if name != main_ops):
             comparison.other_ops(role, model, (main_ops, other), expected[role])
@@ -136,7 +137,7 @@ class _Comparison:
     def other_ops(
         self, role: str, model: ModelEntry, ops: tuple[str, str], expected: dict[str, Outputs]
     ) -> None:
-        """Compare an op set that does not run with the one that does."""
+        """Compare a graph variant that does not run with the one that does."""
         main_ops, other = ops
         if self.budget.over:
             self.missing.append(f"{role}'s {other} graphs")

@@ -35,7 +35,7 @@ PUBLISHED = {
         20.9, 3.6, True,
     ),
     "DeepSeek-V3": (transformers.DeepseekV3Config(), 671.0, 37.0, False),
-    # None of its experts is left out in any op set.
+    # None of its experts is left out in any graph variant.
     "Llama-4-Scout": (
         transformers.Llama4TextConfig(num_local_experts=16, num_hidden_layers=48),
         107.8, 106.7, True,
@@ -92,7 +92,7 @@ def test_note_states_costs_per_token(monkeypatch):
     )
 
 
-def test_note_omits_unsupported_op_set(monkeypatch):
+def test_note_omits_unsupported_graph_variant(monkeypatch):
     note = announced("DeepSeek-V3", 5000 * GB, monkeypatch)
     assert "gqa" not in note
     assert "onnx reads 2680 GB" in note

@@ -47,7 +47,9 @@ def test_no_node_of_any_graph_is_on_the_cpu_nor_copied_to_it(cuda, pairs, name):
 
 
 def test_float32_groupqueryattention_is_no_kernel_of_a_gpu(cuda, pairs):
-    with pytest.raises(DeviceError, match=r"cuda runs only .*onnx of its op sets, not 'gqa'"):
+    with pytest.raises(
+        DeviceError, match=r"cuda runs only .*onnx of its graph variants, not 'gqa'"
+    ):
         specedge.load(pairs("fp32-fp16"), device="cuda", ops="gqa")
     bundle = Bundle.read(pairs("fp32-fp16"))
     path = bundle.path(bundle.target.graph("decoder", "gqa").file)
@@ -65,7 +67,7 @@ def test_float32_groupqueryattention_is_no_kernel_of_a_gpu(cuda, pairs):
         ("int8-fp32", "onnx-fp32"),
     ],
 )
-def test_a_request_runs_through_in_the_best_op_set(cuda, pairs, name, ops):
+def test_a_request_runs_through_in_the_best_graph_variant(cuda, pairs, name, ops):
     with loaded(pairs(name)) as pipeline:
         assert (pipeline.target.ops, pipeline.draft.ops) == (ops, ops)
         for options in ({}, {"temperature": 0.8, "top_k": 20}, {"temperature": 1.0}):
@@ -279,7 +281,7 @@ def test_the_audit_takes_the_draft_elsewhere(cuda, pairs):
 
     bundle = Bundle.read(pairs("fp32-fp16"))
     machinery = ExecutionSettings(Device("cuda"), draft_device=Device("cpu"))
-    found = {role: machinery.op_set(bundle, model) for role, model in bundle.models.items()}
+    found = {role: machinery.graph_variant(bundle, model) for role, model in bundle.models.items()}
     assert found == {"target": "gqa-fp16", "draft": "gqa"}
     assert machinery.devices == "cuda and cpu"
     draft = machinery.open(bundle, bundle.draft, "gqa")

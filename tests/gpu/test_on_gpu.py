@@ -13,7 +13,7 @@ import specedge
 from gpu.conftest import PAIRS
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import SAMPLED
-from specedge.bundle.op_sets import compute_dtype
+from specedge.bundle.graph_variants import compute_dtype
 from specedge.cli.verify import verify
 from specedge.diagnosis.doctor import Machine, why_not
 from specedge.runtime.backend.cuda.draft_graphs import SampledDraftGraph

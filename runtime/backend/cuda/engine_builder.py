@@ -44,7 +44,7 @@ def build_engines(
         gpu: GPU architecture, such as "sm89", by default this machine's.
         output: Folder for a copy of the bundle with its engines, for machines with the same GPU
             architecture; by default engines go to the cache folder.
-        ops: Op set.
+        ops: Graph variant.
         on_progress: Callback with the file of each graph before it is built.
 
     Raises:

@@ -44,7 +44,7 @@ def open_session(ort: Any, path: str, name: str, provider: str, index: int, opti
         if nodes := _nodes_on_cpu(ort, path, provider, index):
             raise DeviceError(
                 f"{name}: ONNX Runtime has no CUDA kernels for these nodes of {path}: {nodes}; "
-                "choose another op set with --ops"
+                "choose another graph variant with --ops"
             ) from error
         if reason := why_not(name):
             raise DeviceError(reason) from error

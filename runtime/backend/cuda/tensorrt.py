@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specedge.bundle.op_sets import compute_dtype, is_qdq
+from specedge.bundle.graph_variants import compute_dtype, is_qdq
 from specedge.diagnosis.doctor import why_not
 from specedge.errors import DeviceError
 
@@ -100,7 +100,8 @@ def compile_graph(ort: Any, graph: Path, target: Path, index: int, ops: str) -> 
         if not is_onnxruntime_error(error):
             raise
         raise DeviceError(
-            f"{graph}: TensorRT cannot compile it ({first_line(error)}); choose another op set"
+            f"{graph}: TensorRT cannot compile it ({first_line(error)}); choose another graph "
+            "variant with --ops"
         ) from error
 
 

@@ -93,7 +93,9 @@ def test_gpt_oss_in_mxfp4_is_widened_and_exported(tmp_path):
     bundle = export(folder, folder, tmp_path / "bundle", max_length=64, progress=progress)
     assert bundle.target.weights_dtype == "bfloat16"
     size = 2 * sum(parameter.numel() for parameter in model.parameters())
-    assert size <= bundle.files["target/weights.bin"].size < 1.1 * size  # both op sets' in one
+    assert (
+        size <= bundle.files["target/weights.bin"].size < 1.1 * size
+    )  # both graph variants' in one
     assert any("draft is the quantized model" in note for note in progress.notes)
 
 

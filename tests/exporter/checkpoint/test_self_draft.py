@@ -84,7 +84,7 @@ def test_draft_is_part_of_targets_weights_file_and_adds_nothing_to_it(made):
     )
 
 
-def test_both_models_agree_with_pytorch_in_every_op_set(made):
+def test_both_models_agree_with_pytorch_in_every_graph_variant(made):
     """The export refuses to write what does not; here that nothing was left out or noted."""
     for model, layers in ((made.bundle.target, LAYERS), (made.bundle.draft, made.num_layers)):
         assert len(model.cache.layers) == layers

@@ -1,4 +1,4 @@
-"""Fused operators in the op set `gqa`: fewer nodes for the same function."""
+"""Fused operators in the graph variant `gqa`: fewer nodes for the same function."""
 
 import shutil
 from collections import Counter
@@ -49,7 +49,7 @@ def test_layer_of_fused_graph_has_bounded_number_of_nodes(llama, tmp_path):
     assert sizes[1] - sizes[0] == 19  # 7 products, 4 of them spell out a sigmoid
 
 
-def test_standard_op_set_has_standard_operators_alone(tmp_path):
+def test_standard_graph_variant_has_standard_operators_alone(tmp_path):
     runner = traced(model_of(), tmp_path, "onnx")
     assert {node.domain for node in load(runner, "decoder.onnx")} == {""}
 

@@ -77,7 +77,7 @@ def layers_behind(graph):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """Model, its graphs by op set, and its references."""
+    """Model, its graphs by graph variant, and its references."""
     model = model_of("llama")
     runners = {ops: traced(model, tmp_path_factory.mktemp(ops), ops) for ops in ("onnx", "gqa")}
     return model, runners, computed(model, runners["onnx"])

@@ -28,7 +28,7 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Hosts and pipelines by layout, bundle, K and op set."""
+    """Hosts and pipelines by layout, bundle, K and graph variant."""
     made = {}
 
     def host(layout, bundle, num_draft_tokens, ops):

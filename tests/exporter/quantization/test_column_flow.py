@@ -15,7 +15,7 @@ WIDTH = 32  # of v: 2 heads of 16
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Graphs of each op set of a Llama with 4 heads in 2 groups."""
+    """Graphs of each graph variant of a Llama with 4 heads in 2 groups."""
     model = model_of("llama")
     return {ops: traced(model, tmp_path_factory.mktemp(ops), ops) for ops in ATTENTION}
 

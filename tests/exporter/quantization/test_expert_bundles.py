@@ -26,14 +26,14 @@ def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     model = make_model(ARCHITECTURES["mixtral"][1]())
     target = save(model, make_tokenizer(folder / "tokenizer"), folder / "target")
-    # With the integers of GPTQ a router's near-tie turns one token's choice between op sets.
+    # With the integers of GPTQ a router's near-tie turns one token's choice between graph variants.
     return export(
         "self:1", target, folder / "bundle", precision="int4", compute="qdq", rounding="nearest"
     )
 
 
 def graphs(bundle, ops):
-    """Every graph of an op set, without its weights."""
+    """Every graph of a graph variant, without its weights."""
     for graph in (graph for model in bundle.models.values() for graph in model.graphs):
         if graph.ops == ops:
             yield onnx.load(bundle.path(graph.file), load_external_data=False).graph
@@ -48,7 +48,7 @@ def graphs(bundle, ops):
         ("onnx-qdq", {"DequantizeLinear"}),
     ],
 )
-def test_experts_are_read_by_the_node_that_an_op_set_has_for_them(bundle, ops, readers):
+def test_experts_are_read_by_the_node_that_a_graph_variant_has_for_them(bundle, ops, readers):
     found: Counter[str] = Counter()
     for graph in graphs(bundle, ops):
         stored = {t.name for t in graph.initializer if t.data_type in INTEGERS}

@@ -1,4 +1,4 @@
-"""Experts of mixtures in integers: what each op set computes of them, with which bits."""
+"""Experts of mixtures in integers: what each graph variant computes of them, with which bits."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every family in int8: its own target to the bit, in every op set that it has."""
+"""Every family in int8: its own target to the bit, in every graph variant that it has."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Op sets that compute as the model does, with caches in float16."""
+"""Graph variants that compute as the model does, with caches in float16."""
 
 import onnx
 import pytest
@@ -7,7 +7,7 @@ from onnx import TensorProto
 
 import specedge
 from quantized import PROMPTS, Made, check_greedy
-from specedge.bundle.op_sets import OPS
+from specedge.bundle.graph_variants import OPS
 from specedge.cli.inspect import inspect
 from specedge.cli.verify import verify
 from specedge.errors import BundleError
@@ -29,7 +29,7 @@ def made(request, tmp_path_factory):
     return Made(folder, kind, draft="self:1", precision=precision, cache="fp16")
 
 
-def test_each_op_set_has_one_with_smaller_caches_beside_it(made):
+def test_each_graph_variant_has_one_with_smaller_caches_beside_it(made):
     for model in made.bundle.models.values():
         assert list(model.parity) == [*OPS, *SETS]
         for ops in SETS:

@@ -38,7 +38,7 @@ def made(request, tmp_path_factory):
 
 
 def graphs(made):
-    """Every graph of the op set, without its weights."""
+    """Every graph of the graph variant, without its weights."""
     for model in made.bundle.models.values():
         for graph in model.graphs:
             if graph.ops == QDQ:
@@ -87,7 +87,7 @@ def test_logits_are_those_of_the_sets_for_the_cpu_but_for_what_rounds_inputs(mad
         assert report.perplexity == pytest.approx(like.perplexity, rel=0.02)
 
 
-def test_there_is_one_such_op_set_and_it_is_for_engines_alone(made):
+def test_there_is_one_such_graph_variant_and_it_is_for_engines_alone(made):
     for model in made.bundle.models.values():
         assert [*model.parity] == ["onnx", "gqa", QDQ]
         names = {graph.name for graph in model.graphs if graph.ops == QDQ}
@@ -118,7 +118,7 @@ def test_signed_blocks_are_the_numbers_of_blocks(bits, shape):
     ("options", "said"),
     [
         ({}, "compute qdq is for quantized weights; give a precision of int8, "),
-        ({"precision": "int4", "ops": "gqa"}, "compute qdq needs the op set onnx"),
+        ({"precision": "int4", "ops": "gqa"}, "compute qdq needs the graph variant onnx"),
     ],
 )
 def test_what_has_no_integers_or_another_attention_is_refused(tmp_path, options, said):

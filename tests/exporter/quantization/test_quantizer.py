@@ -269,7 +269,8 @@ def test_the_manifest_says_what_was_rounded_and_refuses_what_contradicts_that(ma
     value = json.loads(made.bundle.to_json())
     value["target"]["weights_dtype"] = "float32"
     with pytest.raises(
-        ValueError, match="quantisation must have a report for each op set with integer weights"
+        ValueError,
+        match="quantisation must have a report for each graph variant with integer weights",
     ):
         Bundle.from_json(json.dumps(value))
 

@@ -36,7 +36,7 @@ def test_config_of_any_size_is_seen_without_memory():
     assert len(layers) == 61
 
 
-def test_op_set_that_model_cannot_have_is_refused_before_its_weights_are_read(tmp_path):
+def test_graph_variant_that_model_cannot_have_is_refused_before_its_weights_are_read(tmp_path):
     model = make_model(ARCHITECTURES["deepseek_v3"][1]())
     folder = save(model, make_tokenizer(tmp_path / "tokenizer"), tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"not read")

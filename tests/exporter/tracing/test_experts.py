@@ -1,4 +1,4 @@
-"""Experts in both op sets: what they compute, with which bits, and that nothing is gathered."""
+"""Experts in both graph variants: values, batch invariance, and absence of Gather nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import transformers
 
 from architectures import ARCHITECTURES
 from checkpoints import VOCAB_SIZE, make_model
-from specedge.bundle.op_sets import OPS
+from specedge.bundle.graph_variants import OPS
 from specedge.errors import ExportError
 from specedge.exporter import Progress, model_export
 from specedge.exporter.checkpoint.lazy_weights import WeightSources
@@ -69,7 +69,7 @@ def make_experts(family):
 
 
 class Block(torch.nn.Module):
-    """Experts by themselves in an op set; which of them each row takes is an input."""
+    """Experts by themselves in a graph variant; which of them each row takes is an input."""
 
     def __init__(self, module, ops):
         super().__init__()
@@ -175,7 +175,7 @@ def test_module_is_its_own_again_after_trace():
 
 @pytest.fixture(scope="module")
 def whole_model(tmp_path_factory):
-    """A mixtral in half precision, and its files in both op sets."""
+    """A mixtral in half precision, and its files in both graph variants."""
     torch.manual_seed(0)
     model = make_model(ARCHITECTURES["mixtral"][1]()).bfloat16().float()
     folder = tmp_path_factory.mktemp("mixtral")

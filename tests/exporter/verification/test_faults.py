@@ -19,7 +19,7 @@ from specedge.exporter.tracing import tracer
 
 
 class Gemma:
-    """Model with a softcap and a window in every other layer, and its graph in both op sets."""
+    """Model with a softcap and a window in every other layer, and both graph variants of it."""
 
     def __init__(self, **config):
         options = {"sliding_window": 24, "attn_logit_softcapping": 3.0, "head_dim": 16}

@@ -41,7 +41,7 @@ PLANTED = {
 
 
 def planted():
-    """Each fault: the first is quick, the others slow in one op set and exhaustive in the other."""
+    """Each fault: the first is quick, others slow in one variant and exhaustive in the other."""
     pairs = [(family, name) for family in PLANTED for name in PLANTED[family]]
     for i, (family, name) in enumerate(pairs):
         for ops in OPS:

@@ -163,7 +163,9 @@ def test_jetsons_name_their_system():
     ("ops", "kinds"),
     [("onnx-fp16", "100"), ("onnx-bf16", "010"), ("onnx", "000"), ("onnx-qdq", "101")],
 )
-def test_tensorrt_computes_in_the_op_sets_type_and_writes_beside_the_engine(tmp_path, ops, kinds):
+def test_tensorrt_computes_in_the_graph_variants_type_and_writes_beside_the_engine(
+    tmp_path, ops, kinds
+):
     found = tensorrt.build_options(2, ops, tmp_path / ENGINE)
     assert "".join(found[f"trt_{kind}_enable"] for kind in ("fp16", "bf16", "int8")) == kinds
     assert found["device_id"] == "2"
@@ -189,9 +191,10 @@ def test_engines_are_for_devices_that_need_them():
 
 
 @pytest.mark.parametrize("device", ["rtx", "tensorrt:1"])
-def test_weights_of_integers_need_an_op_set_of_their_own(device):
+def test_weights_of_integers_need_a_graph_variant_of_their_own(device):
     said = (
-        f"{device} runs none of onnx, gqa of its op sets; export the pair again with --compute qdq"
+        f"{device} runs none of onnx, gqa of its graph variants; export the pair again with "
+        "--compute qdq"
     )
     with pytest.raises(DeviceError, match=said):
         engine_builder.build_engines(store.embedded_folder(), device)

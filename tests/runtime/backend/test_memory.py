@@ -212,7 +212,7 @@ def test_an_advised_length_fits(need):
         assert shorter is need or shorter.running <= limit * MB
 
 
-def test_existing_op_sets_are_not_advised(need):
+def test_existing_graph_variants_are_not_advised(need):
     ready = replace(need.target, weights_dtype="int8", cache_dtype="float16")
     assert ready.with_int8_weights() is ready
     assert ready.with_float16_caches() is ready

@@ -7,7 +7,7 @@ plain decoding; docs/exactness.md says what then holds.
 import pytest
 
 from rows import LENGTHS, dependent_lengths
-from specedge.bundle.op_sets import OPS
+from specedge.bundle.graph_variants import OPS
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.decoding.invariance import is_invariant

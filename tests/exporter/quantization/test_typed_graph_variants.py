@@ -1,4 +1,4 @@
-"""Op sets that compute in a type of their own, over the weights that the others read."""
+"""Graph variants that compute in a type of their own, over the weights that the others read."""
 
 import json
 from unittest.mock import Mock
@@ -13,8 +13,8 @@ from onnx import TensorProto
 import specedge
 from quantized import PROMPTS, Made, check_greedy, with_outliers
 from specedge.bundle import Bundle
+from specedge.bundle.graph_variants import OPS, compute_dtype
 from specedge.bundle.manifest import CacheLayer, CacheLayout
-from specedge.bundle.op_sets import OPS, compute_dtype
 from specedge.cli.inspect import inspect
 from specedge.cli.verify import verify
 from specedge.errors import BundleError, DeviceError, ExportError
@@ -83,7 +83,7 @@ def test_sigmoid_is_not_spelled_out_in_types_of_fewer_digits(made):
         assert made.compute == "fp32" or "Exp" not in names
 
 
-def test_each_op_set_has_another_beside_it_and_a_report_of_its_own(made):
+def test_each_graph_variant_has_another_beside_it_and_a_report_of_its_own(made):
     for model in made.bundle.models.values():
         assert list(model.parity) == [*OPS, *made.sets]
         for ops in made.sets:
@@ -107,11 +107,11 @@ def test_both_read_the_same_bytes_of_one_file(made):
             assert sum(size for *_, size in found - known) < 0.02 * sum(s for *_, s in known)
 
 
-def test_rows_keep_their_bits_in_each_op_set(made):
+def test_rows_keep_their_bits_in_each_graph_variant(made):
     made.check_rows()
 
 
-def test_greedy_text_is_that_of_plain_decoding_in_the_same_op_set(made):
+def test_greedy_text_is_that_of_plain_decoding_in_the_same_graph_variant(made):
     for ops in made.sets:
         pipeline = specedge.load(made.bundle.folder, ops=ops)
         assert pipeline.target.ops == pipeline.draft.ops == ops
@@ -139,7 +139,7 @@ def test_the_cpu_takes_none_of_them_unless_it_is_named(made):
     assert {choose_ops(model) for model in made.bundle.models.values()} <= {*OPS}
 
 
-def test_memory_is_predicted_for_the_op_set_that_is_named(made):
+def test_memory_is_predicted_for_the_graph_variant_that_is_named(made):
     own, typed = (memory_of(made.bundle, ops).target for ops in ("gqa", made.sets[1]))
     share = 2 if made.compute == "fp16" else 1
     assert own.caches == share * typed.caches
@@ -154,16 +154,18 @@ def test_inspect_names_the_type_and_the_cache_of_each(made):
 
 @pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("made", CASES[:2], indirect=True, ids="-".join)
-def test_verify_passes_in_an_op_set_with_a_type(made):
+def test_verify_passes_in_a_graph_variant_with_a_type(made):
     """In one, as an audit takes two minutes."""
     ops = made.sets[-1]
     found = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder), "--ops", ops])
     assert found.exit_code == 0, found.output
-    assert f"op set {ops}" in found.output
+    assert f"graph variant {ops}" in found.output
 
 
-def test_an_op_set_that_a_bundle_lacks_is_refused_by_its_name(made):
-    with pytest.raises(BundleError, match="has no graphs in the op set 'onnx-bf16', only in"):
+def test_a_graph_variant_that_a_bundle_lacks_is_refused_by_its_name(made):
+    with pytest.raises(
+        BundleError, match="has no graphs in the graph variant 'onnx-bf16', only in"
+    ):
         specedge.load(made.bundle.folder, ops="onnx-bf16")
 
 
@@ -242,8 +244,8 @@ def test_what_this_machine_cannot_run_is_checked_and_the_report_says_so(tmp_path
         ("int4", "onnx", ", or export the pair with --ops onnx"),
     ],
 )
-def test_only_an_export_that_there_is_is_advised_for_an_op_set(dtype, ops, advice):
-    model = Mock(weights_dtype=dtype, parity={"gqa": None}, op_set=lambda ops: None)
+def test_only_an_export_that_there_is_is_advised_for_a_graph_variant(dtype, ops, advice):
+    model = Mock(weights_dtype=dtype, parity={"gqa": None}, graph_variant=lambda ops: None)
     with pytest.raises(BundleError) as caught:
         choose_ops(model, ops)
     assert str(caught.value).endswith(f"only in gqa; omit --ops{advice}")
@@ -257,7 +259,7 @@ def test_gqa_is_advised_as_what_a_model_may_have(value_size, advice):
     """Keys and values of two sizes: never. With one size a manifest cannot tell."""
     cache = CacheLayout("float32", 64, (CacheLayer(2, 64, value_size),))
     parity = {"onnx": None}
-    model = Mock(weights_dtype="int8", parity=parity, op_set=lambda ops: None, cache=cache)
+    model = Mock(weights_dtype="int8", parity=parity, graph_variant=lambda ops: None, cache=cache)
     with pytest.raises(BundleError) as caught:
         choose_ops(model, "gqa-kv16")
     said = "" if advice is None else f", or export the pair with {advice}"

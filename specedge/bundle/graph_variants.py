@@ -1,7 +1,7 @@
-"""Names of op sets: the attention operators, optionally followed by a type.
+"""Names of graph variants: the attention operators, optionally followed by a type.
 
-The type is that of computation or of the caches. Without a compute type an op set computes as is
-fastest on the CPU: in float32, with integer products for integer weights. `qdq` is float16 with
+The type is that of computation or of the caches. Without a compute type a graph variant computes as
+is fastest on the CPU: in float32, with integer products for integer weights. `qdq` is float16 with
 DequantizeLinear nodes, as TensorRT expects.
 """
 
@@ -15,10 +15,10 @@ COMPUTE_TYPES = {
     "fp32": "float32",
     **HALF_DTYPES,
     QDQ: "float16",
-}  # by suffix of the op set
-CACHE_SUFFIXES = {"kv16": "float16"}  # cache types by suffix of the op set
+}  # by suffix of the graph variant
+CACHE_SUFFIXES = {"kv16": "float16"}  # cache types by suffix of the graph variant
 CACHE_TYPES = {"fp16": "kv16"}  # suffixes by option of the export
-OP_SETS = (
+GRAPH_VARIANTS = (
     *OPS,
     *(
         f"{ops}-{suffix}"
@@ -30,32 +30,32 @@ OP_SETS = (
 
 
 def attention_ops(ops: str) -> str:
-    """Return the attention operators of an op set, one of `OPS`."""
+    """Return the attention operators of a graph variant, one of `OPS`."""
     return ops.partition("-")[0]
 
 
 def compute_dtype(ops: str) -> str:
-    """Return the type of an op set's activations."""
+    """Return the type of a graph variant's activations."""
     return COMPUTE_TYPES.get(_suffix(ops), "float32")
 
 
 def cache_dtype(ops: str) -> str:
-    """Return the type of an op set's caches."""
+    """Return the type of a graph variant's caches."""
     return CACHE_SUFFIXES.get(_suffix(ops)) or compute_dtype(ops)
 
 
 def has_compute_type(ops: str) -> bool:
-    """Return True if the name of an op set has a compute type."""
+    """Return True if the name of a graph variant has a compute type."""
     return _suffix(ops) in COMPUTE_TYPES
 
 
 def is_qdq(ops: str) -> bool:
-    """Return True if an op set is only for TensorRT."""
+    """Return True if a graph variant is only for TensorRT."""
     return _suffix(ops) == QDQ
 
 
 def describe_dtypes(ops: str) -> str:
-    """Return the types of an op set as a phrase that follows a noun."""
+    """Return the types of a graph variant as a phrase that follows a noun."""
     if has_compute_type(ops):
         return f" computed in {compute_dtype(ops)}"
     return f" with caches in {cache_dtype(ops)}" if ops != attention_ops(ops) else ""
