@@ -9,6 +9,7 @@ import threading
 import pytest
 from hypothesis import settings
 
+from specedge.bundle import store
 from virtual import table
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -57,12 +58,22 @@ HOMES = ("XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HOME", "USERPROFILE
 
 @pytest.fixture(scope="session", autouse=True)
 def _folders_of_the_session(tmp_path_factory):
-    """Keep files of shared fixtures out of the user's folders."""
+    """Keep files of shared fixtures out of the user's folders; measure pass costs once for all."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for variable in HOMES:
             patch.setenv(variable, str(home))
+        patch.setattr(store, "costs_folder", lambda: home / "costs")
         yield
+
+
+@pytest.fixture
+def own_costs(monkeypatch):
+    """Let each first load in a test's empty folders measure pass costs, as on a new machine."""
+    monkeypatch.setattr(store, "costs_folder", _COSTS_FOLDER)
+
+
+_COSTS_FOLDER = store.costs_folder
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +90,7 @@ def pipeline():
     pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
     import specedge
 
-    pipeline = specedge.load(specedge_embedded())
+    pipeline = specedge.load(store.embedded_folder())
     pipeline.costs.table = table(prior={"model": 0.8})  # no clock decides what a test sees
     return pipeline
 
@@ -106,12 +117,6 @@ def self_draft(pipeline):
     bundle = pipeline.bundle
     twin = OrtModel(bundle, bundle.target, exact_device([bundle.target], Device()))
     return Pipeline(bundle, pipeline.tokenizer, pipeline.target, twin)
-
-
-def specedge_embedded():
-    from specedge.bundle import store
-
-    return store.embedded_folder()
 
 
 @pytest.fixture

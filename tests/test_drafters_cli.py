@@ -127,32 +127,6 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
         pipeline.generate(PROMPT, 5, drafter=Wrong())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"drafter": "oracle"},
-            "drafter must be auto, model, lookup, suffix, chain, random or ngram:",
-        ),
-        ({"drafter": "ngram:"}, "drafter must be"),
-        ({"drafter": ""}, "drafter must be"),
-        ({"drafter": 5}, "an object with name, propose and truncate"),
-        ({"drafter": Draft}, "an object with name, propose and truncate"),
-        ({"drafter": "lookup", "lookup_min": 0}, "lookup_min must be between 1 and 64"),
-        ({"drafter": "lookup", "lookup_max": 2.5}, "lookup_max must be an integer"),
-        ({"drafter": "chain", "lookup_min": 4, "lookup_max": 3}, "at most lookup_max, got 4 and 3"),
-        (
-            {"drafter": "model", "lookup_min": 2},
-            "lookup_min applies to suffix decoding",
-        ),
-        ({"drafter": "random", "lookup_max": 2}, "lookup_max applies to"),
-    ],
-)
-def test_invalid_drafters_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        GenerationRequest(**options)
-
-
 @pytest.mark.parametrize(("low", "high"), [(9, None), (None, 1), (3, 3), (1, 64)])
 def test_lookup_min_or_lookup_max_suffices(pipeline, low, high):
     for drafter in ("lookup", "chain"):

@@ -13,6 +13,8 @@ from specedge.benchmarks import tune as tuning
 from specedge.bundle import store
 from specedge.cli import cli
 
+pytestmark = pytest.mark.usefixtures("own_costs")
+
 PROMPT = "def read_config(path):"
 
 

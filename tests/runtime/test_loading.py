@@ -8,6 +8,8 @@ from specedge.errors import ContextLengthError
 from specedge.runtime.backend import self_test
 from specedge.runtime.requests.loader import memory_of
 
+pytestmark = pytest.mark.usefixtures("own_costs")
+
 
 def test_a_pipelines_length_bounds_prompt_and_text():
     short = specedge.load(store.embedded_folder(), max_length=40)

@@ -4,8 +4,6 @@ import threading
 
 import pytest
 
-from specedge.request import GenerationRequest
-
 PROMPT = "def read_config(path):"
 
 
@@ -83,11 +81,3 @@ def test_a_request_that_waited_drafts_from_the_one_it_waited_for(pipeline):
         pass
     waiting.join()
     assert made[0].stats.num_rounds < alone
-
-
-@pytest.mark.parametrize("name", ["model", "random", "ngram:x"])
-def test_other_drafters_refuse_remember(name):
-    with pytest.raises(
-        ValueError, match="remember applies to the drafters suffix, chain and auto only"
-    ):
-        GenerationRequest(drafter=name, remember=True)

@@ -20,33 +20,29 @@ def ai():
     ("change", "param"),
     [
         ({"temperature": -1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
         ({"seed": True}, "seed"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"logit_bias": {"5000": 1}}, "logit_bias"),
         ({"n": 17}, "n"),
         ({"stop": [3]}, "stop"),
         ({"extra_body": {"speculative": {"drafter": "ngram:/etc/passwd"}}}, "speculative.drafter"),
         ({"extra_body": {"speculative": {"num_draft_tokens": 99}}}, "speculative.num_draft_tokens"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
-            "response_format",
-        ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"extra_body": {"regex": "(a"}}, "regex"),
         ({"extra_body": {"regex": "a" * 2**17}}, "regex"),
         ({"extra_body": {"regex": "a", "ignore_eos": True}}, "regex"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"messages": []}, "messages"),
+        ({"extra_body": {"bad_words": [[99999]]}}, "bad_words"),
+        ({"extra_body": {"min_new_tokens": 99}}, "min_new_tokens"),
+        ({"extra_body": {"regex": "a", "grammar": 'start: "a"'}}, "grammar"),
+        ({"extra_body": {"json_schema": {"type": "x"}}}, "json_schema"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content[0]"),
     ],
-)
+)  # fmt: skip
 def test_a_field_that_cannot_be_is_a_400_that_names_it(ai, change, param):
     with pytest.raises(openai.BadRequestError) as caught:
         ai.chat.completions.create(**(CHAT | change))

@@ -53,41 +53,36 @@ def sampled(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-@pytest.mark.parametrize(
-    ("fields", "sampling"),
-    [
-        ({}, {"temperature": 0.2, "top_p": 0.9}),
-        ({"temperature": None, "top_p": None}, {"temperature": 0.2, "top_p": 0.9}),
-        ({"temperature": 0}, {"temperature": 0, "top_p": 0.9}),
-        ({"top_p": 1}, {"temperature": 0.2, "top_p": 1}),
-        ({"temperature": 1.5, "top_k": 3}, {"temperature": 1.5, "top_k": 3, "top_p": 0.9}),
-    ],
-)
-def test_a_request_gets_the_models_defaults_for_what_it_leaves_out(
-    pair, recommends, sampled, path, fields, sampling
-):
+def test_a_request_gets_the_models_defaults_for_what_it_leaves_out(pair, recommends, sampled, path):
     recommends(SMOLLM2)
     with serving(pair) as port:
-        status, _, said = ask(port, "POST", path, ENDPOINTS[path] | fields)
-    assert status == 200
-    assert sampled == [sampling]
-    if path == "/v1/responses":
-        shown = {name: json.loads(said)[name] for name in ("temperature", "top_p")}
-        assert shown == {name: sampling[name] for name in shown}
+        for fields, sampling in (
+            ({}, {"temperature": 0.2, "top_p": 0.9}),
+            ({"temperature": None, "top_p": None}, {"temperature": 0.2, "top_p": 0.9}),
+            ({"temperature": 0}, {"temperature": 0, "top_p": 0.9}),
+            ({"top_p": 1}, {"temperature": 0.2, "top_p": 1}),
+            ({"temperature": 1.5, "top_k": 3}, {"temperature": 1.5, "top_k": 3, "top_p": 0.9}),
+        ):
+            status, _, said = ask(port, "POST", path, ENDPOINTS[path] | fields)
+            assert status == 200
+            assert sampled.pop() == sampling
+            if path == "/v1/responses":
+                shown = {name: json.loads(said)[name] for name in ("temperature", "top_p")}
+                assert shown == {name: sampling[name] for name in shown}
 
 
-@pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize(
     ("recommended", "generation_config"), [(SMOLLM2, "none"), (SamplingFilters(), "auto")]
 )
 def test_without_defaults_it_gets_those_of_openai(
-    pair, recommends, sampled, path, recommended, generation_config
+    pair, recommends, sampled, recommended, generation_config
 ):
     recommends(recommended)
     with serving(pair, generation_config=generation_config) as port:
-        assert ask(port, "POST", path, ENDPOINTS[path])[0] == 200
+        for path, body in ENDPOINTS.items():
+            assert ask(port, "POST", path, body)[0] == 200
         model = json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]
-    assert sampled == [{"temperature": 1.0}]
+    assert sampled == [{"temperature": 1.0}] * len(ENDPOINTS)
     assert model["default_sampling"] == {"temperature": 1.0}
 
 

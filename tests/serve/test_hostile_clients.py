@@ -1,6 +1,5 @@
 """Clients that are slow, broken or too many: each is answered or dropped, and others go on."""
 
-import asyncio
 import json
 import select
 import socket
@@ -13,7 +12,6 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from served import (
-    MODEL,
     SHORT,
     answer,
     answers,
@@ -204,16 +202,12 @@ def test_bodies_have_a_size_together_too(pair):
         until(lambda: answers(port))
 
 
-def test_texts_that_can_never_be_at_a_time_are_refused(port):
-    status, _, said = ask(port, "POST", "/v1/completions", SHORT | {"n": 3})
+@pytest.mark.parametrize("fields", [{"n": 3}, {"prompt": ["a"] * 3}])
+def test_more_texts_than_the_server_takes_are_refused_untokenized(port, pair, monkeypatch, fields):
+    monkeypatch.setattr(pair.prompts, "tokens_of", lambda _: 1 / 0)
+    status, _, said = ask(port, "POST", "/v1/completions", SHORT | fields)
     assert (status, error_of(said)["param"]) == (400, "n")
     assert "asks for 3 texts, this server takes 2" in error_of(said)["message"]
-
-
-def test_so_many_prompts_are_refused_before_their_tokens_are_made(port, pair, monkeypatch):
-    monkeypatch.setattr(pair.prompts, "tokens_of", lambda _: 1 / 0)
-    status, _, said = ask(port, "POST", "/v1/completions", SHORT | {"prompt": ["a"] * 3})
-    assert (status, error_of(said)["param"]) == (400, "n")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -268,22 +262,3 @@ def test_an_error_inside_a_round_is_told_and_leaves_the_server_up(port, monkeypa
     assert b"server_error" in streamed
     monkeypatch.undo()
     assert answers(port)
-
-
-def test_the_app_needs_no_socket(pair):
-    from specedge.serve.app import make_app
-
-    sent = []
-
-    async def main():
-        async def receive():
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
-        await make_app(pair)(scope | {"query_string": b"", "root_path": ""}, receive, send)
-
-    asyncio.run(main())
-    assert json.loads(sent[1]["body"])["data"][0]["id"] == MODEL

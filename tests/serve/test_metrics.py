@@ -100,6 +100,8 @@ def test_a_text_is_counted_once_when_it_ends(port, stream):
     found = counts(port)
     assert found['specedge_tokens_total{kind="new"}'] == 8
     assert found["specedge_time_per_token_seconds_count"] == found[REQUESTS % 200] == 1
+    assert found["specedge_time_to_first_token_seconds_count"] == 1
+    assert (found["specedge_slots"], found["specedge_queue"]) == (1, 0)
 
 
 def test_the_time_to_the_first_token_is_not_the_clients():

@@ -146,34 +146,13 @@ def test_clients_that_leave_at_once_keep_no_slot(port, pair):
     assert ask(port, "POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 1})[0] == 200
 
 
-@pytest.mark.parametrize("stop", [" return", "self.", "ath):\n"])
-def test_stop_string_cuts_log_probabilities_alike_with_drafts(port, pair, stop):
-    pair.text = None
-    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": stop, "logprobs": 2}
-    answers = [
-        post(port, "completions", body | {"speculative": {"num_draft_tokens": k, "drafter": name}})
-        for k, name in ((8, "suffix"), (4, "model"), (1, "model"))
-    ]
-    plain = post(port, "completions", body | {"speculative": {"off": True}})[2]
-    for _, _, answer in answers:
-        (choice,), (expected,) = answer["choices"], plain["choices"]
-        assert choice["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
-        assert (choice["text"], choice["finish_reason"]) == (
-            expected["text"], expected["finish_reason"],
-        )  # fmt: skip
-        assert answer["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
-
-
-@pytest.mark.parametrize(
-    "speculative", [{"off": True}, {"drafter": "suffix"}, {"drafter": "model"}]
-)
-def test_grammar_holds_where_the_model_prefers_to_end(port, pair, speculative):
+def test_grammar_holds_where_the_model_prefers_to_end(port, pair):
     pair.text = None
     ends = {str(token): 100 for token in pair.bundle.end_tokens}
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     schema |= {"additionalProperties": False}
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logit_bias": ends}
-    body |= {"json_schema": schema, "speculative": speculative}
+    body |= {"json_schema": schema}
     (choice,) = post(port, "completions", body)[2]["choices"]
     jsonschema.validate(json.loads(choice["text"]), schema)
     assert choice["finish_reason"] == "stop"
@@ -201,19 +180,15 @@ TAGGED = [
         {"title": "anything"},
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("is_tool", [False, True])
-def test_schemas_of_pydantic_and_zod_are_taken(port, pair, schema, is_tool):
+def test_schemas_of_pydantic_and_zod_are_taken(port, pair, schema):
     pair.text = None
     properties = {"a": schema, "x-guidance": {"type": "boolean"}}
     whole = {"$defs": {"N": NESTED}, "type": "object", "properties": properties, "required": ["a"]}
-    if is_tool:
-        tool = {"type": "function", "function": {"name": "f", "parameters": whole}}
-        fields = {"tools": [tool], "tool_choice": "required"}
-    else:
-        form = {"name": "a", "schema": whole}
-        fields = {"response_format": {"type": "json_schema", "json_schema": form}}
-    status, _, answer = post(port, "chat/completions", {"messages": [USER]} | fields)
-    assert status == 200, answer
+    tool = {"type": "function", "function": {"name": "f", "parameters": whole}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": whole}}
+    for fields in ({"tools": [tool], "tool_choice": "required"}, {"response_format": form}):
+        status, _, answer = post(port, "chat/completions", {"messages": [USER]} | fields)
+        assert status == 200, answer
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def served(*arguments, **environment):
 
 
 def test_it_says_in_one_line_where_what_and_how_much():
-    with served("--slots", 2, "--max-length", 256, "--model-name", "pair") as (_, port, line):
+    """A server of localhost without a key answers for that name, and for named hosts."""
+    options = ("--slots", 2, "--max-length", 256, "--model-name", "pair")
+    with served(*options, "--allowed-host", "pair.example") as (_, port, line):
         assert re.fullmatch(
             rf"specedge: http://127\.0\.0\.1:{port}/v1 serves pair \(the embedded pair\) in "
             r"2 slots of 256 tokens and 4\.6 MB each; memory up to \d+\.\d MB\n",
@@ -49,38 +51,39 @@ def test_it_says_in_one_line_where_what_and_how_much():
         )
         assert json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]["id"] == "pair"
         assert json.loads(ask(port, "GET", "/health")[2])["slots"] == 2
-        too_long = SHORT | {"prompt": [7] * 256}
-        assert (
-            b"takes 256 with at least one new" in ask(port, "POST", "/v1/completions", too_long)[2]
-        )
+        refused = ask(port, "POST", "/v1/completions", SHORT | {"prompt": [7] * 256})[2]
+        assert b"takes 256 with at least one new" in refused
+        hosts = (f"localhost:{port}", "pair.example", "evil.example")
+        statuses = [ask(port, "GET", "/v1/models", Host=host)[0] for host in hosts]
+        assert statuses == [200, 200, 403]
+        result = run("serve", "--port", port)  # which is told before a pair is loaded
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in result.stderr
 
 
 def test_the_bundle_exported_last_is_not_served_unless_it_is_named():
     folder = shutil.copytree(store.embedded_folder(), store.bundles_folder() / "mine")
-    manifest = (folder / MANIFEST).read_text("utf-8")
-    (folder / MANIFEST).write_text(manifest.replace('"python-9m"', '"mine"'), "utf-8")
+    manifest = json.loads((folder / MANIFEST).read_text("utf-8").replace('"python-9m"', '"mine"'))
+    manifest["default_sampling"] |= {"temperature": 0.2, "top_p": 0.9}
+    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     store.set_default(folder)
     with served() as (process, port, line):
         assert f"serves {MODEL} (the embedded pair) in" in line
         assert f"--bundle {folder}" in process.stderr.readline()
         assert json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]["id"] == MODEL
-    with served("--bundle", folder) as (_, _, line):
+    with served("--bundle", folder, "--generation-config", "none") as (process, _, line):
         assert f"serves mine (bundle {folder}) in" in line
-    with served(SPECEDGE_BUNDLE=str(folder)) as (_, _, line):
-        assert f"serves mine (bundle {folder}) in" in line
-
-
-@pytest.mark.parametrize("choice", ["auto", "none"])
-def test_the_log_tells_the_models_own_sampling_defaults(tmp_path, choice):
-    folder = shutil.copytree(store.embedded_folder(), tmp_path / "pair")
-    manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-    manifest["default_sampling"] |= {"temperature": 0.2, "top_p": 0.9}
-    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
-    with served("--bundle", folder, "--generation-config", choice) as (process, _, _):
         process.terminate()
-        rest = process.stderr.read()
-    told = "sampling defaults of the model: temperature 0.2, top_p 0.9" in rest
-    assert told == (choice == "auto")
+        assert "sampling defaults" not in process.stderr.read()
+    environment = {"SPECEDGE_BUNDLE": str(folder), "SPECEDGE_API_KEY": "geheim"}
+    with served(**environment) as (process, port, line):
+        assert f"serves mine (bundle {folder}) in" in line
+        assert ask(port, "GET", "/v1/models")[0] == 401
+        given = {"Authorization": "Bearer geheim", "Host": "pair.example"}
+        assert ask(port, "GET", "/v1/models", **given)[0] == 200
+        process.terminate()
+        told = "sampling defaults of the model: temperature 0.2, top_p 0.9"
+        assert told in process.stderr.read()
 
 
 @posix
@@ -116,23 +119,6 @@ def test_what_runs_longer_than_the_grace_time_is_ended():
         assert process.wait(20) == 0
         assert time.monotonic() - begin < 5
         thread.join(20)
-
-
-def test_the_key_of_the_environment_is_asked_for():
-    with served(SPECEDGE_API_KEY="geheim") as (_, port, _):
-        assert ask(port, "GET", "/v1/models")[0] == 401
-        given = {"Authorization": "Bearer geheim", "Host": "pair.example"}
-        assert ask(port, "GET", "/v1/models", **given)[0] == 200
-
-
-def test_on_a_loopback_address_without_a_key_it_answers_for_localhost_and_for_named_hosts():
-    with served("--allowed-host", "pair.example") as (_, port, _):
-        hosts = (f"localhost:{port}", "pair.example", "evil.example")
-        found = [ask(port, "GET", "/v1/models", Host=host)[0] for host in hosts]
-    assert found == [200, 200, 403]
-    with served() as (_, port, _):
-        found = [ask(port, "GET", "/v1/models", Host=host)[0] for host in hosts]
-    assert found == [200, 403, 403]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
@@ -174,23 +160,16 @@ def test_what_cannot_be_served_is_one_line(arguments, said):
     assert said in result.stderr.strip().splitlines()[-1]
 
 
-def test_chat_template_that_is_broken_is_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [(b"{% if %}", "chat template is broken"), (b"\xff\xfe", "cannot be read")],
+)
+def test_chat_template_that_is_broken_is_one_line(tmp_path, template, said):
     path = tmp_path / "broken.jinja"
-    path.write_text("{% if %}", "utf-8")
+    path.write_bytes(template)
     result = run("serve", "--port", 0, "--chat-template", path)
     assert result.returncode
-    assert "chat template is broken" in result.stderr.strip().splitlines()[-1]
-    path.write_bytes(b"\xff\xfe")
-    result = run("serve", "--port", 0, "--chat-template", path)
-    assert result.returncode
-    assert "cannot be read" in result.stderr.strip().splitlines()[-1]
-
-
-def test_a_port_that_is_taken_is_told_before_the_pair_is_loaded():
-    with served() as (_, port, _):
-        result = run("serve", "--port", port)
-    assert result.returncode == 1
-    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in result.stderr
+    assert said in result.stderr.strip().splitlines()[-1]
 
 
 def test_without_its_extra_it_says_what_to_install():

@@ -9,8 +9,6 @@ from specedge.errors import BundleError
 from specedge.serve import requests
 from specedge.serve.chat_shapes import CompletionShaper
 
-CHAT = {"messages": [{"role": "user", "content": "A class."}], "max_tokens": 8}
-
 
 @pytest.fixture(scope="module")
 def pair():
@@ -30,23 +28,14 @@ def fails(error):
     return fail
 
 
-@pytest.mark.parametrize("error", [ValueError("temperature secret"), TypeError("top_p secret")])
+@pytest.mark.parametrize("error", [TypeError("top_p secret"), BundleError("the tokenizer: secret")])
 def test_a_fault_before_a_text_begins_is_a_500_and_logged(port, pair, monkeypatch, caplog, error):
     monkeypatch.setattr(pair.prompts, "completion_tokens", fails(error))
     status, _, said = ask(port, "POST", "/v1/completions", SHORT)
     assert (status, error_of(said)["type"], error_of(said)["param"]) == (500, "server_error", None)
-    assert b"secret" not in said
+    assert b"secret" not in said or isinstance(error, BundleError)  # whose message is for users
     assert "Traceback" in caplog.text
     assert f"{type(error).__name__}: {error}" in caplog.text
-
-
-def test_a_bundle_that_fails_is_a_500_that_says_so(port, pair, monkeypatch, caplog):
-    monkeypatch.setattr(
-        pair.prompts, "completion_tokens", fails(BundleError("the tokenizer fails"))
-    )
-    status, _, said = ask(port, "POST", "/v1/completions", SHORT)
-    assert (status, error_of(said)["type"]) == (500, "server_error")
-    assert "BundleError: the tokenizer fails" in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -67,22 +56,3 @@ def test_a_fault_while_a_body_is_read_is_logged_once(port, monkeypatch, caplog):
     status, _, said = ask(port, "POST", "/v1/completions", SHORT)
     assert (status, error_of(said)["code"]) == (500, "failed")
     assert caplog.text.count("Traceback") == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "change", "param"),
-    [
-        ("/v1/completions", {"bad_words": [""]}, "bad_words"),
-        ("/v1/completions", {"bad_words": [[99999]]}, "bad_words"),
-        ("/v1/completions", {"logit_bias": {"x": 101}}, "logit_bias"),
-        ("/v1/completions", {"logit_bias": {"99999": 1}}, "logit_bias"),
-        ("/v1/completions", {"min_new_tokens": 99}, "min_new_tokens"),
-        ("/v1/completions", {"regex": "a", "grammar": 'start: "a"'}, "grammar"),
-        ("/v1/chat/completions", {"json_schema": {"type": "x"}}, "json_schema"),
-        ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
-    ],
-)
-def test_an_invalid_option_is_a_400_with_its_field(port, path, change, param):
-    body = {"/v1/completions": SHORT, "/v1/responses": {"input": "A class."}}.get(path, CHAT)
-    status, _, said = ask(port, "POST", path, body | change)
-    assert (status, error_of(said)["param"]) == (400, param)

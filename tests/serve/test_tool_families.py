@@ -261,15 +261,6 @@ def test_forced_call_is_in_the_familys_format_and_comes_back_from_history(served
     assert json.loads(call.function.arguments)["city"] in prompt
 
 
-def test_call_that_the_model_chose_is_read(served_family):
-    name, pipeline, ai = served_family
-    pipeline.text = FAMILIES[name][1] if name in FAMILIES else (
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "days": 2}}\n</tool_call>'
-    )  # fmt: skip
-    (call,) = ai.chat.completions.create(**ASKED).choices[0].message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == EXPECTED[0]
-
-
 def test_response_format_with_tools_allows_a_call_or_text_of_the_format(served_family):
     _, pipeline, ai = served_family
     pipeline.text = None
@@ -277,12 +268,11 @@ def test_response_format_with_tools_allows_a_call_or_text_of_the_format(served_f
               "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     asked = ASKED | {"response_format": form, "temperature": 1, "max_tokens": 200}
-    for seed in range(2):
-        message = ai.chat.completions.create(seed=seed, **asked).choices[0].message
-        if message.tool_calls:
-            assert {call.function.name for call in message.tool_calls} <= {"weather", "clock"}
-        else:
-            assert json.loads(message.content) == {"a": 1}, message
+    message = ai.chat.completions.create(seed=0, **asked).choices[0].message
+    if message.tool_calls:
+        assert {call.function.name for call in message.tool_calls} <= {"weather", "clock"}
+    else:
+        assert json.loads(message.content) == {"a": 1}, message
 
 
 HARMONY = (
@@ -301,9 +291,8 @@ def test_harmony_is_split_into_channels_wherever_the_text_is_cut():
     for pieces in cuts(text):
         parser = HarmonyParser(("weather",))
         parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
-        assert (
-            "".join(p.text for p in parts if isinstance(p, ReasoningDelta)) == "Need the weather."
-        )
+        thinking = "".join(p.text for p in parts if isinstance(p, ReasoningDelta))
+        assert thinking == "Need the weather."
         assert "".join(part for part in parts if isinstance(part, str)) == "It is <hot."
         calls = [p for p in parts if not isinstance(p, str | ReasoningDelta)]
         assert "".join(p.arguments for p in calls) == '{"city": "Rom", "days": 2}'

@@ -207,7 +207,7 @@ def test_a_value_of_json_is_known_by_each_of_its_characters():
         "{ }",
     ]
     letters = '{}[]":,\\u01e+-.tn \n\x01a'
-    for _ in range(20000):
+    for _ in range(4000):
         text = list(rng.choice(values))
         for _ in range(rng.randrange(3)):
             at = rng.randrange(len(text))

@@ -20,6 +20,8 @@ from specedge.runtime.text.tokenizer import load_tokenizer
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
+pytestmark = pytest.mark.usefixtures("own_costs")
+
 
 class Moved:
     """Model whose passes of some lengths round differently, perhaps for some tokens only."""

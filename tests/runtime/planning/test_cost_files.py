@@ -13,6 +13,8 @@ from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_table import CostTable, ModeCosts
 from virtual import table
 
+pytestmark = pytest.mark.usefixtures("own_costs")
+
 
 @pytest.fixture
 def key():

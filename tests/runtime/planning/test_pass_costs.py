@@ -17,6 +17,8 @@ from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_files import PassCosts
 from virtual import table
 
+pytestmark = pytest.mark.usefixtures("own_costs")
+
 
 @pytest.fixture
 def key():

@@ -9,7 +9,6 @@ import pytest
 
 from fakes import TableModel, hashed_distribution
 from specedge.errors import ReplayError
-from specedge.request import GenerationRequest
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft
@@ -218,26 +217,6 @@ def test_a_replay_that_is_too_short_or_names_another_drafter_is_an_error():
         run(ReplayPlan([("model", 1, 2), ("plain", 0, 1)], drafters), target)
     with pytest.raises(ReplayError, match="rounds of 'tables'"):
         ReplayPlan([("tables", 1, 2)], drafters)
-
-
-@pytest.mark.parametrize(
-    "replay",
-    [[], "model", [["model", 1]], [["model", -1, 1]], [["model", 65, 1]], [["model", 1, 0]],
-     [[1, 1, 1]], [["model", 1.5, 1]], [["model", 1, 2**20], ["model", 1, 1]], {"model": 1}],
-)  # fmt: skip
-def test_an_invalid_replay_is_refused(replay):
-    with pytest.raises(ValueError, match="replay"):
-        GenerationRequest(replay=replay)
-
-
-def test_a_replay_and_a_fixed_k_contradict_each_other():
-    with pytest.raises(ValueError, match="omit the option"):
-        GenerationRequest(replay=[["model", 1, 1]], num_draft_tokens=2)
-    assert GenerationRequest(replay=[["model", 1, 1]], num_draft_tokens="auto").replay == (
-        ("model", 1, 1),
-    )
-    with pytest.raises(ValueError, match="'auto' or an integer"):
-        GenerationRequest(num_draft_tokens="many")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

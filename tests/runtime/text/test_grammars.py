@@ -12,7 +12,7 @@ pytest.importorskip("llguidance", reason="needs the grammar extra")
 
 from grammars import END, allowed_of, constraint, texts_of
 from specedge.errors import OptionError, SpecEdgeError
-from specedge.request import MAX_GRAMMAR_LENGTH, DrafterName, GenerationRequest
+from specedge.request import DrafterName, GenerationRequest
 from specedge.runtime.sampling.history import History
 from specedge.runtime.text import grammars
 from specedge.runtime.text.grammars import NUM_CACHED, Grammars
@@ -103,26 +103,6 @@ def test_an_impossible_grammar_is_refused_before_anything_runs(pipeline, options
     with pytest.raises(OptionError, match=reason) as caught:
         pipeline.stream("a", 9, **options)
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"regex": "a", "grammar": "b"}, "grammar and regex cannot be combined"),
-        ({"regex": ""}, "regex must be non-empty text"),
-        ({"regex": 3}, "regex must be non-empty text"),
-        ({"regex": "a" * (MAX_GRAMMAR_LENGTH + 1)}, "regex must have at most"),
-        ({"regex": "a", "ignore_eos": True}, "omit ignore_eos"),
-        ({"json_schema": "[1"}, "json_schema is not valid JSON"),
-        ({"json_schema": "[" * 10**5}, "json_schema is not valid JSON"),
-        ({"json_schema": [1]}, "json_schema must be an object"),
-        ({"json_schema": {"a": {1, 2}}}, "json_schema cannot be converted to JSON"),
-    ],
-)
-def test_an_invalid_grammar_is_one_clear_error(options, reason):
-    with pytest.raises(ValueError, match=reason) as caught:
-        GenerationRequest(**options)
     assert len(str(caught.value)) < 400
 
 
