@@ -174,7 +174,9 @@ class _SuffixState:
         self._readers = [_Reader(SuffixIndex(), self._levels, adds=True)]
         if self._earlier is not None:
             self._readers += [
-                _Reader(index, self._levels, NUM_CLASSES) for index in self._earlier.indexes
+                _Reader(index, self._levels, NUM_CLASSES)
+                for index in self._earlier.indexes
+                if index.num_tokens
             ]
 
     def _read(self, tokens: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ from .planner import (
 
 PLANNED = (MODEL, SUFFIX, CHAIN)  # drafters whose costs are known
 PLANNING_SECONDS = 1e-4  # that planning a round takes; at most BUDGET_SHARE of the time is spent
-BACKOFF_AFTER, MAX_BACKOFF = 2, 15  # plain choices before a back-off, and unplanned rounds in it
+BACKOFF_AFTER, MAX_BACKOFF = 2, 15  # plain choices before a back-off; its most unplanned rounds
 
 
 def create_plan(
@@ -76,8 +76,8 @@ class AutoPlan:
     """Plan by a planner, among a draft model, suffix decoding and both in a chain.
 
     In every planned round the guess of suffix decoding is compared with the text, which costs no
-    pass. While nothing pays and rounds are so short that planning shows, more and more rounds are
-    plain without planning (back-off).
+    pass. While nothing pays and rounds are so short that planning shows, rounds are plain without
+    planning (exponential back-off).
 
     Attributes:
         changes: Choices that differ from those before them, with the round's number.
@@ -94,20 +94,25 @@ class AutoPlan:
         self._copied: list[int] = []  # tokens that suffix decoding would draft
         self._rates: Sequence[float] = ()  # that it predicts for them
         self._num_plain = 0  # planned rounds in a row in which nothing paid,
-        self._backoff = 0  # and plain rounds to come that are not planned
+        self._backoff = 0  # plain rounds that are not planned, after the last planned one,
+        self._num_unplanned = 0  # and how many of them are left
         self._length = 0  # of the text before the round
         self._num_read = 0  # of the text, by the model when it drafted the last tested token
 
     def next(self, history: History, num_left: int) -> RoundPlan:
         """Return the plan of the next round."""
         self._length = history.length
-        if self._backoff and self._round_plan is not None:
-            self._backoff, self._copied = self._backoff - 1, []
+        if self._num_unplanned and self._round_plan is not None:
+            self._num_unplanned, self._copied = self._num_unplanned - 1, []
             return self._round_plan
         choice = self.planner.choose(self._offers(history), history.length - 1)
         self._num_plain = self._num_plain + 1 if choice.kind == RoundKind.PLAIN else 0
-        limit = int(PLANNING_SECONDS / (BUDGET_SHARE * choice.plain_seconds))
-        self._backoff = max(0, min(self._num_plain - BACKOFF_AFTER, limit, MAX_BACKOFF))
+        if self._num_plain > BACKOFF_AFTER:
+            limit = int(PLANNING_SECONDS / (BUDGET_SHARE * choice.plain_seconds))
+            self._backoff = min(2 * self._backoff + 1, limit, MAX_BACKOFF)
+        else:
+            self._backoff = 0
+        self._num_unplanned = self._backoff
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
         self._round_plan = RoundPlan(choice.drafter, self._drafters[name], choice.num_draft_tokens)
@@ -116,6 +121,9 @@ class AutoPlan:
     def record(self, round_: Round) -> None:
         """Learn from a round."""
         assert self._choice is not None
+        if not self._copied and not round_.num_drafted:
+            self.planner.record(self._choice, (), 0)
+            return
         sources: Sequence[str] = round_.sources
         if round_.drafter not in PLANNED:
             sources = [round_.drafter] * round_.num_drafted
