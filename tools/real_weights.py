@@ -81,16 +81,17 @@ def path_of(weights: Weights, download: bool = True) -> Path:
     return path
 
 
-def bundle_of(gguf: Path, precision: str, folder: Path = MODELS) -> Path:
+def bundle_of(gguf: Path, precision: str, folder: Path = MODELS, name: str = "") -> Path:
     """Return a bundle of a file without a draft model, exported once for the present sources.
 
     Args:
         gguf: The file.
         precision: The target's.
         folder: Folder of bundles; those of earlier sources are deleted.
+        name: Name of the model in file names, by default the file's.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{gguf.stem}-{precision}"
+    name = f"{name or gguf.stem}-{precision}"
     bundle = folder / f"{name}-{digest_of_sources('exporter')}"
     with FileLock(folder / f"{name}.lock"):
         if not bundle.exists():

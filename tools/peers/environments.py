@@ -36,11 +36,13 @@ class Peer:
         return HERE / "requirements" / f"{self.name}.txt"
 
 
+GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_0")
+PRECISIONS = ("fp32", "int8", "int8-block", "int4", *(f"keep {name}" for name in GGUF_TYPES))
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("specedge", "specedge", ("fp32", "int8", "int8-block", "int4"), has_drafts=True),
-        Peer("llamacpp", "llama.cpp", ("Q8_0", "Q4_0", "Q4_K_M")),
+        Peer("llamacpp", "llama.cpp", GGUF_TYPES),
+        Peer("specedge", "specedge", PRECISIONS, has_drafts=True),
         Peer("openvino", "OpenVINO GenAI", ("int8",)),
         Peer("genai", "onnxruntime-genai", ("int4",)),
     )

@@ -15,11 +15,6 @@ from serving import FirstToken, cached, serve, size_of
 
 CONTEXT = 1024
 BATCH = 512  # tokens of a pass, at most
-FILE_TYPES = {
-    "Q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
-    "Q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
-    "Q4_K_M": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M,
-}
 
 
 class LlamaCpp:
@@ -119,7 +114,7 @@ def _dequantize(source: str, folder: Path) -> None:
 def _quantize(whole: Path, folder: Path, precision: str) -> None:
     folder.mkdir()
     params = llama.llama_model_quantize_default_params()
-    params.ftype = FILE_TYPES[precision]
+    params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{precision}")
     source, target = (str(path / "model.gguf").encode() for path in (whole, folder))
     if llama.llama_model_quantize(source, target, ctypes.byref(params)):
         raise RuntimeError(f"llama.cpp cannot quantize to {precision}")

@@ -9,16 +9,21 @@ from typing import Any
 import numpy as np
 
 from real_weights import bundle_of, digest_of_sources
-from serving import FirstToken, serve, size_of
+from serving import FirstToken, cached, serve, size_of
 
 CHUNK = 128  # tokens of a pass whose logits are read
 
 
 class SpecEdge:
-    """Exported anew when the exporter's sources change."""
+    """Exported anew when the exporter's sources change, from llama.cpp's file to keep its type."""
 
     def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
-        return bundle_of(Path(gguf), precision, Path(cache))
+        source, name = Path(gguf), Path(gguf).stem
+        precision, _, gguf_type = precision.partition(" ")
+        if gguf_type:
+            source = cached(cache, gguf, f"llamacpp-{gguf_type}", _require) / "model.gguf"
+            name += f"-{gguf_type}"
+        return bundle_of(source, precision, Path(cache), name)
 
     def num_bytes(self, model: Path) -> int:
         return size_of(*(path for path in model.rglob("*") if "weights" in path.name))
@@ -62,6 +67,11 @@ class SpecEdge:
         starts = range(0, len(tokens), CHUNK)
         chunks = [model.forward(tokens[i : i + CHUNK]).array().copy() for i in starts]
         return np.concatenate(chunks)
+
+
+def _require(folder: Path) -> None:
+    """Refuse to make a file that llama.cpp has to quantize first."""
+    raise RuntimeError("needs llama.cpp's file: run with --peers llamacpp,specedge")
 
 
 if __name__ == "__main__":
