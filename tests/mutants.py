@@ -348,8 +348,8 @@ def draft_cache_without_rollback(original, self, length):
 
 @mutant(DRAFT_MODEL + "_catch_up", "decoding/test_decoding.py")
 def draft_misses_its_last_token(original, self, history):
-    feed, room = original(self, history)  # candle
-    return feed[-1:], room
+    pending, limit = original(self, history)  # candle
+    return pending[-1:], limit
 
 
 @mutant(DRAFT_MODEL + "truncate", "test_reuse.py")

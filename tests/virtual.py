@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from specedge.runtime.planning.cost_table import CostTable, ModeCosts, RoundCosts
-from specedge.runtime.planning.planner import Offer, Planner
+from specedge.runtime.planning.planner import DraftOption, Planner
 
 Accepts = Callable[[str, int, random.Random], bool]  # a drafter's token at a place of the text
 
@@ -17,7 +17,7 @@ def table(
     draft: float = 0.09,
     row: float = 0.07,
     rows: int = 17,
-    reading: float = 0.01,
+    prefill: float = 0.01,
     host: float = 0.0,
     prior: dict[str, float] | None = None,
     unit: float = 1.0,
@@ -28,7 +28,7 @@ def table(
     mode = ModeCosts(
         target=(tuple(unit * (1 + row * t) for t in range(rows)),),
         draft=(tuple(unit * draft * k for k in range(1, rows)),),
-        reading=(unit * reading,),
+        prefill=(unit * prefill,),
         host=unit * host,
         token=0.0,
         acceptance=prior or {},
@@ -78,9 +78,9 @@ class VirtualRequest:
     def _round(self) -> None:
         left, ready = self.end - self.place, self.copies(self.place)
         if self.fixed is None:
-            offers = [Offer("model", room=99, behind=self.behind)]
-            offers += [Offer("suffix", "suffix", ready=ready)] if ready else []
-            choice = self.planner.choose(offers, self.place)
+            options = [DraftOption("model", max_model_tokens=99, num_unread=self.behind)]
+            options += [DraftOption("suffix", "suffix", num_free=ready)] if ready else []
+            choice = self.planner.choose(options, self.place)
             drafter, k = choice.drafter, min(choice.num_draft_tokens, left)
         else:
             drafter, k = self.fixed
@@ -98,9 +98,9 @@ class VirtualRequest:
         self.place += accepted + 1
 
     def _pay(self, drafter: str, k: int, accepted: int, costs: RoundCosts) -> None:
-        self.seconds += costs.rounds[k]
+        self.seconds += costs.verify[k]
         if drafter == "model" and k:
-            self.seconds += costs.catch_up(self.behind) + costs.passes[k]
+            self.seconds += costs.catch_up(self.behind) + costs.draft[k]
             self.behind = 2 if accepted == k else 1
         else:
             self.behind += accepted + 1

@@ -1,4 +1,4 @@
-"""Chain of drafters for one verify pass, such as suffix decoding and then a draft model."""
+"""Chain of drafters that build one draft, such as suffix decoding followed by a draft model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..sampling.history import History
 
 
 class Chain:
-    """Drafter in which each drafter continues the draft of those before it.
+    """Drafter that lets each of its drafters continue the draft of the previous ones.
 
-    The last one adds one token at a time, after which the first is asked again: a copy may follow
-    where a model has led to a match. A drafter that is not asked in a round catches up when it next
-    is.
+    The last one adds one token at a time, after which the first is called again: a token of the
+    draft model may lead to a match. A drafter that is not called in a round catches up at its next
+    call.
     """
 
     name = DrafterName.CHAIN
@@ -32,8 +32,8 @@ class Chain:
         tokens: list[int] = []
         probs: list[Distribution | None] = []
         sources: list[str] = []
-        grows = True
-        while grows and len(tokens) < max_tokens:
+        has_grown = True
+        while has_grown and len(tokens) < max_tokens:
             for drafter in self.drafters:
                 if len(tokens) == max_tokens:
                     break
@@ -44,7 +44,7 @@ class Chain:
                 tokens += part.tokens
                 probs += part.probs or [None] * len(part.tokens)
                 sources += draft_sources(drafter, part)
-                grows = bool(part.tokens)
+                has_grown = bool(part.tokens)
                 if sampling.constraint and tokens and tokens[-1] in sampling.end_tokens:
                     return Draft(tokens, probs, sources)
         return Draft(tokens, probs, sources)

@@ -1,4 +1,4 @@
-"""Drafter with a smaller language model: the draft model of speculative decoding."""
+"""Draft model: drafter that runs a smaller language model."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MAX_PASS_LENGTH = 2  # tokens in a pass with logits; more are prefilled
 
 
 class DraftModel:
-    """Drafter that runs a smaller language model, one pass a token.
+    """Drafter that runs a smaller language model, one pass per token.
 
-    After a full acceptance its cache is two tokens behind, otherwise one: the first pass of the
-    next round reads both, so that a round of n tokens always costs n passes. If other drafters were
-    used meanwhile it is further behind and prefills the tokens that it missed (catch-up). A model
-    that can draft on its device does so.
+    After full acceptance its cache lacks two tokens, otherwise one. The first pass of the next
+    round takes both, so a round of n draft tokens always takes n passes. If other drafters were
+    used meanwhile, the missing tokens are prefilled first (catch-up). A model that can draft on its
+    device does so.
 
-    The model may have a smaller vocabulary and context than the target. A token that it lacks is
-    read as `PLACEHOLDER`: leaving it out would shift all later positions. When its context is full,
-    it reads a little more than the last half of the text again from position 0. This depends on
-    the length of the text alone, not on `max_tokens`, so that a seed's text does not depend on
-    where a request ends.
+    The model may have a smaller vocabulary and context than the target. Tokens outside its
+    vocabulary are replaced by `PLACEHOLDER`; dropping them would shift later positions. When its
+    context is full, the cache is refilled from position 0 with a little more than the last half of
+    its context. This depends on the length of the text only, not on `max_tokens`, so that a seed's
+    text does not depend on where a request ends.
     """
 
     name = DrafterName.MODEL
@@ -47,7 +47,7 @@ class DraftModel:
         self.context_length = context_length
         self.vocab_size = vocab_size
         self._may_draft = isinstance(model, DraftingModel)
-        self._start = 0  # index in the text of the cache's first token
+        self._start = 0  # position in the text of the first cached token
         self._is_new_text = True  # the cache may hold another text
 
     def propose(
@@ -56,11 +56,11 @@ class DraftModel:
         """Draft up to `max_tokens` tokens, as `Drafter.propose`."""
         if not max_tokens:
             return Draft([])
-        feed, room = self._catch_up(history)
-        count = min(max_tokens, room)
+        pending, limit = self._catch_up(history)
+        count = min(max_tokens, limit)
         if self._may_draft:
             model = cast(DraftingModel, self.model)
-            draft = model.draft(feed, count, history, sampling, uniforms)
+            draft = model.draft(pending, count, history, sampling, uniforms)
             if draft is not None:
                 return draft
 
@@ -68,17 +68,17 @@ class DraftModel:
 
         def next_row(drafted: list[int]) -> Row:
             nonlocal num_fed
-            unread = [*feed, *self.readable(drafted)][num_fed:]
+            unread = [*pending, *self.readable(drafted)][num_fed:]
             num_fed += len(unread)
-            if len(unread) > MAX_PASS_LENGTH:  # a grammar forced some
+            if len(unread) > MAX_PASS_LENGTH:  # after tokens that a grammar forced
                 self.model.prefill(unread[:-1])
                 unread = unread[-1:]
             return self.model.forward(unread)[-1]
 
         return draw_draft(next_row, history, count, sampling, uniforms)
 
-    def backlog_and_room(self, length: int, num_read: int) -> tuple[int, int]:
-        """Return how many tokens of a text are unread, and how many may be drafted.
+    def backlog_and_limit(self, length: int, num_read: int) -> tuple[int, int]:
+        """Return the number of tokens to catch up with, and the maximum number of draft tokens.
 
         Args:
             length: Length of the text.
@@ -95,26 +95,26 @@ class DraftModel:
             self.model.truncate(min(length - self._start, self.model.length))
 
     def _catch_up(self, history: History) -> tuple[list[int], int]:
-        """Read a text but its last one or two tokens.
+        """Bring the cache up to date, except for the last one or two tokens.
 
         Returns:
-            These tokens, for the first pass, and how many tokens may be drafted.
+            These tokens, for the first pass, and the maximum number of draft tokens.
         """
         start = self._window(history.length)
         if self._is_new_text or start != self._start:
             self._start, self._is_new_text = start, False
             self.model.reuse(self.readable(history.tokens[start:-1]))
-        feed = self.readable(history.last(history.length - start - self.model.length))
-        if len(feed) > 2:
-            self.model.prefill(feed[:-1])
-            feed = feed[-1:]
-        return feed, start + self.context_length - history.length + 1
+        pending = self.readable(history.last(history.length - start - self.model.length))
+        if len(pending) > MAX_PASS_LENGTH:
+            self.model.prefill(pending[:-1])
+            pending = pending[-1:]
+        return pending, start + self.context_length - history.length + 1
 
     def _window(self, length: int) -> int:
-        """Return the index of the first token that is read of a text of that length."""
+        """Return the position of the first token of the text that is in the model's context."""
         step = self.context_length - self.context_length // 2
         return max(0, -(-(length - self.context_length) // step) * step)
 
     def readable(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens with placeholders for those that the model lacks."""
+        """Replace tokens outside the model's vocabulary by placeholders."""
         return [token if token < self.vocab_size else PLACEHOLDER for token in tokens]

@@ -1,7 +1,8 @@
-"""Suffix decoding, and prompt lookup (n-gram matching) as its form with fixed match lengths.
+"""Suffix decoding, and prompt lookup as suffix decoding with fixed match lengths.
 
-After SuffixDecoding (Oliaro et al. 2024), whose suffix trees count the continuations of each run of
-tokens and draft while the counts promise enough. Here the promise is tested on the text itself.
+The method follows SuffixDecoding (Oliaro et al. 2024), which counts the continuations of each run
+of tokens in a suffix tree. Here, acceptance rates are measured on the text itself instead of being
+derived from the counts.
 """
 
 from __future__ import annotations
@@ -18,42 +19,43 @@ from ..decoding.verification import Draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History, common_prefix_length
 
-MIN_CHANCE = 0.1  # that all of a draft is accepted: about a row's share of a verify pass
-MIN_RATE = 0.45  # of each token before a draft model: below it the model is right more often
-PRIOR_RATES = (0.3, 0.6, 0.9, 0.95)  # acceptance rate after a long match, by the follower's share
-PRIOR_TESTS = 4.0  # tests that a prior rate counts as
-DECAY = 0.95  # weight that a test leaves to those of its class before it: half after 14
-MAX_REMEMBERED = 2**15  # tokens of earlier outputs, in some 20 MB
+MIN_PROBABILITY = 0.1  # minimum probability that a whole draft is accepted
+MIN_RATE = 0.45  # minimum rate of a token before a draft model, which is more accurate below it
+PRIOR_RATES = (0.3, 0.6, 0.9, 0.95)  # prior acceptance rates after a long match, by frequency class
+PRIOR_TESTS = 4.0  # weight of a prior rate, in tests
+DECAY = 0.95  # decay of earlier tests of a class: a weight of one half after 14 tests
+MAX_REMEMBERED = 2**15  # maximum tokens of earlier outputs, about 20 MB
 
-HALVES = (1, 2, 4, 8)  # halves of the matches of more than one token
-NUM_LENGTHS = 1 + len(HALVES)  # matches of 1, 2, 4, 8 and 16 tokens; others added nothing
-NUM_SHARES = 4  # classes of followers by their share of all that followed
-NUM_CLASSES = NUM_LENGTHS * NUM_SHARES  # of guesses from the text; as many from earlier outputs
+HALVES = (1, 2, 4, 8)  # half lengths of the matches of more than one token
+NUM_LENGTHS = 1 + len(HALVES)  # matches of 1, 2, 4, 8 and 16 tokens; others gave no gain
+NUM_FREQUENCIES = 4  # classes of the most frequent follower's relative frequency
+NUM_CLASSES = NUM_LENGTHS * NUM_FREQUENCIES  # for the text, and as many for earlier outputs
 
-Names = list[int]  # names of the runs that end at a position, the shortest first
+Names = list[int]  # names of the runs that end at a position, shortest first
 
 
 @dataclass(frozen=True)
-class Guess:
-    """Tokens that may follow a text, and the measured acceptance rate of each one's class.
+class Prediction:
+    """Predicted continuation of a text, with the measured acceptance rate of each token's class.
 
-    `num_alone` of them are drafted by suffix decoding alone, `num_before_model` before a model.
+    The first `num_standalone` tokens are drafted if suffix decoding is used alone, the first
+    `num_before_model` if a draft model continues the draft.
     """
 
     tokens: list[int]
     rates: list[float]
-    num_alone: int
+    num_standalone: int
     num_before_model: int
 
 
 class Suffix:
-    """Drafter of the tokens that most often followed the longest match of the text's end.
+    """Drafter of the most frequent continuation of the longest matching suffix of the text.
 
-    Each token of the text tests the guess at its position, drafted or not. So each class of guesses
-    has an acceptance rate; a draft goes on while the product of its tokens' rates is at least
-    MIN_CHANCE, or `before_model` while each rate is at least MIN_RATE. `earlier` outputs are
-    searched, too; the guess with the best rate is drafted, the text's own on ties. Tokens are
-    chosen without randomness.
+    Each token of the text tests the prediction at its position, drafted or not, so each class of
+    predictions has a measured acceptance rate. A draft ends when the product of its tokens' rates
+    falls below MIN_PROBABILITY or, with `before_model`, when a rate falls below MIN_RATE. Earlier
+    outputs are searched, too; the prediction with the best rate is used, the text's on ties. Drafts
+    are deterministic.
 
     Args:
         earlier: Outputs of earlier requests to draft from.
@@ -81,29 +83,29 @@ class Suffix:
 
     def for_chain(self) -> Suffix:
         """Return a drafter over the same state, for use before a draft model."""
-        twin = copy.copy(self)
-        twin._before_model = True
-        return twin
+        drafter = copy.copy(self)
+        drafter._before_model = True
+        return drafter
 
-    def guess(self, history: History, max_tokens: int) -> Guess:
-        """Return the continuation for use alone and before a model."""
-        return self._state.guess(history, max_tokens)
+    def predict(self, history: History, max_tokens: int) -> Prediction:
+        """Return the predicted continuation of up to `max_tokens` tokens."""
+        return self._state.predict(history, max_tokens)
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
         """Draft up to `max_tokens` tokens, as `Drafter.propose`."""
-        guess = self._state.guess(history, max_tokens)
-        count = guess.num_before_model if self._before_model else guess.num_alone
-        return Draft(guess.tokens[: min(count, max_tokens)])
+        prediction = self._state.predict(history, max_tokens)
+        count = prediction.num_before_model if self._before_model else prediction.num_standalone
+        return Draft(prediction.tokens[: min(count, max_tokens)])
 
     def truncate(self, length: int) -> None:
-        """Roll back; a text that was shortened or is another one is read from its start."""
+        """Roll back; the index is rebuilt if the text was shortened or replaced."""
         self._state.truncate(length)
 
 
 def count_accepted(draft: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
-    """Return how many tokens of a copied draft the text accepts, and how many it tests."""
+    """Return the numbers of accepted and of tested tokens of a deterministic draft."""
     num_accepted = common_prefix_length(draft, tokens)
     return num_accepted, min(num_accepted + 1, len(draft), len(tokens))
 
@@ -114,62 +116,63 @@ def _level(length: int) -> int:
 
 
 class _SuffixState:
-    """Index of a text as far as it was read, and the acceptance rates of guesses in it."""
+    """Index of the text so far, and acceptance rates of predictions from it."""
 
     def __init__(self, earlier: EarlierOutputs | None, levels: range) -> None:
         self._earlier, self._levels = earlier, levels
         self._length = 0
-        self._max_guessed = -1  # limit of the last guess; -1 if there is none
-        self._last = Guess([], [], 0, 0)
+        self._max_predicted = -1  # limit of the last prediction; -1 if there is none
+        self._last = Prediction([], [], 0, 0)
         self._rates = ClassRates()
         self._readers: list[_Reader] = []
         self._begin()
 
-    def guess(self, history: History, max_tokens: int) -> Guess:
-        """Return a guess, the last one if the text is the same and it was long enough."""
+    def predict(self, history: History, max_tokens: int) -> Prediction:
+        """Return a prediction; the last one is reused for the same text and length."""
         drafted = history.last(history.length - history.num_kept)
         if (
             (missing := history.num_kept - self._length)
             or drafted
-            or max_tokens > self._max_guessed
+            or max_tokens > self._max_predicted
         ):
             new = history.last(missing + len(drafted))
             self._read(new[:missing])
             if drafted:
-                return self._guess([reader.ahead(drafted) for reader in self._readers], max_tokens)
-            self._last, self._max_guessed = self._guess(self._readers, max_tokens), max_tokens
+                ahead = [reader.ahead(drafted) for reader in self._readers]
+                return self._extend(ahead, max_tokens)
+            self._last, self._max_predicted = self._extend(self._readers, max_tokens), max_tokens
         return self._last
 
-    def _guess(self, readers: Sequence[_Reader], max_tokens: int) -> Guess:
+    def _extend(self, readers: Sequence[_Reader], max_tokens: int) -> Prediction:
         tokens: list[int] = []
         rates: list[float] = []
-        alone = before = True
-        num_alone = num_before_model = 0
-        chance = 1.0
-        while len(tokens) < max_tokens and (guesses := _guesses(readers)):
-            token, guess_class = max(guesses, key=lambda guess: self._rates.of(guess[1]))
-            rate = self._rates.of(guess_class)
-            chance *= rate
-            alone = alone and chance >= MIN_CHANCE
-            before = before and rate >= MIN_RATE
-            if not (alone or before):
+        is_standalone = is_before_model = True
+        num_standalone = num_before_model = 0
+        probability = 1.0
+        while len(tokens) < max_tokens and (followers := _followers(readers)):
+            token, follower_class = max(followers, key=lambda item: self._rates.rate(item[1]))
+            rate = self._rates.rate(follower_class)
+            probability *= rate
+            is_standalone = is_standalone and probability >= MIN_PROBABILITY
+            is_before_model = is_before_model and rate >= MIN_RATE
+            if not (is_standalone or is_before_model):
                 break
             tokens.append(token)
             rates.append(rate)
-            num_alone += alone
-            num_before_model += before
-            if readers is self._readers:  # few guesses come so far that copies of these pay
+            num_standalone += is_standalone
+            num_before_model += is_before_model
+            if readers is self._readers:  # copied late, as most predictions end before this line
                 readers = [reader.ahead(()) for reader in readers]
             for reader in readers:
                 reader.read(token)
-        return Guess(tokens, rates, num_alone, num_before_model)
+        return Prediction(tokens, rates, num_standalone, num_before_model)
 
     def truncate(self, length: int) -> None:
         if length < self._length or not length:
             self._begin()
 
     def _begin(self) -> None:
-        self._length, self._max_guessed = 0, -1
+        self._length, self._max_predicted = 0, -1
         self._rates = ClassRates()
         self._readers = [_Reader(SuffixIndex(), self._levels, adds=True)]
         if self._earlier is not None:
@@ -183,15 +186,15 @@ class _SuffixState:
         readers, record = self._readers, self._rates.record
         for token in tokens:
             for reader in readers:
-                if guess := reader.guess():
-                    record(guess[1], guess[0] == token)
+                if follower := reader.follower():
+                    record(follower[1], follower[0] == token)
             for reader in readers:
                 reader.read(token)
         self._length += len(tokens)
 
 
 class _Reader:
-    """Position of a text in an index, which holds the text itself or others."""
+    """Position of a text in an index of the text itself or of earlier outputs."""
 
     def __init__(
         self,
@@ -210,15 +213,15 @@ class _Reader:
         if len(recent) > 4 * HALVES[-1]:
             del recent[: -HALVES[-1]]
 
-    def guess(self) -> tuple[int, int] | None:
-        """Return the likeliest next token and the class of the guess, if there is a match."""
+    def follower(self) -> tuple[int, int] | None:
+        """Return the most frequent next token and its class, or None without a match."""
         if not self._recent:
             return None
         follower = self._index.follower(self._recent[-1], self._levels)
         return follower and (follower[0], self._first_class + follower[1])
 
     def ahead(self, tokens: Sequence[int]) -> _Reader:
-        """Return a reader that has read these tokens, too, and adds nothing to the index."""
+        """Return a reader behind these further tokens, which are not added to the index."""
         recent = self._recent[-HALVES[-1] :]
         reader = _Reader(self._index, self._levels, self._first_class, recent=recent)
         for token in tokens:
@@ -226,12 +229,12 @@ class _Reader:
         return reader
 
 
-def _guesses(readers: Sequence[_Reader]) -> list[tuple[int, int]]:
-    return [guess for reader in readers if (guess := reader.guess())]
+def _followers(readers: Sequence[_Reader]) -> list[tuple[int, int]]:
+    return [follower for reader in readers if (follower := reader.follower())]
 
 
 class ClassRates:
-    """Acceptance rates of guesses by class, as exponential averages."""
+    """Acceptance rates of predictions by class, as exponential averages."""
 
     def __init__(self) -> None:
         factors = [1 - 0.5 ** (2**level) for level in range(NUM_LENGTHS)]
@@ -239,27 +242,27 @@ class ClassRates:
         self._accepted: list[float] = [PRIOR_TESTS * rate for rate in 2 * priors]
         self._tested = [PRIOR_TESTS] * len(self._accepted)
 
-    def of(self, guess_class: int) -> float:
+    def rate(self, follower_class: int) -> float:
         """Return the rate of a class."""
-        return self._accepted[guess_class] / self._tested[guess_class]
+        return self._accepted[follower_class] / self._tested[follower_class]
 
-    def record(self, guess_class: int, is_accepted: bool) -> None:
+    def record(self, follower_class: int, is_accepted: bool) -> None:
         """Count a test."""
-        self._accepted[guess_class] = DECAY * self._accepted[guess_class] + is_accepted
-        self._tested[guess_class] = DECAY * self._tested[guess_class] + 1
+        self._accepted[follower_class] = DECAY * self._accepted[follower_class] + is_accepted
+        self._tested[follower_class] = DECAY * self._tested[follower_class] + 1
 
 
 class EarlierOutputs:
     """Latest outputs of a pipeline's requests, at most MAX_REMEMBERED tokens.
 
-    They are in two indexes. When the newer one holds half of that, it replaces the older one.
+    They are kept in two indexes; when the newer one is half full, it replaces the older one.
     """
 
     def __init__(self) -> None:
         self.indexes = (SuffixIndex(), SuffixIndex())
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add an output, of a very long one its end."""
+        """Add an output; only the end of a very long one is kept."""
         half = MAX_REMEMBERED // 2
         newer, older = self.indexes
         if newer.num_tokens + len(tokens) > half:
@@ -273,23 +276,23 @@ class EarlierOutputs:
 class SuffixIndex:
     """Counts of the tokens that followed each run of 1, 2, 4, 8 and 16 tokens.
 
-    Of each run the most frequent follower is kept, the latest on ties. A run is named by the names
-    of its halves (Karp, Miller, Rosenberg 1972): so a token costs five steps, and no hash stands
-    for the tokens of a run. A token adds at most five names and as many counts, some 700 bytes.
+    The most frequent follower of each run is kept, the latest on ties. Runs are named by the names
+    of their halves (Karp, Miller and Rosenberg 1972), so a token takes five steps and hash
+    collisions cannot occur. A token adds at most five names and counts, about 700 bytes.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._names: dict[int, int] = {}  # a token, or a pair of names, to the name of the run
-        self._best = array("q", [0])  # by name, from 1: the most frequent follower,
-        self._count = array("q", [0])  # its count,
-        self._total = array("q", [0])  # and the count of all followers
-        self._others: dict[int, int] = {}  # a name and another follower, to its count
+        self._names: dict[int, int] = {}  # name of a run by token or pair of names
+        self._best = array("q", [0])  # most frequent follower by name, from 1
+        self._count = array("q", [0])  # its count by name
+        self._total = array("q", [0])  # count of all followers by name
+        self._others: dict[int, int] = {}  # count of each other follower by name and token
 
     def names(self, recent: Sequence[Names], token: int) -> Names:
-        """Return the names of the runs that end with a token, as far as they have occurred.
+        """Return the names of the known runs that end with a token.
 
-        `recent` are the names at the positions before it, at least at the last 8.
+        `recent` holds the names at the previous positions, at least the last 8.
         """
         names: Names = []
         key = token
@@ -302,7 +305,7 @@ class SuffixIndex:
         return names
 
     def add(self, recent: Sequence[Names], token: int) -> Names:
-        """Add a token to a text of the index; return the names of the runs that end with it."""
+        """Append a token to an indexed text; return the names of the runs that end with it."""
         if recent:
             self._follow(recent[-1], token)
         self.num_tokens += 1
@@ -327,15 +330,15 @@ class SuffixIndex:
     def follower(self, names: Names, levels: range) -> tuple[int, int] | None:
         """Return the most frequent follower of the longest run with followers, and its class.
 
-        The class is NUM_SHARES times the level of the run's length, plus the share's class. Only
-        runs of these levels count.
+        The class is NUM_FREQUENCIES times the level of the run's length, plus the class of the
+        follower's relative frequency. Only runs of the given levels count.
         """
         total = self._total
         for level in range(min(len(names), levels.stop) - 1, levels.start - 1, -1):
             name = names[level]
             if count := total[name]:
-                share = NUM_SHARES * self._count[name] // (count + 1)
-                return self._best[name], NUM_SHARES * level + share
+                frequency = NUM_FREQUENCIES * self._count[name] // (count + 1)
+                return self._best[name], NUM_FREQUENCIES * level + frequency
         return None
 
     def _follow(self, names: Names, token: int) -> None:

@@ -1,6 +1,6 @@
-"""Pass costs of a loaded bundle: stored in the data folder, else measured at load.
+"""Pass costs of a loaded bundle: read from the user's data folder, or measured at load.
 
-There is one file for each cache key: bundle, device and versions.
+Each cache key, of bundle, device and versions, has one file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CostKey:
     """Cache key of measured pass costs: fingerprint of a bundle on a machine.
 
     `bundle` is the SHA-256 of the manifest, which lists the graphs; `threads` is 0 for the default;
-    `gpus` names the GPUs that models run on, with their driver.
+    `gpus` lists the GPUs in use and the driver version.
     """
 
     bundle: str
@@ -56,7 +56,7 @@ class CostKey:
 
 @dataclass(frozen=True)
 class CostFile:
-    """Content of a file: the cache key and its table."""
+    """Content of a cost file: cache key and table."""
 
     format: int
     key: CostKey
@@ -66,8 +66,7 @@ class CostFile:
 def cost_key(bundle: Bundle, target_on: Device, draft_on: Device, ops: str) -> CostKey:
     """Return the cache key of a loaded bundle, by the devices and graph variants of its models.
 
-    One table serves sessions with a shared thread pool and with their own: `specedge tune` uses the
-    former.
+    Sessions with a shared thread pool and sessions with their own pools use the same table.
     """
     manifest = (bundle.folder / MANIFEST).read_bytes()
     return CostKey(
@@ -86,8 +85,8 @@ def cost_key(bundle: Bundle, target_on: Device, draft_on: Device, ops: str) -> C
 class PassCosts:
     """Cost table of a loaded bundle; a request keeps the `table` that it began with.
 
-    Without a `key`, in a pipeline that was not loaded from a bundle, costs are assumed and nothing
-    is stored. `note` is one line with the reason if a stored table is not used.
+    Without a `key`, in a pipeline that was not loaded from a bundle, placeholder costs are used and
+    nothing is stored. `note` is the reason, in one line, why a stored table is not used.
     """
 
     def __init__(self, key: CostKey | None = None) -> None:
@@ -101,9 +100,9 @@ class PassCosts:
         return self.table.origin != "assumed"
 
     def complete(self, measure: Callable[[], CostTable]) -> None:
-        """Measure if nothing is stored, and store that unless another process was first.
+        """Measure and store costs unless a table is stored already.
 
-        If it cannot be stored it serves this process.
+        The first process to write wins. A table that cannot be stored is used by this process only.
         """
         if not self.is_measured:
             self.table = measure()
@@ -112,31 +111,31 @@ class PassCosts:
                     self.table = write_first(self._key, self.table)
 
     def store(self, table: CostTable) -> Path:
-        """Use a table from now on, in later processes, too. Raises SpecEdgeError."""
+        """Replace the table in use and the stored one; return its path. Raises SpecEdgeError."""
         path = write(self._stored_key, table)
         self.table = table
         return path
 
     def store_as_default(self, table: CostTable) -> Path:
-        """Store a table for pipelines without a number of threads. Raises SpecEdgeError."""
+        """Store a table for the default thread count; return its path. Raises SpecEdgeError."""
         return write(replace(self._stored_key, threads=0), table)
 
     @property
     def _stored_key(self) -> CostKey:
         if self._key is None:
             raise SpecEdgeError(
-                "costs of a pipeline that was not loaded from a bundle are not stored"
+                "costs cannot be stored for a pipeline that was not loaded from a bundle"
             )
         return self._key
 
     def check_writable(self) -> None:
-        """Raise OSError if costs cannot be stored now."""
+        """Raise OSError if costs cannot be stored."""
         if self._key is not None:
             store.check_writable(self._key.path)
 
 
 def read(key: CostKey) -> tuple[CostTable | None, str | None]:
-    """Return the stored table or None, and the reason if a file is not used."""
+    """Return the stored table or None, and the reason why an existing file is not used."""
     path = key.path
     try:
         if path.stat().st_size > MAX_FILE_SIZE:
@@ -162,13 +161,13 @@ def write(key: CostKey, table: CostTable) -> Path:
 
 
 def write_first(key: CostKey, table: CostTable) -> CostTable:
-    """Store a table unless another process was first; return the stored one. Raises OSError."""
+    """Store a table unless one exists; return the stored one. Raises OSError."""
     try:
         store.create_file(key.path, _text(key, table))
     except FileExistsError:
         if (stored := read(key)[0]) is not None:
             return stored
-        write(key, table)  # that file is damaged
+        write(key, table)  # the existing file is damaged
     return table
 
 
@@ -177,19 +176,17 @@ def _text(key: CostKey, table: CostTable) -> str:
 
 
 def gpu_names(devices: Iterable[Device]) -> str:
-    """Return the GPUs of devices with compute capability and driver, empty for the CPU.
+    """Return GPU names with compute capability and driver version; empty for the CPU.
 
-    The driver is queried in this process: sessions must have initialized it already.
+    The driver is queried in this process, so sessions must have initialized it already.
     """
     indices = dict.fromkeys(device.index for device in devices if not device.is_cpu)
     if not indices:
         return ""
     state = driver.query()
-    shown = state.get("gpus", [])
+    gpus = state.get("gpus", [])
     names = [
-        "{name}, {capability[0]}.{capability[1]}".format(**shown[i])
-        if i < len(shown)
-        else "unknown"
+        "{name}, {capability[0]}.{capability[1]}".format(**gpus[i]) if i < len(gpus) else "unknown"
         for i in indices
     ]
     return f"{' and '.join(names)}, driver {state.get('version') or state.get('cuda') or 'unknown'}"

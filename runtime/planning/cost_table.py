@@ -1,7 +1,7 @@
 """Table of measured pass costs on one device, in seconds.
 
-A pass of T tokens is timed with one or several numbers of tokens in the cache (`lengths`). Other
-costs are interpolated; beyond the last length they grow as between the last two.
+A pass of T tokens is timed at one or more cache lengths (`lengths`). Other costs are interpolated
+linearly, and extrapolated beyond the last cache length.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-COSTS_INTERVAL = 64  # tokens of the text for which costs are looked up once
+COSTS_INTERVAL = 64  # tokens of text that share one lookup of costs
 ORIGINS = ("tune", "load", "assumed")
 
 
@@ -21,18 +21,18 @@ class ModeCosts:
     """Costs in seconds in one mode, greedy or sampled.
 
     Attributes:
-        target: A target pass of each length in `rows`. [lengths][rows]
-        draft: The draft passes of a round that drafts one token fewer than `rows`; empty without a
-            draft model. [lengths][rows - 1]
-        reading: A token of the draft model's prefill. [lengths]
-        host: The host's work in a round; drafting is part of `draft`.
-        token: The host's work for each token that a round yields.
+        target: Target pass of each length in `rows`. [lengths][rows]
+        draft: Draft passes of a round with K + 1 = each length in `rows` but the first; empty
+            without a draft model. [lengths][rows - 1]
+        prefill: Draft model prefill, per token; the key `reading` in files. [lengths]
+        host: Host work per round, without the drafting, which is part of `draft`.
+        token: Host work per new token.
         acceptance: Expected acceptance rate by drafter; empty if it was not measured.
     """
 
     target: tuple[tuple[float, ...], ...]
     draft: tuple[tuple[float, ...], ...]
-    reading: tuple[float, ...]
+    prefill: tuple[float, ...] = field(metadata={"key": "reading"})
     host: float
     token: float
     acceptance: dict[str, float]
@@ -44,13 +44,13 @@ class CostTable:
 
     Attributes:
         origin: Origin of the costs: "tune", "load" or "assumed".
-        lengths: Numbers of tokens in the cache at which passes were timed.
+        lengths: Cache lengths at which passes were timed.
         rows: Pass lengths that were timed.
         greedy: Costs at temperature 0.
         sampled: Costs above temperature 0.
         threads: Fastest number of CPU threads, the default of sessions; 0 for one per core.
-        exact_length: Longest pass-length-invariant pass of the target as tested here; 0 if only the
-            lengths were tested that every load tests.
+        invariant_length: Longest batch-invariant pass of the target on this machine; 0 if only the
+            short lengths that every load tests were tested. The key `exact_length` in files.
     """
 
     origin: str
@@ -59,10 +59,10 @@ class CostTable:
     greedy: ModeCosts
     sampled: ModeCosts
     threads: int
-    exact_length: int = 0
+    invariant_length: int = field(default=0, metadata={"key": "exact_length"})
 
     def __post_init__(self) -> None:
-        if min(self.threads, self.exact_length) < 0:
+        if min(self.threads, self.invariant_length) < 0:
             raise ValueError("threads and exact_length must be at least 0")
         if self.origin not in ORIGINS:
             raise ValueError(f"origin must be one of {', '.join(ORIGINS)}, got '{self.origin}'")
@@ -85,55 +85,58 @@ class CostTable:
     def at(self, length: int, greedy: bool) -> RoundCosts:
         """Return the costs of a round with `length` tokens in the cache."""
         mode = self.mode(greedy)
-        target = self._between(mode.target, length)
+        target = self._interpolate_rows(mode.target, length)
         pass_lengths = range(1, self.rows[-1] + 1)
-        rounds = [mode.host + interpolate(self.rows, target, tokens) for tokens in pass_lengths]
+        verify = [mode.host + interpolate(self.rows, target, tokens) for tokens in pass_lengths]
         if not mode.draft:
-            return RoundCosts(rounds, [0.0] * len(pass_lengths), 0.0, mode.token)
-        drafting = [0.0, *self._between(mode.draft, length)]
+            return RoundCosts(verify, [0.0] * len(pass_lengths), 0.0, mode.token)
+        draft = [0.0, *self._interpolate_rows(mode.draft, length)]
         return RoundCosts(
-            rounds,
-            [interpolate(self.rows, drafting, tokens) for tokens in pass_lengths],
-            interpolate(self.lengths, mode.reading, length),
+            verify,
+            [interpolate(self.rows, draft, tokens) for tokens in pass_lengths],
+            interpolate(self.lengths, mode.prefill, length),
             mode.token,
         )
 
-    def _between(self, rows: Sequence[Sequence[float]], length: int) -> list[float]:
+    def _interpolate_rows(self, rows: Sequence[Sequence[float]], length: int) -> list[float]:
+        """Interpolate costs between cache lengths. [lengths][n] -> [n]"""
         columns = zip(*rows, strict=True)
         return [interpolate(self.lengths, column, length) for column in columns]
 
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Costs of a round in seconds, for one number of tokens in the cache.
+    """Costs of a round in seconds, at one cache length.
 
-    `rounds[k]` is the verify pass over k + 1 tokens with the host's work; `passes[k]` the draft
-    passes for k tokens; `reading` a token of the draft model's prefill; `token` the host's work for
-    each token that a round yields, in plain decoding, too.
+    Attributes:
+        verify: Verify pass over k + 1 tokens and host work per round, by k.
+        draft: Draft passes for k tokens, by k.
+        prefill: Draft model prefill, per token.
+        token: Host work per new token, in plain decoding, too.
     """
 
-    rounds: list[float]
-    passes: list[float]
-    reading: float
+    verify: list[float]
+    draft: list[float]
+    prefill: float
     token: float = 0.0
 
     @property
     def plain(self) -> float:
-        """Cost of a round without a draft, without `token`."""
-        return self.rounds[0]
+        """Cost of a round of plain decoding, without `token`."""
+        return self.verify[0]
 
-    def catch_up(self, behind: int) -> float:
+    def catch_up(self, num_unread: int) -> float:
         """Return the cost of a draft model's catch-up before its first pass of 1 or 2 tokens."""
-        return 0.0 if behind <= 2 else self.passes[1] + (behind - 1) * self.reading
+        return 0.0 if num_unread <= 2 else self.draft[1] + (num_unread - 1) * self.prefill
 
 
 def assumed_costs(max_draft_tokens: int) -> CostTable:
-    """Return costs for models without a measurement, with pessimistic draft passes."""
+    """Return placeholder costs for models without a measurement, with pessimistic draft passes."""
     rows = range(1, max_draft_tokens + 2)
     mode = ModeCosts(
         target=(tuple(1e-2 + 1e-3 * (t - 1) for t in rows),),
         draft=(tuple(2e-3 * (t - 1) for t in rows[1:]),),
-        reading=(2e-4,),
+        prefill=(2e-4,),
         host=0.0,
         token=0.0,
         acceptance={},
@@ -142,7 +145,7 @@ def assumed_costs(max_draft_tokens: int) -> CostTable:
 
 
 def interpolate(xs: Sequence[int], values: Sequence[float], x: float) -> float:
-    """Interpolate linearly; below the first x the first value."""
+    """Interpolate linearly; return the first value below the first x."""
     if x <= xs[0] or len(xs) == 1:
         return values[0]
     right = min(bisect_left(xs, x), len(xs) - 1)
@@ -160,17 +163,17 @@ def _check(mode: ModeCosts, num_lengths: int, num_rows: int) -> None:
         absent = name == "draft" and not values
         if (len(values) != num_lengths and not absent) or any(len(row) != width for row in values):
             raise ValueError(f"{name} must have {width} costs for each of lengths")
-    if len(mode.reading) != len(mode.draft):
+    if len(mode.prefill) != len(mode.draft):
         raise ValueError("draft and reading must have costs for the same lengths")
-    timed = [*sum(mode.target, ()), *sum(mode.draft, ()), *mode.reading]
+    timed = [*sum(mode.target, ()), *sum(mode.draft, ()), *mode.prefill]
     if not all(0 < cost < math.inf for cost in timed):
-        raise ValueError("a pass must cost more than 0 seconds")
+        raise ValueError("costs of passes must be positive and finite")
     if not all(0 <= cost < math.inf for cost in (mode.host, mode.token)):
-        raise ValueError("the host's work must cost at least 0 seconds")
+        raise ValueError("host and token must be at least 0 and finite")
     if not all(0 <= rate <= 1 for rate in mode.acceptance.values()):
         raise ValueError("acceptance must be between 0 and 1")
 
 
-def _check_ascending(name: str, values: tuple[int, ...], least: int) -> None:
-    if not values or values[0] < least or any(a >= b for a, b in pairwise(values)):
-        raise ValueError(f"{name} must ascend from at least {least}")
+def _check_ascending(name: str, values: tuple[int, ...], minimum: int) -> None:
+    if not values or values[0] < minimum or any(a >= b for a, b in pairwise(values)):
+        raise ValueError(f"{name} must be strictly ascending, from at least {minimum}")

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from ..decoding.protocols import Plan, Round
-from .planner import Planner, RoundChoice, RoundKind
+from .planner import ChoiceReason, Planner, RoundChoice
 from .plans import AutoPlan, summarize_rounds
 
 ORIGINS = {
     "tune": "measured by 'specedge tune'",
-    "load": "measured when the bundle was first loaded here; 'specedge tune' measures more",
-    "assumed": "assumed, for models that were not loaded from a bundle",
+    "load": "measured at the first load on this machine; 'specedge tune' is more precise",
+    "assumed": "placeholders, as the models were not loaded from a bundle",
 }
-MAX_CHANGES = 40  # choices that are listed; the rest are counted
+MAX_CHANGES = 40  # maximum number of choices listed
 
 
 def explain(plan: Plan, rounds: Sequence[Round]) -> list[str]:
-    """Return the costs, acceptance rates, each change of choice with its reason, and the gain."""
+    """Return costs, acceptance rates, each change of the choice with its reason, and the gain."""
     if not isinstance(plan, AutoPlan):
         return [f"fixed or replayed rounds: {_count(rounds)}"]
     planner = plan.planner
@@ -36,21 +36,20 @@ def _costs(planner: Planner) -> list[str]:
     costs = planner.last_costs
     if costs is None:
         return []
-    ks = [k for k in (0, 1, 2, 4, 8, 16) if k < len(costs.rounds)]
-    rounds = [f"{k}: {_ms(costs.rounds[k])}" for k in ks]
-    passes = [f"{k}: {_ms(costs.passes[k])}" for k in ks[1:]]
+    ks = [k for k in (0, 1, 2, 4, 8, 16) if k < len(costs.verify)]
+    verify = [f"{k}: {_ms(costs.verify[k])}" for k in ks]
+    draft = [f"{k}: {_ms(costs.draft[k])}" for k in ks[1:]]
     return [
-        f"  ms of a round's verify pass and host work, by K: {', '.join(rounds)}",
-        f"  ms of a round's draft passes, by K: {', '.join(passes)}; a token of prefill:"
-        f" {_ms(costs.reading)}",
+        f"  verify pass and host work by K, ms: {', '.join(verify)}",
+        f"  draft passes by K, ms: {', '.join(draft)}; prefill per token: {_ms(costs.prefill)}",
     ]
 
 
 def _acceptance(planner: Planner, name: str) -> str:
     estimate = planner.acceptance[name]
     return (
-        f"acceptance rate of {name}: {estimate.rate:.2f} at the end,"
-        f" {estimate.expected:.2f} expected at the start"
+        f"acceptance rate of {name}: {estimate.expected:.2f} expected at the start,"
+        f" {estimate.rate:.2f} at the end"
     )
 
 
@@ -62,16 +61,16 @@ def _changes(changes: Sequence[tuple[int, RoundChoice]]) -> list[str]:
 
 
 def _choice(choice: RoundChoice) -> str:
-    if choice.kind == RoundKind.PLAIN:
-        return "plain decoding, no draft promises a gain"
-    seconds = choice.seconds - choice.reading
+    if choice.reason == ChoiceReason.PLAIN:
+        return "plain decoding, no draft is expected to be faster"
+    seconds = choice.seconds - choice.catch_up_seconds
     speedup = choice.expected_tokens * choice.plain_seconds / seconds
     setting = f"{choice.drafter}, K = {choice.num_draft_tokens}"
     expected = f"{choice.expected_tokens:.2f} tokens expected in {_ms(seconds)} ms"
-    if choice.reading:
-        expected += f" after {_ms(choice.reading)} ms of catch-up"
-    if choice.kind == RoundKind.PROBE:
-        return f"{setting}: a probe, {expected}"
+    if choice.catch_up_seconds:
+        expected += f" after {_ms(choice.catch_up_seconds)} ms of catch-up"
+    if choice.reason == ChoiceReason.PROBE:
+        return f"{setting}: probe, {expected}"
     return f"{setting}: {expected}, {speedup:.2f} times the speed of plain decoding"
 
 
@@ -91,9 +90,9 @@ def _gain(planner: Planner) -> list[str]:
     if planner.expected_speedup is None:
         return []
     return [
-        f"by these costs the rounds took {_ms(planner.seconds)} ms, plain decoding"
-        f" {_ms(planner.plain_seconds)} ms: {planner.expected_speedup:.2f} times as fast;"
-        f" {planner.kinds[RoundKind.PROBE]} probes lost {_ms(planner.lost)} ms"
+        f"estimated from these costs: {_ms(planner.seconds)} ms, plain decoding"
+        f" {_ms(planner.plain_seconds)} ms, speed-up {planner.expected_speedup:.2f};"
+        f" {planner.reason_counts[ChoiceReason.PROBE]} probes lost {_ms(planner.probe_loss)} ms"
     ]
 
 

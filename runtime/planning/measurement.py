@@ -1,4 +1,4 @@
-"""Measurement of a loaded bundle's pass costs and host work, at load and by `specedge tune`."""
+"""Measurement of pass costs and host work of a loaded bundle, at load and by `specedge tune`."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from ..drafters.suffix import Suffix
 from .cost_table import CostTable, ModeCosts, interpolate
 from .plans import FixedPlan
 
-LENGTH = 64  # tokens in the caches at load
-SECONDS, MIN_SWEEPS = 0.12, 2  # at load; up to PATIENCE times as long while others have the cores
-PATIENCE = 3
-SLOW_SECONDS = 0.5  # of the self-test's passes, from which on they are not timed again
-PASS_LENGTHS = (1, 2, 3, 5, 9)  # and the longest: kernels work on tiles of a few rows
+LENGTH = 64  # cache length at load
+SECONDS, MIN_SWEEPS = 0.12, 2  # time limit at load
+PATIENCE = 3  # factor of the time limit while other programs use the cores
+SLOW_SECONDS = 0.5  # if the self-test's passes took longer, they are not timed again
+PASS_LENGTHS = (1, 2, 3, 5, 9)  # in addition to the longest; kernels use tiles of a few rows
 DRAFT_LENGTHS, DRAFT_LENGTHS_IF_SLOW = (1, 4), (2,)  # K of timed rounds with the draft model
-NUM_ROUNDS = 1  # timed for each K and mode in a sweep, after one that warms up
+NUM_ROUNDS = 1  # timed rounds for each K and mode in a sweep, after one warm-up round
 PREFILL_LENGTH = 64  # tokens of the draft model's timed prefill
-MIN_CONTEXT = 10  # tokens that these rounds need
-GRID_RATIO = 1.1  # of neighboring values on the grid that costs are rounded to
-BUSY_RATIO = 1.5  # of a pass's median to its minimum, above which others use the cores
-MIN_SECONDS = 1e-7  # of a draft pass, where noise makes it less
+MIN_CONTEXT = 10  # context length that these rounds need
+GRID_RATIO = 1.1  # ratio of neighboring values on the grid that costs are rounded to
+BUSY_RATIO = 1.5  # ratio of a pass's median to its minimum that indicates other load
+MIN_SECONDS = 1e-7  # lower bound of a draft pass, against noise
 MODES = {"greedy": Sampling(), "sampled": Sampling(1.0)}
 
-Progress = Callable[[float], None]  # called with the share of the work that is done
+Progress = Callable[[float], None]  # called with the completed share of the work
 
 
 @dataclass(frozen=True)
-class Models:
+class MeasuredModels:
     """Models to measure and their context lengths; `draft` is None in a bundle without one."""
 
     target: Any
@@ -49,7 +49,7 @@ class Models:
     draft_context: int = 0
 
     @classmethod
-    def of(cls, bundle: Bundle, target: Any, draft: Any) -> Models:
+    def from_bundle(cls, bundle: Bundle, target: Any, draft: Any) -> MeasuredModels:
         """Return the loaded models of a bundle."""
         if bundle.draft is None:
             return cls(target, bundle.target.context_length)
@@ -57,21 +57,21 @@ class Models:
 
     @property
     def context(self) -> int:
-        """Number of tokens that fit into every cache."""
+        """Context length that both models support."""
         contexts = [self.target_context, self.draft_context]
         return self.target_context if self.draft is None else min(contexts)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Complete cost table; `busy` if other programs used so much CPU that it is unreliable."""
+    """Cost table; `busy` if other programs used so much CPU time that it is unreliable."""
 
     costs: CostTable
     busy: bool
 
 
 def measure(
-    models: Models,
+    models: MeasuredModels,
     max_draft_tokens: int,
     *,
     origin: str = "load",
@@ -82,22 +82,23 @@ def measure(
 ) -> Measurement:
     """Time the passes and the host work of a bundle. Both caches are empty afterwards.
 
-    Passes of the target are timed by themselves, and rounds in the decoding loop, plain and drafted
-    by the model: after the draft's passes a pass of the target takes longer, which counts as the
-    draft's. Sweeps go through everything, so that a busy moment slows no cost alone. A cost is the
-    least of all sweeps, on a grid: the first passes of a process take up to twice as long.
+    Target passes are timed separately, and complete rounds in the decoding loop, plain and with the
+    draft model: a target pass takes longer after draft passes, and the difference is attributed to
+    these. Each sweep times everything once, so that other load affects all costs alike. A cost is
+    the minimum over sweeps, rounded to a grid: the first passes of a process take up to twice as
+    long.
 
     Args:
         models: Models to measure, with contexts of at least MIN_CONTEXT tokens.
         max_draft_tokens: Largest K to plan with.
-        lengths: Numbers of tokens in the caches to measure at.
-        seconds: Time for sweeps.
-        samples: Seconds of the target's passes by length, from the self-test at load.
-        origin: Origin that the table records.
-        on_progress: Callback with the share of the work that is done.
+        lengths: Cache lengths to measure at.
+        seconds: Time limit.
+        samples: Seconds of target passes by length, from the self-test at load.
+        origin: Origin recorded in the table.
+        on_progress: Callback with the completed share of the work.
     """
-    room = models.context - 1
-    longest = min(max_draft_tokens + 1, room)
+    max_tokens = models.context - 1
+    longest = min(max_draft_tokens + 1, max_tokens)
     samples = samples or {}
     is_slow = 1 in samples and len(samples) > 1 and sum(samples.values()) > SLOW_SECONDS
     rows = sorted(samples if is_slow else {t for t in PASS_LENGTHS if t < longest} | {longest})
@@ -106,11 +107,11 @@ def measure(
         if models.draft is not None
         else [0]
     )
-    ks = [k for k in candidates if k < rows[-1] and (1 + NUM_ROUNDS) * (k + 1) < room]
+    ks = [k for k in candidates if k < rows[-1] and (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
     num_new = max(longest, (1 + NUM_ROUNDS) * (ks[-1] + 1))
     timings = [
         _Timings(models, length, rows, ks)
-        for length in sorted({max(1, min(length, room - num_new)) for length in lengths})
+        for length in sorted({max(1, min(length, max_tokens - num_new)) for length in lengths})
     ]
     begin, sweeps, share = time.perf_counter(), 0, 0.0
     while share < 1:
@@ -126,30 +127,32 @@ def measure(
     if models.draft is not None:
         models.draft.truncate(0)
     greedy, sampled = (_mode_costs(mode, timings) for mode in MODES)
-    numbers = tuple(timing.length for timing in timings)
-    return Measurement(CostTable(origin, numbers, tuple(rows), greedy, sampled, 0), is_busy)
+    cache_lengths = tuple(timing.length for timing in timings)
+    return Measurement(CostTable(origin, cache_lengths, tuple(rows), greedy, sampled, 0), is_busy)
 
 
 class _Timings:
-    """Timings with one number of cached tokens.
+    """Timings at one cache length.
 
     Attributes:
-        passes: Seconds of the target's passes. [sweeps][rows]
-        rounds: Seconds of rounds, the same without the target's pass, and the number of tokens
-            that they yielded, by mode and K.
-        reading: Seconds of a token of the draft model's prefill. [sweeps]
+        passes: Seconds of target passes. [sweeps][rows]
+        rounds: Seconds of each round, seconds without its target pass, and its number of new
+            tokens, by mode and K.
+        prefill: Seconds per token of draft model prefill. [sweeps]
     """
 
-    def __init__(self, models: Models, length: int, rows: Sequence[int], ks: Sequence[int]) -> None:
+    def __init__(
+        self, models: MeasuredModels, length: int, rows: Sequence[int], ks: Sequence[int]
+    ) -> None:
         self.length, self.rows, self.ks = length, rows, ks
         self.passes: list[list[float]] = []
         self.rounds: defaultdict[tuple[str, int], list[tuple[float, float, int]]]
         self.rounds = defaultdict(list)
-        self.reading: list[float] = []
+        self.prefill: list[float] = []
         self._models = models
 
     def sweep(self, passes: Mapping[int, float] | None) -> None:
-        """Time everything once more, except the target's passes if their seconds are given."""
+        """Time everything once, except target passes whose seconds are passed in."""
         self.passes.append([passes[t] for t in self.rows] if passes else self._time_passes())
         for mode, k in product(MODES, self.ks):
             self._time_rounds(mode, k)
@@ -158,10 +161,10 @@ class _Timings:
             count = min(PREFILL_LENGTH, self._models.draft_context - self.length)
             begin = time.perf_counter()
             draft.prefill([0] * count)
-            self.reading.append((time.perf_counter() - begin) / count)
+            self.prefill.append((time.perf_counter() - begin) / count)
 
     def _time_passes(self) -> list[float]:
-        """Time a pass of each length, after one that warms up."""
+        """Time a pass of each length, after a warm-up pass."""
         target, times = self._models.target, []
         for length in (1, *self.rows):
             _fill(target, self.length)
@@ -171,7 +174,7 @@ class _Timings:
         return times[1:]
 
     def _time_rounds(self, mode: str, k: int) -> None:
-        """Time a few rounds in the decoding loop, after one that warms up."""
+        """Time a few rounds in the decoding loop, after a warm-up round."""
         stopwatch = Stopwatch()
         target = TimedModel(self._models.target, stopwatch, "verify")
         drafter: Drafter = DraftModel(self._models.draft) if k else Suffix()
@@ -189,7 +192,7 @@ class _Timings:
 
     @property
     def target(self) -> list[float]:
-        """Seconds of the target's passes; a longer one never takes less. [rows]"""
+        """Seconds of target passes, monotonic in the pass length. [rows]"""
         fastest = [*map(min, zip(*self.passes, strict=True))]
         plain = min(total - rest for mode in MODES for total, rest, _ in self.rounds[mode, 0])
         return list(accumulate([min(fastest[0], plain), *fastest[1:]], max))
@@ -200,20 +203,20 @@ class _Timings:
         return fmean(median(column) / min(column) for column in zip(*self.passes, strict=True))
 
     def host(self, mode: str) -> float:
-        """Return the seconds of a plain round without its pass."""
+        """Return the seconds of a plain round without its target pass."""
         return min(rest for _, rest, _ in self.rounds[mode, 0])
 
     def drafting(self, mode: str, k: int, token: float) -> float:
-        """Return the seconds of K draft tokens, for a host cost of each yielded token."""
+        """Return the seconds of K draft tokens, given the host cost per new token."""
         total = min(total - token * count for total, _, count in self.rounds[mode, k])
         return total - interpolate(self.rows, self.target, k + 1) - self.host("greedy")
 
 
 def _mode_costs(mode: str, timings: Sequence[_Timings]) -> ModeCosts:
-    """Return the costs on the grid."""
+    """Return the costs of a mode, rounded to the grid."""
     host = fmean(timing.host("greedy") for timing in timings)
     token = max(0.0, fmean(timing.host(mode) for timing in timings) - host)
-    draft, reading = [], []
+    draft, prefill = [], []
     for timing in timings:
         if len(timing.ks) > 1:
             low, high = timing.ks[1], timing.ks[-1]
@@ -222,11 +225,11 @@ def _mode_costs(mode: str, timings: Sequence[_Timings]) -> ModeCosts:
             later = on_grid(max(later, MIN_SECONDS))
             first = on_grid(max(few - (low - 1) * later, later))
             draft.append(tuple(first + later * (t - 2) for t in timing.rows[1:]))
-            reading.append(on_grid(min(timing.reading)))
+            prefill.append(on_grid(min(timing.prefill)))
     return ModeCosts(
         target=tuple(_rounded(timing.target) for timing in timings),
         draft=tuple(draft),
-        reading=tuple(reading),
+        prefill=tuple(prefill),
         host=on_grid(host),
         token=on_grid(token),
         acceptance={},
@@ -234,17 +237,17 @@ def _mode_costs(mode: str, timings: Sequence[_Timings]) -> ModeCosts:
 
 
 def _fill(model: Any, length: int) -> None:
-    """Count cache rows as those of tokens: their values do not affect the time of a pass."""
+    """Mark cache rows as filled; their values do not affect the time of a pass."""
     model.truncate(0)
     model.cache.extend([0] * length)
 
 
 def on_grid(seconds: float) -> float:
-    """Return the nearest value of a geometric grid, so that noise seldom changes it; 0 is 0."""
+    """Round to a geometric grid, so that noise seldom changes the value; 0 stays 0."""
     return GRID_RATIO ** round(math.log(seconds, GRID_RATIO)) if seconds else 0.0
 
 
 def _rounded(costs: Sequence[float]) -> tuple[float, ...]:
-    """Round the first of ascending costs and the differences to it, on which choices depend."""
+    """Round the first of ascending costs, and the differences from it, on which choices depend."""
     first = on_grid(costs[0])
     return tuple(first + on_grid(cost - costs[0]) for cost in costs)

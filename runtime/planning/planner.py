@@ -1,7 +1,7 @@
-"""Planner: the drafter and K of a round with the most expected tokens for the expected time.
+"""Planner: selects the drafter and K that maximize expected tokens per expected second.
 
-Arithmetic on costs and counts alone, without a clock or randomness: the same cost table and the
-same earlier rounds give the same choice, so that a seed repeats its text.
+It computes with costs and counts only, without a clock or randomness: the same cost table and the
+same earlier rounds give the same choice, so that a seed reproduces its text.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .cost_table import COSTS_INTERVAL, CostTable, RoundCosts
 
 MODEL, CHAIN, SUFFIX = DrafterName.MODEL, DrafterName.CHAIN, DrafterName.SUFFIX
 
-MIN_GAIN = 1.03  # a lower ratio is within the grid that costs are rounded to
-HORIZON = 32  # tokens that a text is expected to go on for, or as many as it has
+MIN_GAIN = 1.03  # minimum speed-up over plain decoding; costs are rounded to a grid of 10%
+AMORTIZATION_TOKENS = 32  # minimum number of tokens that a catch-up is amortized over
 BUDGET_ROUNDS, BUDGET_SHARE = 1.5, 0.005  # exploration budget: plain rounds, and share of the time
-MIN_CHANCE = 0.01  # of a draft token's acceptance, below which no longer draft is considered
+MIN_PROBABILITY = 0.01  # longer drafts are not considered below this probability of acceptance
 
-PRIOR_RATE = 0.5  # acceptance rate of an unknown drafter, low for one that pays
-PRIOR_TESTS = 4.0  # tests that a prior rate counts as
-POSITION_TESTS = 2.0  # tests that the rate of the position before counts as
-DECAY = 0.94  # weight that a test leaves to those before it: half after 11
+PRIOR_RATE = 0.5  # prior acceptance rate of a drafter without measurements
+PRIOR_TESTS = 4.0  # weight of the prior rate, in tests
+POSITION_TESTS = 2.0  # weight of the previous position's rate, in tests
+DECAY = 0.94  # decay of earlier tests: a weight of one half after 11 tests
 
 
-class RoundKind(NameEnum):
-    """Reason of a choice."""
+class ChoiceReason(NameEnum):
+    """Reason for the choice of drafter and K in a round."""
 
     PLAIN = "plain"
     GAIN = "gain"
@@ -38,52 +38,63 @@ class RoundKind(NameEnum):
 
 
 @dataclass(frozen=True)
-class Offer:
+class DraftOption:
     """Draft that a drafter could propose in the next round.
 
-    First `ready` tokens that need no pass, of the drafter `source`, with `rates` if it predicts
-    their acceptance rates; then, if a model continues, up to `room` tokens at a pass each, after a
-    catch-up over the `behind` tokens that it has not read.
+    Attributes:
+        drafter: Name of the drafter.
+        source: Drafter of the first `num_free` tokens.
+        num_free: Number of tokens that need no draft pass.
+        max_model_tokens: Maximum number of tokens after them, each of which takes a draft pass.
+        num_unread: Tokens of the text that are not in the draft model's cache.
+        predicted_rates: Acceptance rates of the first `num_free` tokens; empty if not predicted.
     """
 
     drafter: str
     source: str = MODEL
-    ready: int = 0
-    room: int = 0
-    behind: int = 1
-    rates: Sequence[float] = ()
+    num_free: int = 0
+    max_model_tokens: int = 0
+    num_unread: int = 1
+    predicted_rates: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class RoundChoice:
-    """Drafter and K of one round, and what is expected of it.
+    """Drafter and K of one round, with the expected tokens and time.
 
-    `seconds` are the round's by the cost table, `plain_seconds` those of plain decoding for one
-    token, both without the host's work for each token. `reading` is the part of `seconds` for the
-    catch-up of a model; `pace` is seconds a token, with a share of the catch-up.
+    Attributes:
+        drafter: Name of the drafter; PLAIN if K = 0.
+        num_draft_tokens: K.
+        reason: Reason for the choice.
+        expected_tokens: Expected number of tokens of the round.
+        seconds: Time of the round by the cost table, without host work per token.
+        plain_seconds: Time of plain decoding for one token, without host work per token.
+        catch_up_seconds: Part of `seconds` for the draft model's catch-up.
+        seconds_per_token: Expected time per token, with the amortized catch-up.
     """
 
     drafter: str
     num_draft_tokens: int
-    kind: RoundKind
+    reason: ChoiceReason
     expected_tokens: float
     seconds: float
     plain_seconds: float
-    reading: float = 0.0
-    pace: float = 0.0
+    catch_up_seconds: float = 0.0
+    seconds_per_token: float = 0.0
 
 
 class AcceptanceEstimate:
     """Acceptance rates by position in a draft, as exponential averages with a prior.
 
-    The first position starts from the `expected` rate, a later one from the position before it.
+    The prior of the first position is the `expected` rate, that of a later one the rate of the
+    previous position.
     """
 
     def __init__(self, expected: float = PRIOR_RATE) -> None:
         self.expected = expected
         self._accepted, self._tested = [PRIOR_TESTS * expected], [PRIOR_TESTS]
         self._rates: list[float] = []
-        self._fulfilled, self._predicted = PRIOR_TESTS * PRIOR_RATE, PRIOR_TESTS
+        self._num_correct, self._predicted = PRIOR_TESTS * PRIOR_RATE, PRIOR_TESTS
 
     def record(self, position: int, is_accepted: bool) -> None:
         """Count the test of a token whose predecessors in the draft were accepted."""
@@ -95,13 +106,13 @@ class AcceptanceEstimate:
         self._rates.clear()
 
     def record_predictions(self, predicted: Sequence[float], num_accepted: int) -> None:
-        """Count tests of tokens whose rates a drafter predicted, the first of them accepted."""
+        """Count tests of tokens with predicted rates, of which the first ones were accepted."""
         self._predicted = DECAY * self._predicted + sum(predicted)
-        self._fulfilled = DECAY * self._fulfilled + num_accepted
+        self._num_correct = DECAY * self._num_correct + num_accepted
 
     def calibrate(self, predicted: Sequence[float]) -> list[float]:
-        """Return predicted rates times the share of earlier predictions that came true."""
-        factor = min(1.0, self._fulfilled / self._predicted)
+        """Scale predicted rates by the ratio of observed to predicted acceptance so far."""
+        factor = min(1.0, self._num_correct / self._predicted)
         return [factor * rate for rate in predicted]
 
     @property
@@ -110,22 +121,22 @@ class AcceptanceEstimate:
         return self.rates(1)[0]
 
     def rates(self, count: int) -> list[float]:
-        """Return the rate of each position, given that those before are accepted. -> [count]"""
+        """Return the acceptance rate of each position given its predecessors. -> [count]"""
         rates = self._rates
         if not rates:
             rates.append(self._accepted[0] / self._tested[0])
         for i in range(len(rates), count):
-            last = rates[-1]
+            rate = rates[-1]
             if i < len(self._tested):
-                last = (self._accepted[i] + POSITION_TESTS * last) / (
+                rate = (self._accepted[i] + POSITION_TESTS * rate) / (
                     self._tested[i] + POSITION_TESTS
                 )
-            rates.append(last)
+            rates.append(rate)
         return rates[:count]
 
 
 class Planner:
-    """Choice of drafter and K before each round of one request, learning from each round."""
+    """Choice of drafter and K for each round of one request, adapted after each round."""
 
     def __init__(self, table: CostTable, greedy: bool, max_draft_tokens: int | None = None) -> None:
         limit = table.max_draft_tokens
@@ -133,17 +144,17 @@ class Planner:
         self.greedy = greedy
         self.max_draft_tokens = limit if max_draft_tokens is None else min(max_draft_tokens, limit)
         self.acceptance: dict[str, AcceptanceEstimate] = {}
-        self.kinds: Counter[RoundKind] = Counter()
+        self.reason_counts: Counter[ChoiceReason] = Counter()
         self.num_tokens = 0
-        self.seconds = 0.0  # of all rounds so far, by the table
-        self.plain_seconds = 0.0  # of their tokens in plain decoding
-        self.lost = 0.0  # by probes
+        self.seconds = 0.0  # all rounds so far, by the table
+        self.plain_seconds = 0.0  # plain decoding of the same tokens
+        self.probe_loss = 0.0  # seconds lost by probes
         self.last_costs: RoundCosts | None = None
-        self._longest_reading = 0.0  # seconds of a draft model's longest catch-up
+        self._longest_catch_up = 0.0  # seconds
         self._costs: dict[int, RoundCosts] = {}
 
     def costs(self, length: int) -> RoundCosts:
-        """Return the costs with about `length` tokens in the cache."""
+        """Return the costs at about `length` tokens in the cache."""
         interval = length // COSTS_INTERVAL
         if interval not in self._costs:
             middle = interval * COSTS_INTERVAL + COSTS_INTERVAL // 2
@@ -157,51 +168,56 @@ class Planner:
             self.acceptance[source] = AcceptanceEstimate(expected)
         return self.acceptance[source]
 
-    def choose(self, offers: Sequence[Offer], length: int) -> RoundChoice:
-        """Return the best of the offers, or K = 0, with `length` tokens in the target's cache.
+    def choose(self, options: Sequence[DraftOption], length: int) -> RoundChoice:
+        """Return the best option, or K = 0, at `length` tokens in the target's cache.
 
-        The number of tokens that are left makes no difference, so that a seed's text does not
-        depend on where a request ends.
+        The choice does not depend on the number of tokens still wanted, so that a seed's text does
+        not depend on where a request ends.
         """
         costs = self.last_costs = self.costs(length)
         best: RoundChoice | None = None
-        for offer in offers:
-            choice = self._best(offer, costs)
-            if choice is not None and (best is None or choice.pace < best.pace):
+        for option in options:
+            choice = self._best_choice(option, costs)
+            if choice is not None and (
+                best is None or choice.seconds_per_token < best.seconds_per_token
+            ):
                 best = choice
-        if best is not None and (best.pace + costs.token) * MIN_GAIN < costs.plain + costs.token:
+        if (
+            best is not None
+            and (best.seconds_per_token + costs.token) * MIN_GAIN < costs.plain + costs.token
+        ):
             return best
-        probes = (probe for offer in offers if (probe := self._probe(offer, costs)))
-        plain = RoundChoice(PLAIN, 0, RoundKind.PLAIN, 1.0, costs.plain, costs.plain)
+        probes = (probe for option in options if (probe := self._probe(option, costs)))
+        plain = RoundChoice(PLAIN, 0, ChoiceReason.PLAIN, 1.0, costs.plain, costs.plain)
         return next(probes, None) or plain
 
     def record(self, choice: RoundChoice, sources: Sequence[str], num_accepted: int) -> None:
-        """Learn from a round: the sources of its draft tokens, and how many were accepted.
+        """Update the estimates with a round's draft sources and number of accepted tokens.
 
-        A round whose drafter proposed nothing, as at a request's end, was plain.
+        A round without draft tokens, as at the end of a request, counts as plain.
         """
         self.num_tokens += num_accepted + 1
-        self.kinds[choice.kind] += 1
-        if choice.kind == RoundKind.PLAIN:
+        self.reason_counts[choice.reason] += 1
+        if choice.reason == ChoiceReason.PLAIN:
             self.seconds += choice.seconds
             self.plain_seconds += choice.seconds
             return
-        has_drafted = bool(sources) or choice.kind == RoundKind.PROBE
+        has_drafted = bool(sources) or choice.reason == ChoiceReason.PROBE
         seconds = choice.seconds if has_drafted else choice.plain_seconds
         plain_seconds = choice.plain_seconds * (num_accepted + 1)
         self.seconds += seconds
         self.plain_seconds += plain_seconds
-        self._longest_reading = max(self._longest_reading, choice.reading)
-        if choice.kind == RoundKind.PROBE:
-            self.lost = max(0.0, self.lost + seconds - plain_seconds)
-        # Only tested tokens count: how many were drafted depends on the request's end.
+        self._longest_catch_up = max(self._longest_catch_up, choice.catch_up_seconds)
+        if choice.reason == ChoiceReason.PROBE:
+            self.probe_loss = max(0.0, self.probe_loss + seconds - plain_seconds)
+        # Only tested tokens count: the number of drafted ones depends on where the request ends.
         positions: Counter[str] = Counter()
         for i, source in enumerate(sources[: num_accepted + 1]):
             self.estimate(source).record(positions[source], i < num_accepted)
             positions[source] += 1
 
     @property
-    def gained(self) -> float:
+    def saved_seconds(self) -> float:
         """Seconds saved over plain decoding so far, by the table; negative for a loss."""
         return self.plain_seconds - self.seconds
 
@@ -213,94 +229,109 @@ class Planner:
         host = self.num_tokens * self.last_costs.token
         return (self.plain_seconds + host) / (self.seconds + host)
 
-    def _best(
-        self, offer: Offer, costs: RoundCosts, is_certain: bool = False
+    def _best_choice(
+        self, option: DraftOption, costs: RoundCosts, assume_accepted: bool = False
     ) -> RoundChoice | None:
-        """Return an offer's best K above 0, None if there is none.
+        """Return the best K above 0 of an option, or None.
 
         Tokens with acceptance rates a, b, ... give 1 + a + ab + ... expected tokens. A model's
-        catch-up is spread over the tokens that may still come; reading the copy that it continues
-        is the round's own cost. A round that would lose more than the exploration budget and the
-        time gained so far, if nothing were accepted, is not offered. `is_certain` sets all rates
-        to 1.
+        catch-up is amortized over the tokens still expected; its prefill of the free tokens is a
+        cost of this round. K is limited so that a round without accepted tokens loses at most the
+        exploration budget and the time saved so far. `assume_accepted` sets all rates to 1.
         """
-        ready = offer.ready
-        limit = min(self.max_draft_tokens, ready + offer.room)
+        num_free = option.num_free
+        limit = min(self.max_draft_tokens, num_free + option.max_model_tokens)
         if limit < 1:
             return None
-        if is_certain:
+        if assume_accepted:
             rates: Sequence[float] = [1.0] * limit
         else:
-            rates = self._ready_rates(offer)
-            if limit > ready:
-                rates = [*rates, *self.estimate(MODEL).rates(limit - ready)]
-        reading = more = share = 0.0
-        if offer.room:
-            reading, behind = costs.catch_up(offer.behind), offer.behind + ready
-            more = costs.catch_up(behind) - reading
-            share = reading / max(HORIZON, self.num_tokens)
-        rounds, passes = costs.rounds, costs.passes
+            rates = self._free_rates(option)
+            if limit > num_free:
+                rates = [*rates, *self.estimate(MODEL).rates(limit - num_free)]
+        catch_up = prefill = amortized = 0.0
+        if option.max_model_tokens:
+            catch_up = costs.catch_up(option.num_unread)
+            prefill = costs.catch_up(option.num_unread + num_free) - catch_up
+            amortized = catch_up / max(AMORTIZATION_TOKENS, self.num_tokens)
+        verify, draft = costs.verify, costs.draft
         max_seconds = inf
-        if not is_certain:
-            max_seconds = costs.plain + self._budget(costs) + self.gained + self._longest_reading
-        chance = expected = 1.0
+        if not assume_accepted:
+            max_seconds = (
+                costs.plain + self._budget(costs) + self.saved_seconds + self._longest_catch_up
+            )
+        probability = expected = 1.0
         best = (inf, 0, 1.0, 0.0)
         for k in range(1, limit + 1):
-            chance *= rates[k - 1]
-            if chance < MIN_CHANCE:
+            probability *= rates[k - 1]
+            if probability < MIN_PROBABILITY:
                 break
-            expected += chance
-            seconds = rounds[k] if k <= ready else rounds[k] + passes[k - ready] + more
-            pace = seconds / expected if k <= ready else seconds / expected + share
-            if pace < best[0] and seconds <= max_seconds:
-                best = pace, k, expected, seconds
-        pace, k, expected, seconds = best
+            expected += probability
+            seconds, extra = verify[k], 0.0
+            if k > num_free:
+                seconds, extra = seconds + draft[k - num_free] + prefill, amortized
+            seconds_per_token = seconds / expected + extra
+            if seconds_per_token < best[0] and seconds <= max_seconds:
+                best = seconds_per_token, k, expected, seconds
+        seconds_per_token, k, expected, seconds = best
         if not k:
             return None
-        read = reading if k > ready else 0.0
+        if k <= num_free:
+            catch_up = 0.0
         return RoundChoice(
-            offer.drafter, k, RoundKind.GAIN, expected, seconds + read, costs.plain, read, pace
+            option.drafter,
+            k,
+            ChoiceReason.GAIN,
+            expected,
+            seconds + catch_up,
+            costs.plain,
+            catch_up,
+            seconds_per_token,
         )
 
     def _budget(self, costs: RoundCosts) -> float:
         """Return the exploration budget in seconds."""
         return BUDGET_ROUNDS * costs.plain + BUDGET_SHARE * self.seconds
 
-    def _ready_rates(self, offer: Offer) -> list[float]:
-        estimate = self.estimate(offer.source)
-        if offer.rates:
-            return estimate.calibrate(offer.rates[: offer.ready])
-        return estimate.rates(offer.ready)
+    def _free_rates(self, option: DraftOption) -> list[float]:
+        estimate = self.estimate(option.source)
+        if option.predicted_rates:
+            return estimate.calibrate(option.predicted_rates[: option.num_free])
+        return estimate.rates(option.num_free)
 
-    def _probe(self, offer: Offer, costs: RoundCosts) -> RoundChoice | None:
-        """Return a round of one draft token, to learn; None if it costs too much or cannot pay.
+    def _probe(self, option: DraftOption, costs: RoundCosts) -> RoundChoice | None:
+        """Return a probe of one draft token; None if it exceeds the budget or cannot pay.
 
-        Suffix decoding needs none: its guesses are compared with the text in every round.
+        Suffix decoding needs no probes: its predictions are compared with the text in every round.
         """
-        source = offer.source if offer.ready else MODEL  # whose acceptance the token tests
-        if source == SUFFIX or not offer.ready + offer.room or not self.max_draft_tokens:
+        source = option.source if option.num_free else MODEL
+        if (
+            source == SUFFIX
+            or not option.num_free + option.max_model_tokens
+            or not self.max_draft_tokens
+        ):
             return None
-        reading, seconds = 0.0, costs.rounds[1]
-        if not offer.ready:
-            reading = costs.catch_up(offer.behind)
-            seconds += costs.passes[1] + reading
-        spent = max(self.lost, -self.gained - self._longest_reading)
+        catch_up, seconds = 0.0, costs.verify[1]
+        if not option.num_free:
+            catch_up = costs.catch_up(option.num_unread)
+            seconds += costs.draft[1] + catch_up
+        spent = max(self.probe_loss, -self.saved_seconds - self._longest_catch_up)
         if seconds - costs.plain > self._budget(costs) - spent:
             return None
-        hoped = self._best(offer, costs, is_certain=True)
-        if hoped is None or hoped.pace * MIN_GAIN >= costs.plain:
+        upper_bound = self._best_choice(option, costs, assume_accepted=True)
+        if upper_bound is None or upper_bound.seconds_per_token * MIN_GAIN >= costs.plain:
             return None
         expected = 1 + self.estimate(source).rate
         return RoundChoice(
-            offer.drafter, 1, RoundKind.PROBE, expected, seconds, costs.plain, reading
+            option.drafter, 1, ChoiceReason.PROBE, expected, seconds, costs.plain, catch_up
         )
 
 
 def predictions(costs: RoundCosts, alpha: float) -> list[float]:
-    """Return the speed-up of a draft model at K = 0, 1, ... with acceptance rate alpha."""
+    """Return the predicted speed-up of a draft model at K = 0, 1, ... for an acceptance rate."""
     speedups, expected = [1.0], 1.0
-    for k in range(1, len(costs.rounds)):
+    for k in range(1, len(costs.verify)):
         expected += alpha**k
-        seconds = costs.passes[k] + costs.rounds[k] + costs.token * expected
+        seconds = costs.draft[k] + costs.verify[k] + costs.token * expected
         speedups.append(expected * (costs.plain + costs.token) / seconds)
     return speedups

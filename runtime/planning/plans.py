@@ -11,7 +11,7 @@ from specedge.request import PLAIN, Coupling, DrafterName, GenerationRequest, Pl
 from ..decoding.protocols import Drafter, Plan, Round, RoundPlan
 from ..drafters.chain import Chain
 from ..drafters.draft_model import DraftModel
-from ..drafters.suffix import Guess, Suffix, count_accepted
+from ..drafters.suffix import Prediction, Suffix, count_accepted
 from ..sampling.history import History
 from .cost_files import PassCosts
 from .planner import (
@@ -19,15 +19,15 @@ from .planner import (
     CHAIN,
     MODEL,
     SUFFIX,
-    Offer,
+    ChoiceReason,
+    DraftOption,
     Planner,
     RoundChoice,
-    RoundKind,
 )
 
-PLANNED = (MODEL, SUFFIX, CHAIN)  # drafters whose costs are known
-PLANNING_SECONDS = 1e-4  # that planning a round takes; at most BUDGET_SHARE of the time is spent
-BACKOFF_AFTER, MAX_BACKOFF = 2, 15  # plain choices before a back-off; its most unplanned rounds
+PLANNED = (MODEL, SUFFIX, CHAIN)  # drafters with measured costs
+PLANNING_SECONDS = 1e-4  # time to plan a round; limited to BUDGET_SHARE of the time by back-off
+BACKOFF_AFTER, MAX_BACKOFF = 2, 15  # plain choices before a back-off, and its maximum in rounds
 
 
 def create_plan(
@@ -39,7 +39,7 @@ def create_plan(
     """Return the plan of a request.
 
     Raises:
-        ReplayError: A replay has drafters that are not available.
+        ReplayError: The replay has drafters that are not available.
     """
     first = next(iter(drafters.values()))
     if request.replay is not None:
@@ -65,7 +65,7 @@ class FixedPlan:
         return self._round_plan
 
     def record(self, round_: Round) -> None:
-        """Learn nothing."""
+        """Ignore the outcome."""
 
     def truncate(self, length: int) -> None:
         """Roll the drafter back."""
@@ -73,14 +73,14 @@ class FixedPlan:
 
 
 class AutoPlan:
-    """Plan by a planner, among a draft model, suffix decoding and both in a chain.
+    """Adaptive plan: a planner selects the draft model, suffix decoding, a chain of both, or none.
 
-    In every planned round the guess of suffix decoding is compared with the text, which costs no
-    pass. While nothing pays and rounds are so short that planning shows, rounds are plain without
-    planning (exponential back-off).
+    In every planned round the prediction of suffix decoding is compared with the text, which costs
+    no pass. While no draft pays and rounds are short relative to the planning time, rounds are
+    plain without planning (exponential back-off).
 
     Attributes:
-        changes: Choices that differ from those before them, with the round's number.
+        changes: Choices that differ from the previous one, with the round's number.
     """
 
     def __init__(self, planner: Planner, drafters: Mapping[str, Drafter]) -> None:
@@ -91,37 +91,37 @@ class AutoPlan:
         self._model = _draft_model(drafters)
         self._choice: RoundChoice | None = None
         self._round_plan: RoundPlan | None = None
-        self._copied: list[int] = []  # tokens that suffix decoding would draft
-        self._rates: Sequence[float] = ()  # that it predicts for them
-        self._num_plain = 0  # planned rounds in a row in which nothing paid,
-        self._backoff = 0  # plain rounds that are not planned, after the last planned one,
-        self._num_unplanned = 0  # and how many of them are left
-        self._length = 0  # of the text before the round
-        self._num_read = 0  # of the text, by the model when it drafted the last tested token
+        self._suffix_tokens: list[int] = []  # draft of suffix decoding, used or not
+        self._suffix_rates: Sequence[float] = ()  # their predicted acceptance rates
+        self._num_plain = 0  # consecutive planned rounds with K = 0
+        self._backoff = 0  # rounds without planning after the last planned one
+        self._num_unplanned = 0  # how many of them remain
+        self._length = 0  # length of the text before the round
+        self._num_read = 0  # length of the text when the model drafted the last tested token
 
     def next(self, history: History, num_left: int) -> RoundPlan:
         """Return the plan of the next round."""
         self._length = history.length
         if self._num_unplanned and self._round_plan is not None:
-            self._num_unplanned, self._copied = self._num_unplanned - 1, []
+            self._num_unplanned, self._suffix_tokens = self._num_unplanned - 1, []
             return self._round_plan
-        choice = self.planner.choose(self._offers(history), history.length - 1)
-        self._num_plain = self._num_plain + 1 if choice.kind == RoundKind.PLAIN else 0
+        choice = self.planner.choose(self._options(history), history.length - 1)
+        self._num_plain = self._num_plain + 1 if choice.reason == ChoiceReason.PLAIN else 0
         if self._num_plain > BACKOFF_AFTER:
             limit = int(PLANNING_SECONDS / (BUDGET_SHARE * choice.plain_seconds))
             self._backoff = min(2 * self._backoff + 1, limit, MAX_BACKOFF)
         else:
             self._backoff = 0
         self._num_unplanned = self._backoff
-        self._note(choice)
+        self._set_choice(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
         self._round_plan = RoundPlan(choice.drafter, self._drafters[name], choice.num_draft_tokens)
         return self._round_plan
 
     def record(self, round_: Round) -> None:
-        """Learn from a round."""
+        """Update the planner with the outcome of a round."""
         assert self._choice is not None
-        if not self._copied and not round_.num_drafted:
+        if not self._suffix_tokens and not round_.num_drafted:
             self.planner.record(self._choice, (), 0)
             return
         sources: Sequence[str] = round_.sources
@@ -133,17 +133,17 @@ class AutoPlan:
             if sources[i] == MODEL:
                 self._num_read = self._length + i
                 break
-        if self._copied:
-            num_accepted = max(num_accepted, self._record_copy(round_.tokens, sources))
+        if self._suffix_tokens:
+            num_accepted = max(num_accepted, self._record_suffix(round_.tokens, sources))
         if num_accepted:
             self._num_plain = 0
 
-    def _record_copy(self, tokens: Sequence[int], sources: Sequence[str]) -> int:
-        """Compare suffix decoding's guess, drafted or not, with the text; return what agrees."""
-        num_accepted, num_tested = count_accepted(self._copied, tokens)
+    def _record_suffix(self, tokens: Sequence[int], sources: Sequence[str]) -> int:
+        """Compare the prediction of suffix decoding with the text; return the number that agree."""
+        num_accepted, num_tested = count_accepted(self._suffix_tokens, tokens)
         estimate = self.planner.estimate(SUFFIX)
-        if self._rates:
-            estimate.record_predictions(self._rates[:num_tested], num_accepted)
+        if self._suffix_rates:
+            estimate.record_predictions(self._suffix_rates[:num_tested], num_accepted)
         if SUFFIX not in sources:
             for i in range(num_tested):
                 estimate.record(i, i < num_accepted)
@@ -151,71 +151,74 @@ class AutoPlan:
 
     def truncate(self, length: int) -> None:
         """Roll the drafters back."""
-        if length and self._choice is not None and self._choice.kind == RoundKind.PLAIN:
-            return  # no drafter has read a draft
+        if length and self._choice is not None and self._choice.reason == ChoiceReason.PLAIN:
+            return  # no drafter has cached draft tokens
         self._num_read = min(self._num_read, length)
         for drafter in self._drafters.values():
             drafter.truncate(length)
 
-    def _offers(self, history: History) -> list[Offer]:
-        """Return the drafters' offers.
+    def _options(self, history: History) -> list[DraftOption]:
+        """Return the drafts that the drafters could propose.
 
-        A chain whose model is out of room offers its copy. Without a copy it offers the model's
-        draft, and copies that the model's tokens may lead to: if these are accepted as often, the
-        model alone is no better.
+        If the model's context is full, a chain has the tokens of suffix decoding only. If suffix
+        decoding predicts none, a chain is the model's draft, followed by matches that the model's
+        tokens may lead to; so it is preferred to the model if these are accepted as often.
         """
         max_tokens = self.planner.max_draft_tokens
-        behind = room = 0
+        num_unread = max_model_tokens = 0
         if self._model is not None:
-            behind, room = self._model.backlog_and_room(history.length, self._num_read)
-            if not history.num_new_tokens and self._is_long_catch_up(behind, history.length):
-                room = 0
-        guess = Guess([], [], 0, 0)
+            num_unread, max_model_tokens = self._model.backlog_and_limit(
+                history.length, self._num_read
+            )
+            if not history.num_new_tokens and self._is_long_catch_up(num_unread, history.length):
+                max_model_tokens = 0
+        prediction = Prediction([], [], 0, 0)
         if SUFFIX in self._drafters:
-            guess = cast(Suffix, self._drafters[SUFFIX]).guess(history, max_tokens)
-            self._copied, self._rates = guess.tokens[: guess.num_alone], guess.rates
-        before_model = guess.num_before_model
-        offers: list[Offer] = []
+            prediction = cast(Suffix, self._drafters[SUFFIX]).predict(history, max_tokens)
+            self._suffix_tokens = prediction.tokens[: prediction.num_standalone]
+            self._suffix_rates = prediction.rates
+        num_suffix, rates = prediction.num_before_model, self._suffix_rates
+        options: list[DraftOption] = []
         for name in self._drafters:
             if name == MODEL:
-                offers.append(Offer(MODEL, room=room, behind=behind))
+                options.append(DraftOption(MODEL, MODEL, 0, max_model_tokens, num_unread))
             elif name == SUFFIX:
-                offers.append(Offer(SUFFIX, SUFFIX, guess.num_alone, rates=self._rates))
+                num_free = prediction.num_standalone
+                options.append(DraftOption(SUFFIX, SUFFIX, num_free, predicted_rates=rates))
             elif name == CHAIN:
-                rest = max(0, room - before_model)
-                offers.append(Offer(CHAIN, SUFFIX, before_model, rest, behind, self._rates))
-            else:  # its cost is not known; a drafter without a model is nearly free
-                offers.append(Offer(name, name, max_tokens))
-        if not before_model and MODEL in self._drafters and CHAIN in self._drafters:
-            copied, drafted = (self.planner.estimate(name).rate for name in (SUFFIX, MODEL))
-            worse = MODEL if copied >= drafted else CHAIN
-            offers = [offer for offer in offers if offer.drafter != worse]
-        return offers
+                rest = max(0, max_model_tokens - num_suffix)
+                options.append(DraftOption(CHAIN, SUFFIX, num_suffix, rest, num_unread, rates))
+            else:  # costs are not measured; a drafter without a model is nearly free
+                options.append(DraftOption(name, name, max_tokens))
+        if not num_suffix and MODEL in self._drafters and CHAIN in self._drafters:
+            suffix_rate, model_rate = (self.planner.estimate(n).rate for n in (SUFFIX, MODEL))
+            worse = MODEL if suffix_rate >= model_rate else CHAIN
+            options = [option for option in options if option.drafter != worse]
+        return options
 
-    def _is_long_catch_up(self, behind: int, length: int) -> bool:
+    def _is_long_catch_up(self, num_unread: int, length: int) -> bool:
         """Return True if the model's catch-up takes longer than a pass of the target.
 
-        Then the first token, which the target's own pass gives, does not wait for it.
+        It is then postponed, as it would delay the first token.
         """
         costs = self.planner.costs(length - 1)
-        return costs.catch_up(behind) > costs.plain
+        return costs.catch_up(num_unread) > costs.plain
 
-    def _note(self, choice: RoundChoice) -> None:
-        last, self._choice = self._choice, choice
-        if last is None or (last.drafter, last.num_draft_tokens, last.kind) != (
-            choice.drafter,
-            choice.num_draft_tokens,
-            choice.kind,
+    def _set_choice(self, choice: RoundChoice) -> None:
+        previous, self._choice = self._choice, choice
+        if previous is None or (
+            (previous.drafter, previous.num_draft_tokens, previous.reason)
+            != (choice.drafter, choice.num_draft_tokens, choice.reason)
         ):
-            self.changes.append((self.planner.kinds.total() + 1, choice))
+            self.changes.append((self.planner.reason_counts.total() + 1, choice))
 
 
 class ReplayPlan:
     """Plan with the rounds of an earlier request.
 
-    Rounds of `lookup` are of version 0.1, whose prompt lookup drafted other tokens than suffix
-    decoding. They are replayed where the text does not depend on drafts; the last round is repeated
-    if fewer tokens are accepted.
+    Rounds of `lookup` come from version 0.1, whose prompt lookup drafted other tokens than suffix
+    decoding. They are replayed only if the text does not depend on drafts, and the last round is
+    repeated if fewer tokens are accepted.
     """
 
     def __init__(
@@ -228,17 +231,17 @@ class ReplayPlan:
         if self._repeats_last:
             if depends_on_drafts:
                 raise ReplayError(
-                    "the replay has rounds of 'lookup' of specedge 0.1, which are replayed at "
+                    "the replay has rounds of 'lookup' from specedge 0.1, which can be replayed at "
                     "temperature 0 or with coupling 'gumbel' only"
                 )
             rounds = [(SUFFIX, *r[1:]) if r[0] == DrafterName.LOOKUP else r for r in rounds]
-        # A caller's own drafter is recorded by its name where K is fixed.
+        # With a fixed K, a custom drafter is recorded by its name.
         drafters = {drafter.name: drafter for drafter in drafters.values()} | {**drafters}
         for name, _, _ in rounds:
             if name != PLAIN and name not in drafters:
                 raise ReplayError(
-                    f"the replay has rounds of '{name}', available are {', '.join(drafters)}; "
-                    "replay with the bundle and options of the earlier request"
+                    f"the replay has rounds of '{name}', but only {', '.join(drafters)} are "
+                    "available; replay with the bundle and options of the earlier request"
                 )
         self.max_draft_tokens = max(k for _, k, _ in rounds)
         self._drafters = drafters
@@ -260,7 +263,7 @@ class ReplayPlan:
         return RoundPlan(name, drafter, k)
 
     def record(self, round_: Round) -> None:
-        """Learn nothing."""
+        """Ignore the outcome."""
 
     def truncate(self, length: int) -> None:
         """Roll the drafters back."""
@@ -269,7 +272,7 @@ class ReplayPlan:
 
 
 def _draft_model(drafters: Mapping[str, Drafter]) -> DraftModel | None:
-    """Return the draft model, alone or at a chain's end."""
+    """Return the draft model, used alone or as the last drafter of a chain."""
     drafter = drafters.get(MODEL)
     if drafter is None and isinstance(chain := drafters.get(CHAIN), Chain):
         drafter = chain.drafters[-1]
@@ -277,7 +280,7 @@ def _draft_model(drafters: Mapping[str, Drafter]) -> DraftModel | None:
 
 
 def summarize_rounds(rounds: Sequence[Round]) -> list[PlannedRounds]:
-    """Return drafter, K and count of equal rounds in a row, as a replay takes them."""
+    """Return drafter, K and count of each run of equal rounds, the format of a replay."""
     summary: list[PlannedRounds] = []
     for round_ in rounds:
         name, k = round_.drafter, round_.num_draft_tokens

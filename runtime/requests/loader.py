@@ -20,7 +20,7 @@ from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
 from ..planning.cost_files import PassCosts, cost_key
-from ..planning.measurement import MIN_CONTEXT, Models, measure
+from ..planning.measurement import MIN_CONTEXT, MeasuredModels, measure
 from ..text.tokenizer import load_tokenizer
 from .pipeline import Pipeline
 
@@ -94,11 +94,11 @@ def load(
             model.read_longest()
         notes.append(draft.unroll(loaded, loaded.draft_model, draft_on))
     costs = costs or read_costs()
-    exact_length = costs.table.exact_length
+    invariant_length = costs.table.invariant_length
     if target_on.is_cpu:
         if not costs.is_measured and loaded.files[loaded.target.weights].size <= EXACT_BYTES:
-            exact_length = self_test.longest_invariant_length(target, loaded.target)
-        longest = max(exact_length, self_test.LONGEST)
+            invariant_length = self_test.longest_invariant_length(target, loaded.target)
+        longest = max(invariant_length, self_test.LONGEST)
         target.invariant_lengths = tuple(t for t in target.invariant_lengths if t <= longest)
     for twin, other in more:
         twin.invariant_lengths = target.invariant_lengths
@@ -107,12 +107,13 @@ def load(
     shortened = _with_max_length(loaded, max_length)
     note = "; ".join(filter(None, notes)) or None
     pipeline = Pipeline(shortened, load_tokenizer(loaded), target, draft, costs, note, more)
-    models = Models.of(loaded, target, draft)
+    models = MeasuredModels.from_bundle(loaded, target, draft)
     if models.context >= MIN_CONTEXT:
         max_draft_tokens = max(1, pipeline.max_planned_tokens)
         costs.complete(
             lambda: replace(
-                measure(models, max_draft_tokens, samples=seconds).costs, exact_length=exact_length
+                measure(models, max_draft_tokens, samples=seconds).costs,
+                invariant_length=invariant_length,
             )
         )
     return pipeline

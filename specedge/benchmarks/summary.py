@@ -381,7 +381,7 @@ def model_rounds(costs: RoundCosts, chances: Sequence[float]) -> list[float]:
     """Return the seconds of a draft model's rounds of 0 to K tokens."""
     expected = [1.0, *(1 + total for total in accumulate(accumulate(chances, mul)))]
     return [costs.plain + costs.token] + [
-        costs.passes[k] + costs.rounds[k] + costs.token * expected[k]
+        costs.draft[k] + costs.verify[k] + costs.token * expected[k]
         for k in range(1, len(chances) + 1)
     ]
 

@@ -25,8 +25,8 @@ from specedge.runtime.planning import measurement
 from specedge.runtime.planning.measurement import (
     MIN_CONTEXT,
     PREFILL_LENGTH,
+    MeasuredModels,
     Measurement,
-    Models,
     Progress,
 )
 from specedge.runtime.requests import loader
@@ -64,7 +64,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
         )
     accepted = _run_texts(pipeline, lambda share: progress(share / 4))
     bundle, target = pipeline.bundle, cast(OrtModel, pipeline.target)
-    models = Models.of(bundle, target, pipeline.draft)
+    models = MeasuredModels.from_bundle(bundle, target, pipeline.draft)
     last = max(1, context - PREFILL_LENGTH)
     try:
         measured = measurement.measure(
@@ -88,7 +88,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
         measured.costs,
         greedy=modes["greedy"],
         sampled=modes["sampled"],
-        exact_length=self_test.longest_invariant_length(target, bundle.target),
+        invariant_length=self_test.longest_invariant_length(target, bundle.target),
     )
     return replace(measured, costs=costs)
 

@@ -94,7 +94,7 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
         es = "es" if tokens > 2 else ""
         name = f"draft, {tokens - 1} pass{es}"
         lines.append(row(name, (costs[i] for costs in mode.draft)))
-    lines.append(row("draft, per prompt token", mode.reading))
+    lines.append(row("draft, per prompt token", mode.prefill))
     speedups = predictions(table.at(table.lengths[0], mode is table.greedy), alpha)
     best = max(range(len(speedups)), key=lambda k: speedups[k])
     shown = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < len(speedups)} | {best})

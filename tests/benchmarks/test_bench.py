@@ -210,7 +210,7 @@ def test_a_text_of_one_token_takes_a_round_and_longer_ones_what_acceptance_says(
 
 
 def test_a_rounds_cost_has_the_hosts_work_for_each_token_that_it_yields():
-    costs = RoundCosts([1.0, 1.1, 1.3], [0.0, 0.1, 0.2], reading=0.0, token=0.1)
+    costs = RoundCosts([1.0, 1.1, 1.3], [0.0, 0.1, 0.2], prefill=0.0, token=0.1)
     found = model_rounds(costs, [0.5, 0.5])
     assert found == pytest.approx([1.1, 1.2 + 0.15, 1.5 + 0.175])
     assert acceptance_chances([0.9, None], 0.6, 3) == [0.9, 0.6, 0.6]

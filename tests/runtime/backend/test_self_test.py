@@ -129,7 +129,7 @@ def test_long_lengths_of_large_models_are_tested_by_tune_only(bundle, monkeypatc
         pipeline = loader.load()
         assert pipeline.max_first_length == self_test.LONGEST
     assert self_test.longest_invariant_length(pipeline.target, bundle.target) == 256
-    table = dataclasses.replace(pipeline.costs.table, exact_length=256)
+    table = dataclasses.replace(pipeline.costs.table, invariant_length=256)
     pipeline.costs.store(table)
     assert loader.load().max_first_length == 256
 

@@ -12,7 +12,7 @@ from specedge.runtime.drafters import suffix
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.suffix import (
     DECAY,
-    MIN_CHANCE,
+    MIN_PROBABILITY,
     MIN_RATE,
     PRIOR_RATES,
     PRIOR_TESTS,
@@ -81,7 +81,7 @@ def counted_out(text, max_tokens, drafted=(), before_model=False):
         token, kind = found
         rate = right.get(kind, prior(kind)) / tested.get(kind, PRIOR_TESTS)
         chance *= rate
-        if rate < MIN_RATE if before_model else chance < MIN_CHANCE:
+        if rate < MIN_RATE if before_model else chance < MIN_PROBABILITY:
             break
         draft.append(token)
     return draft

@@ -107,7 +107,7 @@ def test_costs_are_interpolated():
     greedy = ModeCosts(
         target=((1.0, 1.25, 2.0), (3.0, 3.75, 6.0)),
         draft=((0.1, 0.25), (0.3, 0.75)),
-        reading=(0.01, 0.03),
+        prefill=(0.01, 0.03),
         host=0.5,
         token=0.25,
         acceptance={},
@@ -115,9 +115,9 @@ def test_costs_are_interpolated():
     sampled = dataclasses.replace(greedy, host=0.0)
     costs = CostTable("tune", (0, 100), (1, 2, 5), greedy, sampled, threads=0)
     middle = costs.at(50, greedy=True)
-    assert middle.rounds == pytest.approx([2.5, 3.0, 3.5, 4.0, 4.5])
-    assert (middle.token, middle.reading) == pytest.approx((0.25, 0.02))
-    assert middle.passes == pytest.approx([0.0, 0.2, 0.3, 0.4, 0.5])
+    assert middle.verify == pytest.approx([2.5, 3.0, 3.5, 4.0, 4.5])
+    assert (middle.token, middle.prefill) == pytest.approx((0.25, 0.02))
+    assert middle.draft == pytest.approx([0.0, 0.2, 0.3, 0.4, 0.5])
     assert costs.at(200, greedy=False).plain == pytest.approx(5.0)
     assert costs.at(0, greedy=False).plain == pytest.approx(1.0)
 
@@ -136,7 +136,7 @@ def test_an_inconsistent_table_is_refused(change):
         {"target": ((1.0,),)},
         {"draft": ((0.1, 0.1),)},
         {"draft": ((float("inf"),),)},
-        {"reading": (0.1, 0.1)},
+        {"prefill": (0.1, 0.1)},
         {"host": -1.0},
         {"token": -1.0},
         {"acceptance": {"model": 1.5}},
@@ -151,10 +151,10 @@ def test_an_inconsistent_mode_is_refused(mode, change):
 
 def test_costs_without_a_draft_model_are_of_the_target_only():
     costs = table(0.1)
-    mode = dataclasses.replace(costs.greedy, draft=(), reading=())
+    mode = dataclasses.replace(costs.greedy, draft=(), prefill=())
     without = dataclasses.replace(costs, greedy=mode, sampled=mode).at(10, greedy=True)
-    assert without.rounds == costs.at(10, greedy=True).rounds
-    assert (set(without.passes), without.catch_up(9)) == ({0.0}, 0.0)
+    assert without.verify == costs.at(10, greedy=True).verify
+    assert (set(without.draft), without.catch_up(9)) == ({0.0}, 0.0)
 
 
 def test_the_first_complete_measurement_is_used_by_all_processes(key):

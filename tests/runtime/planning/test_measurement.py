@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specedge.runtime.planning import measurement
-from specedge.runtime.planning.measurement import Models, measure, on_grid
+from specedge.runtime.planning.measurement import MeasuredModels, measure, on_grid
 from specedge.runtime.sampling.logits import Logits
 
 
@@ -58,7 +58,7 @@ def clock(monkeypatch):
 
 
 def scripted(clock, target=lambda t: 10 + t, draft=lambda t: 2 + t / 10):
-    return Models(Scripted(clock, target), 512, Scripted(clock, draft), 256)
+    return MeasuredModels(Scripted(clock, target), 512, Scripted(clock, draft), 256)
 
 
 def test_costs_are_those_of_the_passes_on_a_grid_of_ten_percent(clock):
@@ -119,8 +119,8 @@ def test_busy_cores_are_reported(clock):
 
 def test_a_bundle_without_a_draft_model_has_target_costs_only(clock):
     models = scripted(clock)
-    costs = measure(Models(models.target, 512), 4).costs
-    assert (costs.greedy.draft, costs.greedy.reading) == ((), ())
+    costs = measure(MeasuredModels(models.target, 512), 4).costs
+    assert (costs.greedy.draft, costs.greedy.prefill) == ((), ())
     assert costs.greedy.target == measure(models, 4).costs.greedy.target
 
 
@@ -133,7 +133,7 @@ def test_short_contexts_are_measured_within_them(clock, context):
             real(tokens), longest.append(model.length)
         )  # fmt: skip
         model.cache = SimpleNamespace(extend=model.extend)
-    measure(Models(target, context, draft, context), 16)
+    measure(MeasuredModels(target, context, draft, context), 16)
     assert max(longest) <= context
     assert target.length == draft.length == 0
 
@@ -147,6 +147,8 @@ def test_host_costs_are_measured_by_mode():
             self.extend(tokens)
             return Logits(np.zeros((num_rows or len(tokens), 200_000), np.float32))
 
-    costs = measure(Models(Fast(None, None), 64, Fast(None, None), 64), 8, seconds=1e-9).costs
+    costs = measure(
+        MeasuredModels(Fast(None, None), 64, Fast(None, None), 64), 8, seconds=1e-9
+    ).costs
     assert costs.sampled.host == costs.greedy.host > 0
     assert costs.sampled.token > costs.greedy.token == 0

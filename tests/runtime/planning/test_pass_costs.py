@@ -68,7 +68,7 @@ def test_a_damaged_file_is_measured_again_and_noted(key):
 def test_a_pipeline_without_bundle_assumes_costs_and_stores_none():
     costs = PassCosts()
     assert costs.table.origin == "assumed"
-    with pytest.raises(SpecEdgeError, match="not stored"):
+    with pytest.raises(SpecEdgeError, match="cannot be stored"):
         costs.store(table())
     assert not store.costs_folder().exists()
 

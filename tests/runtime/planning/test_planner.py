@@ -10,9 +10,9 @@ from specedge.runtime.planning.planner import (
     BUDGET_ROUNDS,
     BUDGET_SHARE,
     AcceptanceEstimate,
-    Offer,
+    ChoiceReason,
+    DraftOption,
     Planner,
-    RoundKind,
 )
 from virtual import VirtualRequest, constant, seconds, table, untuned
 
@@ -90,27 +90,27 @@ def test_probes_detect_a_draft_that_improves():
     def accepts(drafter, place, rng):
         return place < 300 or place >= 600
 
-    request = VirtualRequest(table(reading=0.002), accepts, tokens=1500, prompt=0)
-    assert request.planner.kinds[RoundKind.PROBE] > 0
+    request = VirtualRequest(table(prefill=0.002), accepts, tokens=1500, prompt=0)
+    assert request.planner.reason_counts[ChoiceReason.PROBE] > 0
     assert ("model", 16) in request.choices[-20:]
 
 
-@pytest.mark.parametrize(("reading", "tokens", "least"), [(0.001, 3000, 4), (0.01, 12000, 2)])
-def test_probes_stay_within_their_budget(reading, tokens, least):
-    request = VirtualRequest(table(reading=reading), constant(0.0), tokens=tokens)
+@pytest.mark.parametrize(("prefill", "tokens", "least"), [(0.001, 3000, 4), (0.01, 12000, 2)])
+def test_probes_stay_within_their_budget(prefill, tokens, least):
+    request = VirtualRequest(table(prefill=prefill), constant(0.0), tokens=tokens)
     planner = request.planner
-    assert planner.kinds[RoundKind.PROBE] >= least
-    assert planner.lost <= BUDGET_ROUNDS + BUDGET_SHARE * planner.seconds
+    assert planner.reason_counts[ChoiceReason.PROBE] >= least
+    assert planner.probe_loss <= BUDGET_ROUNDS + BUDGET_SHARE * planner.seconds
 
 
 def test_a_short_answer_to_a_long_prompt_never_waits_for_the_draft():
-    costs = table(reading=0.02, prior={"model": 0.9})
+    costs = table(prefill=0.02, prior={"model": 0.9})
     request = VirtualRequest(costs, constant(0.9), tokens=10, prompt=2000)
     assert set(request.choices) == {("plain", 0)}
 
 
 def test_a_long_answer_amortizes_the_catch_up():
-    costs = table(reading=0.02, prior={"model": 0.9})
+    costs = table(prefill=0.02, prior={"model": 0.9})
     request = VirtualRequest(costs, constant(0.9), tokens=800, prompt=2000)
     plain = VirtualRequest(costs, constant(0.9), tokens=800, prompt=2000, fixed=PLAIN)
     assert request.seconds < 0.6 * plain.seconds
@@ -123,37 +123,37 @@ def test_the_same_table_and_rounds_give_the_same_choices():
 
 def test_a_draft_with_a_full_context_is_not_used():
     planner = Planner(table(prior={"model": 1.0}), greedy=True)
-    assert planner.choose([Offer("model", room=3)], 50).num_draft_tokens == 3
-    assert planner.choose([Offer("model", room=0)], 50).num_draft_tokens == 0
+    assert planner.choose([DraftOption("model", max_model_tokens=3)], 50).num_draft_tokens == 3
+    assert planner.choose([DraftOption("model", max_model_tokens=0)], 50).num_draft_tokens == 0
 
 
 def test_a_chain_continues_after_the_copy():
     planner = Planner(table(prior={"model": 0.9, "suffix": 0.95}), greedy=True)
-    offers = [
-        Offer("model", room=99),
-        Offer("suffix", "suffix", ready=3),
-        Offer("chain", "suffix", ready=3, room=99),
+    options = [
+        DraftOption("model", max_model_tokens=99),
+        DraftOption("suffix", "suffix", num_free=3),
+        DraftOption("chain", "suffix", num_free=3, max_model_tokens=99),
     ]
-    choice = planner.choose(offers, 50)
+    choice = planner.choose(options, 50)
     assert choice.drafter == "chain"
     assert choice.num_draft_tokens > 3
 
 
 def test_a_drafter_without_a_model_is_probed_too_unless_it_copies():
-    tables = Offer("ngram", "ngram", ready=16)
-    copies = Offer("suffix", "suffix", ready=16)  # of which every round tells
-    for offer, probes in ((tables, True), (copies, False)):
+    tables = DraftOption("ngram", "ngram", num_free=16)
+    copies = DraftOption("suffix", "suffix", num_free=16)  # of which every round tells
+    for option, probes in ((tables, True), (copies, False)):
         planner = Planner(table(prior={"ngram": 0.0, "suffix": 0.0}), greedy=True)
         kinds = set()
         for _ in range(200):
-            choice = planner.choose([offer], 50)
-            planner.record(choice, [offer.source] * choice.num_draft_tokens, 0)
-            kinds.add(choice.kind)
+            choice = planner.choose([option], 50)
+            planner.record(choice, [option.source] * choice.num_draft_tokens, 0)
+            kinds.add(choice.reason)
         assert kinds == ({"plain", "probe"} if probes else {"plain"})
 
 
 def test_a_drafter_that_is_never_accepted_is_abandoned():
-    tables = Offer("ngram", "ngram", ready=16)
+    tables = DraftOption("ngram", "ngram", num_free=16)
     planner = Planner(table(row=0.02), greedy=True)
     drafted = []
     for _ in range(300):
@@ -165,17 +165,17 @@ def test_a_drafter_that_is_never_accepted_is_abandoned():
 
 def test_expensive_verify_passes_stop_speculation():
     planner = Planner(table(row=1.0, prior={"model": 1.0}), greedy=True)
-    assert planner.choose([Offer("model", room=99)], 50).drafter == "plain"
+    assert planner.choose([DraftOption("model", max_model_tokens=99)], 50).drafter == "plain"
 
 
 def test_probes_that_draft_nothing_end_with_the_budget():
-    planner = Planner(table(prior={"model": 0.0}, reading=1e-6), greedy=True)
-    offers = [Offer("model", room=99)]
+    planner = Planner(table(prior={"model": 0.0}, prefill=1e-6), greedy=True)
+    options = [DraftOption("model", max_model_tokens=99)]
     kinds = []
     for _ in range(100):
-        choice = planner.choose(offers, 50)
+        choice = planner.choose(options, 50)
         planner.record(choice, [], 0)
-        kinds.append(choice.kind)
+        kinds.append(choice.reason)
     assert kinds.count("probe") <= (BUDGET_ROUNDS + 100 * BUDGET_SHARE) / 0.16 + 1
     assert kinds[-1] == "plain"
 
@@ -183,8 +183,8 @@ def test_probes_that_draft_nothing_end_with_the_budget():
 def test_forced_tokens_do_not_count_for_acceptance():
     planner = Planner(table(0.05, prior={"model": 0.0}), greedy=True)
     for _ in range(3):
-        choice = planner.choose([Offer("model", room=16)], 50)
-        assert choice.kind == "probe"
+        choice = planner.choose([DraftOption("model", max_model_tokens=16)], 50)
+        assert choice.reason == "probe"
         planner.record(choice, ["grammar"], 1)
     assert planner.estimate("model").rate == 0.0
 
@@ -225,13 +225,15 @@ def test_k_extends_while_predicted_rates_pay():
     planner = Planner(table(row=0.1), greedy=True)
     for _ in range(60):
         planner.estimate("suffix").record_predictions([0.9], 1)
-    offer = Offer("suffix", "suffix", ready=6, rates=[0.9, 0.9, 0.9, 0.05, 0.9, 0.9])
-    assert planner.choose([offer], 50).num_draft_tokens == 3
+    option = DraftOption(
+        "suffix", "suffix", num_free=6, predicted_rates=[0.9, 0.9, 0.9, 0.05, 0.9, 0.9]
+    )
+    assert planner.choose([option], 50).num_draft_tokens == 3
 
 
 def test_host_cost_per_token_reduces_gains():
     costs = table(row=0.3, prior={"model": 0.62})
     busy = dataclasses.replace(costs, greedy=dataclasses.replace(costs.greedy, token=20.0))
-    offers = [Offer("model", room=9)]
-    assert Planner(costs, greedy=True).choose(offers, 50).kind == "gain"
-    assert Planner(busy, greedy=True).choose(offers, 50).kind != "gain"
+    options = [DraftOption("model", max_model_tokens=9)]
+    assert Planner(costs, greedy=True).choose(options, 50).reason == "gain"
+    assert Planner(busy, greedy=True).choose(options, 50).reason != "gain"

@@ -14,7 +14,7 @@ from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.drafters.suffix import Guess, Suffix
+from specedge.runtime.drafters.suffix import Prediction, Suffix
 from specedge.runtime.planning.explanation import explain
 from specedge.runtime.planning.planner import BUDGET_ROUNDS, BUDGET_SHARE, Planner
 from specedge.runtime.planning.plans import AutoPlan, ReplayPlan, summarize_rounds
@@ -32,12 +32,12 @@ class Copies:
     def __init__(self, token, length=5):
         self.token, self.length = token, length
 
-    def guess(self, history, max_tokens):
+    def predict(self, history, max_tokens):
         count = min(max_tokens, self.length)
-        return Guess([self.token] * count, [], count, count)
+        return Prediction([self.token] * count, [], count, count)
 
     def propose(self, history, max_tokens, sampling, uniforms):
-        return Draft(self.guess(history, max_tokens).tokens)
+        return Draft(self.predict(history, max_tokens).tokens)
 
     def truncate(self, length):
         pass
@@ -74,7 +74,7 @@ def test_a_rejected_draft_model_is_abandoned_and_text_is_unchanged():
         t for one in plain for t in one.tokens
     ]
     assert {one.drafter for one in rounds[-30:]} == {"plain"}
-    assert plan.planner.gained > -3
+    assert plan.planner.saved_seconds > -3
 
 
 def test_a_plain_round_runs_no_draft_pass():
@@ -87,7 +87,7 @@ def test_a_plain_round_runs_no_draft_pass():
 def test_the_first_token_does_not_wait_for_a_long_catch_up(length, first):
     """Draft model with a cost of 0.1 target passes, and 0.08 per further prompt token."""
     distribution = hashed_distribution(1, 8)
-    costs = table(draft=0.1, reading=0.08, prior={"model": 0.98})
+    costs = table(draft=0.1, prefill=0.08, prior={"model": 0.98})
     plan = auto(costs, model=DraftModel(TableModel(distribution)))
     decoder = SpeculativeDecoder(TableModel(distribution), plan, Stopwatch())
     rounds = list(decoder.rounds([1] * length, GREEDY, 1, 40))
@@ -95,7 +95,7 @@ def test_the_first_token_does_not_wait_for_a_long_catch_up(length, first):
 
 
 def test_suffix_decoding_drafts_before_the_first_token():
-    costs = table(draft=0.1, reading=0.08, prior={"model": 0.98, "suffix": 0.98})
+    costs = table(draft=0.1, prefill=0.08, prior={"model": 0.98, "suffix": 0.98})
     model = DraftModel(TableModel(hashed_distribution(1, 8)))
     plan = auto(costs, suffix=Copies(3), chain=Chain(Copies(3), model))
     decoder = SpeculativeDecoder(TableModel(lambda text: [0, 0, 0, 1]), plan, Stopwatch())
@@ -110,9 +110,9 @@ class Counted(Copies):
 
     asked = 0
 
-    def guess(self, history, max_tokens):
+    def predict(self, history, max_tokens):
         self.asked += 1
-        return super().guess(history, max_tokens)
+        return super().predict(history, max_tokens)
 
 
 def test_planning_backs_off_where_nothing_pays():
@@ -121,7 +121,7 @@ def test_planning_backs_off_where_nothing_pays():
     rounds = run(plan, TableModel(lambda text: [1, 0, 0, 0, 0, 0, 0, 0]), tokens=200)
     assert {one.drafter for one in rounds} == {"plain"}
     assert 10 <= copies.asked <= 40
-    assert plan.planner.kinds == {"plain": 200}
+    assert plan.planner.reason_counts == {"plain": 200}
 
 
 @pytest.mark.parametrize("draft", [0.05, 0.09, 0.2])
@@ -134,12 +134,12 @@ def test_a_round_stays_within_the_remaining_budget(draft):
         spare = (
             BUDGET_ROUNDS
             + BUDGET_SHARE * planner.seconds
-            + planner.gained
-            + planner._longest_reading
+            + planner.saved_seconds
+            + planner._longest_catch_up
         )
         step = next_(history, left)
         k, costs = step.num_draft_tokens, planner.last_costs
-        most = costs.rounds[k] + costs.passes[k]
+        most = costs.verify[k] + costs.draft[k]
         over.append(k > 1 and most - costs.plain > spare + 1e-9)
         return step
 
@@ -167,7 +167,7 @@ def test_wrong_copies_stay_within_the_exploration_budget():
     target = TableModel(lambda text: [0, 0, 0, 1])
     plan = auto(table(prior={"suffix": 0.5}), suffix=Copies(2))
     rounds = run(plan, target, tokens=100)
-    assert plan.planner.gained > -1.5 * BUDGET_ROUNDS
+    assert plan.planner.saved_seconds > -1.5 * BUDGET_ROUNDS
     assert [one.drafter for one in rounds[40:]].count("plain") >= 50
 
 
@@ -182,7 +182,7 @@ def test_the_model_may_lead_to_a_match_in_a_chain(rate, name):
 
 def test_a_shorter_planned_request_is_a_prefix_of_a_longer_one():
     distributions = [cache(hashed_distribution(seed, 3)) for seed in (1, 2)]
-    costs = table(draft=0.12, row=0.04, reading=0.05, prior={"model": 0.8, "suffix": 0.9})
+    costs = table(draft=0.12, row=0.04, prefill=0.05, prior={"model": 0.8, "suffix": 0.9})
 
     def run_for(count, seed):
         suffix = Suffix(min_match=2, max_match=3)
@@ -271,7 +271,7 @@ def test_an_explanation_names_costs_acceptance_choices_and_gain():
     text = "\n".join(explain(plan, rounds))
     for part in (
         "specedge tune", "draft pass", "acceptance rate of model: 0.9", "round 1: model, K = 8:",
-        "tokens expected", "times the speed of plain decoding", "times as fast", "0 probes",
+        "tokens expected", "times the speed of plain decoding", "speed-up", "0 probes",
     ):  # fmt: skip
         assert part in text
     assert explain(ReplayPlan([("model", 1, 9)], {"model": Copies(0)}), []) == [
@@ -281,8 +281,8 @@ def test_an_explanation_names_costs_acceptance_choices_and_gain():
 
 def test_a_sampled_text_is_planned_with_sampled_costs():
     costs = dataclasses.replace(table(), sampled=table(host=9.0).sampled)
-    assert Planner(costs, greedy=False).costs(50).rounds[1] > 9
-    assert Planner(costs, greedy=True).costs(50).rounds[1] < 2
+    assert Planner(costs, greedy=False).costs(50).verify[1] > 9
+    assert Planner(costs, greedy=True).costs(50).verify[1] < 2
 
 
 def test_a_custom_drafter_at_a_fixed_k_can_be_replayed(pipeline):
