@@ -99,7 +99,9 @@ def bundle_of(gguf: Path, precision: str, folder: Path = MODELS, name: str = "")
 
             for stale in folder.glob(f"{name}-????????"):
                 shutil.rmtree(stale)
-            export(None, gguf, bundle, precision=precision, ops="gqa", max_length=CONTEXT)
+            compute = "fp32" if precision == "keep" else None  # to compare kernels with
+            options = {"precision": precision, "ops": "gqa", "compute": compute}
+            export(None, gguf, bundle, max_length=CONTEXT, **options)
     return bundle
 
 

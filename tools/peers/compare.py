@@ -11,11 +11,14 @@ docs/benchmarks.md describes the method. Development only.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -23,8 +26,8 @@ import platformdirs
 
 import measuring
 import reporting
-from environments import PEERS, UnavailableError, python_of
-from measuring import Figures, Variant, loaded, measure_rounds
+from environments import GGUF_TYPES, PEERS, UnavailableError, python_of
+from measuring import Figures, Kernels, Variant, loaded, measure_rounds
 from processes import Worker, WorkerError
 from reference import Reference
 
@@ -33,7 +36,7 @@ sys.path.append(str(ROOT / "tools"))
 
 import real_weights  # noqa: E402
 
-STEPS = ("convert", "quality", "time")
+STEPS = ("convert", "quality", "kernels", "time")
 COMMAND = "python tools/peers/compare.py"
 NAMES = {
     "SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M-Instruct",
@@ -107,6 +110,53 @@ class Comparison:
                 variant.reason = f"no logits: {error}"
                 _say(variant.reason)
             self.write()
+
+    def measure_kernels(self, reference: Reference, figures: Figures, tokens: int) -> None:
+        """Compare kept GGUF types, and llama.cpp, with the same weights in float32."""
+        for gguf_type in GGUF_TYPES:
+            names = f"llamacpp {gguf_type}", f"specedge keep {gguf_type}"
+            variants = [figures.variants.get(name) for name in names]
+            if gguf_type in figures.kernels or any(v is None or v.reason for v in variants):
+                continue
+            _say(f"{figures.name}: kernels of {gguf_type}")
+            try:
+                figures.kernels[gguf_type] = self._kernels(reference, *variants, tokens)
+            except (UnavailableError, WorkerError) as error:
+                _say(f"no kernels: {error}")
+            self.write()
+
+    def _kernels(
+        self, reference: Reference, theirs: Variant, ours: Variant, tokens: int
+    ) -> Kernels:
+        prompts = [prompt for _, prompt in reference.prompts()]
+        with TemporaryDirectory(dir=self.cache) as temporary:
+            windows, folder = Path(temporary, "windows.json"), Path(temporary, "reference")
+            reference.first_windows(windows)
+
+            def run(worker: Worker, model: str, **options: Any) -> list[list[int]]:
+                worker.ask("load", model=model, threads=self.threads, **options)
+                requests = ({"prompt": prompt, "tokens": tokens, "k": 0} for prompt in prompts)
+                return [worker.ask("generate", **request)["tokens"] for request in requests]
+
+            def divergence(worker: Worker) -> float:
+                answer = worker.ask("quality", windows=str(windows), reference=str(folder))
+                return fmean(text["kl"] for text in answer["texts"].values())
+
+            model = self.models / theirs.model
+            source = {"gguf": str(model / "model.gguf"), "checkpoint": "", "precision": "F32"}
+            with self._worker(theirs) as worker:
+                whole = worker.ask("convert", cache=temporary, **source)["model"]
+                texts = run(worker, whole)
+                worker.ask("reference", windows=str(windows), folder=str(folder))
+            with self._worker(theirs) as worker:
+                worker.ask("load", model=str(model), threads=self.threads)
+                llamacpp = divergence(worker)
+            with self._worker(ours) as worker:
+                bundle = str(self.models / ours.model)
+                worker.ask("load", model=bundle, threads=self.threads)
+                keep = divergence(worker)
+                same = map(operator.eq, texts, run(worker, bundle, ops="gqa-fp32"))
+                return Kernels(llamacpp, keep, divergence(worker), (sum(same), len(texts)))
 
     def time(
         self, reference: Reference, figures: Figures, tokens: int, rounds: int, seconds: float
@@ -223,6 +273,8 @@ def main(
             comparison.convert(reference, figures)
         if "quality" in steps:
             comparison.measure_quality(reference, figures)
+        if "kernels" in steps:
+            comparison.measure_kernels(reference, figures, tokens)
         if "time" in steps:
             comparison.time(reference, figures, tokens, rounds, 60 * minutes)
     comparison.write()

@@ -85,6 +85,23 @@ class Round:
 
 
 @dataclass
+class Kernels:
+    """Mean KL of one GGUF type from its own weights in float32, which llama.cpp runs.
+
+    Attributes:
+        llamacpp: Of llama.cpp's kernels.
+        keep: Of a bundle that keeps the type.
+        floating: Of the bundle's variant with float activations.
+        same_text: Prompts on which that variant's greedy text is the float32 model's, and all.
+    """
+
+    llamacpp: float
+    keep: float
+    floating: float
+    same_text: tuple[int, int]
+
+
+@dataclass
 class Figures:
     """Everything that is measured of one file."""
 
@@ -92,6 +109,7 @@ class Figures:
     kinds: list[str] = field(default_factory=list)  # of the prompts
     variants: dict[str, Variant] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
+    kernels: dict[str, Kernels] = field(default_factory=dict)  # by GGUF type
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Figures:
@@ -101,7 +119,8 @@ class Figures:
             for r in fields["rounds"]
         ]
         variants = {name: Variant(**values) for name, values in fields["variants"].items()}
-        return cls(fields["name"], fields["kinds"], variants, rounds)
+        kernels = {name: Kernels(**values) for name, values in fields.get("kernels", {}).items()}
+        return cls(fields["name"], fields["kinds"], variants, rounds, kernels)
 
     def json(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -73,6 +73,11 @@ class Reference:
             prompts.append((line["kind"], ids))
         return prompts
 
+    def first_windows(self, path: Path) -> None:
+        """Write the first window of each text to a file."""
+        windows = json.loads(self.windows().read_text("utf-8"))
+        path.write_text(json.dumps({name: some[:1] for name, some in windows.items()}), "utf-8")
+
     def windows(self) -> Path:
         """Return the file of the windows by text: lists of token ids."""
         dialogues = json.loads((TEXTS / "chat.json").read_text("utf-8"))

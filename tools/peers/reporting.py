@@ -12,6 +12,7 @@ from specedge.cli import plots
 
 BASELINE = "llamacpp Q8_0"
 TEXTS = ("prose", "chat", "code")
+TOKENS = len(TEXTS) * 512
 
 
 def page(figures: Sequence[Figures], machine: str, command: str) -> str:
@@ -37,8 +38,25 @@ def page(figures: Sequence[Figures], machine: str, command: str) -> str:
     ]
     for model in figures:
         lines += [f"## {model.name}", "", *_table(model), "", *_by_kind(model), ""]
+        if model.kernels:
+            lines += [
+                f"Mean KL from the same file's weights in float32, run by llama.cpp, on {TOKENS}",
+                "tokens; and prompts whose greedy text with float activations is the same:",
+                "",
+                *_kernels(model),
+                "",
+            ]
         lines += [f"* {_label(one)}: {one.reason}" for one in model.variants.values() if one.reason]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _kernels(model: Figures) -> list[str]:
+    lines = _header(["type", "llama.cpp", "specedge keep", "with float activations", "same text"])
+    for name, row in model.kernels.items():
+        same, count = row.same_text
+        cells = f"{row.llamacpp:.4f} | {row.keep:.4f} | {row.floating:.1e} | {same}/{count}"
+        lines.append(f"| {name} | {cells} |")
+    return lines
 
 
 def _table(model: Figures) -> list[str]:

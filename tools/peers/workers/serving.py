@@ -1,9 +1,10 @@
 """Protocol of the workers: one JSON request a line on stdin, one JSON answer a line on stdout.
 
     {"op": "convert", "gguf": FILE, "checkpoint": FOLDER, "precision": NAME, "cache": FOLDER}
-    {"op": "load", "model": PATH, "threads": N}
+    {"op": "load", "model": PATH, "threads": N, options of the library}
     {"op": "generate", "prompt": [ids], "tokens": N, "k": 0 or "auto"}
     {"op": "passes", "prompt": [ids], "lengths": [T, ...], "repeats": N}
+    {"op": "reference", "windows": FILE, "folder": FOLDER}
     {"op": "quality", "windows": FILE, "reference": FOLDER}
 
 A worker gives a `Peer` to `serve`. The module needs the standard library and NumPy alone, so that
@@ -85,11 +86,16 @@ def _answer(peer: Peer, request: dict[str, Any]) -> dict[str, Any]:
                 model = peer.convert(**arguments)
                 result = {"model": str(model), "bytes": peer.num_bytes(model)}
             case "load":
-                result = {"version": peer.load(Path(arguments["model"]), arguments["threads"])}
+                model = Path(arguments.pop("model"))
+                result = {"version": peer.load(model, **arguments)}
             case "generate":
                 result = peer.generate(**arguments)
             case "passes":
                 result = {"seconds_by_length": time_passes(peer, **arguments)}
+            case "reference":
+                paths = map(Path, (arguments["windows"], arguments["folder"]))
+                quality.write_reference(peer.logits, *paths, dtype=np.float32)
+                result = {}
             case "quality":
                 result = quality.measure(peer.logits, **arguments)
             case other:

@@ -28,10 +28,10 @@ class SpecEdge:
     def num_bytes(self, model: Path) -> int:
         return size_of(*(path for path in model.rglob("*") if "weights" in path.name))
 
-    def load(self, model: Path, threads: int) -> str:
+    def load(self, model: Path, threads: int, ops: str = "auto") -> str:
         import specedge
 
-        self.pipeline = specedge.load(model, threads=threads)
+        self.pipeline = specedge.load(model, threads=threads, ops=ops)
         runtime = importlib.metadata.version("onnxruntime")
         version = f"{specedge.__version__} (sources {digest_of_sources('runtime')})"
         return f"{version} on onnxruntime {runtime}"
