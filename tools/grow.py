@@ -1,10 +1,10 @@
-"""Grow a small Llama checkpoint into a larger shape that computes the same text.
+"""Expand a small Llama checkpoint to a larger shape that generates the same text.
 
     python tools/grow.py CHECKPOINT FOLDER --shape 7b [--noise X]
 
 FOLDER has the sizes, and so the times and the memory, of the shape, and with `--noise 0` the logits
 of CHECKPOINT except for rounding: the two are a draft and a target whose acceptance rate the noise
-sets. Figures measured with it are to be labeled "grown".
+sets. Label results that were measured with it "synthetic".
 
 * The small residual stream is the first h channels of the large one, times `sqrt(H / h)`, so that
   its mean square stays; all other channels are 0.
