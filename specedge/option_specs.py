@@ -32,26 +32,30 @@ class OptionSpec:
         help: Help text of the command line.
         type: "number", "integer", "flag", or "custom" for an option that its class validates.
         values: Description of a custom option's values.
-        least: Smallest number, inclusive.
-        above: Smallest number, exclusive.
-        most: Largest number, inclusive.
+        minimum: Smallest value, inclusive.
+        exclusive_minimum: Lower limit, exclusive.
+        maximum: Largest value, inclusive.
     """
 
     help: str
     type: str = "custom"
     values: str = ""
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    exclusive_minimum: float | None = None
+    maximum: float | None = None
 
     @property
     def limits(self) -> str:
         """Description of the limits of a number."""
-        if self.least is not None and self.most is not None:
-            return f"between {self.least} and {self.most}"
-        low = f"at least {self.least}" if self.above is None else f"above {self.above}"
-        if self.most is not None:
-            return f"{low} and at most {self.most}"
+        if self.minimum is not None and self.maximum is not None:
+            return f"between {self.minimum} and {self.maximum}"
+        low = (
+            f"at least {self.minimum}"
+            if self.exclusive_minimum is None
+            else f"above {self.exclusive_minimum}"
+        )
+        if self.maximum is not None:
+            return f"{low} and at most {self.maximum}"
         return f"{low} and finite" if self.type == "number" else low
 
     def validate(self, name: str, value: Any, option: str | None = None) -> Any:
@@ -66,8 +70,8 @@ class OptionSpec:
             OptionError: If the value is invalid.
         """
         if self.type == "integer":
-            most = None if self.most is None else int(self.most)
-            return check_integer(name, value, int(self.least or 0), most, option)
+            maximum = None if self.maximum is None else int(self.maximum)
+            return check_integer(name, value, int(self.minimum or 0), maximum, option)
         if self.type == "flag" and value not in (True, False):
             raise OptionError(f"{name} must be true or false, got {shorten(value)}", option or name)
         if self.type == "number":
@@ -76,8 +80,12 @@ class OptionSpec:
 
     def _check_number(self, name: str, value: Any, option: str) -> None:
         check_number(name, value, option)
-        low = value > self.above if self.above is not None else value >= (self.least or 0)
-        if not (low and value <= (_LARGEST if self.most is None else self.most)):
+        low = (
+            value > self.exclusive_minimum
+            if self.exclusive_minimum is not None
+            else value >= (self.minimum or 0)
+        )
+        if not (low and value <= (_LARGEST if self.maximum is None else self.maximum)):
             raise OptionError(f"{name} must be {self.limits}, got {value}", option)
 
 
@@ -88,17 +96,24 @@ def number_option(
     default: float,
     help: str,
     *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
+    minimum: float | None = None,
+    exclusive_minimum: float | None = None,
+    maximum: float | None = None,
 ) -> Any:
     """Return a dataclass field for a number."""
-    return _declare(default, OptionSpec(help, "number", least=least, above=above, most=most))
+    return _declare(
+        default,
+        OptionSpec(
+            help, "number", minimum=minimum, exclusive_minimum=exclusive_minimum, maximum=maximum
+        ),
+    )
 
 
-def integer_option(default: int | None, help: str, least: int = 0, most: int | None = None) -> Any:
+def integer_option(
+    default: int | None, help: str, minimum: int = 0, maximum: int | None = None
+) -> Any:
     """Return a dataclass field for an integer, or None if that is its default."""
-    return _declare(default, OptionSpec(help, "integer", least=least, most=most))
+    return _declare(default, OptionSpec(help, "integer", minimum=minimum, maximum=maximum))
 
 
 def flag_option(help: str) -> Any:
@@ -148,28 +163,28 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 
 def check_integer(
-    name: str, value: object, least: int, most: int | None = None, option: str | None = None
+    name: str, value: object, minimum: int, maximum: int | None = None, option: str | None = None
 ) -> int:
     """Return `value` as an integer within limits.
 
     Args:
         name: Name of the value in error messages.
         value: The value.
-        least: Smallest integer, inclusive.
-        most: Largest integer, inclusive; None is unlimited.
+        minimum: Smallest integer, inclusive.
+        maximum: Largest integer, inclusive; None is unlimited.
         option: The error's `option`; by default `name`.
 
     Raises:
         OptionError: If the value is not an integer or out of range.
     """
-    limits = f"at least {least}" if most is None else f"between {least} and {most}"
+    limits = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
     try:
         integer = operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
         raise OptionError(
             f"{name} must be an integer {limits}, got {shorten(value)}", option or name
         ) from error
-    if integer < least or (most is not None and integer > most):
+    if integer < minimum or (maximum is not None and integer > maximum):
         raise OptionError(f"{name} must be {limits}, got {integer}", option or name)
     return integer
 

@@ -77,10 +77,12 @@ class GenerationRequest(SamplingRules):
     seed: int | None = integer_option(None, "Random seed.  [default: random]", -(2**64), 2**64)
     coupling: str = custom_option(
         Coupling.RESIDUAL.value,
-        "Acceptance rule; with gumbel the text depends on the seed only.",
+        "Accept rule; with gumbel the text depends on the seed only.",
         " or ".join(Coupling),
     )
-    choice: int = integer_option(0, "Index of the text of a seed, for coupling gumbel.", 0, 2**32)
+    choice: int = integer_option(
+        0, "Index of one of the texts of a seed, with coupling gumbel.", 0, 2**32
+    )
     num_draft_tokens: int | str | None = custom_option(
         AUTO,
         "Draft tokens per round; 0 is plain decoding.",
@@ -89,7 +91,7 @@ class GenerationRequest(SamplingRules):
     stop: str | Sequence[str] = custom_option((), "Stop before this text.", "texts")
     ignore_eos: bool = flag_option("Continue after end-of-text tokens.")
     logprobs: int | None = integer_option(
-        None, "Return log-probabilities of the tokens and of the N likeliest."
+        None, "Return log-probabilities of the tokens and of the N most likely ones."
     )
     drafter: Any = custom_option(
         AUTO,
@@ -103,18 +105,18 @@ class GenerationRequest(SamplingRules):
         None, "Longest match of suffix decoding in tokens.", 1, MAX_MATCH
     )
     remember: bool = flag_option(
-        "Draft from remembered outputs of earlier requests, and remember this one."
+        "Also draft from the outputs of earlier requests, and keep this one for later requests."
     )
-    exact: bool = flag_option("Resolve near-ties at temperature 0 exactly as plain decoding does.")
+    exact: bool = flag_option("At temperature 0, resolve near-ties as plain decoding does.")
     replay: Sequence[Sequence[Any]] | None = custom_option(
         None, "Repeat the drafter and K of each round of an earlier run.", "Generation.plan"
     )
     special_tokens: bool = flag_option(
-        "Encode special tokens in prompts as such, not as plain text."
+        "Encode text in prompts that spells a special token as that token."
     )
 
     json_schema: str | Mapping[str, Any] | None = custom_option(
-        None, "Constrain the output to JSON of this schema.", "a schema, or its JSON text"
+        None, "Constrain the output to this JSON schema.", "a schema, or its JSON text"
     )
     regex: str | None = custom_option(
         None, "Constrain the output to this regular expression.", "text"
@@ -199,7 +201,7 @@ class GenerationRequest(SamplingRules):
                 )
 
     @property
-    def grammar_given(self) -> tuple[str, str] | None:
+    def grammar_option(self) -> tuple[str, str] | None:
         """Name and text of the option that constrains the text, or None."""
         options = ((name, getattr(self, name)) for name in GRAMMARS)
         return next(((name, text) for name, text in options if text is not None), None)
@@ -288,9 +290,7 @@ def _schema(schema: object) -> str | None:
 
 def _planned(rounds: object) -> tuple[PlannedRounds, ...]:
     if not isinstance(rounds, list | tuple) or not rounds:
-        raise OptionError(
-            "replay must be a list of [drafter, K, number of rounds] in a row", "replay"
-        )
+        raise OptionError("replay must be a list of [drafter, K, number of rounds]", "replay")
     planned = tuple(map(_planned_rounds, rounds))
     if sum(times for _, _, times in planned) > MAX_REPLAYED_ROUNDS:
         raise OptionError(f"replay must have at most {MAX_REPLAYED_ROUNDS} rounds", "replay")
@@ -312,8 +312,8 @@ def _planned_rounds(rounds: object) -> PlannedRounds:
 
 def _check_drafter(drafter: object) -> None:
     if not isinstance(drafter, str):
-        ours = all(callable(getattr(drafter, name, None)) for name in ("propose", "truncate"))
-        if not (ours and isinstance(getattr(drafter, "name", None), str)):
+        has_methods = all(callable(getattr(drafter, n, None)) for n in ("propose", "truncate"))
+        if not (has_methods and isinstance(getattr(drafter, "name", None), str)):
             raise OptionError(
                 f"drafter must be a name, or an object with name, propose and truncate, "
                 f"got {str(drafter)[:40]}",

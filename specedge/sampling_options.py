@@ -29,19 +29,25 @@ class SamplingFilters:
     """Sampling options that checkpoints and bundles recommend, in order of application.
 
     Temperature 0 is greedy decoding: the largest logit, the lowest id on ties. `top_k` 0, `top_p` 1
-    and `min_p` 0 are off. `min_p` removes tokens less likely than `min_p` times the likeliest.
+    and `min_p` 0 are off. `min_p` removes tokens whose probability is below `min_p` times that of
+    the most likely token.
     """
 
-    temperature: float = number_option(0.0, "Sampling temperature; 0 is greedy decoding.", least=0)
-    top_k: int = integer_option(0, "Sample from the k likeliest tokens; 0 is off.")
+    temperature: float = number_option(
+        0.0, "Sampling temperature; 0 is greedy decoding.", minimum=0
+    )
+    top_k: int = integer_option(0, "Sample from the k most likely tokens; 0 is off.")
     top_p: float = number_option(
         1.0,
         "Sample from the smallest set of tokens with total probability p; 1 is off.",
-        above=0,
-        most=1,
+        exclusive_minimum=0,
+        maximum=1,
     )
     min_p: float = number_option(
-        0.0, "Minimum probability relative to the likeliest token; 0 is off.", least=0, most=1
+        0.0,
+        "Minimum probability relative to the most likely token; 0 is off.",
+        minimum=0,
+        maximum=1,
     )
 
     def __post_init__(self) -> None:
@@ -73,20 +79,20 @@ class SamplingRules(SamplingFilters):
     typical_p: float = number_option(
         1.0,
         "Locally typical sampling with this total probability; 1 is off.",
-        above=0,
-        most=1,
+        exclusive_minimum=0,
+        maximum=1,
     )
     repetition_penalty: float = number_option(
-        1.0, "Penalty for tokens in the prompt or output; 1 is off.", above=0
+        1.0, "Penalty for tokens in the prompt or output; 1 is off.", exclusive_minimum=0
     )
     presence_penalty: float = number_option(
-        0.0, "Penalty for tokens that occur in the output.", least=-2, most=2
+        0.0, "Penalty for tokens that occur in the output.", minimum=-2, maximum=2
     )
     frequency_penalty: float = number_option(
         0.0,
         "Penalty for each occurrence of a token in the output.",
-        least=-2,
-        most=2,
+        minimum=-2,
+        maximum=2,
     )
     logit_bias: Mapping[int, float] | LogitBiases = custom_option(
         (), "Bias added to a token's logit.", "numbers from -100 to 100 by token id"
@@ -97,9 +103,9 @@ class SamplingRules(SamplingFilters):
     min_new_tokens: int = integer_option(0, "Minimum number of new tokens.")
     lenience: float = number_option(
         1.0,
-        "Accept more draft tokens (below 1); lossy: changes the distribution.",
-        above=0,
-        most=1,
+        "Below 1, accept more draft tokens; lossy, since it changes the distribution.",
+        exclusive_minimum=0,
+        maximum=1,
     )
 
     def __post_init__(self) -> None:
@@ -109,7 +115,7 @@ class SamplingRules(SamplingFilters):
 
     @property
     def lossy(self) -> str | None:
-        """The option that changes the distribution when drafting, or None."""
+        """Option that makes speculative decoding lossy, with its value, or None."""
         return f"lenience {self.lenience:g}" if self.lenience < 1 and not self.greedy else None
 
     def _set(self, name: str, value: object) -> None:
@@ -127,7 +133,7 @@ class TokenConstraint(Protocol):
 
 
 class SharedNoise(Protocol):
-    """Noise shared by draft and target, by which both choose tokens."""
+    """Noise that draft and target share to select tokens."""
 
     def choose(self, distribution: Any, position: int) -> int:
         """Return the token of a `Distribution` chosen at a position of the text."""
@@ -193,7 +199,7 @@ LENIENT_COUPLING = (
     "coupling 'gumbel' and lenience exclude each other: the coupled rule accepts only the target's "
     "own tokens; omit one of them"
 )
-_BIAS = OptionSpec("", "number", least=-100, most=100)
+_BIAS = OptionSpec("", "number", minimum=-100, maximum=100)
 
 
 def _biases(bias: Any) -> LogitBiases:

@@ -59,7 +59,7 @@ class Grammars:
 
     def constraint(self, request: GenerationRequest) -> GrammarConstraint | None:
         """Return the constraint of a request, if any. Raises OptionError if it is impossible."""
-        grammar = request.grammar_given
+        grammar = request.grammar_option
         if grammar is None:
             return None
         ends = self._bundle.end_tokens

@@ -72,7 +72,7 @@ def _range(part: str) -> Iterator[int]:
 )
 @click.option(
     "-n", "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True,
-    help="Maximum number of new tokens; repetitive text is cut.",
+    help="Maximum number of new tokens; repetitive text is truncated.",
 )  # fmt: skip
 @options.sampling_options
 @click.option(
@@ -112,7 +112,7 @@ def bench(
 ) -> None:
     """Benchmark drafters and numbers of draft tokens against plain decoding.
 
-    Each setting also has the speed-up that the formulas of 'specedge theory' predict.
+    Results include the speed-up predicted by the formulas of 'specedge theory'.
     """
     from specedge.benchmarks.measure import settings
     from specedge.cli import bench_output, bench_page, plots

@@ -19,7 +19,9 @@ DEVICES = ("cpu", "cuda", "tensorrt", "rtx")
 
 @click.command()
 @click.option(
-    "--device", type=click.Choice(DEVICES), help="Try this device only; exit 1 if it fails."
+    "--device",
+    type=click.Choice(DEVICES),
+    help="Test this device only; exit 1 if it does not work.",
 )
 @click.option("--report", metavar="FILE", help="Write the full diagnosis as JSON, for bug reports.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")

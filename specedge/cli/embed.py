@@ -31,21 +31,21 @@ from specedge.cli.terminal import sanitize_line
     "--output",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Copy the bundle to this folder first, replacing a bundle there.",
+    help="Copy the bundle to this folder first, replacing an existing bundle.",
 )
 @click.option(
     "--golden/--no-golden",
     default=True,
     show_default=True,
-    help="Write golden transcripts (conformance vectors for hosts).",
+    help="Write conformance vectors for hosts (golden transcripts).",
 )
 def embed(
     bundle: str | None, ks: tuple[int, ...], layout: str, output: Path | None, golden: bool
 ) -> None:
     """Add graphs for applications without specedge to a bundle.
 
-    They contain a complete round of speculative decoding and the tokenizer. Existing ones are
-    replaced.
+    The graphs contain a complete round of speculative decoding and the tokenizer. They replace
+    existing graphs of this kind.
     """
     for path in add_graphs(bundle, output, ks, layout, golden):
         click.echo(sanitize_line(path))

@@ -29,7 +29,9 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 )
 @click.option("--target", required=True, help="Target: a folder, a GGUF file or a hub id.")
 @click.option(
-    "--output", type=click.Path(), help="Folder of the bundle.  [default: a new default bundle]"
+    "--output",
+    type=click.Path(),
+    help="Folder of the bundle.  [default: in the user's data folder]",
 )
 @click.option(
     "--num-draft-tokens",
@@ -39,7 +41,7 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
     show_default=True,
     help="Draft tokens per round of the fixed-shape graphs.",
 )
-@click.option("--max-length", type=click.IntRange(2), help="Limit of the context length.")
+@click.option("--max-length", type=click.IntRange(2), help="Maximum context length.")
 @click.option(
     "--ops",
     type=click.Choice(("auto", *OPS)),
@@ -50,18 +52,18 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--tolerance",
     type=options.FiniteRange(0, 1, min_open=True),
-    help="Accepted float32 error relative to the largest value.  [default: by PyTorch's error]",
+    help="Accepted float32 error relative to the largest value.  [default: 8 times PyTorch's]",
 )
 @click.option(
     "--precision",
     type=click.Choice(PRECISION_CHOICES),
-    help="Precision of the target's weights; keep leaves quantized weights as they are."
+    help="Precision of the target's weights; keep preserves quantized weights."
     "  [default: keep for a quantized checkpoint, else fp32]",
 )
 @click.option(
     "--draft-precision",
     type=click.Choice(PRECISION_CHOICES),
-    help="Precision of the draft's weights.  [default: fastest without a lower acceptance rate]",
+    help="Precision of the draft's weights.  [default: fastest with 90% of the acceptance rate]",
 )
 @click.option(
     "--compute",
@@ -71,7 +73,7 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--cache",
     type=click.Choice(tuple(CACHE_TYPES)),
-    help="Add graphs with caches of this type, of half the size.",
+    help="Add graphs with caches of this type, which have half the size.",
 )
 @click.option(
     "--draft-vocab",
@@ -89,7 +91,7 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--bits",
     type=options.FiniteRange(4, 8),
-    help="Average bits of int4 weights in layers.  [default: 4]",
+    help="Average bits of int4 layer weights.  [default: 4]",
 )
 @click.option(
     "--calibrate",

@@ -35,7 +35,7 @@ _MAX_REPLAY_LENGTH = 64 * 2**20  # characters
 @click.option("--chat", is_flag=True, help="Apply the chat template to PROMPT.")
 @click.option("--system", metavar="TEXT", help="System message, with --chat.")
 @click.option("--trace", "traced", is_flag=True, help="Mark accepted, recovered and bonus tokens.")
-@click.option("--explain", is_flag=True, help="Print the reasons for the plan of each round.")
+@click.option("--explain", is_flag=True, help="Print the reasons for the choice of drafter and K.")
 @click.option("--replay", metavar="FILE", help="Replay the rounds of a run saved with --json.")
 @click.option("--prompts", metavar="FILE", help="File of prompts; `-` is stdin.")
 @options.prompt_format
@@ -87,8 +87,8 @@ def generate(
 ) -> None:
     """Generate a continuation of PROMPT; `-` reads it from standard input.
 
-    The output has the target's own tokens, or follows its distribution. Decoding is greedy unless
-    --temperature is set: the sampling options recommended by the model's authors, shown by
+    The output equals the target's greedy text, or follows its distribution. Decoding is greedy
+    unless --temperature is set: the sampling defaults recommended by the model's authors, shown by
     'specedge inspect', apply to 'specedge serve' only.
     """
     if (prompt is None) == (prompts is None):

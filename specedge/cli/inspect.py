@@ -18,7 +18,7 @@ from specedge.sampling_options import SamplingFilters
 @click.command()
 @options.bundle
 @click.option("--check", is_flag=True, help="Verify the hashes of all files.")
-@click.option("--memory", is_flag=True, help="Show the estimated memory instead.")
+@click.option("--memory", is_flag=True, help="Show the estimated peak memory instead.")
 @options.device
 @options.ops
 @options.as_json

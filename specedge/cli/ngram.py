@@ -15,7 +15,7 @@ from specedge.errors import PromptError
 
 @click.group()
 def ngram() -> None:
-    """Create n-gram tables, which draft without a model."""
+    """Build n-gram tables for drafting without a model."""
 
 
 @ngram.command()
@@ -27,7 +27,7 @@ def ngram() -> None:
     type=click.IntRange(1, 3),
     default=3,
     show_default=True,
-    help="Order of the n-grams: 1 (unigrams) to 3 (trigrams).",
+    help="Maximum order of the n-grams: 1 (unigrams) to 3 (trigrams).",
 )
 @options.request_option("special_tokens")
 @options.bundle
@@ -39,7 +39,7 @@ def build(
     special_tokens: bool,
     bundle: str | None,
 ) -> None:
-    """Count the n-grams of TEXT files in the tokens of a bundle; `-` is standard input."""
+    """Count the n-grams of TEXT files, tokenized by a bundle's tokenizer; `-` is standard input."""
     options.check_output(output, texts, overwrite)
     read = {name: options.read_text(name) for name in texts}
     from specedge.bundle import Bundle, store

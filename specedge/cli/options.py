@@ -139,7 +139,7 @@ class NumDraftTokens(click.ParamType):  # type: ignore[type-arg]
 
 
 # Settings of click that OptionSpec does not have.
-_ON_THE_COMMAND_LINE: dict[str, dict[str, Any]] = {
+_CLICK_SETTINGS: dict[str, dict[str, Any]] = {
     "logit_bias": {"multiple": True, "metavar": "ID=BIAS", "callback": _biases},
     "bad_words": {"multiple": True, "metavar": "TEXT"},
     "num_draft_tokens": {"type": NumDraftTokens(), "metavar": "K|auto"},
@@ -171,18 +171,20 @@ def request_option(name: str) -> Callable[[F], F]:
     field, declared = option_specs(GenerationRequest)[name]
     settings: dict[str, Any] = {"help": declared.help}
     if declared.type == "number":
-        low = declared.least if declared.above is None else declared.above
-        settings["type"] = FiniteRange(low, declared.most, min_open=declared.above is not None)
+        low = declared.minimum if declared.exclusive_minimum is None else declared.exclusive_minimum
+        settings["type"] = FiniteRange(
+            low, declared.maximum, min_open=declared.exclusive_minimum is not None
+        )
     elif declared.type == "integer":
-        most = None if declared.most is None else int(declared.most)
-        settings["type"] = click.IntRange(int(declared.least or 0), most)
+        maximum = None if declared.maximum is None else int(declared.maximum)
+        settings["type"] = click.IntRange(int(declared.minimum or 0), maximum)
     elif declared.type == "flag":
         settings["is_flag"] = True
     if format_default(field):
         is_name = isinstance(field.default, str)
         default = str(field.default) if is_name else field.default
         settings |= {"default": default, "show_default": True}
-    settings |= _ON_THE_COMMAND_LINE.get(name, {})
+    settings |= _CLICK_SETTINGS.get(name, {})
     if settings.get("multiple"):
         settings["help"] = settings["help"].removesuffix(".") + "; may be repeated."
     flags = _FLAGS.get(name, (f"--{name.replace('_', '-')}",))
@@ -222,19 +224,19 @@ def read_text(name: str) -> str:
         raise click.UsageError(f"{name}: {getattr(error, 'strerror', error)}") from error
 
 
-def _standard_input(most: int) -> str:
+def _standard_input(max_bytes: int) -> str:
     if sys.stdin is None:
         raise click.UsageError("standard input is closed; specify the prompt as an argument")
-    return _text(sys.stdin.buffer, "standard input", most)
+    return _text(sys.stdin.buffer, "standard input", max_bytes)
 
 
-def _text(file: IO[bytes], name: str, most: int) -> str:
+def _text(file: IO[bytes], name: str, max_bytes: int) -> str:
     """Read a file in chunks; refuse one that is too large or endless."""
     content = bytearray()
     while piece := file.read(2**20):
         content += piece
-        if len(content) > most:
-            raise click.UsageError(f"{name} exceeds the limit of {most // 2**20} MiB")
+        if len(content) > max_bytes:
+            raise click.UsageError(f"{name} exceeds the limit of {max_bytes // 2**20} MiB")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -48,12 +48,12 @@ KEY = "SPECEDGE_API_KEY"
 @click.option(
     "--strict",
     is_flag=True,
-    help="Refuse unknown fields of requests and other model names, instead of ignoring them.",
+    help="Reject requests with unknown fields or other model names, instead of ignoring these.",
 )
 @click.option(
     "--chat-template",
     type=click.Path(exists=True, dir_okay=False),
-    help="Use the chat template of this file, in Jinja, or in JSON as tokenizer_config.json."
+    help="File with a chat template, in Jinja or in the JSON format of tokenizer_config.json."
     "  [default: the bundle's]",
 )
 @click.option(
@@ -64,33 +64,35 @@ KEY = "SPECEDGE_API_KEY"
 @click.option(
     "--reasoning-effort",
     metavar="NAME",
-    help="Default of reasoning_effort: low, medium, high, or none to switch thinking off.",
+    help="Default of reasoning_effort: low, medium, high, or none to disable thinking.",
 )
 @click.option(
     "--reuse-sampled-tokens",
     is_flag=True,
-    help="Keep tokens that the model drew in prompts that repeat their text, which reuses more of "
-    "the prefix cache. Such prompts may differ from the tokenizer's.",
+    help="Use the sampled tokens of earlier answers in prompts that contain their text, which "
+    "reuses more of the prefix cache. Such prompts may differ from the tokenizer's output.",
 )
-@click.option("--access-log", is_flag=True, help="Log each request with its tokens and speeds.")
+@click.option(
+    "--access-log", is_flag=True, help="Log each request with token counts and throughput."
+)
 @click.option(
     "--slots",
     type=click.IntRange(1),
     default=4,
     show_default=True,
-    help="Number of requests that run at a time, each with its own KV cache.",
+    help="Number of requests that run concurrently, each with its own KV cache.",
 )
 @click.option(
     "--max-length",
     type=click.IntRange(2),
-    help="Maximum number of tokens of a text, prompt included.  [default: the context length]",
+    help="Maximum number of tokens of a text, including the prompt.  [default: the context length]",
 )
 @click.option(
     "--queue",
     type=click.IntRange(0),
     default=32,
     show_default=True,
-    help="Number of requests that may wait for a slot; more are refused with status 429.",
+    help="Number of requests that may wait for a slot; further ones get status 429.",
 )
 @click.option(
     "--timeout",
@@ -119,8 +121,7 @@ KEY = "SPECEDGE_API_KEY"
     "cors",
     metavar="ORIGIN",
     multiple=True,
-    help="Allow requests from web pages of this origin, beside those of localhost; may be"
-    " repeated.",
+    help="Allow requests from web pages of this origin, in addition to localhost; may be repeated.",
 )
 @click.option(
     "--allowed-host",
@@ -136,7 +137,7 @@ KEY = "SPECEDGE_API_KEY"
     type=click.Choice(("auto", "none")),
     default="auto",
     show_default=True,
-    help="Sampling defaults: auto takes the model's generation config, none the defaults of "
+    help="Sampling defaults: auto uses the model's generation config, none the defaults of "
     "OpenAI's API.",
 )
 @options.device

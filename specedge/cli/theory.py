@@ -69,10 +69,10 @@ def theory(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Print the speed-up that theory predicts for speculative decoding.
+    """Print the theoretical speed-up of speculative decoding.
 
-    Costs are relative to a pass of the target over one token. Use --alpha and --draft-cost for your
-    own models: 'specedge compare' measures both.
+    Costs are relative to a single-token target pass. Set --alpha and --draft-cost to the values
+    that 'specedge compare' measures for your models.
     """
     from specedge.cli import plots
 

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     "by the"
     " time of a pass; at most 5 with --self-test]",
 )
-@click.option("--strict", is_flag=True, help="Also exit 1 if a check is incomplete.")
+@click.option(
+    "--strict", is_flag=True, help="Also exit 1 if a check is incomplete for lack of time."
+)
 @click.option("--prompts", metavar="FILE", help="File of additional prompts; `-` is stdin.")
 @options.prompt_format
 @options.request_option("special_tokens")
@@ -60,8 +62,8 @@ def verify(
 ) -> None:
     """Audit a bundle on this machine.
 
-    Checks its files, graphs, and that speculative decoding is lossless. The exit status is 1 if a
-    check fails.
+    Checks the bundle's files and graphs, and that speculative decoding is lossless. The exit status
+    is 1 if a check fails.
     """
     from specedge.bundle import store
     from specedge.cli.prompts import read_prompt_texts

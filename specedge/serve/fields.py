@@ -282,7 +282,7 @@ def parse_options(
         is_limit = error.option == "max_new_tokens"
         param = limit_name if is_limit else field_of(error.option)
         raise ApiError(message, param, "invalid_value") from error
-    if (grammar := request.grammar_given) and len(grammar[1]) > MAX_GRAMMAR:
+    if (grammar := request.grammar_option) and len(grammar[1]) > MAX_GRAMMAR:
         message = f"{grammar[0]} must have at most {MAX_GRAMMAR} characters"
         raise ApiError(message, grammar[0], "invalid_value")
     rules = OutputRules(
