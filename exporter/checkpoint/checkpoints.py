@@ -155,12 +155,20 @@ def _read(
     where = f"{role} {name}"
     if not weights[0].endswith(".gguf"):
         raw = folders.read_json_object(where, folder / "config.json")
-        config = _load_config(role, name, folder, raw, files)
+        raw = quantized_formats.read_old_config(where, raw, folder)
+        config = _load_config(role, name, folder, raw)
         if remote is not None:
             remote.growth = quantized_formats.expansion(raw)
         text = text_decoder.decoder_config(where, config)
         generation = folders.read_json_object(where, folder / "generation_config.json")
-        return _Contents(config, text, _load_tokenizer(where, folder, files), raw, generation)
+        return _Contents(
+            published=config,
+            config=text,
+            tokenizer=_load_tokenizer(where, folder, files),
+            raw=raw,
+            generation=generation,
+            is_quantized=quantized_formats.is_packed(raw),
+        )
     paths = [folder / name for name in weights]
     with tempfile.TemporaryDirectory() as temporary:
         alone = Path(temporary)  # what is beside the file is no concern of it
@@ -188,12 +196,10 @@ def _read(
         )
 
 
-def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files: set[str]) -> Any:
+def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any]) -> Any:
     if "transformers_weights" in raw:
         raise CheckpointError(f"{role} {name} names its own weights file, which is not supported")
-    quantized_formats.check(
-        f"{role} {name}", raw, files, folders.base_checkpoint(role, name, folder)
-    )
+    quantized_formats.check(f"{role} {name}", raw, folders.base_checkpoint(role, name, folder))
     kind = raw.get("model_type")
     unknown = isinstance(kind, str) and kind and kind not in CONFIG_MAPPING
     if "auto_map" in raw and (unknown or not kind):

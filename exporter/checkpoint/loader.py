@@ -8,12 +8,22 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from specedge.errors import CheckpointError
 
 from ..libraries import quiet, translate_errors
 from ..progress import Progress
-from . import adapters, folders, gguf_files, hub, quantized_formats, text_decoder, weight_files
+from . import (
+    adapters,
+    folders,
+    gguf_files,
+    hub,
+    packed_weights,
+    quantized_formats,
+    text_decoder,
+    weight_files,
+)
 from .checkpoints import Checkpoint
 from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
 from .lazy_weights import WeightSources
@@ -66,7 +76,10 @@ def quantized_tensors(checkpoint: Checkpoint) -> list[QuantizedTensor]:
         return []
     where = f"{checkpoint.role} {checkpoint.name}"
     files = [checkpoint.folder / name for name in checkpoint.weights]
-    return gguf_files.open_files(where, files).quantized_tensors()
+    if files[0].suffix == ".gguf":
+        return gguf_files.open_files(where, files).quantized_tensors()
+    state = weight_files.read_tensors(where, files)
+    return quantized_formats.quantized_tensors(where, checkpoint.raw, state)
 
 
 def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:
@@ -82,8 +95,13 @@ def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple
         dtype = opened.stored_dtype
         _note_gguf(checkpoint.role, opened.main_type, num_unused, progress)
     else:
+        transposed = {
+            name.rpartition(".")[2]
+            for name, module in empty.named_modules()
+            if isinstance(module, Conv1D)
+        }
         state = quantized_formats.dequantize_state(
-            where, checkpoint.raw, weight_files.read_tensors(where, files)
+            where, checkpoint.raw, weight_files.read_tensors(where, files), transposed
         )
         state = text_decoder.decoder_tensors(checkpoint.published, checkpoint.config, state)
         weight_files.check_names(where, state, empty.state_dict())
@@ -161,7 +179,12 @@ def _note_format(checkpoint: Checkpoint, progress: Progress) -> None:
     """Note a quantized or pickled weight format."""
     role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
     how = quantized_formats.method(checkpoint.raw)
-    if how is not None:
+    if how in packed_weights.NAMES:
+        progress.note(
+            f"{role}: its weights are stored in {packed_weights.NAMES[how]}; the {role} is the "
+            "quantized model"
+        )
+    elif how is not None:
         progress.note(
             f"{role}: its weights are stored in {how} and dequantized; "
             f"the {role} is the quantized model"

@@ -1,31 +1,31 @@
-"""Quantized checkpoints: mxfp4 and fp8 are dequantized, other formats are refused by name.
+"""Quantized checkpoints: groups of integers are kept or dequantized, mxfp4 and fp8 dequantized.
 
-One matrix is dequantized at a time, exactly. R rows and C columns of a matrix; G blocks of 32 in a
-row of mxfp4; E experts.
+Other formats are refused by name. One matrix is dequantized at a time, exactly. R rows and C
+columns of a matrix; G blocks of 32 in a row of mxfp4; E experts.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from specedge.errors import CheckpointError
 
+from . import folders, packed_weights
 from .lazy_tensors import LazyTensor
+from .quantized_tensors import QuantizedTensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {
     "aqlm": "AQLM",
-    "auto-round": "AutoRound",
-    "awq": "AWQ",
     "bitnet": "BitNet",
     "bitsandbytes": "bitsandbytes",
     "eetq": "EETQ",
     "fbgemm_fp8": "FBGEMM's fp8",
-    "gptq": "GPTQ",
     "hqq": "HQQ",
     "modelopt": "ModelOpt",
     "quanto": "Quanto",
@@ -38,39 +38,85 @@ _EXACT = 100  # powers of two up to this one times any number of eight bits are 
 
 def method(raw: Mapping[str, Any]) -> str | None:
     """Return the quantization method of a config.json; None if weights are not quantized."""
-    asked = _quantization_configs(raw)
-    config = next((candidate for candidate in asked if isinstance(candidate, dict)), None)
+    config = _config(raw)
     if config is None:
-        return "unknown" if any(candidate is not None for candidate in asked) else None
+        is_stated = any(candidate is not None for candidate in _quantization_configs(raw))
+        return "unknown" if is_stated else None
     if config.get("load_in_4bit") or config.get("load_in_8bit"):
         return "bitsandbytes"
-    return str(config.get("quant_method") or "unknown")
+    return str(config.get("quant_method") or "unknown").removeprefix("intel/")
 
 
-def check(where: str, raw: Mapping[str, Any], names: set[str], original: str | None) -> None:
+def is_packed(raw: Mapping[str, Any]) -> bool:
+    """Return True if the weights are in groups of integers, which a bundle can keep."""
+    return method(raw) in packed_weights.NAMES
+
+
+def read_old_config(where: str, raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a config.json with the quantization config that AutoGPTQ or AutoAWQ put beside it."""
+    if method(raw) is not None:
+        return raw
+    if (folder / "quantize_config.json").exists():
+        config = folders.read_json_object(where, folder / "quantize_config.json")
+        return raw | {"quantization_config": {"quant_method": "gptq"} | config}
+    if (folder / "quant_config.json").exists():
+        config = folders.read_json_object(where, folder / "quant_config.json")
+        bits = {"bits": config.get("w_bit", 4)}
+        return raw | {"quantization_config": {"quant_method": "awq"} | bits | config}
+    return raw
+
+
+def check(where: str, raw: Mapping[str, Any], original: str | None) -> None:
     """Refuse quantization methods that cannot be dequantized. Raises CheckpointError.
 
-    `names` are the files beside the config, `original` the checkpoint from which this one was
-    derived.
+    `original` is the checkpoint from which this one was derived.
     """
-    how = method(raw) or ("gptq" if "quantize_config.json" in names else None)
+    how, config = method(raw), _config(raw)
     if how in (None, "mxfp4") or (how == "fp8" and _fp8_block(raw) is not None):
         return
-    name = _NAMES.get(how, f"the method '{how[:40]}'")
+    assert how is not None
+    if how in packed_weights.NAMES:
+        name = packed_weights.unsupported_variant(how, config or {})
+        if name is None:
+            return
+    else:
+        name = _NAMES.get(how, f"the method '{how[:40]}'")
     cure = f"{original}, which it was made from" if original else "the checkpoint it was made from"
     raise CheckpointError(f"{where} is quantized with {name}, which is not supported; give {cure}")
 
 
 def expansion(raw: Mapping[str, Any]) -> float:
     """Return the most bytes of the bundle per byte of the weights."""
+    if is_packed(raw):
+        return 8.0  # float32 of 4 bits
     return {"mxfp4": 64 / 17, "fp8": 4.0}.get(method(raw) or "", 1.0)
 
 
+def quantized_tensors(
+    where: str, raw: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+) -> list[QuantizedTensor]:
+    """Return the quantized matrices that a bundle can keep. Raises CheckpointError."""
+    if not is_packed(raw):
+        return []
+    how, config = method(raw), _config(raw)
+    return [*packed_weights.quantized_tensors(where, how or "", config or {}, state).values()]
+
+
 def dequantize_state(
-    where: str, raw: Mapping[str, Any], state: dict[str, torch.Tensor]
+    where: str,
+    raw: Mapping[str, Any],
+    state: dict[str, torch.Tensor],
+    transposed: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Replace quantized tensors by lazy dequantized ones. Raises CheckpointError."""
+    """Replace quantized tensors by lazy dequantized ones. Raises CheckpointError.
+
+    `transposed` are the last names of modules whose matrices are [K, N] in the model.
+    """
     how = method(raw)
+    if is_packed(raw):
+        config = _config(raw) or {}
+        tensors = packed_weights.quantized_tensors(where, how or "", config, state)
+        return packed_weights.dequantize_state(where, tensors, state, transposed)
     if how == "mxfp4":
         return _dequantize_all_mxfp4(where, state)
     if how == "fp8":
@@ -87,11 +133,14 @@ def _quantization_configs(raw: Mapping[str, Any]) -> list[Any]:
     return [p.get(key) for p in places for key in ("quantization_config", "compression_config")]
 
 
+def _config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the first quantization config of a config.json."""
+    return next((c for c in _quantization_configs(raw) if isinstance(c, dict)), None)
+
+
 def _fp8_block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return rows and columns per fp8 scale, 0 for all; None for an unknown layout."""
-    config = next(
-        (candidate for candidate in _quantization_configs(raw) if isinstance(candidate, dict)), {}
-    )
+    config = _config(raw) or {}
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return None
     block = config.get("weight_block_size")

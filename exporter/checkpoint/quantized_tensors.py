@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
+_STRIP_SIZE = 1 << 22  # numbers that are dequantized at a time
 
 
 @dataclass(frozen=True)
 class BlockLayout:
     """Layout of block-wise weights: integers of `bits`, with a scale for each `block_size` along K.
 
+    With zero points each block has an integer that stands for 0, otherwise 2 ** (bits - 1) does.
     With offsets each block has a number that is added to its dequantized values.
     """
 
     bits: int
     block_size: int
     has_offsets: bool = False
+    has_zero_points: bool = False
 
 
 @dataclass(frozen=True)
 class IntegerBlocks:
-    """Block-wise weights, (integers - 2 ** (bits - 1)) * scale + offset.
+    """Block-wise weights, (integers - zero point) * scale + offset.
 
     Attributes:
         integers: Unsigned integers, [N, blocks, block_size].
         scales: float32 [N, blocks].
         offsets: float32 [N, blocks], or None.
+        zero_points: Unsigned integers [N, blocks]; None for 2 ** (bits - 1).
     """
 
     integers: np.ndarray
     scales: np.ndarray
     offsets: np.ndarray | None = None
+    zero_points: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class QuantizedTensor:
         num_bytes: Size in the checkpoint.
         layout: Layout of its blocks; None for types without one, which are dequantized.
         dequantize: Return rows in float32, as the format defines them.
-        unpack: Return rows as integers, by their indices.
+        unpack: Return rows as integers, by their indices, with the inputs in `order`.
+        order: Inputs in the order of the blocks, [K]; None if that is their own order.
     """
 
     name: str
@@ -56,3 +63,10 @@ class QuantizedTensor:
     layout: BlockLayout | None
     dequantize: Callable[[slice], np.ndarray]
     unpack: Callable[[np.ndarray], IntegerBlocks]
+    order: np.ndarray | None = None
+
+
+def strips(num_rows: int, size: int) -> Iterator[slice]:
+    """Yield slices of rows of bounded size."""
+    step = max(1, _STRIP_SIZE // size)
+    return (slice(at, at + step) for at in range(0, num_rows, step))

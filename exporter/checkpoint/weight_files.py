@@ -22,7 +22,10 @@ from .lazy_weights import FLOATS
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # What quantized weights and adapters consist of; $ is a name's end.
-_QUANTIZED_NAMES = ("_scale_inv$", "_scales$", ".qweight$", ".qzeros$", "lora_")
+_QUANTIZED_NAMES = (
+    "_scale_inv$", "_scales$", ".scales$", ".qweight$", ".qzeros$", ".g_idx$", "weight_packed$",
+    ".weight_scale$", ".weight_zero_point$", ".weight_shape$", ".weight_g_idx$", "lora_",
+)  # fmt: skip
 _DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",

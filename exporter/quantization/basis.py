@@ -312,7 +312,7 @@ def _replace_matrix(
     stored = matrix.stored
     key = ("matrix", stored.offset, stored.order, change)
     name = f"{stored.tensor.name}.matrix"
-    tensor = editor.store.floats(key, lambda: change_matrix(stored, change, basis), name)
+    tensor = editor.store.array(key, lambda: change_matrix(stored, change, basis), name)
     value = editor.external(tensor)
     if stored.order != (0, 1):
         value = insert_node(matrix.node, "Transpose", [value], f"{name}.turned", perm=[1, 0])
@@ -327,7 +327,7 @@ def _rotate_tables_and_biases(
     for node, stored in embeddings(editor.graph):
         key, name = ("table", stored.offset), f"{stored.tensor.name}.table"
         rows = partial(_rotate_table, stored, rotation_)
-        tensor = editor.store.floats(key, rows, name)
+        tensor = editor.store.array(key, rows, name)
         node.replace_input_with(0, editor.external(tensor))
         node.outputs[0].dtype = ir.DataType.FLOAT
     for node, index in stream.biases:

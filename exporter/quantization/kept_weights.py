@@ -5,6 +5,9 @@ sums of the input over each block are multiplied with the matrix of offsets:
 
     x W = x Q + sums(x) O    x [T, K], Q [K, N], sums(x) [T, K / 32], O [K / 32, N]
 
+Where blocks have inputs in an order of their own, x is gathered in that order, once for all
+products that share it.
+
 A matrix of a graph is recognized by its rows' dequantized values. So they may be in another order
 or tensor than in the checkpoint, and a matrix that was changed on the way, as by an adapter, is not
 mistaken for what the checkpoint has.
@@ -13,7 +16,7 @@ mistaken for what the checkpoint has.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,8 +28,9 @@ import torch
 from specedge.bundle.graph_variants import has_compute_type
 from specedge.bundle.reports import WeightType
 
-from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor
+from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor, strips
 from ..graph import rewrites
+from ..graph.nodes import add_constant
 from ..graph.weights import drop_unused, view_tensor
 from . import rounding, schemes
 from .experts import ExcludedWeights, expert_layers, load_graph
@@ -38,7 +42,6 @@ from .rounding import BlockMatrix
 from .schemes import Scheme
 from .weight_store import WeightStore
 
-_STRIP_SIZE = 1 << 22  # numbers that are dequantized at a time
 _FLOAT_BITS = 32  # of scales, offsets and dequantized weights
 
 
@@ -59,7 +62,7 @@ class KeptMatrix:
         num_blocks, bits = self.tensor.shape[1] // self.layout.block_size, self.layout.bits
         shape = len(self.rows), num_blocks, self.layout.block_size * bits // 8
         values, scales = np.empty(shape, np.uint8), np.empty(shape[:2], np.float32)
-        for at in _strips(len(self.rows), self.tensor.shape[1]):
+        for at in self._strips():
             unpacked = self.tensor.unpack(self.rows[at])
             values[at] = rounding.pack(torch.from_numpy(unpacked.integers), bits).numpy()
             scales[at] = unpacked.scales
@@ -70,8 +73,17 @@ class KeptMatrix:
         parts = (self.tensor.unpack(self.rows[at]).offsets for at in self._strips())
         return np.concatenate([part for part in parts if part is not None])
 
+    def zero_points(self) -> np.ndarray:
+        """Return the packed zero points of blocks, [N, bytes]."""
+        parts = (self.tensor.unpack(self.rows[at]).zero_points for at in self._strips())
+        points = np.concatenate([part for part in parts if part is not None])
+        even = (
+            np.pad(points, ((0, 0), (0, points.shape[1] % 2))) if self.layout.bits == 4 else points
+        )
+        return rounding.pack(torch.from_numpy(even), self.layout.bits).numpy()
+
     def _strips(self) -> Iterator[slice]:
-        return _strips(len(self.rows), self.tensor.shape[1])
+        return strips(len(self.rows), self.tensor.shape[1])
 
 
 class KeptWeights:
@@ -119,8 +131,8 @@ class KeptWeights:
     def _find(self, weights: torch.Tensor) -> KeptMatrix | None:
         """Return the rows that are a matrix's columns. [K, N]"""
         size, width = weights.shape
-        strips = (weights[:, at].T.float().contiguous().numpy() for at in _strips(width, size))
-        prints = np.concatenate([_row_prints(strip) for strip in strips])
+        pieces = (weights[:, at].T.float().contiguous().numpy() for at in strips(width, size))
+        prints = np.concatenate([_row_prints(piece) for piece in pieces])
         for tensor, (ordered, order) in self._prints:
             if tensor.shape[1] != size:
                 continue
@@ -134,10 +146,11 @@ class KeptWeights:
 
 
 def bits_per_weight(layout: BlockLayout | None) -> float:
-    """Return the bits of a weight in a bundle, with its shares of scales and offsets."""
+    """Return the bits of a weight in a bundle, with its shares of scales, offsets, zero points."""
     if layout is None:
         return _FLOAT_BITS
-    return layout.bits + (1 + layout.has_offsets) * _FLOAT_BITS / layout.block_size
+    of_block = (1 + layout.has_offsets) * _FLOAT_BITS + layout.has_zero_points * layout.bits
+    return layout.bits + of_block / layout.block_size
 
 
 def keep(
@@ -174,7 +187,7 @@ def keep(
             for group in matrix_groups(model.graph, excluded.offsets):
                 rewriter.keep_group(group)
             for node, stored in tables.items():
-                if stored.offset in kept:
+                if stored.offset in kept and kept[stored.offset].tensor.order is None:
                     rewriter.keep_table(node, stored)
             rewrites.fuse_sigmoids(model)
             passes.RemoveUnusedNodesPass()(model)
@@ -210,16 +223,19 @@ class KeptRewriter(IntegerRewriter):
     kept: KeptWeights = field(kw_only=True)
     is_float: bool = field(kw_only=True)
     _sums: dict[ir.Value, ir.Value] = field(default_factory=dict, kw_only=True)
+    _ordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict, kw_only=True)
 
     def keep_group(self, group: MatrixGroup) -> None:
-        """Replace the products of a group; those of one layout are joined."""
+        """Replace the products of a group; those of one layout and order are joined."""
         nodes = {matrix.node for matrix in group.matrices}
         first = next(node for node in self.graph if node in nodes)
-        by_layout: defaultdict[BlockLayout, list[Matrix]] = defaultdict(list)
+        joined: defaultdict[tuple[BlockLayout, bytes], list[Matrix]] = defaultdict(list)
         for matrix in group.matrices:
             if matrix.offset in self.kept:
-                by_layout[self.kept[matrix.offset].layout].append(matrix)
-        for layout, matrices in by_layout.items():
+                kept = self.kept[matrix.offset]
+                order = b"" if kept.tensor.order is None else kept.tensor.order.tobytes()
+                joined[kept.layout, order].append(matrix)
+        for (layout, _), matrices in joined.items():
             self._insert_kept_product(first, group.value, matrices, layout)
 
     def keep_table(self, node: ir.Node, stored: StoredTensor) -> None:
@@ -229,14 +245,16 @@ class KeptRewriter(IntegerRewriter):
         values, scales = self.store.blocks(("kept", stored.offset), kept.blocks)
         num_rows, num_blocks, num_bytes = values.shape.numpy()
         table = view_tensor(values, ir.Shape([num_rows, num_blocks * num_bytes]), f"{name}.table")
+        inputs = [self.external(table), ids, self.external(scales)]
+        inputs += self._zero_points(("kept", stored.offset), [kept], values.name)
         rows = self.node(
-            node, "GatherBlockQuantized", [self.external(table), ids, self.external(scales)],
-            f"{name}.rows", output, domain=MICROSOFT_DOMAIN, bits=layout.bits,
-            block_size=layout.block_size, gather_axis=0, quantize_axis=1,
+            node, "GatherBlockQuantized", inputs, f"{name}.rows", output,
+            domain=MICROSOFT_DOMAIN, bits=layout.bits, block_size=layout.block_size,
+            gather_axis=0, quantize_axis=1,
         )  # fmt: skip
         if layout.has_offsets:
             key = "offsets of rows", stored.offset
-            offsets = self.store.floats(
+            offsets = self.store.array(
                 key, lambda: kept.offsets()[..., None], f"{values.name}.row_offsets"
             )
             added = self.node(node, "Gather", [self.external(offsets), ids], f"{name}.offsets",
@@ -257,23 +275,50 @@ class KeptRewriter(IntegerRewriter):
         kept, name = [self.kept[m.offset] for m in matrices], f"{like.name}.int{layout.bits}"
         key = ("kept", *(matrix.offset for matrix in matrices))
         stored = self.store.blocks(key, lambda: _join(matrix.blocks() for matrix in kept))
+        x = self._in_order(before, x, kept[0].tensor.order)
+        inputs = [x, *map(self.external, stored), *self._zero_points(key, kept, stored[0].name)]
         level = {} if self.is_float else {"accuracy_level": INT8_ACCURACY_LEVEL}
         whole = self.node(
-            before, "MatMulNBits", [x, *map(self.external, stored)], f"{name}.whole", like, width,
+            before, "MatMulNBits", inputs, f"{name}.whole", like, width,
             domain=MICROSOFT_DOMAIN, K=kept[0].tensor.shape[1], N=width, bits=layout.bits,
             block_size=layout.block_size, **level,
         )  # fmt: skip
         if layout.has_offsets:
-            offsets = self.store.floats(
+            offsets = self.store.array(
                 ("offsets", *key),
                 lambda: np.concatenate([matrix.offsets() for matrix in kept]).T,
                 f"{stored[0].name}.offsets",
             )
             sums = self._block_sums(before, x, layout, kept[0].tensor.shape[1])
-            inputs = [sums, self.external(offsets)]
-            added = self.node(before, "MatMul", inputs, f"{name}.offsets", like, width)
+            factors = [sums, self.external(offsets)]
+            added = self.node(before, "MatMul", factors, f"{name}.offsets", like, width)
             whole = self.node(before, "Add", [whole, added], f"{name}.sum", like, width)
         self._replace_outputs(before, matrices, whole, name)
+
+    def _zero_points(
+        self, key: Hashable, kept: Sequence[KeptMatrix], name: str | None
+    ) -> list[ir.Value]:
+        """Return the zero points of joined matrices as an input, if they have any. [N, bytes]"""
+        if not kept[0].layout.has_zero_points:
+            return []
+        points = self.store.array(
+            ("zero points", key),
+            lambda: np.concatenate([matrix.zero_points() for matrix in kept]),
+            f"{name}.zero_points",
+            ir.DataType.UINT8,
+        )
+        return [self.external(points)]
+
+    def _in_order(self, before: ir.Node, x: ir.Value, order: np.ndarray | None) -> ir.Value:
+        """Return x with its last axis in an order. [..., K]"""
+        if order is None:
+            return x
+        key = x, order.tobytes()
+        if key not in self._ordered:
+            name = f"{x.name}.ordered{len(self._ordered)}"
+            indices = add_constant(self.graph, order.astype(np.int64), f"{name}.order")
+            self._ordered[key] = self.node(before, "Gather", [x, indices], name, x, axis=-1)
+        return self._ordered[key]
 
     def _block_sums(self, before: ir.Node, x: ir.Value, layout: BlockLayout, size: int) -> ir.Value:
         """Return the sums of x over blocks along K. [..., T, K] -> [..., T, K / block_size]"""
@@ -308,16 +353,10 @@ def _join(blocks: Iterable[BlockMatrix]) -> BlockMatrix:
     )
 
 
-def _strips(num_rows: int, size: int) -> Iterator[slice]:
-    """Yield slices of rows of bounded size."""
-    step = max(1, _STRIP_SIZE // size)
-    return (slice(at, at + step) for at in range(0, num_rows, step))
-
-
 def _sorted_prints(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
     """Return the sorted fingerprints of a tensor's rows, and the rows in that order."""
-    strips = map(tensor.dequantize, _strips(*tensor.shape))
-    prints = np.concatenate([_row_prints(strip) for strip in strips])
+    pieces = map(tensor.dequantize, strips(*tensor.shape))
+    prints = np.concatenate([_row_prints(piece) for piece in pieces])
     order = np.argsort(prints, kind="stable")
     return prints[order], order
 

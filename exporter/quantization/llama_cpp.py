@@ -85,7 +85,7 @@ def write_q4_k(model: FloatModel, ops: str, folder: Path) -> None:
                     return round_q4_k(weights).contiguous().numpy()
 
                 name = f"{matrix.stored.tensor.name}.q4_k"
-                value = editor.external(store.floats(matrix.offset, rounded, name))
+                value = editor.external(store.array(matrix.offset, rounded, name))
                 matrix.node.replace_input_with(1, value)
         passes.RemoveUnusedNodesPass()(decoder)
         drop_unused(decoder.graph)

@@ -110,10 +110,16 @@ class WeightStore:
             self._tensors[key] = (self._append(data, tensor.dtype, tensor.name, tensor.shape),)
         return self._tensors[key][0]
 
-    def floats(self, key: Hashable, make: Callable[[], np.ndarray], name: str) -> ir.ExternalTensor:
-        """Store a float32 array."""
+    def array(
+        self,
+        key: Hashable,
+        make: Callable[[], np.ndarray],
+        name: str,
+        dtype: ir.DataType = ir.DataType.FLOAT,
+    ) -> ir.ExternalTensor:
+        """Store an array of this type."""
         if key not in self._tensors:
-            self._tensors[key] = (self._append(make(), ir.DataType.FLOAT, name),)
+            self._tensors[key] = (self._append(make(), dtype, name),)
         return self._tensors[key][0]
 
     def adopt(self, graph: ir.Graph) -> None:

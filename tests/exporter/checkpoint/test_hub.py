@@ -218,8 +218,9 @@ def test_quantised_repository_is_refused_before_its_weights_are_fetched(server):
     path = server.folder / NAME / "config.json"
     text = json.loads(path.read_text("utf-8"))
     path.unlink()  # it is a link to the original's
-    path.write_text(json.dumps(text | {"quantization_config": {"quant_method": "awq"}}), "utf-8")
-    assert "AWQ" in refusal()
+    config = {"quant_method": "awq", "version": "gemv"}
+    path.write_text(json.dumps(text | {"quantization_config": config}), "utf-8")
+    assert "AWQ's layout 'gemv'" in refusal()
     assert not files(server)
 
 

@@ -32,11 +32,8 @@ def _all_are_large(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
-        ({"quant_method": "awq", "bits": 4}, "AWQ"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"load_in_8bit": True}, "bitsandbytes"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"quant_method": "hqq"}, "HQQ"),
         ({"quant_method": "eetq"}, "EETQ"),
         ({"quant_method": "aqlm"}, "AQLM"),
@@ -57,12 +54,6 @@ def test_unsupported_quantization_methods_are_refused_by_name(config, name, tmp_
     assert "give the checkpoint it was made from" in message
     (folder / "README.md").write_text("---\nbase_model: some/original\n---\n", "utf-8")
     assert "give some/original, which it was made from" in refusal(folder)
-
-
-def test_config_beside_that_of_model_tells_gptq(tmp_path):
-    folder, _ = make(tmp_path, "llama")
-    (folder / "quantize_config.json").write_text("{}", "utf-8")
-    assert "GPTQ" in refusal(folder)
 
 
 def test_every_mxfp4_number_is_what_transformers_makes_of_it():
@@ -181,7 +172,7 @@ def test_fp8_scales_of_other_experts_than_there_are_do_not_fit():
 def test_quantization_config_of_text_part_applies(tmp_path):
     config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     raw = {"text_config": {"quantization_config": config}}
-    quantized_formats.check("target m", raw, set(), None)
+    quantized_formats.check("target m", raw, None)
     state = {"w": torch.ones(8, 8).to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1, 1), 2.0)}
     found = quantized_formats.dequantize_state("target m", raw, state)
     assert torch.equal(materialize(found["w"]).float(), torch.full((8, 8), 2.0))

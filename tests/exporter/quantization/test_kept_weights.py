@@ -12,7 +12,11 @@ from onnx import TensorProto, helper
 
 from ggml_rows import random_rows
 from specedge.exporter.checkpoint import ggml_types
-from specedge.exporter.checkpoint.quantized_tensors import QuantizedTensor
+from specedge.exporter.checkpoint.quantized_tensors import (
+    BlockLayout,
+    IntegerBlocks,
+    QuantizedTensor,
+)
 from specedge.exporter.quantization import rounding
 from specedge.exporter.quantization.experts import NO_EXCLUSIONS
 from specedge.exporter.quantization.kept_weights import KeptRewriter, KeptWeights
@@ -34,6 +38,25 @@ def quantized(name, num_rows=N, label=""):
         lambda at: gguf.quants.dequantize(rows[at], Kind[name]),
         lambda at: ggml_types.unpack(rows[at], name),
     )
+
+
+def grouped(bits, block_size, num_rows=N, order=None, zeros=True):
+    """A matrix with zero points, whose blocks may have their inputs in another order."""
+    random = np.random.default_rng([bits, block_size, num_rows])
+    num_blocks, top = K // block_size, 2**bits
+    integers = random.integers(0, top, (num_rows, num_blocks, block_size), np.uint8)
+    scales = random.uniform(0.01, 0.02, (num_rows, num_blocks)).astype(np.float32)
+    points = random.integers(0, top, (num_rows, num_blocks), np.uint8) if zeros else None
+    shift = points[..., None] if zeros else top // 2
+    ordered = ((integers.astype(np.float32) - shift) * scales[..., None]).reshape(num_rows, K)
+    whole = np.empty_like(ordered)
+    whole[:, slice(None) if order is None else order] = ordered
+    return QuantizedTensor(
+        f"int{bits} in {block_size}", f"int{bits}", (num_rows, K), integers.size,
+        BlockLayout(bits, block_size, has_zero_points=zeros), lambda at: whole[at],
+        lambda at: IntegerBlocks(integers[at], scales[at], None, points[at] if zeros else None),
+        order,
+    )  # fmt: skip
 
 
 def values(tensor):
@@ -116,6 +139,45 @@ def test_products_and_lookups_are_those_of_dequantized_weights(name, tmp_path):
     ops = [node.op_type for node in model.graph]
     assert "Gather" not in ops or ggml_types.LAYOUTS[name].has_offsets
     assert ops.count("MatMulNBits") == (1 if name in ("Q5_0", "Q8_0") else 2)  # one a layout
+    for ids in ([3], [5, 0, 39, 17]):
+        exact = run(tmp_path / "float", ids)
+        for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
+            assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_and_lookups_with_zero_points(bits, block_size, zeros, tmp_path):
+    table, *matrices = (grouped(bits, block_size, n, None, zeros) for n in (V, N, 16))
+    path = write_float(tmp_path / "float", table, list(map(values, matrices)))
+    model, _ = rewrite(path, tmp_path / "kept", [table, *matrices])
+    ops = [node.op_type for node in model.graph]
+    assert ops == ["GatherBlockQuantized", "MatMulNBits", "Split"]
+    for ids in ([3], [5, 0, 39, 17]):
+        exact = run(tmp_path / "float", ids)
+        for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
+            assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
+
+
+def test_int8_inputs_of_products_with_zero_points_cost_little(tmp_path):
+    table, *matrices = (grouped(bits, 32, n) for bits, n in ((8, V), (4, N), (8, 16)))
+    path = write_float(tmp_path / "float", table, list(map(values, matrices)))
+    rewrite(path, tmp_path / "kept", [table, *matrices], is_float=False)
+    for ids in ([3], [5, 0, 39, 17]):
+        exact = run(tmp_path / "float", ids)
+        for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
+            assert np.abs(actual - expected).max() <= 2e-2 * np.abs(expected).max()
+
+
+def test_products_whose_inputs_are_reordered_share_one_gather(tmp_path):
+    orders = [np.random.default_rng(seed).permutation(K) for seed in (0, 0, 1)]
+    table = grouped(4, 32, V)
+    matrices = [grouped(4, 32, n, order) for n, order in zip((N, 16, 8), orders, strict=True)]
+    path = write_float(tmp_path / "float", table, list(map(values, matrices)))
+    model, _ = rewrite(path, tmp_path / "kept", [table, *matrices])
+    ops = [node.op_type for node in model.graph]
+    assert (ops.count("MatMulNBits"), ops.count("Gather"), ops.count("MatMul")) == (3, 2, 0)
     for ids in ([3], [5, 0, 39, 17]):
         exact = run(tmp_path / "float", ids)
         for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):

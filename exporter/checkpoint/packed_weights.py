@@ -1,0 +1,436 @@
+"""Matrices in groups of integers: GPTQ, AWQ, AutoRound and compressed-tensors.
+
+A group of inputs has a scale s and a zero point z for each output:
+
+    W[n, k] = (q[n, k] - z[n, g(k)]) * s[n, g(k)]    N outputs, K inputs, G groups
+
+With float16 or bfloat16 scales these products are exact in float32. Integers of 4 or 8 bits are
+packed into words of 32, lowest bits first. Bits and sizes of groups are those of each matrix, as
+its tensors' shapes have them: a checkpoint may mix them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from specedge.errors import CheckpointError
+
+from .lazy_tensors import LazyTensor
+from .quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor, strips
+
+NAMES = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "auto-round": "AutoRound",
+    "compressed-tensors": "compressed-tensors",
+}
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 128  # of MatMulNBits; larger groups repeat their scales
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # nibbles of a word in the order of its outputs
+_BITS = (4, 8)
+_AUTO_ROUND_LAYOUTS = {
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:gptq": "gptq",
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:awq": "gemm",
+    "auto_round:auto_awq": "gemm",
+}
+_INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+# Of quantized activations and caches, which a bundle quantizes in its own way.
+_ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+_CACHE_PARTS = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
+State = Mapping[str, torch.Tensor]
+
+
+def unsupported_variant(how: str, config: Mapping[str, Any]) -> str | None:
+    """Return the name of a variant of a method in `NAMES` that cannot be read; None if it can.
+
+    Args:
+        how: Quantization method.
+        config: Quantization config of the checkpoint.
+    """
+    if how == "compressed-tensors":
+        return _unsupported_compression(config)
+    name, layout = NAMES[how], _layout(how, config)
+    if layout not in (("gemm",) if how == "awq" else ("gptq", "gptq_v2", "gemm")):
+        return f"{name}'s layout '{str(layout)[:40]}'"
+    bits = config.get("bits", 4)
+    if bits not in ((4,) if layout == "gemm" else _BITS):
+        return f"{name} of {str(bits)[:40]} bits"
+    if config.get("data_type", "int") != "int":
+        return f"{name}'s data type '{str(config['data_type'])[:40]}'"
+    if config.get("act_bits", 16) not in (None, 16, 32):
+        return f"{name} with activations of {str(config['act_bits'])[:40]} bits"
+    if transform := _transform(config):
+        return f"{name} with {transform}"
+    return None
+
+
+def quantized_tensors(
+    where: str, how: str, config: Mapping[str, Any], state: State
+) -> dict[str, QuantizedTensor]:
+    """Return the quantized matrices of a checkpoint by their modules' names.
+
+    Args:
+        where: Role and name, which begin error messages.
+        how: Quantization method, one of `NAMES`.
+        config: Quantization config of the checkpoint.
+        state: Tensors of the checkpoint.
+
+    Raises:
+        CheckpointError: Tensors are missing or do not fit.
+    """
+    reader = _Reader(where, NAMES[how], config, state)
+    layout = None if how == "compressed-tensors" else _layout(how, config)
+    tensors = {}
+    for key, tensor in state.items():
+        module, _, part = key.rpartition(".")
+        if layout is None and (
+            part == "weight_packed" or (part == "weight" and tensor.dtype == torch.int8)
+        ):
+            tensors[module] = reader.compressed(module, part)
+        elif layout == "gemm" and part == "qweight":
+            tensors[module] = reader.awq(module)
+        elif layout is not None and part == "qweight":
+            tensors[module] = reader.gptq(module, is_first_version=layout == "gptq")
+    if not tensors:
+        raise CheckpointError(
+            f"{where}: its config.json says {NAMES[how]}, and its files hold no such weights; "
+            "download it again"
+        )
+    return tensors
+
+
+def dequantize_state(
+    where: str, tensors: Mapping[str, QuantizedTensor], state: State, transposed: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Replace quantized matrices by lazy float32 ones. Raises CheckpointError.
+
+    Args:
+        where: Role and name, which begin error messages.
+        tensors: Quantized matrices by their modules' names.
+        state: Tensors of the checkpoint.
+        transposed: Last names of modules whose matrices are [K, N] in the model.
+    """
+    result = {key: tensor for key, tensor in state.items() if not key.endswith(_CACHE_PARTS)}
+    for module, tensor in tensors.items():
+        for part in _parts(module, result):
+            del result[f"{module}.{part}"]
+        matrix = _lazy(tensor)
+        is_transposed = module.rpartition(".")[2] in transposed
+        result[f"{module}.weight"] = matrix.T if is_transposed else matrix
+    for key in result:
+        module, _, part = key.rpartition(".")
+        if module in tensors and part not in ("weight", "bias"):
+            raise CheckpointError(
+                f"{where}: {key} is a part of a weight in an unsupported format; "
+                "give the checkpoint it was made from"
+            )
+    return result
+
+
+_MODULE_PARTS = {
+    "qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_scale",
+    "weight_zero_point", "weight_shape", "weight_g_idx", *_ACTIVATION_PARTS,
+}  # fmt: skip
+
+
+def _parts(module: str, state: State) -> list[str]:
+    return [part for part in _MODULE_PARTS if f"{module}.{part}" in state]
+
+
+def _layout(how: str, config: Mapping[str, Any]) -> Any:
+    """Return the layout of GPTQ, AWQ or AutoRound: "gptq", "gptq_v2", "gemm", or an unknown one."""
+    if how == "auto-round":
+        packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
+        return _AUTO_ROUND_LAYOUTS.get(str(packing), packing)
+    if how == "awq":
+        if config.get("backend") == "llm-awq":
+            return "llm-awq"
+        return str(config.get("version") or config.get("format") or "gemm").lower()
+    return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+
+
+def _transform(config: Mapping[str, Any]) -> str | None:
+    """Return the name of a config's entry by which activations are transformed."""
+    keys = ("transform_config", "rotation_config", "hadamard_config")
+    return next((key for key in keys if config.get(key)), None)
+
+
+def _unsupported_compression(config: Mapping[str, Any]) -> str | None:
+    name, groups = "compressed-tensors", config.get("config_groups")
+    schemes = [*groups.values()] if isinstance(groups, dict) else []
+    formats = [config.get("format"), *(s.get("format") for s in schemes if isinstance(s, dict))]
+    for layout in formats:
+        if layout not in (None, "mixed-precision", *_INTEGER_FORMATS):
+            return f"{name} in the format '{str(layout)[:40]}'"
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        return f"{name} in the sparse format '{str(sparsity['format'])[:40]}'"
+    if transform := _transform(config):
+        return f"{name} with {transform}"
+    for scheme in schemes:
+        weights = scheme.get("weights") if isinstance(scheme, dict) else None
+        if not isinstance(weights, dict):
+            return f"{name} with a group whose weights are not described"
+        if weights.get("type", "int") != "int" or weights.get("num_bits", 8) not in _BITS:
+            kind = f"{str(weights.get('type'))[:40]}{str(weights.get('num_bits'))[:40]}"
+            return f"{name} with weights in {kind}"
+    return None if schemes else f"{name} without config_groups"
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reader of a checkpoint's packed matrices."""
+
+    where: str
+    method: str
+    config: Mapping[str, Any]
+    state: State
+
+    def gptq(self, module: str, is_first_version: bool) -> QuantizedTensor:
+        """Read qweight [K / p, N], scales [G, N] and qzeros [G, N / p], p integers in a word.
+
+        The first version of the format stores zero points minus 1, subtracted from whole words.
+        """
+        packed, scales, zeros = self._gptq_parts(module)
+        num_groups, width = scales.shape
+        bits = 32 * zeros.shape[1] // max(width, 1)
+        size = 32 * packed.shape[0] // max(bits, 1)
+        if (
+            bits not in _BITS
+            or [*packed.shape] != [size * bits // 32, width]
+            or [*zeros.shape] != [num_groups, width * bits // 32]
+        ):
+            raise self._misfit(module, {"qweight": packed, "scales": scales, "qzeros": zeros})
+        words = zeros.numpy().view(np.uint32)
+        if is_first_version:
+            words = words + np.uint32(0x11111111 if bits == 4 else 0x01010101)
+        points, integers = _unpack(words, bits).T, packed.numpy()
+        return self._tensor(
+            module, bits, (width, size), scales.T, points, f"{module}.g_idx",
+            lambda rows: _unpack_rows(integers[:, rows], bits),
+        )  # fmt: skip
+
+    def awq(self, module: str) -> QuantizedTensor:
+        """Read qweight [K, N / 8], scales [G, N] and qzeros [G, N / 8], 8 outputs in a word."""
+        packed, scales, zeros = self._gptq_parts(module)
+        size, (num_groups, width) = len(packed), scales.shape
+        if [*packed.shape] != [size, width / 8] or [*zeros.shape] != [num_groups, width / 8]:
+            raise self._misfit(module, {"qweight": packed, "scales": scales, "qzeros": zeros})
+        words = packed.numpy()
+
+        def read(rows: Any) -> np.ndarray:
+            indices = np.arange(width)[rows]
+            start, end = indices.min() // 8, indices.max() // 8 + 1
+            return _unpack_awq(words[:, start:end])[indices - 8 * start]
+
+        points = _unpack_awq(zeros.numpy())
+        return self._tensor(module, 4, (width, size), scales.T, points, None, read)
+
+    def compressed(self, module: str, part: str) -> QuantizedTensor:
+        """Read weight_packed [N, K / p] or int8 weight [N, K], and weight_scale [N, G].
+
+        Packed integers and zero points, [N / p, G], are shifted to unsigned ones.
+        """
+        matrix = self._part(f"{module}.{part}")
+        scales = self._part(f"{module}.weight_scale", is_float=True)
+        parts = {part: matrix, "weight_scale": scales}
+        width, size, bits = len(matrix), matrix.shape[-1], 8
+        if part == "weight_packed":
+            shape = self._part(f"{module}.weight_shape").tolist()
+            size = shape[-1] if len(shape) == 2 and shape[0] == width else 0
+            bits = next((b for b in _BITS if math.ceil(size * b / 32) == matrix.shape[-1]), 0)
+        if scales.numel() == 1:
+            scales = scales.reshape(1, 1).expand(width, 1)
+        elif scales.ndim == 1:
+            scales = scales[:, None]
+        if matrix.ndim != 2 or scales.ndim != 2 or len(scales) != width or 0 in (size, bits):
+            raise self._misfit(module, parts)
+        values = matrix.numpy()
+
+        def read(rows: Any) -> np.ndarray:
+            if part == "weight":
+                return values[rows].view(np.uint8) ^ np.uint8(128)
+            return _unpack(values[rows], bits)[:, :size]
+
+        points = self._unsigned(module, bits, scales)
+        groups = f"{module}.weight_g_idx"
+        return self._tensor(module, bits, (width, size), scales, points, groups, read)
+
+    def _unsigned(self, module: str, bits: int, scales: torch.Tensor) -> np.ndarray | None:
+        """Return zero points as unsigned integers, [N, G]; None if there are none."""
+        zeros = self.state.get(f"{module}.weight_zero_point")
+        if zeros is None:
+            return None
+        width, num_groups = scales.shape
+        if zeros.dtype == torch.int32 and [*zeros.shape] == [-(-width * bits // 32), num_groups]:
+            return _unpack_rows(zeros.numpy(), bits)[:, :width].T
+        if zeros.dtype == torch.int8 and zeros.numel() in (1, scales.numel()):
+            signed = zeros.numpy().reshape(-1, num_groups).astype(np.int16)
+            unsigned = (signed + 2 ** (bits - 1)).astype(np.uint8)
+            return np.broadcast_to(unsigned, (width, num_groups))
+        raise self._misfit(module, {"weight_zero_point": zeros, "weight_scale": scales})
+
+    def _gptq_parts(self, module: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the words of integers, the scales and the words of zero points."""
+        packed, zeros = (self._part(f"{module}.{part}") for part in ("qweight", "qzeros"))
+        scales = self._part(f"{module}.scales", is_float=True)
+        parts = {"qweight": packed, "scales": scales, "qzeros": zeros}
+        if {packed.dtype, zeros.dtype} != {torch.int32} or {t.ndim for t in parts.values()} != {2}:
+            raise self._misfit(module, parts)
+        return packed, scales, zeros
+
+    def _part(self, key: str, is_float: bool = False) -> torch.Tensor:
+        tensor = self.state.get(key)
+        if tensor is None:
+            raise CheckpointError(f"{self.where} lacks {key}; download it again")
+        if tensor.is_floating_point() != is_float:
+            raise CheckpointError(
+                f"{self.where}: {key} is stored in {str(tensor.dtype).removeprefix('torch.')}, an "
+                "unknown layout; give the checkpoint it was made from"
+            )
+        return tensor
+
+    def _misfit(self, module: str, parts: Mapping[str, torch.Tensor]) -> CheckpointError:
+        shapes = ", ".join(
+            f"{part} {str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
+            for part, tensor in parts.items()
+        )
+        return CheckpointError(
+            f"{self.where}: the parts of {module} do not fit each other ({shapes}); download it "
+            "again, or give the checkpoint it was made from"
+        )
+
+    def _group_size(self, module: str, size: int, num_groups: int) -> int:
+        """Return the inputs of a group: the config's number if the number of groups fits it."""
+        stated = self.config.get("group_size", self.config.get("q_group_size"))
+        for number in (stated, size // max(num_groups, 1)):
+            if isinstance(number, int) and number > 0 and -(-size // number) == num_groups:
+                return number
+        raise CheckpointError(
+            f"{self.where}: {module} has {num_groups} groups of {size} inputs, an unknown layout; "
+            "give the checkpoint it was made from"
+        )
+
+    def _input_order(self, key: str, size: int, group_size: int) -> np.ndarray | None:
+        """Return the inputs in the order of their groups; None if that is their own order. [K]"""
+        groups = self.state.get(key)
+        if groups is None or bool((groups == -1).all()):
+            return None
+        expected = np.arange(size) // group_size
+        if groups.shape != (size,) or groups.is_floating_point():
+            raise self._misfit(key.rpartition(".")[0], {key.rpartition(".")[2]: groups})
+        numbers = groups.numpy()
+        order = np.argsort(numbers, kind="stable")
+        if not np.array_equal(numbers[order], expected):
+            raise CheckpointError(
+                f"{self.where}: {key} does not name {expected[-1] + 1} groups of {group_size} "
+                "inputs; download it again, or give the checkpoint it was made from"
+            )
+        return None if np.array_equal(numbers, expected) else order
+
+    def _tensor(
+        self,
+        module: str,
+        bits: int,
+        shape: tuple[int, int],
+        scales: torch.Tensor,
+        zeros: np.ndarray | None,
+        groups: str | None,
+        read: Callable[[Any], np.ndarray],
+    ) -> QuantizedTensor:
+        """Return a matrix, [N, K].
+
+        Args:
+            module: Name of its module.
+            bits: Bits of an integer.
+            shape: N and K.
+            scales: Scales, [N, G].
+            zeros: Unsigned zero points, [N, G]; None for those in the middle.
+            groups: Name of the tensor of inputs' groups, if there may be one.
+            read: Return integers of rows, [n, K].
+        """
+        size, num_groups = shape[1], scales.shape[1]
+        group_size = self._group_size(module, size, num_groups)
+        order = None if groups is None else self._input_order(groups, size, group_size)
+        block_size = math.gcd(group_size, size, _LARGEST_BLOCK)
+        num_blocks = size // block_size
+        of_blocks = np.arange(num_blocks) * block_size // group_size
+        middle = 2 ** (bits - 1)
+        has_zeros = zeros is not None and bool((zeros != middle).any())
+
+        def unpack(rows: Any) -> IntegerBlocks:
+            integers = read(rows)
+            integers = integers if order is None else integers[:, order]
+            return IntegerBlocks(
+                integers.reshape(-1, num_blocks, block_size),
+                scales[rows].float().numpy()[:, of_blocks],
+                zero_points=zeros[rows][:, of_blocks] if zeros is not None and has_zeros else None,
+            )
+
+        def dequantize(rows: slice) -> np.ndarray:
+            blocks = unpack(rows)
+            points = middle if blocks.zero_points is None else blocks.zero_points[..., None]
+            values = (blocks.integers.astype(np.float32) - np.float32(points)) * blocks.scales[
+                ..., None
+            ]
+            ordered = values.reshape(-1, size)
+            if order is None:
+                return ordered
+            result = np.empty_like(ordered)
+            result[:, order] = ordered
+            return result
+
+        # Experts are dequantized, and so are blocks that MatMulNBits does not read.
+        is_kept = block_size >= _SMALLEST_BLOCK and ".experts." not in f"{module}."
+        grouping = f"groups of {group_size}" if num_groups > 1 else "per channel"
+        return QuantizedTensor(
+            module,
+            f"{self.method} int{bits}, {grouping}",
+            shape,
+            sum(self.state[f"{module}.{part}"].nbytes for part in _parts(module, self.state)),
+            BlockLayout(bits, block_size, has_zero_points=has_zeros) if is_kept else None,
+            dequantize,
+            unpack,
+            order,
+        )
+
+
+def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """Return the integers of words, lowest bits first. [..., n] -> [..., n * 32 / bits]"""
+    data = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return data
+    return np.stack((data & 15, data >> 4), -1).reshape(*data.shape[:-1], -1)
+
+
+def _unpack_rows(words: np.ndarray, bits: int) -> np.ndarray:
+    """Return the integers of words of a column, transposed. [n, N] -> [N, n * 32 / bits]"""
+    per_word = 32 // bits
+    integers = _unpack(words, bits).reshape(*words.shape, per_word)
+    return integers.transpose(1, 0, 2).reshape(words.shape[1], -1)
+
+
+def _unpack_awq(words: np.ndarray) -> np.ndarray:
+    """Return the integers of AWQ's words, transposed. [n, N / 8] -> [N, n]"""
+    integers = _unpack(words, 4).reshape(*words.shape, 8)[..., _AWQ_ORDER]
+    return integers.reshape(len(words), -1).T
+
+
+def _lazy(tensor: QuantizedTensor) -> torch.Tensor:
+    """Return a matrix that is dequantized when it is read, [N, K] of float32."""
+
+    def read() -> torch.Tensor:
+        values = np.empty(tensor.shape, np.float32)
+        for rows in strips(*tensor.shape):
+            values[rows] = tensor.dequantize(rows)
+        return torch.from_numpy(values)
+
+    return LazyTensor(torch.empty(tensor.shape, dtype=torch.float32, device="meta"), read)
