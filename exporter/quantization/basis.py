@@ -4,13 +4,14 @@ A residual stream that is read through RMS norms alone and written by matrices a
 rotated (QuaRot, Ashkboos et al. 2024): norm gains are folded into the matrices behind them, and the
 rotation into matrices, tables and biases, at no cost at run time. The input of an MLP's last matrix
 is behind a nonlinearity and gets a block-diagonal Hadamard matrix in the graph, whose inverse is
-folded into the matrix. Matrices behind other RMS norms get Hadamard blocks, too.
+folded into the matrix. Matrices behind other RMS norms get Hadamard blocks, too; so does an
+embedding that is also the LM head, which its lookup undoes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -91,22 +92,31 @@ class MatrixChange:
 
 @dataclass(frozen=True)
 class Basis:
-    """Basis that all graphs of a model share; `reason` says why it is not rotated."""
+    """Basis that all graphs of a model share.
+
+    Attributes:
+        rotation: Rotation of the residual stream, if it can be rotated.
+        reason: Reason why it is not rotated.
+        tied_blocks: Size of the Hadamard matrices on each table that is the LM head, too, by
+            offset, where the stream is not rotated.
+    """
 
     rotation: Rotation | None
     reason: str = ""
+    tied_blocks: Mapping[int, int] = field(default_factory=dict)
 
 
 def choose_basis(graphs: Iterable[ir.Graph], apart: Set[int]) -> Basis:
     """Return the basis of graphs that share their weights: rotated if each can be."""
-    size = 0
+    size, graphs = 0, list(graphs)
     try:
         for graph in graphs:
             residual_stream(graph, apart)
             _, table = next(embeddings(graph))
             size = int(table.tensor.shape.numpy()[1])
     except NotRotatableError as error:
-        return Basis(None, str(error))
+        tied = {k: v for graph in graphs for k, v in _tied_blocks(graph, apart).items()}
+        return Basis(None, str(error), tied)
     return Basis(Rotation(size))
 
 
@@ -192,6 +202,17 @@ def _add_writer(
         raise NotRotatableError(f"{writer} writes to the residual stream")
 
 
+def _tied_blocks(graph: ir.Graph, apart: Set[int]) -> dict[int, int]:
+    """Return the size of Hadamard matrices by offset of tables that are LM heads behind a norm."""
+    tables = {stored.offset for _, stored in embeddings(graph)}
+    return {
+        group.key[0]: block
+        for group in matrix_groups(graph, apart)
+        if len(group.key) == 1 and group.key[0] in tables and producer(group.value, RMS_NORM)
+        if (block := hadamard_size(group))
+    }
+
+
 def _keeps_channels(node: ir.Node, index: int) -> bool:
     """Return True if a node keeps or scales all channels of its input `index` alike."""
     if node.op_type in ("Mul", "Div"):
@@ -239,10 +260,13 @@ def change_graph(model: ir.Model, basis: Basis, apart: Set[int], store: WeightSt
             ones = add_constant(graph, np.ones_like(gain), f"{norm.outputs[0].name}.ones")
             norm.replace_input_with(1, ones)
         is_rotated, block = norm in stream.norms, 0
+        if group.key[0] in basis.tied_blocks:
+            _mix_tied_head(editor, group, basis)
+            continue
         if not is_rotated and (gain is not None or reads_nonlinearity(group)):
             block = hadamard_size(group)
             if block:
-                _insert_hadamard(editor, group, block)
+                _mix_input(editor, group, block)
         for matrix in group.matrices:
             is_writer = matrix.node in stream.writers
             if gain is not None or block or is_writer:
@@ -250,6 +274,7 @@ def change_graph(model: ir.Model, basis: Basis, apart: Set[int], store: WeightSt
                 _replace_matrix(
                     editor, matrix, MatrixChange(gain_bytes, is_rotated, block, is_writer), basis
                 )
+    _restore_lookups(editor, basis)
     if basis.rotation is not None:
         _rotate_tables_and_biases(editor, stream, basis.rotation)
         # Drafters that read hidden states need the model's own basis.
@@ -282,9 +307,55 @@ def hadamard_size(group: MatrixGroup) -> int:
     return size if is_plain and size >= MIN_HADAMARD_SIZE else 0
 
 
-def _insert_hadamard(editor: GraphEditor, group: MatrixGroup, block: int) -> None:
+def _mix_input(editor: GraphEditor, group: MatrixGroup, block: int) -> None:
     """Multiply each block of channels of a group's input by a Hadamard matrix."""
-    value = group.value
+    mixed = _insert_hadamard(editor, group.value, block)
+    for matrix in group.matrices:
+        matrix.node.replace_input_with(0, mixed)
+
+
+def _mix_tied_head(editor: GraphEditor, group: MatrixGroup, basis: Basis) -> None:
+    """Multiply an LM head's input by Hadamard matrices, and let it read the changed table."""
+    _mix_input(editor, group, hadamard_size(group))
+    for matrix in group.matrices:
+        table = _mixed_table(editor, matrix.stored, basis)
+        name = f"{matrix.node.outputs[0].name}.table"
+        turned = insert_node(matrix.node, "Transpose", [table], name, perm=[1, 0])
+        turned.dtype = ir.DataType.FLOAT
+        matrix.node.replace_input_with(1, turned)
+
+
+def _restore_lookups(editor: GraphEditor, basis: Basis) -> None:
+    """Let lookups read changed tables, and undo the change: a Hadamard matrix is its inverse."""
+    for node, stored in list(embeddings(editor.graph)):
+        if stored.offset not in basis.tied_blocks:
+            continue
+        node.replace_input_with(0, _mixed_table(editor, stored, basis))
+        output = node.outputs[0]
+        output.dtype, users = ir.DataType.FLOAT, list(output.uses())
+        restored = _insert_hadamard(editor, output, basis.tied_blocks[stored.offset])
+        for user, index in users:
+            user.replace_input_with(index, restored)
+
+
+def _mixed_table(editor: GraphEditor, stored: StoredTensor, basis: Basis) -> ir.Value:
+    rows = partial(_mix_table, stored, basis.tied_blocks[stored.offset])
+    key, name = ("mixed", stored.offset), f"{stored.tensor.name}.mixed"
+    return editor.external(editor.store.array(key, rows, name))
+
+
+def _mix_table(table: StoredTensor, block: int) -> np.ndarray:
+    rows = tensor_data(table.tensor)
+    mixed = torch.empty(rows.shape)
+    for at in _row_strips(rows):
+        mixed[at] = rotation.apply_hadamard(rows[at], block)
+    some = _sampled_rows(mixed)
+    _check_inverse(rotation.apply_hadamard(mixed[some], block), rows[some].double(), table)
+    return mixed.numpy()
+
+
+def _insert_hadamard(editor: GraphEditor, value: ir.Value, block: int) -> ir.Value:
+    """Insert the product of each block of channels and a Hadamard matrix before all readers."""
     assert value.shape is not None
     size, name = int(value.shape[-1]), f"{value.name}.hadamard"  # type: ignore[call-overload]
     channels, whole = [1, -1, size // block, block], [1, -1, size]
@@ -300,9 +371,7 @@ def _insert_hadamard(editor: GraphEditor, group: MatrixGroup, block: int) -> Non
 
     blocks = reshaped(value, channels, f"{name}.channels")
     mixed = editor.node(before, "MatMul", [blocks, matrix], f"{name}.mixed", blocks)
-    mixed = reshaped(mixed, whole, name)
-    for matrix_ in group.matrices:
-        matrix_.node.replace_input_with(0, mixed)
+    return reshaped(mixed, whole, name)
 
 
 def _replace_matrix(

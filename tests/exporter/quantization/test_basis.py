@@ -137,10 +137,14 @@ def test_what_a_nonlinearity_makes_is_multiplied_with_a_hadamard_matrix(changed)
     assert len(blocks) == 2  # layers
 
 
-def test_a_tied_head_that_cannot_be_rotated_stays_tied(changed):
-    graph = changed("gpt2").graph
-    places = [stored.offset for _, stored in embeddings(graph)]
-    assert places[0] in {m.offset for group in matrix_groups(graph) for m in group.matrices}
+@pytest.mark.parametrize(("kind", "num_mixed"), [("gpt2", 0), ("gemma3_text", 2)])
+def test_a_tied_head_that_cannot_be_rotated_stays_tied(changed, kind, num_mixed):
+    """Behind an RMS norm, head and lookup share a table in the basis of Hadamard matrices."""
+    graph = changed(kind).graph
+    (lookup, table), *_ = embeddings(graph)
+    (head,) = [group for group in matrix_groups(graph) if table.offset in group.key]
+    mixed = [head.value, *(user.outputs[0] for user, _ in lookup.outputs[0].uses())]
+    assert sum("hadamard" in value.name for value in mixed) == num_mixed
 
 
 def test_a_decoder_says_how_it_is_rotated(changed):
