@@ -118,6 +118,43 @@ def test_forced_call_of_a_function_without_parameters_streams_an_object(port, pa
     assert calls[0]["function"]["name"] == "f"
 
 
+def allowed_tools(path, mode, *names):
+    """OpenAI's choice among some tools: nested in chats, flat in /v1/responses."""
+    if path == "responses":
+        tools = [{"type": "function", "name": name} for name in names]
+        return {"type": "allowed_tools", "mode": mode, "tools": tools}
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_choice_among_allowed_tools_is_kept(port, pair, path):
+    names = ("f", "g", "h")
+    functions = [{"type": "function", "name": name} for name in names]
+    nested = [{"type": "function", "function": {"name": name}} for name in names]
+    body = {"messages": [USER], "tools": nested, "max_tokens": 90}
+    if path == "responses":
+        body = {"input": "Hi", "tools": functions, "max_output_tokens": 90}
+
+    def called(choice):
+        body["tool_choice"] = choice
+        status, _, answer = post(port, path, body | {"parallel_tool_calls": False})
+        assert status == 200, answer
+        if path == "responses":
+            return [item["name"] for item in answer["output"] if item["type"] == "function_call"]
+        calls = answer["choices"][0]["message"].get("tool_calls", [])
+        return [call["function"]["name"] for call in calls]
+
+    pair.text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert called(allowed_tools(path, "auto", "f", "g")) == ["f"]
+    assert called(allowed_tools(path, "auto", "g")) == []  # a text, as any unknown function
+    assert called(allowed_tools(path, "required", "g")) == ["g"]
+    for choice in (allowed_tools(path, "required", "none"), allowed_tools(path, "sometimes", "f"),
+                   allowed_tools(path, "auto")):  # fmt: skip
+        status, _, answer = post(port, path, body | {"tool_choice": choice})
+        assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
 @pytest.mark.parametrize("value", [1, 12.5, True, [], {"a": "</tool_call>"}, 'a"b\\c</tool_call>'])
 def test_arguments_of_the_models_call_are_joined_whole(port, pair, value):
     arguments = json.dumps({"a": value})

@@ -50,12 +50,14 @@ class ToolSet:
         choice: "auto" or "required".
         required_name: The function that the model must call, if one is named.
         parallel: False if the model may call at most once.
+        allowed_names: The functions that the model may call, if not all.
     """
 
     functions: tuple[FunctionTool, ...]
     choice: str = "auto"
     required_name: str | None = None
     parallel: bool = True
+    allowed_names: tuple[str, ...] | None = None
 
     @property
     def is_call_required(self) -> bool:
@@ -65,7 +67,10 @@ class ToolSet:
     @property
     def callable(self) -> list[FunctionTool]:
         """Return the functions that the model may call."""
-        return [f for f in self.functions if self.required_name in (None, f.name)]
+        if self.required_name is not None:
+            return [f for f in self.functions if f.name == self.required_name]
+        allowed = self.allowed_names
+        return [f for f in self.functions if allowed is None or f.name in allowed]
 
 
 def parse_chat_tools(fields: FieldReader) -> ToolSet | None:
@@ -110,10 +115,14 @@ def _parse_tools(
     if duplicate := next((name for name in names if names.count(name) > 1), None):
         message = f"tools has two functions {excerpt(duplicate)}"
         raise ApiError(message, "tools", "invalid_value")
+    allowed_names = None
+    if names and isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed_names = _parse_allowed_tools(fields, choice, names)
     choice_name, required_name = _parse_choice(fields, choice, function_fields, names)
     if not functions or choice_name == "none":
         return None
-    return ToolSet(tuple(functions), choice_name, required_name, parallel is not False)
+    is_parallel = parallel is not False
+    return ToolSet(tuple(functions), choice_name, required_name, is_parallel, allowed_names)
 
 
 def _parse_function(
@@ -165,8 +174,6 @@ def _parse_choice(
         if value == "auto" and not fields.is_strict:
             return "auto", None
         raise ApiError("tool_choice needs tools", field_name, "invalid_value")
-    if isinstance(value, dict) and value.get("type") == "allowed_tools":
-        value = value.get("mode", "auto")
     if not isinstance(value, dict):
         if value not in _CHOICES:
             choices = ", ".join(_CHOICES)
@@ -182,3 +189,29 @@ def _parse_choice(
         message = f"tool_choice names {excerpt(name)}, which is no function of tools"
         raise ApiError(message, field_name, "invalid_value")
     return "auto", name
+
+
+def _parse_allowed_tools(
+    fields: FieldReader, value: dict[str, Any], names: list[str]
+) -> tuple[str, tuple[str, ...]]:
+    """Return the mode of an "allowed_tools" choice and the functions that it allows.
+
+    Both are in an object of their own in chats, and in the choice itself in /v1/responses.
+    """
+    choice = fields.child(value, "tool_choice")
+    choice.skip("type")
+    options = choice.take_object("allowed_tools") or choice
+    mode = options.take_typed("mode", str, "auto or required") or "auto"
+    allowed = []
+    for i, item in enumerate(options.take_list("tools", "a list of functions")):
+        tool = fields.child(item, f"{options.path}.tools[{i}]")
+        if tool.take("type") in (None, "function"):
+            function = tool.take_object("function") or tool
+            allowed.append(function.take_typed("name", str, "a name"))
+    choice.finish()
+    options.finish()
+    unknown = next((name for name in allowed if name not in names), None)
+    if unknown is not None or not allowed:
+        named = "no function" if not allowed else f"{excerpt(unknown)}, which is no function"
+        raise ApiError(f"tool_choice allows {named} of tools", "tool_choice", "invalid_value")
+    return mode, tuple(allowed)
