@@ -23,6 +23,7 @@ namespace SpecEdge
                 SecondPromptGoesOnFromTheCaches, PromptThatPartsFromTheTextIsReadFromThere,
                 CancellingEndsAfterARoundAndLeavesTheSessionUsable, TextThatIsLeftEarlyLeavesTheSessionUsable,
                 TextThatAnotherWasBegunAfterEnds, DisposedSessionRefuses, DisposalFreesModelsAndCaches,
+                RoundsLeaveNoMemoryBehind,
                 HalfACharacterIsHeldBack, TextBehindATokenOfNulIsKept, TextThatHasNoUtf8IsRefused,
                 JsonIsReadStrictly, RandomNumbersAreSplitMix64, SettingsOutOfRangeAreRefused,
             };
@@ -147,6 +148,21 @@ namespace SpecEdge
             // The first few fill the pools of allocators. Leaked text graphs take 30 MiB, caches 80, models 260.
             long left = (sizes.Last() - sizes[7]) >> 20;
             Require(left < 22, $"8 sessions left {left} MiB behind");
+        }
+
+        private static void RoundsLeaveNoMemoryBehind()
+        {
+            using (var session = new SpeculativeSession(_folder))
+            {
+                var sizes = new List<long>();
+                for (int pieces = 0; pieces < 2000; sizes.Add(Resident()))
+                {
+                    var options = new GenerationOptions { MaxNewTokens = 90, Temperature = 1, Seed = (ulong)sizes.Count };
+                    pieces += session.Generate(Prompt, options).Count();
+                }
+                double growth = (double)sizes.Last() / sizes[sizes.Count / 4];
+                Require(growth < 1.05, $"{growth:F3} times the memory after the first texts");
+            }
         }
 
         private static void HalfACharacterIsHeldBack()
