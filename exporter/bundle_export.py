@@ -168,8 +168,8 @@ def _resolve(request: ExportRequest, models: _Models) -> ExportRequest:
         if precision == KEEP and not checkpoint.is_quantized:
             option = "--draft-precision" if checkpoint.role == "draft" else "--precision"
             raise ExportError(
-                f"{checkpoint.role} {checkpoint.name} has no quantized weights to keep; leave "
-                f"{option} out, or give another one"
+                f"{checkpoint.role} {checkpoint.name} has no quantized weights to keep; "
+                f"omit {option}, or specify another one"
             )
     precision = request.precision or (KEEP if target.is_quantized else "fp32")
     return replace(request, precision=precision)
@@ -300,6 +300,6 @@ def _describe_files(
 
 def _describe_disk_error(error: OSError, folder: Path) -> str:
     if error.errno == errno.ENOSPC:
-        return f"no space left for {folder}; free some, or name another disk with --output"
+        return f"no space left for {folder}; free disk space, or specify another disk with --output"
     file = f"{error.filename}: " if error.filename else ""
     return f"{file}{error.strerror or error}"

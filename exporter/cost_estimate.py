@@ -153,7 +153,8 @@ def check_costs(
             f"{checkpoint.role} {checkpoint.name} has {estimate.num_parameters / 1e9:.1f} billion "
             f"parameters; verifying one layer's experts takes "
             f"{_format_gigabytes(estimate.export_memory)} of memory, and this machine has "
-            f"{_format_gigabytes(available)}; give a smaller model, or export on a larger machine"
+            f"{_format_gigabytes(available)}; specify a smaller model, or export on a larger "
+            "machine"
         )
     costs = (describe_costs(estimate, graph_variant, graphs) for graph_variant in graph_variants)
     layer = estimate.expert_layers[0]

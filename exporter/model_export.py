@@ -164,11 +164,13 @@ def cut_draft(
             target.folder, target.progress, "draft-",
         )  # fmt: skip
         if draft.shape.layers != target.shape.layers[:num_layers]:
-            raise ExportError(f"that leaves caches of {len(draft.shape.layers)} layers")
+            raise ExportError(
+                f"the truncated model has caches for {len(draft.shape.layers)} layers"
+            )
     except Exception as error:
         raise ExportError(
             f"the target cannot be truncated to {self_draft.PREFIX}{num_layers}: "
-            f"{first_line(error)}; give another --draft"
+            f"{first_line(error)}; specify another --draft"
         ) from error
     return draft
 
@@ -271,7 +273,7 @@ def _note_rotary(
     if freeze_rotary(loaded.model, context_length):
         progress.note(
             f"{role}: its rotary factors are those of a context of {context_length} tokens at "
-            "every position; a smaller --max-length may choose others"
+            "every position; a smaller --max-length may select others"
         )
 
 
@@ -300,12 +302,12 @@ def _verify(
     missing = sorted({*expected} - {*report.invariant_lengths})
     if missing == [1]:
         progress.note(
-            f"{who}: passes of one token are not bitwise equal to longer ones, so single tokens "
-            "are run in passes of two"
+            f"{who}: passes of one token are not bitwise equal to longer ones, so a single token "
+            "is run as two rows"
         )
     elif missing:
         progress.note(
             f"{who}: passes of {', '.join(map(str, missing))} tokens are not bitwise "
-            "equal to longer ones, so near-ties may be decided differently than by the target alone"
+            "equal to longer ones, so text may differ from plain decoding at near-ties"
         )
     return report

@@ -153,7 +153,7 @@ class ExportRequest:
             raise ValueError(f"bits must be from 4 to 8, got {self.bits}")
         if self.bits is not None and self.precision != "int4":
             raise ExportError(
-                f"--bits is for --precision int4, not {self.precision_of('target')}; leave it out"
+                f"--bits applies to --precision int4, not {self.precision_of('target')}; omit it"
             )
         check_integer("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
@@ -164,16 +164,14 @@ class ExportRequest:
             raise ValueError(f"tolerance must be above 0 and finite, got {self.tolerance}")
         self._check_draft()
         if self.output is not None and not os.fspath(self.output):
-            raise ExportError("--output is empty; name a folder")
+            raise ExportError("--output is empty; specify a folder")
 
     def _check_draft(self) -> None:
         """Refuse options of a separate draft model for a self-draft, or without a draft model."""
         if self.draft_name is not None:
             is_own_precision = self.draft_precision not in (None, self.precision_of("target"))
             if self.num_draft_layers is not None and is_own_precision:
-                raise ExportError(
-                    "a self-draft has the target's precision; leave --draft-precision out"
-                )
+                raise ExportError("a self-draft has the target's precision; omit --draft-precision")
             return
         options = {
             "--draft-precision": self.draft_precision,
@@ -184,7 +182,7 @@ class ExportRequest:
         for option, value in options.items():
             if value is not None:
                 raise ExportError(
-                    f"{option} needs a draft model; give --draft, or leave {option} out"
+                    f"{option} needs a draft model; specify --draft, or omit {option} out"
                 )
 
     def _check_compute(self, precisions: set[str]) -> None:
@@ -195,23 +193,24 @@ class ExportRequest:
         quantized = sorted(precisions & {*QUANTIZED_DTYPES})
         if self.compute == "fp32" and not quantized:
             raise ValueError(
-                "all graphs of these precisions compute in fp32; leave compute out, or give a "
+                "all graphs of these precisions compute in fp32; omit compute, or specify a "
                 f"precision of {', '.join(QUANTIZED_DTYPES)}"
             )
         if self.compute == "bf16" and quantized:
             raise ValueError(
-                f"weights in {quantized[0]} cannot be dequantized to bf16: ONNX Runtime multiplies "
-                "them with fp32 and fp16 alone"
+                f"weights in {quantized[0]} cannot be dequantized to bf16: ONNX Runtime supports "
+                "fp32 and fp16 only"
             )
         if self.compute == QDQ and not quantized:
             raise ValueError(
-                f"compute {QDQ} is for quantized weights; give a precision of "
+                f"compute {QDQ} is for quantized weights; specify a precision of "
                 f"{', '.join(QUANTIZED_DTYPES)}, or compute in fp16"
             )
         if self.compute == QDQ and KEEP in quantized:
             raise ValueError(
-                f"compute {QDQ} cannot read a checkpoint's own blocks; give a precision of "
+                f"compute {QDQ} does not support the block formats of a checkpoint; specify a "
+                "precision of "
                 f"{', '.join(p for p in QUANTIZED_DTYPES if p != KEEP)}"
             )
         if self.compute == QDQ and self.ops == "gqa":
-            raise ValueError(f"compute {QDQ} needs the graph variant onnx; leave ops out")
+            raise ValueError(f"compute {QDQ} needs the graph variant onnx; omit ops")

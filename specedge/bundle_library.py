@@ -73,9 +73,9 @@ def find_removable(name: str) -> Path:
             f"no bundle '{name}': it is neither listed by 'specedge list' nor a folder"
         )
     if not (folder / MANIFEST).is_file():
-        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST}; delete it yourself")
+        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST}; delete it manually")
     if folder not in ours.values() and (reason := _more_than_a_bundle(folder)):
-        raise BundleError(f"{folder} {reason}; delete it yourself")
+        raise BundleError(f"{folder} {reason}; delete it manually")
     if Path.cwd().is_relative_to(folder.resolve()):
         raise BundleError(f"{folder} is the current folder; change to another one first")
     return folder

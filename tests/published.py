@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm3_vl": ("lfm3 models are hybrid", {}),
     "nemotron_h_omni": ("nemotron_h models are hybrid", {}),
     "deepseek_v32": ("has indices", {}),
-    "openai-gpt": ("keep no KV cache", {}),
+    "openai-gpt": ("have no KV cache", {}),
     "bert": ("is an encoder,", {}),
     "roberta": ("is an encoder,", {}),
     "deberta-v2": ("is an encoder,", {}),

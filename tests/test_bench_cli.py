@@ -87,12 +87,12 @@ def test_the_pages_texts_are_escaped():
 def test_a_setting_that_loses_is_marked_everywhere():
     lost = report(LOSING)
     text = bench_output.table_text(lost)
-    assert "speculation LOSES with every setting" in text
+    assert "speculative decoding is SLOWER with every setting" in text
     assert "! model" in text
     page = bench_page.page(lost)
     check(page)
     assert "model loses" in page
-    assert "speculation LOSES" in page
+    assert "speculative decoding is SLOWER" in page
     assert "Plain decoding is the fastest" in page
     assert json.loads(bench_output.json_text(lost))["settings"][1]["loses"] is True
     assert "LOSES" not in bench_output.table_text(report(GAINING))

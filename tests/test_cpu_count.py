@@ -86,4 +86,4 @@ def test_process_confined_to_one_cpu_runs_and_is_measured_with_one_thread():
     """
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
-    assert "may use no more CPUs" in child.stdout
+    assert "may not use more CPUs" in child.stdout

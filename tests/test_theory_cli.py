@@ -134,7 +134,7 @@ def test_figures_without_matplotlib_name_the_extra(tmp_path, monkeypatch):
         ([*COSTS, "--verify-cost", "1,x"], "--verify-cost"),
         ([*COSTS, "--verify-cost", ""], "--verify-cost"),
         ([*COSTS, "--verify-cost", "0"], "verify_cost must be above 0"),
-        ([*COSTS, "--verify-cost", "1.1,1.2"], "begins with that of K = 0, which is 1"),
+        ([*COSTS, "--verify-cost", "1.1,1.2"], "begin with the cost at K = 0, which is 1"),
         (["--alpha", 0.8, "--draft-cost", "1e308"], "the cost of a round"),
         (["--alpha", 0.8, *PENNILESS, "--json"], "out of range"),
         (["--format", "png"], "need --figures"),

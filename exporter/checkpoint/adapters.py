@@ -67,7 +67,7 @@ def find(role: str, name: str, model: str) -> Adapter:
     folder = path if remote is None else remote.folder
     files = {p.name for p in folder.iterdir()} if remote is None else remote.names
     if CONFIG not in files or not set(WEIGHTS) & files:
-        raise CheckpointError(f"{where} has no {CONFIG} with {WEIGHTS[0]}; give a LoRA adapter")
+        raise CheckpointError(f"{where} has no {CONFIG} with {WEIGHTS[0]}; specify a LoRA adapter")
     _check(where, folder, model)
     return Adapter(role, name, folder, remote)
 
@@ -84,7 +84,7 @@ def merge(adapter: Adapter, model: Any, progress: Progress) -> Any:
         config.inference_mode = True
         with translate_errors(CheckpointError, f"{where} cannot be read: ", "; download it again"):
             weights = peft.load_peft_weights(str(adapter.folder), device="cpu")
-        cure = "; give the model it was trained on"
+        cure = "; specify the model that it was trained on"
         with translate_errors(CheckpointError, f"{where} does not fit the model: ", cure):
             _load_replaced_modules(model, weights)
             wrapped = peft.get_peft_model(model, config)  # type: ignore[arg-type]
@@ -99,9 +99,9 @@ def merge(adapter: Adapter, model: Any, progress: Progress) -> Any:
         base = layer.get_base_layer()
         base.weight = nn.Parameter(_merge_layer(layer, base.weight, lock), requires_grad=False)
     license = folders.printable_line(licenses.stated_license(adapter.folder)) or "none stated"
-    base = folders.printable_line(str(config.base_model_name_or_path or "a model it does not name"))
+    base = folders.printable_line(str(config.base_model_name_or_path or "an unspecified model"))
     progress.note(
-        f"{where}, trained on {base}, is merged into its model, in float32; its license: {license}"
+        f"{where}, trained on {base}, is merged into the model in float32; its license: {license}"
     )
     return _mark_untied(wrapped.unload())
 
@@ -156,16 +156,17 @@ def _check(where: str, folder: Path, model: str) -> None:
         raise CheckpointError(f"{where} is a {kind} adapter; only LoRA adapters can be merged")
     if unsupported := [name for name in _UNSUPPORTED if config.get(name)]:
         raise CheckpointError(
-            f"{where} has {unsupported[0]}, which cannot be merged matrix by matrix; merge it "
-            "with peft, merge_and_unload(), and export that checkpoint"
+            f"{where} has {unsupported[0]}, which cannot be merged per matrix; merge it with "
+            "peft's merge_and_unload(), and export the merged checkpoint"
         )
     if str(config.get("init_lora_weights")).lower().startswith(_BASE_CHANGING_INITS):
         raise CheckpointError(
-            f"{where} started from {config['init_lora_weights']}, which changed the model itself; "
-            "save it with peft's path_initial_model_for_weight_conversion, which makes it plain"
+            f"{where} started from {config['init_lora_weights']}, which modifies the base model; "
+            "save it with peft's path_initial_model_for_weight_conversion, which converts it to "
+            "a plain adapter"
         )
     if _are_different_repositories(base, model):
-        raise CheckpointError(f"{where} was trained on {base}, not on {model}; give {base}")
+        raise CheckpointError(f"{where} was trained on {base}, not on {model}; specify {base}")
 
 
 def _are_different_repositories(base: object, model: str) -> bool:
@@ -180,5 +181,5 @@ def _check_peft(where: str) -> None:
         import peft  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(
-            f"{where} is an adapter, which takes another package: pip install peft"
+            f"{where} is an adapter, which requires: pip install peft"
         ) from error

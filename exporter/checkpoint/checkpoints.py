@@ -76,15 +76,15 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
     An `adapter`, also a folder or a hub id, is merged into the weights when they are loaded.
     """
     if not name:
-        raise CheckpointError(f"the {role} has no name; give a checkpoint's folder or a hub id")
+        raise CheckpointError(f"no {role} is specified; specify a checkpoint folder or a hub id")
     where = f"{role} {name}"
     path, gguf = folders.split_gguf_name(name)
     local = path.is_dir()
     if not local and (path.exists() or folders.is_path_like(name)):
         problem = "is a file, not a folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"{where} {problem}; give a checkpoint's folder or a hub id")
+        raise CheckpointError(f"{where} {problem}; specify a checkpoint folder or a hub id")
     if local and revision is not None:
-        raise CheckpointError(f"{where} is a folder, which has no revisions; leave it out")
+        raise CheckpointError(f"{where} is a folder and has no revisions; omit the revision")
 
     def choose(folder: Path, names: set[str]) -> list[str]:
         if gguf and gguf in names:
@@ -198,17 +198,19 @@ def _read(
 
 def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any]) -> Any:
     if "transformers_weights" in raw:
-        raise CheckpointError(f"{role} {name} names its own weights file, which is not supported")
+        raise CheckpointError(
+            f"{role} {name} specifies a custom weights file, which is not supported"
+        )
     quantized_formats.check(f"{role} {name}", raw, folders.base_checkpoint(role, name, folder))
     kind = raw.get("model_type")
     unknown = isinstance(kind, str) and kind and kind not in CONFIG_MAPPING
     if "auto_map" in raw and (unknown or not kind):
-        raise CheckpointError(f"{role} {name} needs its own code to run, which specedge never runs")
+        raise CheckpointError(f"{role} {name} requires custom code, which specedge does not run")
     if unknown:
         shown = folders.printable_line(str(kind)[:40])
         raise CheckpointError(
             f"{role} {name}: its config.json has the model type '{shown}', which transformers "
-            f"does not know ({internals.describe_versions()}); give another model"
+            f"does not know ({internals.describe_versions()}); specify another model"
         )
     config = _load_pretrained(AutoConfig.from_pretrained, f"{role} {name}: config.json", folder)
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
@@ -239,5 +241,5 @@ def _load_pretrained(
         except Exception as error:
             text = first_line(error)
             if "trust_remote_code" in str(error):
-                text = "it needs the repository's own code, which specedge never runs"
+                text = "it requires the repository's code, which specedge does not run"
             raise CheckpointError(f"{description} cannot be read: {text}") from error

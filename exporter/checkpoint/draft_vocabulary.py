@@ -29,7 +29,7 @@ def lm_head(model: nn.Module) -> nn.Linear:
     if type(head) is not nn.Linear:
         raise ExportError(
             f"the draft's LM head is {type(head).__name__}, not one matrix, so it cannot be "
-            "pruned; leave --draft-vocab out"
+            "pruned; omit --draft-vocab"
         )
     return head
 
@@ -75,13 +75,14 @@ def most_frequent_tokens(
     name, content = text
     if count >= num_tokens:
         raise ExportError(
-            f"--draft-vocab {count}: the draft has {num_tokens} tokens; give fewer, or leave it out"
+            f"--draft-vocab {count}: the draft has {num_tokens} tokens; use a smaller number, or "
+            "omit it"
         )
     always = {token for token in (*ends, *_special_tokens(tokenizer)) if 0 <= token < num_tokens}
     if count <= len(always):
         raise ExportError(
             f"--draft-vocab {count}: the {len(always)} end tokens and special tokens are always "
-            "kept; give more"
+            "kept; use a larger number"
         )
     encoding = Tokenizer.from_file(str(tokenizer)).encode(content, add_special_tokens=False)
     counts = np.bincount([t for t in encoding.ids if t < num_tokens], minlength=num_tokens)

@@ -32,9 +32,9 @@ def check_layout(role: str, name: str, folder: Path, files: set[str]) -> None:
     """Refuse a folder that holds something other than a checkpoint, with advice."""
     where = f"{role} {name}"
     if not files:
-        raise CheckpointError(f"{where} is an empty folder; give one with a checkpoint")
+        raise CheckpointError(f"{where} is an empty folder; specify one with a checkpoint")
     if "bundle.json" in files:
-        raise CheckpointError(f"{where} is a bundle already; give the checkpoint it was made from")
+        raise CheckpointError(f"{where} is already a bundle; specify the original checkpoint")
     if {*weight_files.SAFE, *weight_files.PICKLED} & files:
         if "config.json" not in files:
             raise CheckpointError(f"{where} has weights but no config.json; download it again")
@@ -42,27 +42,27 @@ def check_layout(role: str, name: str, folder: Path, files: set[str]) -> None:
     if "adapter_config.json" in files:
         option = "--draft-adapter" if role == "draft" else "--adapter"
         raise CheckpointError(
-            f"{where} is an adapter; give the model it was trained on as --{role}, "
-            f"and this as {option}"
+            f"{where} is an adapter; specify the model that it was trained on as --{role}, and "
+            f"the adapter as {option}"
         )
     if any(f.endswith(".gguf") for f in files):
         return
     if any(f.endswith((".bin", ".pt", ".pth", ".ckpt")) for f in files):
         raise CheckpointError(
             f"{where} has only pickled weights of an unknown layout; "
-            f"give a checkpoint with {weight_files.SAFE[0]} or {weight_files.PICKLED[0]}"
+            f"specify a checkpoint with {weight_files.SAFE[0]} or {weight_files.PICKLED[0]}"
         )
     if any(f.endswith(".onnx") for f in files) or "onnx" in files:
         if (origin := base_checkpoint(role, name, folder)) is None:
-            cure = "give the checkpoint it was made from, with config.json and model.safetensors"
+            cure = "specify the original checkpoint, with config.json and model.safetensors"
         else:
-            cure = f"it was made from {origin}: give that, with its model.safetensors"
+            cure = f"it was exported from {origin}: specify that checkpoint, with model.safetensors"
         raise CheckpointError(
-            f"{where} is an ONNX export, as optimum writes it, without the weights to export "
-            f"from; {cure}"
+            f"{where} is an ONNX export, as written by optimum, without the required weights; "
+            f"{cure}"
         )
     raise CheckpointError(
-        f"{where} has no {weight_files.SAFE[0]}; give a folder with a complete checkpoint"
+        f"{where} has no {weight_files.SAFE[0]}; specify a folder with a complete checkpoint"
     )
 
 

@@ -143,7 +143,7 @@ class GgufCheckpoint:
         if scalings:
             raise CheckpointError(
                 f"{self.where}: {self.name} has a rotary scaling that transformers does not read "
-                f"({scalings[0]}); give the checkpoint it was made from"
+                f"({scalings[0]}); specify the original checkpoint"
             )
 
     def state(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], int]:
@@ -188,8 +188,8 @@ def open_files(where: str, files: Sequence[Path]) -> GgufCheckpoint:
     num_parts, count = first.value("split.count") or 1, first.value("split.tensors.count")
     if num_parts != len(files):
         raise CheckpointError(
-            f"{where}: {files[0].name} is one of {num_parts} parts, and {len(files)} are here; "
-            "download all of them, with the names that they were published with"
+            f"{where}: {files[0].name} is one of {num_parts} parts, and {len(files)} are "
+            "present; download all of them, with their original names"
         )
     if num_parts > 1 and count not in (None, len(tensors)):
         raise CheckpointError(
@@ -318,9 +318,9 @@ def _open(where: str, file: Path) -> Any:
         import gguf
     except ImportError as error:
         raise MissingExtraError(
-            f"{where} is a GGUF file, which takes another package: pip install gguf accelerate"
+            f"{where} is a GGUF file, which requires: pip install gguf accelerate"
         ) from error
-    prefix = f"{where}: {file.name} is no GGUF file that can be read ("
+    prefix = f"{where}: {file.name} is not a readable GGUF file ("
     try:
         gguf_header.read_header(file)
     except (OSError, ValueError) as error:

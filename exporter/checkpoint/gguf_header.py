@@ -27,8 +27,8 @@ _OTHER_FILES = {
     b"<html": "an HTML page; download the file again",
     b"<?xml": "an XML page; download the file again",
     b"PK\x03\x04": "a zip archive; unpack it",
-    b"ggjt": "of a format before GGUF; give a GGUF file",
-    b"ggml": "of a format before GGUF; give a GGUF file",
+    b"ggjt": "of a format before GGUF; specify a GGUF file",
+    b"ggml": "of a format before GGUF; specify a GGUF file",
 }
 
 
@@ -83,7 +83,7 @@ class _Scanner:
         self._check_count("tensors", num_tensors, 24)
         self._check_count("fields", num_fields, 12)
         if not num_tensors:
-            raise ValueError("it holds no tensors; download it again")
+            raise ValueError("it contains no tensors; download it again")
         names = set[str]()
         for _ in range(num_fields):
             self._field(names)
@@ -123,7 +123,7 @@ class _Scanner:
     def _text(self, what: str) -> str:
         size = self._number("Q")
         if size > min(MAX_TEXT, self._size - self._at):
-            raise ValueError(f"{what} has {size} bytes, which the file has not; download it again")
+            raise ValueError(f"{what} has {size} bytes, which exceeds the file; download it again")
         try:
             return self._take(size).decode("utf-8")
         except UnicodeDecodeError as error:
@@ -150,7 +150,7 @@ class _Scanner:
             value = self._value(name[:80], kind)
             if name == "general.alignment":
                 if value < 1 or value & (value - 1) or kind != 4:
-                    raise ValueError("general.alignment is no power of two")
+                    raise ValueError("general.alignment is not a power of two")
                 self._alignment = value
             if name.endswith(".block_count"):
                 self._num_layers = value

@@ -134,8 +134,8 @@ def build_tokenizer(where: str, fields: Mapping[str, Any]) -> PreTrainedTokenize
         name = fields.get("tokenizer.ggml.pre") or "default"
         if name not in PRE_TOKENIZERS:
             raise CheckpointError(
-                f"{where}: its pre-tokenizer '{str(name)[:40]}' is not supported; give the "
-                "checkpoint it was made from"
+                f"{where}: its pre-tokenizer '{str(name)[:40]}' is not supported; specify the "
+                "original checkpoint"
             )
         rules = PRE_TOKENIZERS[name]
         tokenizer = _byte_level_tokenizer(vocabulary, rules)
@@ -147,8 +147,8 @@ def build_tokenizer(where: str, fields: Mapping[str, Any]) -> PreTrainedTokenize
         )
     else:
         raise CheckpointError(
-            f"{where}: its tokenizer '{str(model)[:40]}' is not supported; give the checkpoint it "
-            "was made from"
+            f"{where}: its tokenizer '{str(model)[:40]}' is not supported; specify the "
+            "original checkpoint"
         )
     adds_bos = bool(fields.get("tokenizer.ggml.add_bos_token", adds_bos))
     adds_eos = bool(fields.get("tokenizer.ggml.add_eos_token", False))
@@ -211,7 +211,7 @@ class _Vocabulary:
     def read(where: str, fields: Mapping[str, Any]) -> _Vocabulary:
         stored = fields.get("tokenizer.ggml.tokens")
         if not isinstance(stored, list) or not stored or not isinstance(stored[0], str):
-            raise CheckpointError(f"{where} has no vocabulary; give a complete GGUF file")
+            raise CheckpointError(f"{where} has no vocabulary; specify a complete GGUF file")
         tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(stored)]
         ids = {token: i for i, token in enumerate(tokens)}
         if len(ids) < len(tokens):

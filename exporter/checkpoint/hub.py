@@ -97,7 +97,8 @@ def check_space(snapshots: list[Snapshot], destination: Path) -> None:
         if need > (free := shutil.disk_usage(existing).free):
             raise CheckpointError(
                 f"{download / 1e9:.1f} GB are to be downloaded and {bundle / 1e9:.1f} GB written "
-                f"to the bundle, and {existing} has {free / 1e9:.1f} GB free; free some, or set "
+                f"to the bundle, and {existing} has {free / 1e9:.1f} GB free; free disk space, "
+                "or set "
                 "HF_HOME or --output to a larger disk"
             )
 
@@ -121,7 +122,7 @@ def _find_online(role: str, name: str, revision: str | None, choose: Choose) -> 
     if lacking := [file for file in chosen if file not in sizes]:
         raise CheckpointError(
             f"{role} {name}: its index names {lacking[0]}, which the repository lacks; "
-            "give another revision"
+            "specify another revision"
         )
     weights = {file: sizes[file] for file in chosen}
     return Snapshot(role, name, folder.name, folder, names, weights)
@@ -160,8 +161,8 @@ def _find_cached(
         offline = isinstance(reason, errors.OfflineModeIsEnabled)
         why = "HF_HUB_OFFLINE is set" if offline else first_line(reason)
         raise CheckpointError(
-            f"{role} {name} is no local folder, and the hub cannot be reached ({why}); "
-            "connect to the network, or give a local folder"
+            f"{role} {name} is not a local folder, and the hub cannot be reached ({why}); "
+            "connect to the network, or specify a local folder"
         ) from reason
     sizes = {file: (folder / file).stat().st_size for file in weights}
     return Snapshot(role, name, folder.name, folder, names, sizes)
@@ -179,18 +180,19 @@ def _advice(role: str, name: str, revision: str | None, error: Exception) -> str
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{where} is neither a folder here nor a model on the hub "
+            f"{where} is neither a local folder nor a model on the hub "
             "(a private one needs 'hf auth login')"
         )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
         return (
-            f"{where}: the hub refuses to give it ({error.response.status_code}); log in with "
-            "'hf auth login', and a token that may read it"
+            f"{where}: the hub denies access ({error.response.status_code}); log in with "
+            "'hf auth login', with a token that has read access"
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return (
-            f"{where}: no space left in {constants.HF_HUB_CACHE} while downloading; free some, "
-            "or set HF_HOME to a larger disk, and run the export again to go on where it stopped"
+            f"{where}: no space left in {constants.HF_HUB_CACHE} while downloading; free disk "
+            "space, "
+            "or set HF_HOME to a larger disk, and run the export again to resume"
         )
     return None
 
@@ -203,7 +205,7 @@ def _translate_download_errors(
     def describe(error: Exception) -> str:
         return _advice(snapshot.role, snapshot.name, snapshot.revision, error) or (
             f"{snapshot.role} {snapshot.name}: {file} cannot be downloaded "
-            f"({first_line(error)}); run the export again to go on where it stopped"
+            f"({first_line(error)}); run the export again to resume"
         )
 
     return translate_errors(CheckpointError, "", describe=describe)

@@ -156,8 +156,8 @@ def _resolve_view(
         or first + lengths[axis] > matrix.shape[axis]
     ):
         raise ExportError(
-            f"its graph takes {list(array.shape)} of a matrix {list(matrix.shape)} in a way that "
-            "cannot be resolved to the checkpoint"
+            f"its graph takes {list(array.shape)} of a matrix {list(matrix.shape)} in a form "
+            "that cannot be resolved to the checkpoint"
         )
     part = matrix.narrow(axis, first, lengths[axis]).reshape([array.shape[i] for i in order])
     part = part.permute([order.index(i) for i in sorted(order)])

@@ -49,14 +49,14 @@ def copy_licenses(
         if not LICENSE_FILE.match(path.name) or not _is_own_file(path):
             continue
         if not is_license_file(path.name, path.stat().st_size):
-            progress.note(f"{role}: {path.name} is over {LARGEST / 1e6:.0f} MB and is left out")
+            progress.note(f"{role}: {path.name} is over {LARGEST / 1e6:.0f} MB and is not copied")
             continue
         name = _unique_name(path.name, taken)
         shutil.copyfile(path, folder / name)
         taken.add(name.lower())
     if not taken and license is None:
         progress.note(
-            f"{role}: its checkpoint states no license; ask its authors what you may do with it"
+            f"{role}: the checkpoint states no license; ask its authors about permitted uses"
         )
 
 

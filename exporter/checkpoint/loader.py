@@ -124,7 +124,7 @@ def _check_loaded(where: str, model: torch.nn.Module, info: Any) -> None:
         key, stored_shape, expected_shape = other[0]
         raise CheckpointError(
             f"{where}: {key} is {list(stored_shape)} in its files and {list(expected_shape)} by "
-            "its config; give the files and the config of one model"
+            "its config; use files and config of the same model"
         )
     if lacking := sorted(map(str, info["missing_keys"])):
         raise CheckpointError(f"{where} lacks weights, such as {lacking[0]}; download it again")
@@ -136,7 +136,7 @@ def _note_unused(role: str, names: list[str], progress: Progress) -> None:
     if names := [name for name in names if not name.endswith(_OBSOLETE_BUFFERS)]:
         progress.note(
             f"{role}: the model does not use {len(names)} of its tensors, such as "
-            f"{folders.printable_line(names[0])}, which are left out"
+            f"{folders.printable_line(names[0])}, which are ignored"
         )
 
 
@@ -192,7 +192,7 @@ def _note_format(checkpoint: Checkpoint, progress: Progress) -> None:
     if file.suffix == ".bin":
         progress.note(
             f"{role}: its weights are pickled, and were read with torch's weights-only loader, "
-            "which runs no code"
+            "which does not run code"
         )
 
 
@@ -200,7 +200,7 @@ def _note_gguf(role: str, main_type: str, num_unused: int, progress: Progress) -
     if num_unused:
         progress.note(
             f"{role}: the model does not use {num_unused} weights of its GGUF file, which are "
-            "left out"
+            "ignored"
         )
     if main_type not in gguf_files.FLOATS:
         progress.note(

@@ -130,7 +130,7 @@ def dequantize_state(
         if module in tensors and part not in ("weight", "bias"):
             raise CheckpointError(
                 f"{where}: {key} is a part of a weight in an unsupported format; "
-                "give the checkpoint it was made from"
+                "give the original checkpoint"
             )
     return result
 
@@ -294,7 +294,7 @@ class _Reader:
         if tensor.is_floating_point() != is_float:
             raise CheckpointError(
                 f"{self.where}: {key} is stored in {str(tensor.dtype).removeprefix('torch.')}, an "
-                "unknown layout; give the checkpoint it was made from"
+                "unknown layout; specify the original checkpoint"
             )
         return tensor
 
@@ -305,7 +305,7 @@ class _Reader:
         )
         return CheckpointError(
             f"{self.where}: the parts of {module} do not fit each other ({shapes}); download it "
-            "again, or give the checkpoint it was made from"
+            "again, or give the original checkpoint"
         )
 
     def _group_size(self, module: str, size: int, num_groups: int) -> int:
@@ -316,7 +316,7 @@ class _Reader:
                 return number
         raise CheckpointError(
             f"{self.where}: {module} has {num_groups} groups of {size} inputs, an unknown layout; "
-            "give the checkpoint it was made from"
+            "give the original checkpoint"
         )
 
     def _input_order(self, key: str, size: int, group_size: int) -> np.ndarray | None:
@@ -332,7 +332,7 @@ class _Reader:
         if not np.array_equal(numbers[order], expected):
             raise CheckpointError(
                 f"{self.where}: {key} does not name {expected[-1] + 1} groups of {group_size} "
-                "inputs; download it again, or give the checkpoint it was made from"
+                "inputs; download it again, or give the original checkpoint"
             )
         return None if np.array_equal(numbers, expected) else order
 

@@ -81,8 +81,10 @@ def check(where: str, raw: Mapping[str, Any], original: str | None) -> None:
             return
     else:
         name = _NAMES.get(how, f"the method '{how[:40]}'")
-    cure = f"{original}, which it was made from" if original else "the checkpoint it was made from"
-    raise CheckpointError(f"{where} is quantized with {name}, which is not supported; give {cure}")
+    cure = f"the original checkpoint {original}" if original else "the original checkpoint"
+    raise CheckpointError(
+        f"{where} is quantized with {name}, which is not supported; specify {cure}"
+    )
 
 
 def expansion(raw: Mapping[str, Any]) -> float:
@@ -203,7 +205,7 @@ def _dequantize_all_fp8(
         if scales.numel() != 1 and [*scales.shape] != [*tensor.shape[:-2], *blocks]:
             raise CheckpointError(
                 f"{where}: {key}_scale_inv is {[*scales.shape]}, an unknown layout of "
-                f"scales for {[*tensor.shape]}; give the checkpoint it was made from"
+                f"scales for {[*tensor.shape]}; specify the original checkpoint"
             )
         result[key] = dequantize_fp8(tensor, scales, sizes)
     return result

@@ -28,18 +28,16 @@ def parse_num_layers(draft: str, revision: str | None, adapter: str | None = Non
     number = draft.removeprefix(PREFIX)
     if not re.fullmatch(r"[0-9]{1,9}", number) or not int(number):
         raise CheckpointError(
-            f"draft {draft}: give self:N, with N from 1, for the target's first N layers "
+            f"draft {draft}: specify self:N, with N of at least 1, for the target's first N layers "
             f"(or ./{draft} for a folder of that name)"
         )
     if revision is not None:
         raise CheckpointError(
-            f"draft {draft} is a part of the target, which has no revision of its own; "
-            "leave --draft-revision out"
+            f"draft {draft} is part of the target and has no revision; omit --draft-revision"
         )
     if adapter is not None:
         raise CheckpointError(
-            f"draft {draft} is a part of the target, and has the target's --adapter; "
-            "leave --draft-adapter out"
+            f"draft {draft} is part of the target and shares its --adapter; omit --draft-adapter"
         )
     return int(number)
 
@@ -49,12 +47,12 @@ def check_num_layers(num_layers: int, target: Checkpoint) -> None:
     whole = getattr(target.config.get_text_config(), "num_hidden_layers", None)
     if type(whole) is not int:
         raise CheckpointError(
-            f"target {target.name} does not say how many layers it has, so none can be left out; "
-            "give another --draft"
+            f"target {target.name} does not state its number of layers, so it cannot be truncated; "
+            "specify another --draft"
         )
     if num_layers >= whole:
-        cures = {1: "give another --draft", 2: "give self:1"}
-        cure = cures.get(whole, f"give self:1 to self:{whole - 1}")
+        cures = {1: "specify another --draft", 2: "specify self:1"}
+        cure = cures.get(whole, f"specify self:1 to self:{whole - 1}")
         raise CheckpointError(
             f"draft {PREFIX}{num_layers}: target {target.name} has {whole} "
             f"layer{'s' if whole > 1 else ''}, and its draft must have fewer; {cure}"
@@ -90,5 +88,7 @@ def _layer_list(model: nn.Module, num_layers: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers and not inner:
             candidates[name] = module
     if len(candidates) != 1:
-        raise ExportError(f"its {num_layers} layers are in {len(candidates)} lists, not in one")
+        raise ExportError(
+            f"its {num_layers} layers are in {len(candidates)} module lists instead of one"
+        )
     return next(iter(candidates.values()))

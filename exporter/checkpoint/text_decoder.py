@@ -31,23 +31,24 @@ def decoder_config(where: str, config: Any) -> Any:
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         problem = "is an encoder-decoder" if config.is_encoder_decoder else "attends to an encoder"
         raise CheckpointError(
-            f"{about} {problem}, and cross-attention cannot be exported; give a decoder alone"
+            f"{about} {problem}, and cross-attention cannot be exported; specify a decoder-only "
+            "model"
         )
     text = _text_config(about, config)
     encoder = internals.is_encoder(config) or internals.is_encoder(text)
     if encoder and not getattr(text, "is_decoder", False):
         raise CheckpointError(
-            f"{about} is an encoder, which predicts no next token; give a decoder"
+            f"{about} is an encoder, which predicts no next token; specify a decoder-only model"
         )
     if internals.decoder_class(text) is None:
         raise CheckpointError(
             f"{about} has no text decoder that transformers can run by itself "
-            f"({internals.describe_versions()}); give another model"
+            f"({internals.describe_versions()}); specify another model"
         )
     if text is not config and not _prefixes(config, text):
         raise CheckpointError(
-            f"{about} has its text decoder in an unknown place "
-            f"({internals.describe_versions()}); give another model"
+            f"{about} has its text decoder in an unknown module "
+            f"({internals.describe_versions()}); specify another model"
         )
     return text
 
@@ -74,7 +75,7 @@ def _text_config(about: str, config: Any) -> Any:
         text = config.get_text_config()
     except ValueError as error:
         raise CheckpointError(
-            f"{about} has several text models, and it is unclear which to export; give a "
+            f"{about} has several text models, and it is ambiguous which one to export; specify a "
             "decoder alone"
         ) from error
     if text is config:

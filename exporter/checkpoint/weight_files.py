@@ -51,7 +51,7 @@ def select_files(where: str, folder: Path, names: set[str]) -> list[str]:
     name = where.partition(" ")[2]
     shown = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
     raise CheckpointError(
-        f"{where} has {len(files)} GGUF files ({shown}); give one of them, such as "
+        f"{where} has {len(files)} GGUF files ({shown}); specify one of them, such as "
         f"{name}/{files[0]}"
     )
 
@@ -82,8 +82,9 @@ def read_tensors(where: str, files: list[Path]) -> dict[str, torch.Tensor]:
             ) from error
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{where}: {file.name} holds more than tensors, which specedge does not load; "
-                "give a checkpoint with model.safetensors"
+                f"{where}: {file.name} contains objects other than tensors, which specedge does "
+                "not load; "
+                "specify a checkpoint with model.safetensors"
             ) from error
     return state
 
@@ -95,12 +96,12 @@ def stored_dtype(where: str, state: dict[str, torch.Tensor]) -> str:
         kind = tensor.stored if isinstance(tensor, LazyTensor) else tensor.dtype
         sizes[kind] += tensor.numel()
     if not sizes:
-        raise CheckpointError(f"{where}: its files hold no tensors; download it again")
+        raise CheckpointError(f"{where}: its files contain no tensors; download it again")
     kind = sizes.most_common(1)[0][0]
     if kind not in _DTYPES:
         raise CheckpointError(
             f"{where} stores {str(kind).removeprefix('torch.')} weights; "
-            "give one in float32, float16 or bfloat16"
+            "specify one in float32, float16 or bfloat16"
         )
     return _DTYPES[kind]
 
@@ -117,7 +118,7 @@ def check_names(where: str, state: dict[str, torch.Tensor], model_names: Iterabl
         if any(form in f"{key}$" for form in forms):
             raise CheckpointError(
                 f"{where}: {key} is a part of a weight in an unsupported format; "
-                "give the checkpoint it was made from"
+                "specify the original checkpoint"
             )
         if tensor.is_floating_point() and tensor.dtype not in FLOATS:
             raise _unsupported_type(where, key, tensor.dtype)
@@ -134,7 +135,7 @@ def check_types(where: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
 def _unsupported_type(where: str, name: str, kind: torch.dtype) -> CheckpointError:
     return CheckpointError(
         f"{where}: {name} is stored in {str(kind).removeprefix('torch.')}, and its config.json "
-        "does not say how to dequantize it; give the checkpoint it was made from"
+        "does not specify how to dequantize it; specify the original checkpoint"
     )
 
 

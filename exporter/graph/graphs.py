@@ -174,7 +174,7 @@ def check_devices(model: ir.Model) -> None:
             a.type == ir.AttributeType.GRAPH for a in node.attributes.values()
         ):
             raise ExportError(
-                f"the traced graph has a {node.op_type} node, which runs on no GPU "
+                f"the traced graph has a {node.op_type} node, which cannot run on a GPU "
                 f"({describe_versions()})"
             )
         if any(o.dtype == ir.DataType.DOUBLE for o in node.outputs):
@@ -223,7 +223,7 @@ def _fold_positions(graph: ir.Graph, length: int) -> None:
     """
     count = next((n for n in graph if n.op_type == "CumSum"), None)
     if count is None:
-        raise ExportError(f"the traced graph does not count its positions; {describe_versions()}")
+        raise ExportError(f"the traced graph does not compute its positions; {describe_versions()}")
     numbers = np.arange(1, length + 1, dtype=np.int64)[None]
     count.outputs[0].replace_all_uses_with(add_constant(graph, numbers, "count"))
 

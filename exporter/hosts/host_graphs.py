@@ -102,7 +102,7 @@ class _Embedding:
         check_integer("num_draft_tokens", ks[0], 1)
         if room := [k for k in ks if k > bundle.num_draft_tokens]:
             raise ExportError(
-                f"the caches have room for rounds of {bundle.num_draft_tokens} draft tokens, not "
+                f"the caches are sized for rounds of {bundle.num_draft_tokens} draft tokens, not "
                 f"of {room[0]}; export the pair with --num-draft-tokens {room[0]}"
             )
         if self.layout not in LAYOUTS:
@@ -142,7 +142,7 @@ class _Embedding:
             option = "-k" if self.num_draft_tokens else "--layout split"
             raise ExportError(
                 f"{option} needs a draft model, which this bundle does not have; omit it for "
-                "a round that decodes plainly, or export the target again with --draft"
+                "plain decoding, or export the target again with --draft"
             )
 
 
@@ -207,7 +207,7 @@ def _write(
             _replace_manifest(new.to_json(), Path(work), bundle.folder)
     except OSError as error:
         raise ExportError(
-            f"{bundle.folder} cannot be written to: {error.strerror}; give --output FOLDER"
+            f"{bundle.folder} cannot be written to: {error.strerror}; specify --output FOLDER"
         ) from error
     for name in old - described.keys():
         bundle.path(name).unlink(missing_ok=True)

@@ -190,8 +190,9 @@ def check_fused(bundle: Bundle) -> str | None:
     weights = bundle.files[draft.weights].size
     if draft.weights_dtype in QUANTIZED_DTYPES and weights > _MAX_PACKED_BYTES:
         return (
-            f"{draft.source.id} is in {draft.weights_dtype}: in one graph each step would hold "
-            f"{weights >> 20} MB of weights of its own"
+            f"{draft.source.id} is in {draft.weights_dtype}: in one graph, each step would have "
+            "a copy of "
+            f"{weights >> 20} MB of weights"
         )
     return None
 

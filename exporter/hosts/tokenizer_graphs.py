@@ -145,7 +145,8 @@ def _find_difference(
         tokens = whole[start : start + _BATCH]
         if _run_decoder(decode, tokens) != tokenizer.decode(tokens):
             return (
-                f"onnxruntime-extensions returns a different text for one of tokens {tokens[0]} on"
+                "onnxruntime-extensions returns a different text for one of the tokens from "
+                f"{tokens[0]} on"
             )
     return None
 

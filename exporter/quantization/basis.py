@@ -161,7 +161,9 @@ def residual_stream(graph: ir.Graph, apart: Set[int]) -> ResidualStream:
         for node, index in value.uses():
             if node.op_type == RMS_NORM and index == 0:
                 if node not in foldable:
-                    raise NotRotatableError("a norm of the residual stream has other readers")
+                    raise NotRotatableError(
+                        "a norm of the residual stream is also read by other nodes"
+                    )
                 stream_nodes.norms.add(node)
                 continue
             if node.op_type in ("Add", "Sum"):
@@ -181,7 +183,7 @@ def _add_writer(
 ) -> None:
     """Record the nodes whose output is added to the residual stream."""
     if any(user is not reader for user, _ in value.uses()):
-        raise NotRotatableError("what is added to the residual stream has other readers")
+        raise NotRotatableError("a summand of the residual stream is also read by other nodes")
     node = value.producer()
     if node is None:
         raise NotRotatableError("a constant is added to the residual stream")
@@ -469,8 +471,9 @@ def _check_inverse(back: torch.Tensor, exact: torch.Tensor, stored: StoredTensor
     error = float((back - exact).abs().max()) / max(1e-30, float(exact.abs().max()))
     if not error <= _MAX_ROTATION_ERROR:
         raise ParityError(
-            f"{stored.tensor.name}: rotated and rotated back it is off by {error:.1e} of its "
-            f"largest value, allowed are {_MAX_ROTATION_ERROR:g}"
+            f"{stored.tensor.name}: after rotation and inverse rotation, it differs by "
+            f"{error:.1e} of its "
+            f"largest value, the limit is {_MAX_ROTATION_ERROR:g}"
         )
 
 

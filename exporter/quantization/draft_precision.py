@@ -75,7 +75,7 @@ def select_draft_precision(
             tensors=tensors,
         )  # fmt: skip
         candidates.append(DraftCandidate(precision, copy, model, weights))
-    with progress.step("Choosing the draft's precision"):
+    with progress.step("Selecting the draft's precision"):
         target_logits = compute_logits(_runner(target), texts.evaluation)
         for candidate in candidates:
             _measure_acceptance(candidate, target_logits, texts, head)

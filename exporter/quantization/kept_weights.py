@@ -207,7 +207,7 @@ def _describe(
             choice = (
                 Scheme(None, 1, 0.0, 0.0, kept[matrix.offset].layout.bits)
                 if matrix.offset in kept
-                else schemes.unquantized("its values are not those of a block-wise type")
+                else schemes.unquantized("its type is not block-wise")
             )
             described[(matrix.offset,)] = schemes.with_names(choice, [matrix.stored.tensor])
     for layer in expert_layers(graph, excluded):

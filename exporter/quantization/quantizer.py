@@ -104,7 +104,7 @@ def quantize(
     graphs = (_load(part, ops).graph for part in parts for ops in part.ops)
     excluded = find_excluded(graphs, parts[0].model.num_experts)
     if precision in ROTATED_PRECISIONS and parts[0].model.num_experts:
-        progress.note(f"{first}: it chooses among experts, so its weights keep their basis")
+        progress.note(f"{first}: it is a mixture of experts, so it is not rotated")
     elif precision in ROTATED_PRECISIONS:
         with progress.step(f"Rotating the {first}"):
             parts, reason = _change_basis(parts, work, excluded)
@@ -115,7 +115,7 @@ def quantize(
     if precision == "int8-block":
         rounding = NEAREST
     if rounding == GPTQ and texts.prompts and _can_answer(parts[0]):
-        with progress.step(f"Answering prompts with the {first}"):
+        with progress.step(f"Generating answers with the {first}"):
             answers = calibration.generate_answers(
                 parts[0].decoder(parts[0].ops[-1]), parts[0].geometry, texts.prompts,
                 texts.end_tokens,
@@ -128,7 +128,7 @@ def quantize(
         selector = SchemeSelector(precision, rounding, bits, texts, channels, excluded, work)
         for part in parts:
             group_schemes |= selector.select(part, group_schemes)
-    with WeightStore(folder) as store, progress.step(f"Quantising the {first}"):
+    with WeightStore(folder) as store, progress.step(f"Quantizing the {first}"):
         for part in parts:
             for ops in part.reduced_variants(precision, suffixes):
                 _write_graphs(part, ops, precision, group_schemes, excluded, store, folder)
@@ -241,7 +241,7 @@ def _change_basis(
         for original, rotated in zip(parts, changed, strict=True):
             equivalence.check_equivalence(original, rotated)
     except ParityError as error:
-        return parts, f"its weights keep their own basis, because a rotated graph differs ({error})"
+        return parts, f"it is not rotated, because the rotated graph differs ({error})"
     if chosen.reason:
         return changed, f"its residual stream is not rotated, because {chosen.reason}"
     return changed, None
@@ -394,8 +394,8 @@ def _unquantized_schemes(model: FloatModel, ops: str, excluded: ExcludedWeights)
     graph = _load(model, attention_ops(ops), excluded).graph
     for op_type, tensors in ungrouped_weights(graph, excluded.offsets, rounded).items():
         for routes_, reason in (
-            (True, "it chooses experts"),
-            (False, f"{op_type} nodes read it in another form"),
+            (True, "it is a router"),
+            (False, f"{op_type} nodes read it in another layout"),
         ):
             some = [t for t in tensors if (t.offset in excluded.routers) == routes_]
             if some:

@@ -155,12 +155,13 @@ def _build_report(
     numbers = (distance.loss + distance.divergence + distance.error for distance in (near, late))
     if not math.isfinite(sum(numbers)):
         raise ExportError(
-            f"{who}: some numbers are beyond {cache_dtype(ops)}; leave --compute and --cache out, "
+            f"{who}: some values exceed the range of {cache_dtype(ops)}; omit --compute and "
+            "--cache, "
             "or compute in another type"
         )
     invariant, differing = checks.check_standalone(runner, np.concatenate(texts.evaluation))
     if differing:
-        progress.note(f"{who}: {', '.join(differing)} give other last bits than decoder")
+        progress.note(f"{who}: {', '.join(differing)} are not bitwise equal to the decoder")
     described = _quantization_report(near, texts, choices)
     if model.is_self_draft:  # first layers with the last one's head: no language model
         described = replace(described, perplexity=0.0, original_perplexity=0.0)
@@ -186,7 +187,7 @@ def _describe_late(near: LogitDistance, late: LogitDistance, context_length: int
         return None
     return (
         f"near position {context_length} KL is {of_late:.2g}, near the beginning {of_near:.2g}: "
-        "what depends on positions is not what it was"
+        "position-dependent values are inaccurate"
     )
 
 

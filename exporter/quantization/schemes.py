@@ -29,7 +29,7 @@ MAX_PER_CHANNEL_ERROR = (
 )
 MAX_ERROR = 0.2  # and from which on, however it is cut, a group stays in its own type
 MAX_HEAD_DIVERGENCE = (
-    0.01  # nats a token that a head in 4 bits may cost; beyond, it is in columns of 8
+    0.01  # nats per token that a head in 4 bits may cost; beyond, it is in columns of 8
 )
 NUM_SAMPLED_COLUMNS = 512  # of a matrix, that errors are measured with
 NUM_SAMPLED_EXPERTS = 4  # and of a block of experts, each
@@ -91,7 +91,9 @@ def per_channel_scheme(
         if blocks.num_parts and blocks.error < best.error:
             best = replace(blocks, plain_error=plain.error)
     if best.error > MAX_ERROR:
-        return unquantized(f"rounding would cost it {best.error:.1%}", plain.error)
+        return unquantized(
+            f"quantization would cause a product error of {best.error:.1%}", plain.error
+        )
     layout = (
         f"{best.num_parts} parts of K" if best.num_parts > 1 else f"blocks of {rounding.BLOCK_SIZE}"
     )
@@ -116,14 +118,14 @@ def _exponent_candidates(
 
 def unquantized(reason: str, plain_error: float = 0.0) -> Scheme:
     """Return a scheme without quantization."""
-    return Scheme(None, 0, 0.0, plain_error, reason=f"not rounded, as {reason}")
+    return Scheme(None, 0, 0.0, plain_error, reason=f"not quantized, because {reason}")
 
 
 def block_scheme(group: MatrixGroup, x: InputStatistics, bits: int) -> Scheme:
     """Return a block-wise scheme for a group with input x."""
     error = max(rounding.block_error(w, x.rows, bits) for w in _sampled_columns(group))
     if error > MAX_ERROR and not (bits == 4 and x.hessian is not None):  # GPTQ costs less than that
-        return unquantized(f"rounding would cost it {error:.1%}", error)
+        return unquantized(f"quantization would cause a product error of {error:.1%}", error)
     return Scheme(None, 1, error, error, bits, x.mean_square)
 
 
@@ -131,14 +133,14 @@ def expert_scheme(experts: ExpertWeights, x: InputStatistics, bits: int) -> Sche
     """Return a block-wise scheme for experts with input x, measured on some of them."""
     first, last = experts.first.data(), experts.last.data()
     if first.shape[-1] % rounding.BLOCK_SIZE or last.shape[-1] % rounding.BLOCK_SIZE:
-        return unquantized(f"their sizes are no multiples of {rounding.BLOCK_SIZE}")
+        return unquantized(f"their sizes are not multiples of {rounding.BLOCK_SIZE}")
     rows, errors = torch.from_numpy(x.rows), []
     for expert in range(0, len(first), -(-len(first) // NUM_SAMPLED_EXPERTS)):
         inner = experts.inner(expert, rows).numpy()
         errors.append(rounding.block_error(first[expert].T, x.rows, bits))
         errors.append(rounding.block_error(last[expert].T, inner, bits))
     if (error := max(errors)) > MAX_ERROR:
-        return unquantized(f"rounding would cost them {error:.1%}", error)
+        return unquantized(f"quantization would cause a product error of {error:.1%}", error)
     return Scheme(None, 1, error, error, bits, x.mean_square)
 
 
@@ -150,7 +152,9 @@ def head_scheme(group: MatrixGroup, x: InputStatistics, channels: np.ndarray | N
         return block_scheme(group, x, 4)
     scheme = per_channel_scheme(group, x, channels)
     way = scheme.reason or "in columns of 8 bits"
-    return replace(scheme, reason=f"{way}; 4 bits would cost {divergence:.3f} nats a token")
+    return replace(
+        scheme, reason=f"{way}; 4 bits would increase the loss by {divergence:.3f} nats per token"
+    )
 
 
 def _sampled_columns(group: MatrixGroup) -> list[torch.Tensor]:

@@ -110,7 +110,7 @@ def tokenize(
         pieces = encoder.pieces(text, size)[: 2 * _num_pieces("calibration", size)]
         if sum(map(len, pieces)) < 2 * min(MIN_TOKENS, size) or len(pieces) < 2:
             raise ExportError(
-                f"{source.name} has {len(encoder.tokens(text))} tokens; a quantization needs at "
+                f"{source.name} has {len(encoder.tokens(text))} tokens; quantization needs at "
                 f"least {2 * MIN_TOKENS}, better {2 * NUM_TOKENS['calibration']}"
             )
         return CalibrationTexts(source.name, pieces[::2], pieces[1::2])

@@ -15,7 +15,10 @@ TokenizerSettings = dict[str, Any]
 
 _ADVICE = "choose a draft of the target's family"
 _PARTS = {"normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer"}
-_RULES = {"post_processor": "adds other special tokens to a prompt", "decoder": "decodes otherwise"}
+_RULES = {
+    "post_processor": "adds different special tokens to a prompt",
+    "decoder": "decodes otherwise",
+}
 
 
 def compare(target: TokenizerSettings, draft: TokenizerSettings) -> list[str]:
@@ -30,7 +33,7 @@ def compare(target: TokenizerSettings, draft: TokenizerSettings) -> list[str]:
                 f"draft and target have different {name}s: {_show_both(ours, theirs)}; {_ADVICE}"
             )
     notes = [
-        f"the draft {difference}; the target's rule"
+        f"the draft {difference}; those of the target are used"
         for key, difference in _RULES.items()
         if target.get(key) != draft.get(key)
     ]

@@ -53,10 +53,10 @@ def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress)
         if end_tokens(draft) != end_tokens(target):
             progress.note(
                 f"the draft ends at tokens {list(end_tokens(draft))}, the target at "
-                f"{list(end_tokens(target))}; the target's rule"
+                f"{list(end_tokens(target))}; those of the target are used"
             )
         if _chat_template(draft) != template:
-            progress.note("the draft has another chat template; the target's rules")
+            progress.note("the draft has a different chat template; that of the target is used")
     named = target.tokenizer.special_tokens_map
     special = {name: token for name, token in named.items() if isinstance(token, str)}
     return TextMetadata(
@@ -123,8 +123,8 @@ def context_lengths(
     theirs = ours if draft is None else context_length(draft, limit, progress)
     if theirs < ours:
         progress.note(
-            f"the draft has {theirs} positions, the target {ours}; when they are full, the draft "
-            "goes on with the last half of its context"
+            f"the draft has {theirs} positions, the target {ours}; when its context is full, the "
+            "draft continues with the last half of it"
         )
     return ours, min(ours, theirs)
 
@@ -140,11 +140,11 @@ def vocab_sizes(num_tokens: int, rows: Sequence[int], progress: Progress) -> lis
     ours = min(num_tokens, rows[0])
     theirs = min(ours, *rows)
     if ours < num_tokens:
-        progress.note(f"the tokenizer has {num_tokens} ids, the target takes {ours} of them")
+        progress.note(f"the tokenizer has {num_tokens} ids, of which the target supports {ours}")
     if theirs < ours:
         progress.note(
             f"the draft takes {theirs} of the target's {ours} ids; the others are never drafted, "
-            "and it reads another token in their place"
+            "and are replaced in its input"
         )
     return [ours, theirs][: len(rows)]
 
@@ -156,7 +156,7 @@ def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress
     if not stated and limit is None:
         raise ExportError(
             f"{checkpoint.role} {checkpoint.name} does not state its context length; "
-            "give --max-length"
+            "specify --max-length"
         )
     positions = stated[0] if stated else limit
     assert positions is not None
@@ -164,7 +164,7 @@ def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress
         if positions > DEFAULT_CONTEXT:
             progress.note(
                 f"the context of {checkpoint.name} is reduced from {positions} to "
-                f"{DEFAULT_CONTEXT} tokens to save memory; --max-length changes that"
+                f"{DEFAULT_CONTEXT} tokens to save memory; use --max-length to change it"
             )
         return min(positions, DEFAULT_CONTEXT)
     positions = max(positions, _scaled_positions(config, positions))

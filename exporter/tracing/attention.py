@@ -247,7 +247,7 @@ def _group_query_attention(
     now.calls += 1
     cache, now.cache = now.cache, None
     if cache is None:
-        raise ExportError("two layers share one cache, which gqa does not support; give --ops onnx")
+        raise ExportError("two layers share one cache, which gqa does not support; use --ops onnx")
     batch, heads, _, size = query.shape
     rows = [
         torch.index_select(t.transpose(1, 2).reshape(batch, -1, t.shape[1] * size), 1, now.rows)

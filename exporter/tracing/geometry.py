@@ -51,8 +51,8 @@ def measure_geometry(
     if not kept:
         recurrent = f": they are recurrent, with {_STATE}" if internals.is_stateful(model) else ""
         raise ExportError(
-            f"{model.config.model_type} models keep no KV cache{recurrent}; "
-            "specedge exports decoders with attention alone"
+            f"{model.config.model_type} models have no KV cache{recurrent}; "
+            "specedge exports decoders with attention only"
         )
     layers = tuple(_cache_layer(model.config.model_type, i, layer) for i, layer in enumerate(kept))
     _check_optimum(model, layers)
@@ -73,7 +73,7 @@ def _run_pass(model: torch.nn.Module) -> Any:
     except Exception as error:
         if internals.is_stateful(model):
             raise ExportError(
-                f"{model.config.model_type} models are hybrid: they keep {_STATE}"
+                f"{model.config.model_type} models are hybrid: they have {_STATE}"
             ) from error
         raise ExportError(
             f"{model.config.model_type} models cannot be run for tracing "
@@ -83,11 +83,11 @@ def _run_pass(model: torch.nn.Module) -> Any:
 
 def _cache_layer(kind: str, index: int, layer: Any) -> CacheLayer:
     if internals.has_recurrent_state(layer):
-        raise ExportError(f"{kind} models are hybrid: layer {index} keeps {_STATE}")
+        raise ExportError(f"{kind} models are hybrid: layer {index} has {_STATE}")
     if not internals.has_key_values(layer):
-        raise ExportError(f"layer {index} of {kind} models keeps no keys and values of its own")
+        raise ExportError(f"layer {index} of {kind} models has no separate keys and values")
     if (rows := layer.keys.shape[2]) != 2:
-        raise ExportError(f"layer {index} of {kind} models keeps {rows} rows for two tokens")
+        raise ExportError(f"layer {index} of {kind} models has {rows} rows for two tokens")
     return CacheLayer(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
 
 

@@ -71,8 +71,8 @@ def observe(model: torch.nn.Module, geometry: Geometry) -> list[LayerAttention]:
         whole(*example_inputs(geometry, next(model.parameters()).device))
     if len(whole.layers) < len(geometry.layers):
         raise ExportError(
-            f"{len(whole.layers)} of its {len(geometry.layers)} layers attend through "
-            f"transformers' interface ({internals.describe_versions()})"
+            f"{len(whole.layers)} of its {len(geometry.layers)} layers use transformers' "
+            f"attention interface ({internals.describe_versions()})"
         )
     return whole.layers
 
@@ -158,7 +158,7 @@ def check_config(config: Any, context_length: int, num_draft_tokens: int, ops: s
         model = meta_model(config)
         if any(p.ndim == 3 for p in model.parameters()) and not experts.find_experts(model):
             raise ExportError(
-                "its experts do not go through transformers' interface, and gather rows "
+                "its experts do not use transformers' interface, and gather rows "
                 "in an unsupported way"
             ) from error
         return

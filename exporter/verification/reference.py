@@ -113,7 +113,7 @@ def compute_references(
             left_out += int(near.sum())
         else:
             raise ParityError(
-                f"{role}: its routers decide by less than float32's error for {near.sum()} of "
+                f"{role}: its routers' margins are below the float32 error for {near.sum()} of "
                 f"{len(tokens)} tokens, {TRIES} times; such near-ties cannot be compared"
             )
         references.append(replace(part, left_out=left_out))
@@ -133,12 +133,12 @@ def _check_magnitude(role: str, parts: list[Reference]) -> None:
         if not np.isfinite(part.logits).all():
             raise ParityError(f"{role}: its logits are NaN or infinite; check its weights")
         if not part.logits.std(1).all():
-            raise ParityError(f"{role}: its logits are the same for all tokens; is its head zero?")
+            raise ParityError(f"{role}: its logits are the same for all tokens; check its LM head")
         off = part.logits_pytorch / part.logits.std(1)
         off = np.median(off) if np.isfinite(off).all() else np.inf
         if not off <= WORTHLESS:
             raise ParityError(
-                f"{role}: this model does not work in float32: PyTorch's own logits are off by "
+                f"{role}: this model is not accurate in float32: PyTorch's logits differ by "
                 f"{off:.1e} of their standard deviation"
             )
 

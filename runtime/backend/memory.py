@@ -143,7 +143,7 @@ class PairMemory:
         """Bytes of the peak by purpose."""
         return {
             "packed weights": sum(model.packed for model in self.models),
-            "weights as they lie": sum(model.unpacked for model in self.models),
+            "memory-mapped weights": sum(model.unpacked for model in self.models),
             "caches": self.caches,
             "passes": sum(model.passes for model in self.models),
             "tokenizer": self.tokenizer,
@@ -294,8 +294,8 @@ def check_memory(need: PairMemory) -> None:
         models = need.target.id if need.draft is None else f"{need.target.id} and its draft"
         raise DeviceError(
             f"not enough memory for {models}: loading needs about {format_bytes(need.peak)} "
-            f"({_format_parts(need.parts)}), {format_bytes(left)} are free; "
-            f"free some, or {_advice(need, left + need.process)}"
+            f"({_format_parts(need.parts)}), {format_bytes(left)} are available; "
+            f"free memory, or {_advice(need, left + need.process)}"
         )
 
 
@@ -325,7 +325,7 @@ def _advice(need: PairMemory, limit: int) -> str:
         ]
         if options:
             return f"export the pair again with {' or '.join(options)}"
-    return "take a smaller model"
+    return "use a smaller model"
 
 
 def _max_length_option(need: PairMemory, limit: int) -> str:
@@ -339,13 +339,13 @@ def enough_memory(need: Callable[[], ModelMemory], device: str = "cpu") -> Itera
         yield
     except MemoryError as error:
         left, model = available_bytes() if device == "cpu" else None, need()
-        available = "less is free" if left is None else f"{format_bytes(left)} are free"
+        available = "less is available" if left is None else f"{format_bytes(left)} are available"
         where = "" if device == "cpu" else f" on {device}"
         raise DeviceError(
             f"not enough memory{where} for {model.id}: it needs about "
             f"{format_bytes(model.running)} (weights {format_bytes(model.weights)}, caches "
             f"{format_bytes(model.caches)}), {available}; "
-            "free some, or take a smaller model"
+            "free memory, or use a smaller model"
         ) from error
 
 

@@ -220,7 +220,7 @@ def _export_hint(model: ModelEntry, ops: str) -> str:
     if any(layer.key_size != layer.value_size for layer in model.cache.layers):
         return ""  # no GroupQueryAttention has that
     options = f"--ops auto {option}".rstrip()
-    return f", or export the pair with {options}, which gives {ops} where a model can have it"
+    return f", or export the pair with {options}, which adds {ops} if the model supports it"
 
 
 def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path: Path) -> None:

@@ -34,8 +34,8 @@ def onnxruntime() -> Any:
         ) from error
     if not hasattr(module, "InferenceSession"):  # an empty folder
         raise MissingExtraError(
-            "ONNX Runtime's files are missing, as after uninstalling one of several packages that "
-            f"share them; uninstall the others, too, and install one: {command}"
+            "ONNX Runtime's files are missing, as happens when one of several packages that "
+            f"share them is uninstalled; uninstall the others, too, and install one: {command}"
         )
     return module
 

@@ -91,9 +91,9 @@ def verify_cpu_lengths(
     model.invariant_lengths = tuple(remaining) if 1 in remaining else ()
     return (
         f"{entry.source.id}: on this machine logits of passes of {', '.join(map(str, varying))} "
-        f"tokens differ in their last bits from those of longer passes "
-        f"({_known_cause(entry, model.ops)}; ONNX Runtime {onnxruntime().__version__}), so passes "
-        "with drafts are shorter"
+        "tokens are not bitwise equal to those of longer passes "
+        f"({_known_cause(entry, model.ops)}; ONNX Runtime {onnxruntime().__version__}), so verify "
+        "passes are limited to shorter lengths"
     )
 
 
@@ -138,7 +138,7 @@ def _known_cause(entry: ModelEntry, ops: str) -> str:
     )
     if has_qmoe and packages.version_numbers(installed) < packages.version_numbers(oldest):
         return EXPERTS
-    return KNOWN_CAUSES.get(entry.weights_dtype, "as with some kernels")
+    return KNOWN_CAUSES.get(entry.weights_dtype, "as for some kernels")
 
 
 def verify_gpu_lengths(
@@ -162,8 +162,8 @@ def verify_gpu_lengths(
         return None
     return (
         f"{entry.source.id}: on this device logits of passes of {', '.join(map(str, varying))} "
-        f"tokens differ in their last bits from those of {lengths[-1]}, so text may differ from "
-        "the target's at near-ties; --exact resolves them"
+        f"tokens are not bitwise equal to those of {lengths[-1]}, so text may differ from plain "
+        "decoding at near-ties; --exact resolves them"
     )
 
 

@@ -66,14 +66,15 @@ class Device:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|(cuda|tensorrt|rtx)(:\d{1,2})?", self.name):
             raise DeviceError(
-                f"device must be one of {', '.join(DEVICES)}, a GPU's perhaps with its number as "
+                f"device must be one of {', '.join(DEVICES)}, for a GPU optionally with its "
+                "number, as "
                 f"in 'cuda:1', got '{self.name}'"
             )
         if self.threads is not None:
             try:
                 threads = check_integer("threads", self.threads, 1, cpu_count())
             except ValueError as error:
-                raise DeviceError(f"{error}; this process may use no more CPUs") from error
+                raise DeviceError(f"{error}; this process may not use more CPUs") from error
             object.__setattr__(self, "threads", threads)
 
     @property
@@ -156,7 +157,7 @@ class Device:
             if "accuracy_level for operator QMoE" in str(error):
                 raise BundleError(
                     f"{path}: its 4-bit experts need ONNX Runtime "
-                    f"{OLDEST_ONNXRUNTIME['experts']} or later, and {ort.__version__} is "
+                    f"{OLDEST_ONNXRUNTIME['experts']} or later, but {ort.__version__} is "
                     "installed; upgrade it, or use --ops onnx if the bundle has it"
                 ) from error
             raise BundleError(

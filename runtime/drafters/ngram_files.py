@@ -63,9 +63,9 @@ def _arrays(path: Path) -> dict[str, NDArray[np.generic]]:
 
 def _validated(arrays: dict[str, NDArray[np.generic]], bundle: Bundle) -> NGramTables:
     if arrays["format"].tolist() != [FORMAT]:
-        raise _InvalidFileError(f"its format is not {FORMAT}")
+        raise _InvalidFileError(f"its format version is not {FORMAT}")
     if not np.array_equal(arrays["tokenizer"], _tokenizer(bundle)):
-        raise _InvalidFileError(f"its tokenizer is not that of {bundle.folder}")
+        raise _InvalidFileError(f"it was built with another tokenizer than that of {bundle.folder}")
     counts = {name: arrays[name] for name in _NAMES}
     for name, array in counts.items():
         if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):

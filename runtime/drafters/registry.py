@@ -100,7 +100,7 @@ class DrafterRegistry:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise DrafterError(
-                f"{name}: {reason}; give a file written by 'specedge ngram build'"
+                f"{name}: {reason}; specify a file written by 'specedge ngram build'"
             ) from error
         identity = (status.st_size, status.st_mtime_ns, status.st_ino)
         key = os.path.abspath(path)

@@ -145,7 +145,7 @@ def read(key: CostKey) -> tuple[CostTable | None, str | None]:
             raise JsonError(f"has format {content.get('format')}, expected {FORMAT}")
         file = build(CostFile, content)
         if file.key != key:
-            raise JsonError("has another key")
+            raise JsonError("has a different cache key")
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError) as error:

@@ -135,8 +135,8 @@ def devices_of(
     """
     if draft_device and bundle.draft is None:
         raise DeviceError(
-            f"draft_device={draft_device} is for a draft model, which this bundle does not have; "
-            "leave it out"
+            f"draft_device={draft_device} requires a draft model, which this bundle does not have; "
+            "omit it"
         )
     target = Device(_resolve_device(device, bundle, ops), threads, share_threads)
     draft = target

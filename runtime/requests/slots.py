@@ -141,7 +141,8 @@ class Slots:
             reason = "; waiting would block this thread's event loop: use `astream`, close a stream"
         elif threading.active_count() == 1:
             reason = (
-                "; waiting in this process's only thread would never end: finish or close a stream"
+                "; waiting in the only thread of this process would deadlock: finish or close a "
+                "stream"
             )
         elif self._has_progress(COLLECTION_DELAY):
             return
@@ -151,7 +152,7 @@ class Slots:
         if reason is None:
             if self._has_progress(IDLE_TIMEOUT):
                 return
-            reason = f"; nobody read a stream for {IDLE_TIMEOUT:g} seconds: finish or close one"
+            reason = f"; no stream was read for {IDLE_TIMEOUT:g} seconds: finish or close one"
         raise SpecEdgeError(self._taken(reason))
 
     def _has_progress(self, seconds: float) -> bool:
@@ -166,7 +167,11 @@ class Slots:
     def _taken(self, reason: str) -> str:
         count = len(self.all)
         subject = "the slot" if count == 1 else f"all {count} slots"
-        by = "is taken by an unfinished stream" if count == 1 else "are taken by unfinished streams"
+        by = (
+            "is occupied by an unfinished stream"
+            if count == 1
+            else "are occupied by unfinished streams"
+        )
         return f"{subject} of this pipeline {by}{reason}, or load the pipeline with more slots"
 
 

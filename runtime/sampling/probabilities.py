@@ -27,7 +27,7 @@ _NOT_A_NUMBER = (
 )
 NOTHING_LEFT = (
     "the grammar, logit_bias, bad_words and min_new_tokens leave no token to continue with; allow "
-    "one of the tokens that they ban"
+    "one of the tokens that they exclude"
 )
 
 

@@ -50,5 +50,7 @@ def _sequences(tokenizer: Tokenizer, word: str | Sequence[int]) -> Iterator[tupl
             ) from error
         tokens = tuple(encode(tokenizer, text, add_special_tokens=False))
         if not tokens:
-            raise OptionError(f"the tokenizer makes no token of the bad word {word!r}", "bad_words")
+            raise OptionError(
+                f"the tokenizer encodes no token for the bad word {word!r}", "bad_words"
+            )
         yield tokens

@@ -74,8 +74,8 @@ def render(
         ) from error
     if check_visible and (i := _hidden_message(bundle, chat, values)) is not None:
         raise PromptError(
-            f"{bundle.target.source.id}'s chat template leaves out messages[{i}], of the role "
-            f"{chat[i]['role']!r}; leave it out, or use another template"
+            f"{bundle.target.source.id}'s chat template drops messages[{i}], of the role "
+            f"{chat[i]['role']!r}; remove it, or use another template"
         )
     if options.continue_final_message:
         end = text.rfind(content) if (content := chat[-1]["content"].strip()) else -1
@@ -292,7 +292,7 @@ def load_template(bundle: Bundle) -> jinja2.Template:
     except Exception as error:  # what Jinja makes of a template is Python, with Python's errors
         line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise BundleError(
-            f"{name}'s chat template is broken: {_one_line(error)}{line}; {_CURE}"
+            f"{name}'s chat template is invalid: {_one_line(error)}{line}; {_CURE}"
         ) from error
 
 

@@ -66,7 +66,7 @@ class Grammars:
         if not ends:
             raise OptionError(
                 f"{grammar[0]} needs an end token, {self._bundle.target.source.id} has none; "
-                "leave it out",
+                "omit it",
                 grammar[0],
             )
         budget = _Budget(grammar[0], COMPILE_SECONDS)
@@ -75,7 +75,8 @@ class Grammars:
         constraint = GrammarConstraint(matcher, self._bundle.target.vocab_size, ends, renew)
         if constraint.banned(History([])).all():
             raise OptionError(
-                f"{grammar[0]} allows no text that this bundle's tokens can spell", grammar[0]
+                f"{grammar[0]} allows no text that can be encoded by this bundle's tokenizer",
+                grammar[0],
             )
         return constraint
 
@@ -165,7 +166,7 @@ class _Budget:
         except TimeoutError as error:
             raise OptionError(
                 f"{self._option} takes more than {self._total:g} seconds to compile; simplify it, "
-                "or try again when fewer grammars are compiled",
+                "or try again when fewer grammars are being compiled",
                 self._option,
             ) from error
         finally:
@@ -189,7 +190,7 @@ def compiled(tokens: Any, name: str, text: str) -> LLMatcher:
     except ValueError as error:
         reason = str(error)
     if reason:
-        raise OptionError(f"{name} is refused by llguidance: {_one_line(reason)}", name)
+        raise OptionError(f"{name} is rejected by llguidance: {_one_line(reason)}", name)
     return matcher
 
 
@@ -257,7 +258,7 @@ class GrammarConstraint:
         """
         drafted = history.length > history.num_kept
         if drafted and self._num_renewals["mixed"] >= MAX_RENEWALS:
-            raise _LimitError("the grammar is not applied to drafts: it needs too much work")
+            raise _LimitError("the grammar is not applied to drafts: it takes too much computation")
         self._mixed |= drafted
         new = history.last(history.num_new_tokens)
         try:
@@ -315,7 +316,7 @@ class GrammarConstraint:
             if not self._ended and token not in self._ends:
                 if not self._matcher.try_consume_tokens([token]):
                     self._mask()  # which has the error of a full lexer, that says so late
-                    raise OptionError("the text so far breaks the grammar")
+                    raise OptionError("the text so far violates the grammar")
                 self._num_consumed += 1
             self._read.append(token)
 

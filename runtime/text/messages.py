@@ -44,5 +44,5 @@ def plain(objects: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any
     try:
         copied: list[dict[str, Any]] = json.loads(json.dumps([dict(one) for one in objects]))
     except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(f"{name} must hold plain values alone ({error})") from error
+        raise PromptError(f"{name} must contain plain values only ({error})") from error
     return copied

@@ -46,7 +46,7 @@ class Prompts:
                 else self._special.encode_text(prompt)
             )
         if not tokens:
-            raise PromptError("the prompt is empty; give at least one token of text")
+            raise PromptError("the prompt is empty; at least one token is required")
         if bad := [token for token in tokens if not 0 <= token < vocab_size]:
             raise PromptError(f"prompt token {bad[0]} is not between 0 and {vocab_size - 1}")
         if len(tokens) >= context:
@@ -127,7 +127,7 @@ class Prompts:
 
 def _ids(prompt: Sequence[int]) -> list[int]:
     if isinstance(prompt, bytes | bytearray):
-        raise PromptError("the prompt is bytes; decode it to text, or give token ids")
+        raise PromptError("the prompt is bytes; decode it to text, or pass token ids")
     try:
         return [operator.index(token) for token in prompt]
     except TypeError as error:

@@ -142,7 +142,7 @@ class TokenizerTwin:
         if spelt or names != list(named):
             raise PromptError(
                 f"a text spells {spelt or 'a special token'}, which the tokenizer cannot encode as "
-                "text; remove it, or allow it with --special-tokens"
+                "text; remove it, or set --special-tokens"
             )
         return [self._ids.get(token, token) for token in encoded.ids]
 

@@ -100,7 +100,7 @@ def summarize(
     Args:
         measured: Timed runs.
         prompts: Prompts.
-        alphas: Acceptance rates along the target's text by prompt index.
+        alphas: Acceptance rates on the target's text by prompt index.
         table: RoundCosts measured by `specedge tune`, or None.
         greedy: True for greedy decoding.
     """
@@ -136,13 +136,15 @@ def losing(figures: Sequence[Figures]) -> list[str]:
             by_drafter[row.drafter].append(str(row.num_draft_tokens))
         tries = [row for row in figures if row.set_name == name and row.drafter != PLAIN]
         if tries and len(lost) == len(tries):
-            lines.append(f"{name}: speculation LOSES with every setting; use plain decoding")
+            lines.append(
+                f"{name}: speculative decoding is SLOWER with every setting; use plain decoding"
+            )
         elif lost:
             named = "; ".join(
                 drafter if ks == [AUTO] else f"{drafter} at K = {', '.join(ks)}"
                 for drafter, ks in by_drafter.items()
             )
-            lines.append(f"{name}: speculation LOSES with {named}")
+            lines.append(f"{name}: speculative decoding is SLOWER with {named}")
     return lines
 
 

@@ -60,7 +60,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
     if context < MIN_CONTEXT:
         raise ContextLengthError(
             f"tune needs a context of {MIN_CONTEXT} tokens, the pair has {context}, which leaves "
-            "no room for draft tokens; generate decodes without them there"
+            "no space for draft tokens; 'specedge generate' then uses plain decoding"
         )
     accepted = _run_texts(pipeline, lambda share: progress(share / 4))
     bundle, target = pipeline.bundle, cast(OrtModel, pipeline.target)

@@ -165,10 +165,10 @@ def _notes(report: BenchmarkReport, name: str) -> list[str]:
     plain = rows[0]
     lines = [
         f"{name}: {pluralize(plain.num_prompts, 'prompt')};"
-        f" {100 * plain.loop_share:.0f}% of the text repeats itself and is excluded",
+        f" {100 * plain.loop_share:.0f}% of the text is repetitive and excluded",
     ]
     if plain.alpha is not None:
-        lines.append(f"acceptance rate (alpha) along the target's text: {plain.alpha:.3f}")
+        lines.append(f"acceptance rate (alpha) on the target's text: {plain.alpha:.3f}")
     best = max(rows, key=lambda row: row.speedup)
     if best is not plain:
         lines.append(

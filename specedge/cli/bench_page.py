@@ -93,9 +93,8 @@ def _set(report: BenchmarkReport, name: str) -> dict[str, Any]:
         "verdict": "Plain decoding is the fastest."
         if best is plain
         else f"Fastest: {setting_name(best)}, {best.speedup:.2f} times as fast as plain decoding.",
-        "alpha": "The acceptance rate α along the target's own text is "
-        f"{format_number(plain.alpha, 3)}.",
-        "loops": f"{100 * plain.loop_share:.0f}% of the text repeats itself and is excluded.",
+        "alpha": f"The acceptance rate α on the target's text is {format_number(plain.alpha, 3)}.",
+        "loops": f"{100 * plain.loop_share:.0f}% of the text is repetitive and excluded.",
         "plots": [(title, Markup(plot)) for title, plot in benchmark_plots(rows)],
         "rows": [{"loses": row.loses, "cells": _cells(row)} for row in rows],
         "prompts": [prompt.text for prompt in report.prompts if prompt.set_name == name],

@@ -41,4 +41,4 @@ def build(bundle: str | None, device: str, gpu: str | None, output: Path | None,
         status = "exists" if engine.seconds is None else f"took {engine.seconds:.1f} s"
         click.echo(sanitize_line(f"{engine.graph} {status}"), err=True)
         click.echo(sanitize_line(str(engine.path)))
-    click.echo(f"all in {time.perf_counter() - start:.1f} s", err=True)
+    click.echo(f"total {time.perf_counter() - start:.1f} s", err=True)

@@ -98,7 +98,7 @@ def check_devices(*devices: str | None) -> None:
     for device in devices:
         if device is not None and (device == "auto" or ":" in device):
             raise SpecEdgeError(
-                f"--ray needs the same kind of device for every actor, got {device}; use cpu or "
+                f"--ray needs the same device type for every actor, got {device}; use cpu or "
                 "cuda without a number, as Ray assigns a GPU to each actor"
             )
 

@@ -116,6 +116,6 @@ def _figures(result: Comparison) -> list[str]:
         lines.append(f"lossy ({lossy}): the distribution differs from plain decoding")
     else:
         lines.append(
-            "above temperature 0 the distributions are equal, the sampled tokens need not be"
+            "above temperature 0 the distributions are equal, but sampled tokens may differ"
         )
     return lines

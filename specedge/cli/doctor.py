@@ -77,7 +77,7 @@ def _driver(facts: dict[str, Any]) -> str:
     if "missing" in facts:
         return "none"
     if "cuda" not in facts:
-        return "does not answer"
+        return "does not respond"
     return f"{facts['version'] or 'unknown version'}, supports CUDA {facts['cuda']}"
 
 

@@ -69,7 +69,7 @@ def add_graphs(
     if updated.hosts.ids_only:
         click.echo(
             sanitize_line(
-                f"hosts need token ids, without tokenizer graphs: {updated.hosts.ids_only}"
+                f"no tokenizer graphs, hosts must use token ids: {updated.hosts.ids_only}"
             ),
             err=True,
         )

@@ -187,7 +187,7 @@ def serve(
         if key is None and not is_loopback and not allow_host:
             raise click.UsageError(
                 f"other machines, and web pages by DNS rebinding, could use the server on "
-                f"{host}; set ${KEY}, or name the hosts that clients use with "
+                f"{host}; set ${KEY}, or specify the host names that clients use with "
                 "--allowed-host"
             )
         if bundle is None:
@@ -224,10 +224,11 @@ def serve(
                 click.echo(f"note: sampling defaults of the model: {listed}", err=True)
             if key is None and not is_loopback:
                 click.echo(
-                    f"note: anyone who reaches {host} can use the server; set ${KEY}", err=True
+                    f"note: anyone who can connect to {host} can use the server; set ${KEY}",
+                    err=True,
                 )
             if last_exported is not None:
-                note = f"note: to serve the pair exported last, give --bundle {last_exported}"
+                note = f"note: to serve the last exported bundle, use --bundle {last_exported}"
                 click.echo(sanitize_line(note), err=True)
 
         server.serve(app.make_app(pipeline, settings), listening, grace, ready)

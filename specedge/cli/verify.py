@@ -149,7 +149,7 @@ def _test_self(bundle: Bundle, settings: ExecutionSettings, minutes: float, as_j
     click.echo(json.dumps(document, indent=1) if as_json else "\n".join(_lines(result)))
     if result.false_alarms:
         click.echo(
-            "specedge: checks failed without an injected defect; run 'specedge verify' without "
+            "specedge: checks failed without injected defects; run 'specedge verify' without "
             "--self-test",
             err=True,
         )

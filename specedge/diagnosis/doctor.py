@@ -157,7 +157,9 @@ def check(name: str, machine: Machine) -> DeviceDiagnosis:
 def ask(question: str, *arguments: str, seconds: float = SECONDS) -> ProbeResult:
     """Put a question of `probe` to a child process, which imports what this process would."""
     if not sys.executable or getattr(sys, "frozen", False):
-        return ProbeResult(ended="cannot be tested: this program is not a Python interpreter")
+        return ProbeResult(
+            ended="cannot be tested: the current executable is not a Python interpreter"
+        )
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", f"{__package__}.probe"]
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:
@@ -169,7 +171,7 @@ def ask(question: str, *arguments: str, seconds: float = SECONDS) -> ProbeResult
             env={VARIABLE: "1"} | os.environ | {"PYTHONPATH": paths},
         )
     except subprocess.TimeoutExpired as error:
-        return _read(error.stdout or b"", error.stderr or b"", f"no end in {seconds:g} s")
+        return _read(error.stdout or b"", error.stderr or b"", f"no response within {seconds:g} s")
     return _read(done.stdout, done.stderr, _abnormal_end(done.returncode))
 
 
@@ -240,7 +242,7 @@ class Machine:
                 return Problem(cause, self._reinstall)
             return Problem(f"ONNX Runtime is not installed{remains}", self.install)
         if reason := facts.get("error") or self.runtime.ended:
-            package = self.names or "a module onnxruntime of no package"
+            package = self.names or "a module onnxruntime that belongs to no package"
             problem = f"{package} is installed but cannot be loaded ({reason})"
             return Problem(problem, self._reinstall)
         return None
@@ -338,7 +340,7 @@ def _driver_causes(machine: Machine) -> Iterator[Problem]:
         yield Problem(f"there is no NVIDIA driver: {driver['missing']} is not found", fix)
     elif reason := machine.driver.ended or driver.get("error"):
         fix = "see nvidia-smi; reinstall the driver, 580 or newer, and restart"
-        yield Problem(f"the NVIDIA driver does not answer: {reason}", fix)
+        yield Problem(f"the NVIDIA driver does not respond: {reason}", fix)
     else:
         newest, needed = driver.get("cuda"), machine.runtime.facts.get("cuda") or "13.0"
         if newest and version_numbers(newest)[0] < version_numbers(needed)[0]:

@@ -61,7 +61,7 @@ def parse_message_request(body: object, settings: ParserSettings) -> ParsedReque
         fields.skip("tool_choice")
     fields.skip("metadata", "service_tier", "container", "context_management", "betas")
     if fields.take("thread") is not None:
-        message = "thread is not supported; send the whole conversation in messages"
+        message = "thread is not supported; send the complete conversation in messages"
         raise ApiError(message, "thread", NO_THREADS)
     output = fields.take_object("output_config")
     if output is not None:

@@ -332,7 +332,7 @@ class _Server:
         id_ = http_request.path_params["id"]
         response = self._store.get(id_)
         if response is None:
-            message = f"the response {id_[:100]!r} is not stored here"
+            message = f"the response {id_[:100]!r} is not stored"
             raise ApiError(message, code="response_not_found", status=404)
         if http_request.method == "DELETE":
             self._store.remove(id_)
@@ -391,7 +391,7 @@ def _serialization_error(value: Any) -> str | None:
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        return "it has half of a surrogate pair, which is no character"
+        return "it has half of a surrogate pair, which is not a character"
     except ValueError:  # 1e999 is parsed as infinity
         return "it has a number that is too large"
     except RecursionError:
@@ -420,7 +420,7 @@ async def _error_response(http_request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         http_request.scope[STATUS] = DISCONNECTED
     if isinstance(error, HTTPException):
-        messages = {404: "there is no such path", 405: "this path takes another method"}
+        messages = {404: "the path does not exist", 405: "this path does not support the method"}
         message = messages.get(error.status_code, error.detail)
         error = ApiError(message, code="not_found", status=error.status_code)
     api_error = client_error(error)  # the ASGI server logs unexpected errors

@@ -54,7 +54,7 @@ class BodyReader:
                 headers={"Connection": "close"},
             ) from error
         raise ApiError(
-            f"the body has more than {self._max_size} bytes, the limit",
+            f"the body exceeds the limit of {self._max_size} bytes",
             code="body_too_large",
             status=413,
             headers={"Connection": "close"},

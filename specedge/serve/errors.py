@@ -71,6 +71,6 @@ def client_error(error: BaseException) -> ApiError:
     """Return the error that a client gets, without the details of an internal failure."""
     if isinstance(error, ApiError):
         return error
-    internal = "the server failed; its log has the details"
+    internal = "internal server error; see the server's log"
     message = str(error) if isinstance(error, SpecEdgeError) else internal
     return ApiError(message, code="failed", status=500)

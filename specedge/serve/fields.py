@@ -164,7 +164,7 @@ class FieldReader:
         """Return a reader of a field's object, which must be present."""
         fields = self.take_object(name)
         if fields is None:
-            raise self.error(name, f"{name} must be given")
+            raise self.error(name, f"{name} is required")
         return fields
 
     def child(self, value: object, path: str) -> FieldReader:
@@ -185,7 +185,7 @@ class FieldReader:
             allowed = f", or be {' or '.join(map(json.dumps, values))}" if values else ""
             raise self.error(
                 name,
-                f"{name} is not supported, got {excerpt(value)}; it must be left out{allowed}",
+                f"{name} is not supported, got {excerpt(value)}; it must be omitted{allowed}",
                 UNSUPPORTED,
             )
 
@@ -271,7 +271,7 @@ def parse_options(
     options = {**defaults, "max_new_tokens": max_new_tokens} | options
     if schema is not None:
         if "json_schema" in options:
-            message = "json_schema and a response format cannot both be given; leave one out"
+            message = "json_schema and a response format cannot be combined; omit one of them"
             raise ApiError(message, "json_schema", "invalid_value")
         options["json_schema"] = schema
     _check_options(options)
@@ -332,7 +332,7 @@ def _lark_of_gbnf(grammar: str) -> str:
     try:
         return str(gbnf_to_lark(grammar))
     except Exception as error:  # of no type of its own
-        message = f"grammar is no valid GBNF: {' '.join(str(error).split())[:200]}"
+        message = f"grammar is not valid GBNF: {' '.join(str(error).split())[:200]}"
         raise ApiError(message, "grammar", "invalid_value") from error
 
 
@@ -449,7 +449,7 @@ def _parse_speculative(fields: FieldReader | None) -> dict[str, Any]:
         raise fields.error("drafter", f"drafter must be one of {names}, got {excerpt(drafter)}")
     if is_off and (drafter or k):
         raise fields.error(
-            "off", "off leaves nothing to draft; leave drafter and num_draft_tokens out"
+            "off", "off cannot be combined with drafter and num_draft_tokens; omit these"
         )
     if isinstance(k, bool):
         message = "num_draft_tokens must be a whole number or auto"

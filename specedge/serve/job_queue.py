@@ -53,7 +53,8 @@ class JobQueue:
         """Raise ApiError if `count` jobs exceed the capacity of the queue."""
         if count > self.capacity:
             raise ApiError(
-                f"the request asks for {count} texts, this server takes {self.capacity} at a time",
+                f"the request asks for {count} choices, this server runs at most {self.capacity} "
+                "concurrently",
                 "n",
             )
 
@@ -62,7 +63,7 @@ class JobQueue:
         """Reserve room for `count` jobs; raise ApiError if there is none now."""
         if self.num_admitted + count > self.capacity:
             raise busy_error(
-                f"{self.num_admitted} texts are running or waiting, the most that this server takes"
+                f"{self.num_admitted} texts are running or waiting, the maximum of this server"
             )
         self.num_admitted += count
         try:

@@ -233,7 +233,7 @@ def _unsealed(text: str) -> str:
 def _stored_item(id_: object, path: str, store: ResponseStore | None) -> dict[str, Any]:
     item = store.item(id_) if store is not None and isinstance(id_, str) else None
     if item is None:
-        message = f"{path}: the item {excerpt(id_)} is not stored here; send it whole"
+        message = f"{path}: the item {excerpt(id_)} is not stored; send it in full"
         raise ApiError(message, f"{path}.id", "item_not_found", 404)
     return item
 
@@ -245,7 +245,7 @@ def _tool_call(fields: FieldReader, id_name: str, function: FieldReader) -> dict
         raise fields.error(id_name, f"{id_name} must be text, got {excerpt(id_)}", "invalid_type")
     name = function.take_typed("name", str, "a name")
     if not name:
-        raise function.error("name", "name must be given")
+        raise function.error("name", "name is required")
     value = function.take("arguments")
     if not isinstance(value, str | dict | None):
         message = f"arguments must be text, got {excerpt(value)}"

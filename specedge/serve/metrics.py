@@ -74,7 +74,7 @@ class ServerMetrics:
         for name in names:
             if name not in self._ignored_names and len(self._ignored_names) < _MAX_IGNORED:
                 self._ignored_names.add(name)
-                _LOG.warning("request field %s has no effect; --strict refuses it", name)
+                _LOG.warning("request field %s has no effect; --strict rejects it", name)
             self._ignored.labels(name if name in self._ignored_names else "other").inc()
 
     def add_stats(self, stats: Stats) -> None:

@@ -68,7 +68,7 @@ class HostMiddleware:
         if self._hosts and host and _host_name(f"//{host}") not in self._hosts:
             return ApiError(
                 f"the host {_excerpt(host)} is not allowed; start the server with --allowed-host "
-                "NAME (an app: ServerSettings.hosts), or with an API key",
+                "NAME (in Python: ServerSettings.hosts), or with an API key",
                 code="host_not_allowed",
                 status=403,
             )
@@ -190,7 +190,7 @@ class RequestLogMiddleware:
         line = f"{scope['method']} {self._path(scope)} {status} {id_} {seconds:.3f} s"
         if (error := scope.get(ERROR)) is not None and status.startswith("4"):
             field = "" if error.param is None else f" [{_excerpt(error.param)}]"
-            _LOG.warning("refused %s%s: %s", line, field, _one_line(error.message))
+            _LOG.warning("rejected %s%s: %s", line, field, _one_line(error.message))
         _ACCESS_LOG.info("%s%s", line, scope.get(REPORT, ""))
 
 

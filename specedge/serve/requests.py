@@ -305,7 +305,7 @@ def _history(previous_id: str | None, settings: ParserSettings) -> list[Message]
         return []
     response = None if settings.store is None else settings.store.get(previous_id)
     if response is None:
-        message = f"the response {excerpt(previous_id)} is not stored here; send its items instead"
+        message = f"the response {excerpt(previous_id)} is not stored; send its items instead"
         name = "previous_response_id"
         raise ApiError(message, name, "previous_response_not_found", 404)
     return response.messages
@@ -418,7 +418,7 @@ def _parse_template(fields: FieldReader, settings: ParserSettings) -> TemplateOp
         variables |= thinking_variables(enabled)
     template_kwargs = fields.take_typed("chat_template_kwargs", dict, "an object") or {}
     if name := next((name for name in _RESERVED if name in template_kwargs), None):
-        message = f"chat_template_kwargs cannot set {name}, which has a field of its own"
+        message = f"chat_template_kwargs cannot set {name}, which has a separate field"
         raise ApiError(message, f"chat_template_kwargs.{name}", "invalid_value")
     add_generation_prompt = fields.take_flag("add_generation_prompt", True)
     documents = fields.take_list("documents", "a list of objects") or None
@@ -586,7 +586,7 @@ def _tokenize(
     except OptionError as error:
         name, reason = _refused_function(request, options, str(error))
         if name is not None:
-            message = f"tools: the schema of the function {name!r} is refused: {reason}"
+            message = f"tools: the schema of the function {name!r} is rejected: {reason}"
             raise ApiError(message, "tools", "invalid_value") from error
         raise option_error(error, request) from error
     except PromptError as error:

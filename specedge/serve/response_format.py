@@ -86,6 +86,6 @@ def _take_schema(fields: FieldReader) -> dict[str, Any]:
     fields.take_flag("strict")
     schema: dict[str, Any] | None = fields.take_typed("schema", dict, "an object")
     if schema is None:
-        raise fields.error("schema", "schema must be given")
+        raise fields.error("schema", "schema is required")
     fields.finish()
     return schema

@@ -178,11 +178,15 @@ def _verify_cost(verify_cost: Costs, k: int) -> float:
         return _check_cost("verify_cost", verify_cost, is_positive=True)
     costs = [_check_cost("verify_cost", cost, is_positive=True) for cost in verify_cost]
     if not costs:
-        raise ValueError("verify_cost is empty; give one number, or one for each K from 0")
+        raise ValueError("verify_cost is empty; specify one number, or one for each K from 0")
     if costs[0] != 1:
-        raise ValueError(f"verify_cost begins with that of K = 0, which is 1, got {costs[0]}")
+        raise ValueError(
+            f"verify_cost must begin with the cost at K = 0, which is 1, got {costs[0]}"
+        )
     if k >= len(costs):
-        raise ValueError(f"verify_cost ends at K = {len(costs) - 1}, got K = {k}; measure more")
+        raise ValueError(
+            f"verify_cost ends at K = {len(costs) - 1}, got K = {k}; add costs for larger K"
+        )
     return costs[k]
 
 

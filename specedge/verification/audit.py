@@ -377,15 +377,15 @@ def _sureness(bundle: Bundle) -> tuple[str, ...]:
     )
     return (
         *([] if bundle.draft else [stand_in]),
-        "files, graphs, caches, self-draft, greedy and coupled are deterministic, and cover "
-        "only the texts that were tried",
+        "files, graphs, caches, self-draft, greedy and coupled are deterministic, and cover only "
+        "the texts that were run",
         f"sampled and joint are {NUM_TESTS} tests; each fails a correct bundle with probability "
         f"about {ALPHA:.1e}, all together {FALSE_ALARM:.0e} (chi-square is an approximation)",
         f"'would catch' is the smallest total variation over the cells that the test detects with "
-        f"probability {POWER:.0%}, whatever its shape; smaller ones may go undetected",
+        f"probability {POWER:.0%}, for any shape of the deviation; smaller ones may go undetected",
         f"'at most off' is an upper bound of the total variation over the cells, with "
         f"{CONFIDENCE:.0%} confidence for each setting",
-        "'would catch' of sampled is that of the places by rank; --json has that of each test",
+        "'would catch' of sampled is that of the rank test; --json has that of each test",
         "the distributions are those of the target's graph on this machine; its error against "
         "PyTorch was measured at export only",
         "the random numbers are the same in every audit; the number used depends on the time",

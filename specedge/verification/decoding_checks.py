@@ -45,7 +45,7 @@ def caches(subject: Subject, budget: Budget) -> CheckResult:
         short |= not runs
         if worst > limit:
             problems.append(
-                f"{role}: after rollbacks its logits or cache rows are off by {worst:.1e} of the "
+                f"{role}: after rollbacks, its logits or cache rows differ by {worst:.1e} of the "
                 "largest value"
             )
         elif runs:
@@ -54,8 +54,8 @@ def caches(subject: Subject, budget: Budget) -> CheckResult:
     if problems:
         return CheckResult("caches", FAILED, problems[0], tuple(problems[1:] + lines), facts)
     if short:
-        return CheckResult("caches", SHORT, "not one text of each model", tuple(lines), facts)
-    summary = "logits and cache rows after rollbacks equal those of a straight run"
+        return CheckResult("caches", SHORT, "no text for one of the models", tuple(lines), facts)
+    summary = "logits and cache rows after rollbacks equal those of a run without rollbacks"
     return CheckResult("caches", PASSED, summary, tuple(lines), facts)
 
 
@@ -112,11 +112,11 @@ def self_draft(subject: Subject, budget: Budget) -> CheckResult:
         )
     # Where logits depend on how many rows share a pass, a near-tie may fall otherwise.
     if rejected > (tested // 50 if subject.noise.get("target") else 0):
-        summary = f"the target rejected {rejected} of {tested} tokens that it drafted itself"
+        summary = f"the target rejected {rejected} of {tested} of its own draft tokens"
         return CheckResult("self-draft", FAILED, summary, tuple(lines), facts)
     if short:
         return CheckResult("self-draft", SHORT, "too few tokens", tuple(lines), facts)
-    summary = f"the target accepts all that it drafts itself, K + 1 = {k + 1} tokens a round"
+    summary = f"the target accepts all its own draft tokens, K + 1 = {k + 1} tokens per round"
     return CheckResult("self-draft", PASSED, summary, tuple(lines), facts)
 
 
@@ -183,13 +183,13 @@ def _greedy_finding(subject: Subject, texts: _Greedy) -> CheckResult:
         *texts.near_ties[:10],
     ]
     if texts.problems:
-        summary = f"{len(texts.problems)} texts differ from the target's own"
+        summary = f"{len(texts.problems)} texts differ from plain decoding"
         return CheckResult("greedy", FAILED, summary, tuple(texts.problems[:10] + lines), facts)
     if min(texts.by_k.values()) < LEAST_TOKENS:
         return CheckResult("greedy", SHORT, "too few tokens for some K", tuple(lines), facts)
     summary = (
         f"{sum(texts.by_k.values())} tokens over {texts.num_texts} prompts and "
-        f"{len(texts.by_k)} K are the target's own"
+        f"{len(texts.by_k)} K equal plain decoding"
     )
     return CheckResult("greedy", PASSED, summary, tuple(lines), facts)
 
@@ -271,7 +271,7 @@ def coupled(subject: Subject, budget: Budget) -> CheckResult:
             if k == 0:
                 plain = text
             elif text != plain:
-                differences.append(f"{prompt.name}, seed {seed}: K = {k} gives another text")
+                differences.append(f"{prompt.name}, seed {seed}: K = {k} yields a different text")
             num_tokens += len(text)
         num_texts += 1
     facts = {"num_texts": num_texts, "num_tokens": num_tokens, "differences": differences}
@@ -280,7 +280,7 @@ def coupled(subject: Subject, budget: Budget) -> CheckResult:
         summary = f"{len(differences)} texts of a seed depend on K"
         return CheckResult("coupled", FAILED, summary, lines, facts)
     if not num_texts:
-        return CheckResult("coupled", SHORT, "not one text", lines, facts)
+        return CheckResult("coupled", SHORT, "no text", lines, facts)
     summary = f"{num_texts} texts sampled with coupling=gumbel are the same for {len(decoders)} K"
     if differences:
         summary = f"{len(differences)} texts differ by K, on a device with noise in its logits"

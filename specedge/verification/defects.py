@@ -94,12 +94,12 @@ DEFECTS = (
     ),
     Defect(
         "residual",
-        "after a rejection the token is drawn from t, not from max(0, t - d)",
+        "after a rejection the token is sampled from t, not from max(0, t - d)",
         DecoderParts(decoder=_NoResidual),
     ),
     Defect(
         "stale draft distribution",
-        "a draft token is judged by the distribution of the one before it",
+        "a draft token is tested with the distribution of the previous one",
         DecoderParts(drafter=_StaleDrafter),
     ),
     Defect(
@@ -109,7 +109,7 @@ DEFECTS = (
     ),
     Defect(
         "shared uniform",
-        "all draft tokens of a round are judged by one random number",
+        "all draft tokens of a round are tested with one random number",
         DecoderParts(decoder=_with_tests(lambda tests: np.full_like(tests, tests[:1]))),
     ),
 )

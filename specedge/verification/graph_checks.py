@@ -53,7 +53,9 @@ def files(bundle: Bundle, budget: Budget) -> CheckResult:
     if problems:
         summary = f"{len(problems)} of {total_text}, are not as listed"
         return CheckResult("files", FAILED, summary, tuple(problems), facts)
-    return CheckResult("files", PASSED, f"{total_text}: every SHA-256 is as listed", (), facts)
+    return CheckResult(
+        "files", PASSED, f"{total_text}: every SHA-256 matches the manifest", (), facts
+    )
 
 
 def graphs(
@@ -80,7 +82,9 @@ def graphs(
     if comparison.problems:
         return CheckResult("graphs", FAILED, comparison.problems[0], lines[1:], comparison.facts)
     if comparison.short:
-        return CheckResult("graphs", SHORT, "not one pass of each length", lines, comparison.facts)
+        return CheckResult(
+            "graphs", SHORT, "not all pass lengths were run", lines, comparison.facts
+        )
     summary = "they agree with each other" + (
         ", and passes are batch-invariant as recorded"
         if comparison.as_recorded
@@ -131,7 +135,7 @@ class _Comparison:
         if not worst <= allowed(model, ops):
             self.problems.append(
                 f"{role} ({ops}): rows differ by {worst:.1e} of the largest value between passes "
-                f"of different lengths, allowed is {allowed(model, ops):.0e}"
+                f"of different lengths, the limit is {allowed(model, ops):.0e}"
             )
 
     def other_ops(
@@ -153,7 +157,7 @@ class _Comparison:
         self.facts[role][f"relative_difference_to_{other}"] = relative
         line = (
             f"{role}: {other} differs from {main_ops} by up to {relative:.1e} of the largest value "
-            f"of logits or cache, allowed {allowed(model, *ops):.0e}"
+            f"of logits or cache, the limit is {allowed(model, *ops):.0e}"
         )
         (self.lines if relative <= allowed(model, *ops) else self.problems).append(line)
         self.fixed(role, model, other, others)
@@ -171,10 +175,10 @@ class _Comparison:
         if not differences:
             return
         self.facts[role][f"fixed_shapes_{ops}"] = differences
-        same = [name for name, relative in differences.items() if relative == 0]
-        line = f"{role} ({ops}): fixed shapes with the bits of decoder: {', '.join(same) or 'none'}"
+        same = ", ".join(name for name, relative in differences.items() if relative == 0)
+        line = f"{role} ({ops}): fixed-shape graphs bitwise equal to the decoder: {same or 'none'}"
         if others := {name: relative for name, relative in differences.items() if relative != 0}:
-            line += "; differing, in shares of the largest value: " + ", ".join(
+            line += "; others, with the difference relative to the largest value: " + ", ".join(
                 f"{name} {relative:.1e}" for name, relative in others.items()
             )
         good = all(relative <= allowed(model, ops) for relative in differences.values())

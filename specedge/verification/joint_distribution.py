@@ -205,7 +205,7 @@ def _finding(
         problems += failed_tests(name, vars(tests), alpha)
     problems += failed_tests("all together", together, alpha)
     if problems:
-        summary = f"first tokens do not follow the target's joint distribution: {problems[0]}"
+        summary = f"the first tokens do not follow the target's joint distribution: {problems[0]}"
         return CheckResult("joint", FAILED, summary, tuple(problems[1:] + lines), facts)
     texts = [tests.strings.num_samples for tests in results.values()]
     least = min(texts) if len(results) == num_settings else 0

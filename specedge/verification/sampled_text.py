@@ -182,17 +182,17 @@ def _uniform(cells: list[int], alpha: float) -> ChiSquareTest:
 def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> CheckResult:
     problems, facts = [], {}
     lines = [
-        f"{'':{NAME}} tokens  p of: rank  lean to draft  neighbours  accepted  "
-        "how often (expected)  would catch"
+        f"{'':{NAME}} tokens  p of: rank  draft bias  serial pairs  accepted  "
+        "     rate (expected)  would catch"
     ]
     for name, sample in samples.items():
         verdicts = _verdicts(sample, alpha)
-        tests = {test: vars(found) for test, found in vars(verdicts).items()}
+        tests = {test: vars(result) for test, result in vars(verdicts).items()}
         count = len(sample.by_rank)
         facts[name] = {"num_tokens": count, "num_impossible": sample.num_impossible} | tests
         lines.append(_line(name, sample, verdicts))
         problems += failed_tests(name, vars(verdicts), alpha)
-        # With noise the edge of a filter may be elsewhere in the pass that judges.
+        # With noise, a filter may cut at another token in the pass of the test.
         if sample.num_impossible and not subject.noise.get("target"):
             problems.append(
                 f"{name}: {sample.num_impossible} tokens that the distribution does not allow"
@@ -201,14 +201,14 @@ def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> 
     catch = facts["all together"]["by_rank"]["would_catch"]
     least = min(len(sample.by_rank) for sample in samples.values())
     if problems:
-        summary = f"{count} drawn tokens do not follow the target's distribution: {problems[0]}"
+        summary = f"{count} sampled tokens do not follow the target's distribution: {problems[0]}"
         return CheckResult("sampled", FAILED, summary, tuple(problems[1:] + lines), facts)
     if least < LEAST_TOKENS:
         summary = f"only {least} tokens of a setting, {LEAST_TOKENS} are needed"
         return CheckResult("sampled", SHORT, summary, tuple(lines), facts)
     summary = (
-        f"{count} drawn tokens follow the target's distribution; a total variation of {catch:.3f} "
-        "of their places would have been caught"
+        f"{count} sampled tokens follow the target's distribution; a total variation distance of "
+        f"{catch:.3f} would have been detected"
     )
     return CheckResult("sampled", PASSED, summary, tuple(lines), facts)
 
@@ -226,7 +226,7 @@ def failed_tests(
 
 _MEANINGS = {
     "by_rank": "frequencies of tokens differ from the target's probabilities",
-    "by_lean": "tokens lean to the draft's distribution",
+    "by_lean": "tokens are biased towards the draft's distribution",
     "neighbours": "consecutive tokens are not independent",
     "acceptance": "the acceptance rate of draft tokens differs from its expectation",
     "strings": "frequencies of strings differ from the target's probabilities",
@@ -239,7 +239,7 @@ def _line(name: str, sample: TextSample, verdicts: TextTests) -> str:
     rank, lean, neighbours, acceptance = (test.p_value for test in vars(verdicts).values())
     accepted = verdicts.acceptance
     return (
-        f"{name:{NAME}} {len(sample.by_rank):6} {rank:11.2g} {lean:14.2g} {neighbours:11.2g} "
+        f"{name:{NAME}} {len(sample.by_rank):6} {rank:11.2g} {lean:11.2g} {neighbours:13.2g} "
         f"{acceptance:9.2g} {accepted.measured:11.3f} ({accepted.expected:.3f}) "
         f"{verdicts.by_rank.would_catch:13.3f}"
     )

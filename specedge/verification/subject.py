@@ -98,7 +98,7 @@ class Subject:
         most = max(1, min(2 * ROWS, self.sizes["target"].context_length // 2))
         return [
             *self.prompts,
-            AuditPrompt("all prompts in a row", tuple(self.text("target", most))),
+            AuditPrompt("all prompts concatenated", tuple(self.text("target", most))),
         ]
 
     def time_passes(self, clock: Clock) -> None:

@@ -127,7 +127,7 @@ def _short(pipeline: Pipeline, text: str) -> tuple[str, list[int]]:
         if len(tokens) <= max(1, min(64, pipeline.bundle.context_length // 2)):
             return text, tokens
         if len(text) < 2:
-            raise PromptError(f"no prompt is as short as {pipeline.bundle.context_length} tokens")
+            raise PromptError(f"no prompt has at most {pipeline.bundle.context_length} tokens")
         text = text[: len(text) // 2]
 
 

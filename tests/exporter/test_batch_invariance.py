@@ -95,7 +95,7 @@ def test_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch):
     progress = Progress()
     bundle = export(draft, target, tmp_path / "bundle", ops="gqa", progress=progress)
     assert bundle.target.parity["gqa"].invariant_lengths == ()
-    assert sum("so near-ties may be decided differently" in note for note in progress.notes) == 2
+    assert sum("so text may differ from plain decoding" in note for note in progress.notes) == 2
 
 
 @pytest.mark.parametrize("k", [4, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 8))])

@@ -242,7 +242,8 @@ def test_on_full_disk_bundle_that_was_there_stays(options, place, tmp_path):
     result = mounted(script, disk, old, used + 200_000, *command)
     assert (result.returncode, result.stdout) == (0, "bundle\n"), result.stderr
     assert result.stderr == (
-        f"specedge: no space left for {disk / 'bundle'}; free some, or name another disk with "
+        f"specedge: no space left for {disk / 'bundle'}; free disk space, or specify another "
+        "disk with "
         "--output\n"
     )
 

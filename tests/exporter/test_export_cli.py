@@ -54,5 +54,5 @@ def test_missing_extra_is_one_line_with_its_command(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_bits_of_another_precision_are_error_in_one_line(tmp_path, precision):
-    with pytest.raises(ExportError, match=f"--bits is for --precision int4, not {precision}"):
+    with pytest.raises(ExportError, match=f"--bits applies to --precision int4, not {precision}"):
         export(None, tmp_path, tmp_path / "bundle", precision=precision, bits=5.0)

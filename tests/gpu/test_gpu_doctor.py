@@ -66,8 +66,11 @@ def test_text_names_the_driver_and_the_gpu(libraries):
     [
         ({"STANDIN_DEVICES": "0"}, "the NVIDIA driver shows no GPU"),
         ({"STANDIN_DRIVER": "12040"}, "the NVIDIA driver 580.95.05 supports CUDA 12.4, and"),
-        ({"STANDIN_INIT": "804"}, "does not answer: cuInit gave error 804 (forward compatibility)"),
-        ({"STANDIN_DRIVER_CRASHES": "1"}, "does not answer: ended by signal 6 (SIGABRT)"),
+        (
+            {"STANDIN_INIT": "804"},
+            "does not respond: cuInit gave error 804 (forward compatibility)",
+        ),
+        ({"STANDIN_DRIVER_CRASHES": "1"}, "does not respond: ended by signal 6 (SIGABRT)"),
         ({"STANDIN_MEMORY_MB": "0"}, "the GPU is out of memory (Exception during initialization"),
     ],
 )

@@ -64,7 +64,7 @@ def test_another_threads_request_is_refused_where_it_must_not_wait(pipeline):
     next(stream)
     error = in_thread(lambda: text_of(pipeline, PROMPTS[1], wait=False))
     assert isinstance(error, SpecEdgeError)
-    assert "the slot of this pipeline is taken by an unfinished stream" in str(error)
+    assert "the slot of this pipeline is occupied by an unfinished stream" in str(error)
     assert next(stream)
     for _ in stream:
         pass

@@ -132,7 +132,7 @@ def test_gbnf_grammar_is_converted_to_lark():
     pytest.importorskip("llguidance", reason="needs the grammar extra")
     grammar = options(grammar='root ::= "a" | "b"')["grammar"]
     assert "start" in grammar
-    with pytest.raises(ApiError, match="no valid GBNF") as caught:
+    with pytest.raises(ApiError, match="not valid GBNF") as caught:
         options(grammar="root ::= (")
     assert caught.value.param == "grammar"
 

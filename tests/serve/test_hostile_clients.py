@@ -138,7 +138,7 @@ def test_other_content_is_refused_so_that_no_web_page_can_ask_unasked(port):
 
 
 def test_paths_and_methods_that_there_are_not_are_errors_in_the_same_shape(port):
-    assert error_of(ask(port, "GET", "/v1/nothing")[2])["message"] == "there is no such path"
+    assert error_of(ask(port, "GET", "/v1/nothing")[2])["message"] == "the path does not exist"
     status, _, said = ask(port, "GET", "/v1/completions")
     assert (status, error_of(said)["type"]) == (405, "invalid_request_error")
     assert ask(port, "POST", "/../../etc/passwd", {})[0] == 404

@@ -106,7 +106,7 @@ def test_previous_response_is_continued_while_it_is_kept(served):
     assert [prompt.count(text) for text in ("2+2?", "Four.", "Twice?", "Be brief.")] == [1, 1, 1, 0]
     assert ai.responses.retrieve(second.id).output_text == "Eight."
     ai.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError, match="is not stored here") as caught:
+    with pytest.raises(openai.NotFoundError, match="is not stored") as caught:
         ai.responses.create(model=MODEL, input="a", previous_response_id=first.id)
     assert caught.value.param == "previous_response_id"
     kept = ai.responses.create(model=MODEL, input="a", store=False)

@@ -162,7 +162,7 @@ def test_what_cannot_be_served_is_one_line(arguments, said):
 
 @pytest.mark.parametrize(
     ("template", "said"),
-    [(b"{% if %}", "chat template is broken"), (b"\xff\xfe", "cannot be read")],
+    [(b"{% if %}", "chat template is invalid"), (b"\xff\xfe", "cannot be read")],
 )
 def test_chat_template_that_is_broken_is_one_line(tmp_path, template, said):
     path = tmp_path / "broken.jinja"

@@ -88,7 +88,7 @@ def test_verifying_may_have_a_cost_for_each_k():
     assert break_even_alpha(2, 0.1, costs) == break_even_alpha(2, 0.1, 1.2)
     with pytest.raises(ValueError, match="verify_cost ends at K = 3, got K = 4"):
         round_cost(4, 0.1, costs)
-    with pytest.raises(ValueError, match=r"begins with that of K = 0, which is 1, got 1\.1"):
+    with pytest.raises(ValueError, match=r"begin with the cost at K = 0, which is 1, got 1\.1"):
         round_cost(1, 0.1, costs[1:])
 
 

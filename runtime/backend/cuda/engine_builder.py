@@ -55,9 +55,7 @@ def build_engines(
     store.verify_large_files(source)
     target_device = Device(device)
     if not target_device.supports_engines:
-        raise DeviceError(
-            f"{device} runs graphs as they are; engines are built for rtx or tensorrt"
-        )
+        raise DeviceError(f"{device} does not use engines; they are built for rtx or tensorrt")
     ops_by_role = {
         role: choose_ops(model, ops, target_device) for role, model in source.models.items()
     }
@@ -93,7 +91,9 @@ def _copy_bundle(bundle: Bundle, folder: Path) -> Path:
     """Return the folder for engines in a copy of a bundle; copy the bundle if needed."""
     if folder.exists() and any(folder.iterdir()):
         if {**Bundle.read(folder).files} != bundle.files:
-            raise DeviceError(f"{folder} holds another bundle; name a new folder with --output")
+            raise DeviceError(
+                f"{folder} contains another bundle; specify a new folder with --output"
+            )
         return folder / engines.FOLDER
     for name in (*bundle.files, MANIFEST):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -97,8 +97,8 @@ def require(
     """
     if graph.length is None:
         raise DeviceError(
-            f"{model.source.id}: {device} runs fixed-shape graphs only, and this needs "
-            f"'{graph.name}', which takes any pass length; use --device cuda or cpu"
+            f"{model.source.id}: {device} runs fixed-shape graphs only, but the graph "
+            f"'{graph.name}' for any pass length is needed; use --device cuda or cpu"
         )
     engine = find(bundle, key_of(bundle, model, graph, platform))
     if engine is None:

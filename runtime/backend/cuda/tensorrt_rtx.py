@@ -66,7 +66,7 @@ def platform(ort: Any, index: int, gpu: str | None = None) -> EnginePlatform:
     device = _device(ort, index)
     architecture = gpu or device.ep_metadata.get("target_architecture")
     if not architecture or not re.fullmatch(r"sm\d+", architecture):
-        raise DeviceError(f"rtx:{index} does not report its architecture; name one with --gpu")
+        raise DeviceError(f"rtx:{index} does not report its architecture; specify one with --gpu")
     return EnginePlatform("rtx", *versions(), architecture)
 
 

@@ -186,7 +186,7 @@ def _parse_choice(
     name = function.take_typed("name", str, "a name")
     function.finish()
     if name not in names:
-        message = f"tool_choice names {excerpt(name)}, which is no function of tools"
+        message = f"tool_choice names {excerpt(name)}, which is not a function in tools"
         raise ApiError(message, field_name, "invalid_value")
     return "auto", name
 

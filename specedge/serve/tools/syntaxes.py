@@ -62,7 +62,7 @@ def parse_arguments(arguments: object) -> dict[str, Any]:
         arguments = DECODER.decode(arguments) if arguments.strip() else {}
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        raise ValueError("arguments are no object")
+        raise ValueError("arguments are not an object")
     return arguments
 
 

@@ -75,7 +75,7 @@ def test_merged_adapter_equals_peft(base, options, tmp_path):
         for name, parameter in wanted.named_parameters():
             assert torch.equal(found[name], parameter), name
         assert torch.allclose(loaded.model(TOKENS).logits, wanted(TOKENS).logits, atol=1e-5)
-    assert any("is merged into its model, in float32" in note for note in notes)
+    assert any("is merged into the model in float32" in note for note in notes)
     behind = [loaded.sources.stored_matrix(p) for p in loaded.model.parameters()]
     assert 0 < sum(isinstance(matrix, LazyTensor) for matrix in behind) < len(behind)
 
@@ -116,7 +116,7 @@ def test_self_draft_has_the_targets_adapter(base, tmp_path):
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     bundle = export("self:1", base, tmp_path / "bundle", max_length=40, adapter=adapter)
     assert bundle.draft.source.id == "model + adapter self:1"
-    with pytest.raises(CheckpointError, match="leave --draft-adapter out"):
+    with pytest.raises(CheckpointError, match="omit --draft-adapter"):
         export("self:1", base, tmp_path / "other", draft_adapter=adapter)
 
 
@@ -131,7 +131,7 @@ def test_pickled_adapters_are_read(base, tmp_path):
 
 
 def test_adapter_of_another_method_is_refused(base, tmp_path):
-    assert "give a LoRA adapter" in refusal(base, base)
+    assert "specify a LoRA adapter" in refusal(base, base)
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     for changes, said in (
         ({"init_lora_weights": "pissa_niter_4"}, "started from pissa_niter_4"),
@@ -144,7 +144,7 @@ def test_adapter_of_another_method_is_refused(base, tmp_path):
     (adapter / "adapter_config.json").write_text("{", "utf-8")
     assert "adapter_config.json cannot be read" in refusal(base, adapter)
     (adapter / "adapter_model.safetensors").unlink()
-    assert "give a LoRA adapter" in refusal(base, adapter)
+    assert "specify a LoRA adapter" in refusal(base, adapter)
 
 
 def test_another_models_adapter_is_refused(base, tmp_path):

@@ -64,11 +64,11 @@ def test_pickled_weights_of_unknown_layout_are_refused(checkpoint):
 @pytest.mark.parametrize(
     ("config", "readme", "said"),
     [
-        ({}, None, "give the checkpoint it was made from, with config.json"),
+        ({}, None, "specify the original checkpoint, with config.json"),
         ({"_name_or_path": "gpt2"}, None, "it was made from gpt2: give that"),
         ({"_name_or_path": "/a/b"}, "---\nbase_model: c/d\n---\n", "made from c/d: give that"),
         ({}, "---\nbase_model:\n- c/d\n---\n", "it was made from c/d: give that"),
-        ({"_name_or_path": 7}, "---\nbase_model: []\n---\n", "give the checkpoint it was made"),
+        ({"_name_or_path": 7}, "---\nbase_model: []\n---\n", "specify the original checkpoint"),
     ],
 )
 def test_onnx_export_is_refused_with_checkpoint_it_names(checkpoint, names, config, readme, said):
@@ -186,7 +186,7 @@ def test_recurrent_model_is_refused_with_reason(pairs, tmp_path, limit):
     draft = pairs.checkpoint("gpt2")[0]
     config = MambaConfig(vocab_size=512, hidden_size=16, num_hidden_layers=1)
     save(MambaForCausalLM(config), find(draft).tokenizer, tmp_path / "mamba")
-    with pytest.raises(ExportError, match="mamba models keep no KV cache"):
+    with pytest.raises(ExportError, match="mamba models have no KV cache"):
         export(draft, tmp_path / "mamba", tmp_path / "bundle", max_length=limit)
 
 
@@ -201,7 +201,7 @@ def test_contexts_shorter_than_pass_and_as_long_as_buffers_are_compared(pairs, t
 
 
 def test_revision_of_folder_is_refused(checkpoint):
-    with pytest.raises(CheckpointError, match="which has no revisions"):
+    with pytest.raises(CheckpointError, match="has no revisions"):
         find(checkpoint, "main")
 
 

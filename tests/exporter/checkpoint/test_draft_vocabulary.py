@@ -95,5 +95,5 @@ def test_head_that_is_not_one_matrix_is_refused():
 
     model = make_model(make_config("llama"))
     model.lm_head = Two(64, 512)
-    with pytest.raises(ExportError, match=r"head is Two, not one matrix.*leave --draft-vocab out"):
+    with pytest.raises(ExportError, match=r"head is Two, not one matrix.*omit --draft-vocab"):
         draft_vocabulary.prune_head(LoadedCheckpoint(model, "float32", WeightSources()), IDS)

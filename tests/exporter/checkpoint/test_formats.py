@@ -69,7 +69,7 @@ def test_code_in_pickled_weights_never_runs(tmp_path):
     folder, _ = make(tmp_path, "llama")
     (folder / "model.safetensors").unlink()
     torch.save({"weight": Planted(tmp_path / "ran")}, folder / "pytorch_model.bin")
-    assert "holds more than tensors" in refusal(folder)
+    assert "contains objects other than tensors" in refusal(folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -130,7 +130,7 @@ def test_weight_in_type_that_no_weight_has_is_refused(family, key, dtype, tmp_pa
     message = refusal(folder)
     assert f"is stored in {str(dtype).removeprefix('torch.')}" in message
     assert (key if family == "llama" else "experts.gate_up_proj") in message
-    assert "give the checkpoint it was made from" in message
+    assert "the original checkpoint" in message
 
 
 def test_masks_of_old_files_are_left_out_without_word(tmp_path):
@@ -153,7 +153,7 @@ def test_tensors_without_place_in_model_are_told(tmp_path):
     assert same(loaded, model)
     assert notes == (
         "target: the model does not use 2 of its tensors, such as model.extra.weight, "
-        "which are left out"
+        "which are ignored"
     )
 
 
@@ -185,4 +185,4 @@ def test_matrix_of_another_shape_is_refused_with_both(tmp_path):
 def test_files_without_tensor_are_refused(tmp_path):
     folder, _ = make(tmp_path, "llama")
     restore(folder, lambda state: {})
-    assert "its files hold no tensors; download it again" in refusal(folder)
+    assert "its files contain no tensors; download it again" in refusal(folder)

@@ -65,10 +65,14 @@ def test_ids_that_draft_lacks_are_not_kept(tokenizer):
 @pytest.mark.parametrize(
     ("count", "said"),
     [
-        (515, "--draft-vocab 515: the draft has 515 tokens; give fewer, or leave it out"),
+        (515, "--draft-vocab 515: the draft has 515 tokens; use a smaller number, or omit it"),
         (9999, "the draft has 515 tokens"),
-        (4, "--draft-vocab 4: the 4 end tokens and special tokens are always kept; give more"),
-        (1, "give more"),
+        (
+            4,
+            "--draft-vocab 4: the 4 end tokens and special tokens are always kept; use a larger "
+            "number",
+        ),
+        (1, "use a larger number"),
     ],
 )
 def test_number_that_cannot_be_is_refused(tokenizer, count, said):

@@ -17,7 +17,7 @@ from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import checkpoints, gguf_files, loader
 
 ONES = np.ones(8, np.float32)
-LEFT_OUT = "target: the model does not use 8 weights of its GGUF file, which are left out"
+LEFT_OUT = "target: the model does not use 8 weights of its GGUF file, which are ignored"
 
 
 def find(path):
@@ -68,7 +68,7 @@ def test_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
 def test_several_files_in_folder_need_choice(tmp_path):
     write(tmp_path / "model-Q8_0.gguf", Kind.Q8_0, tmp_path)
     write(tmp_path / "model-F16.gguf", Kind.F16, tmp_path)
-    assert "2 GGUF files (model-F16.gguf, model-Q8_0.gguf); give one" in refusal(tmp_path)
+    assert "2 GGUF files (model-F16.gguf, model-Q8_0.gguf); specify one" in refusal(tmp_path)
     assert find(tmp_path / "model-F16.gguf").weights == ["model-F16.gguf"]
 
 
@@ -88,8 +88,8 @@ def test_header_is_enough_to_judge_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("model.gguf", b"", "no GGUF file that can be read"),
-        ("model.gguf", b"nothing like it", "no GGUF file that can be read"),
+        ("model.gguf", b"", "not a readable GGUF file"),
+        ("model.gguf", b"nothing like it", "not a readable GGUF file"),
         ("model-00001-of-00001.gguf", b"GGUF", "it ends within its header, at byte 4"),
         ("model.txt", b"", "is a file, not a folder"),
     ],
@@ -202,7 +202,7 @@ def test_scaled_positions_that_would_be_lost_are_refused(arch, more, said, tmp_p
     write(path, Kind.F32, tmp_path, arch, more)
     message = refusal(path)
     assert said in message
-    assert "give the checkpoint it was made from" in message
+    assert "the original checkpoint" in message
 
 
 def test_positions_that_are_said_to_be_unscaled_are_read(tmp_path):

@@ -75,7 +75,7 @@ def test_private_repository_needs_login(server, original, monkeypatch):
 
 
 def test_repository_that_is_not_there_is_refused_with_name(server):
-    assert "org/other is neither a folder here nor a model on the hub" in refusal(name="org/other")
+    assert "org/other is neither a local folder nor a model on the hub" in refusal(name="org/other")
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -97,7 +97,7 @@ def test_repository_that_becomes_gated_before_its_weights_are_there_says_so(serv
 
 def test_unauthorized_token_is_not_reported_as_missing_network(server):
     server.statuses[NAME] = 403
-    assert "the hub refuses to give it (403); log in with 'hf auth login'" in refusal()
+    assert "the hub denies access (403); log in with 'hf auth login'" in refusal()
 
 
 def test_failing_hub_is_reported_as_unreachable(server):
@@ -118,7 +118,7 @@ def test_download_resumes_in_next_process(server, original):
     found, sent = find(), server.sent
     size = (original / WHOLE).stat().st_size
     server.cuts += [400_000, *[0] * 50]
-    with pytest.raises(CheckpointError, match="run the export again to go on where it stopped"):
+    with pytest.raises(CheckpointError, match="run the export again to resume"):
         loader.load(found, Progress())
     server.cuts.clear()
     server.requests.clear()
@@ -154,7 +154,7 @@ def test_full_disk_keeps_partial_download(server, original):
     blobs = found.folder.parents[1] / "blobs"
     part = blobs / f"{hub_server.etag(server.folder / NAME / WHOLE)}.part"
     part.symlink_to("/dev/full")  # the kernel's own ENOSPC
-    with pytest.raises(CheckpointError, match=r"no space left in .* free some") as caught:
+    with pytest.raises(CheckpointError, match=r"no space left in .* free disk space") as caught:
         loader.load(found, Progress())
     assert "\n" not in str(caught.value)
     part.unlink()

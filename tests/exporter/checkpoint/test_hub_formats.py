@@ -91,7 +91,7 @@ def test_gguf_repository_is_known_by_files_header(gguf_server, name, monkeypatch
 
 def test_several_gguf_files_need_choice(gguf_server):
     (gguf_server.folder / NAME / "model-Q4_0.gguf").write_bytes(b"unread")
-    assert f"give one of them, such as {NAME}/model-Q4_0.gguf" in refusal()
+    assert f"specify one of them, such as {NAME}/model-Q4_0.gguf" in refusal()
     assert find(name=f"{NAME}/{GGUF}").weights == [GGUF]
     assert "has no model-Q2_K.gguf" in refusal(name=f"{NAME}/model-Q2_K.gguf")
 

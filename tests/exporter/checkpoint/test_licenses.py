@@ -59,7 +59,7 @@ def test_huge_file_is_left_out_with_note(tmp_path):
     (source / "LICENSE").write_bytes(b"x" * (licenses.LARGEST + 1))
     found, notes = carried(source, tmp_path / "out", "mit")
     assert found == []
-    assert notes == ["target: LICENSE is over 1 MB and is left out"]
+    assert notes == ["target: LICENSE is over 1 MB and is not copied"]
 
 
 def test_folders_and_links_to_other_places_are_not_carried(tmp_path):

@@ -51,7 +51,7 @@ def test_unsupported_quantization_methods_are_refused_by_name(config, name, tmp_
     edit(folder / "config.json", quantization_config=config)
     message = refusal(folder)
     assert name in message
-    assert "give the checkpoint it was made from" in message
+    assert "the original checkpoint" in message
     (folder / "README.md").write_text("---\nbase_model: some/original\n---\n", "utf-8")
     assert "give some/original, which it was made from" in refusal(folder)
 
@@ -159,7 +159,7 @@ def test_fp8_scales_of_another_layout_are_refused_as_such(shape, tmp_path):
         return
     message = refusal(folder)
     assert f"{key} is {list(shape)}, an unknown layout of scales" in message
-    assert "give the checkpoint it was made from" in message
+    assert "the original checkpoint" in message
 
 
 def test_fp8_scales_of_other_experts_than_there_are_do_not_fit():

@@ -173,11 +173,11 @@ def test_self_draft_bundle_is_listed_and_removed(made, capsys):
 @pytest.mark.parametrize(
     ("draft", "said"),
     [
-        ("self:", "give self:N"),
-        ("self:two", "give self:N"),
-        ("self:-1", "give self:N"),
-        ("self:0", "give self:N"),
-        ("self:3", "has 3 layers, and its draft must have fewer; give self:1 to self:2"),
+        ("self:", "specify self:N"),
+        ("self:two", "specify self:N"),
+        ("self:-1", "specify self:N"),
+        ("self:0", "specify self:N"),
+        ("self:3", "has 3 layers, and its draft must have fewer; specify self:1 to self:2"),
         ("self:99", "has 3 layers"),
     ],
 )
@@ -189,14 +189,14 @@ def test_invalid_number_of_layers_is_refused(made, tmp_path, draft, said):
 
 
 def test_revision_of_targets_own_layers_is_refused(made, tmp_path):
-    with pytest.raises(CheckpointError, match="leave --draft-revision out"):
+    with pytest.raises(CheckpointError, match="omit --draft-revision"):
         export("self:1", made.target, tmp_path / "bundle", draft_revision="main")
 
 
 def test_target_of_one_layer_has_no_smaller_self(tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     target = make_checkpoint(tmp_path / "target", "llama", tokenizer, layers=1)
-    with pytest.raises(CheckpointError, match=r"has 1 layer, .* give another --draft"):
+    with pytest.raises(CheckpointError, match=r"has 1 layer, .* specify another --draft"):
         export("self:1", target, tmp_path / "bundle")
 
 

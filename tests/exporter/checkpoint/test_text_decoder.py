@@ -87,7 +87,7 @@ def test_text_decoder_in_unknown_place_is_refused(monkeypatch):
     monkeypatch.setattr(
         text_decoder.internals, "build_multimodal_model", lambda c: whole(c).model.vision_tower
     )
-    with pytest.raises(CheckpointError, match=r"in an unknown place \(with transformers"):
+    with pytest.raises(CheckpointError, match=r"in an unknown module \(with transformers"):
         text_decoder.decoder_config("target x", LlavaConfig())
 
 

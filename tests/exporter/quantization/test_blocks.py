@@ -167,7 +167,7 @@ def test_a_head_is_in_four_bits_where_that_costs_little_and_the_report_says_so_w
     flat.check_greedy_text(16, 4)
     flat.check_rows()
     for report in made.bundle.target.quantization.values():
-        said = [line for line in report.exceptions if "nats a token" in line]
+        said = [line for line in report.exceptions if "nats per token" in line]
         assert len(said) == (made.bundle.target.weights_dtype == "int4")
 
 

@@ -45,7 +45,7 @@ def test_graph_variant_that_model_cannot_have_is_refused_before_its_weights_are_
 
 
 def test_experts_that_take_rows_by_their_numbers_are_refused_from_config():
-    with pytest.raises(ExportError, match="experts do not go through transformers' interface"):
+    with pytest.raises(ExportError, match="experts do not use transformers' interface"):
         tracer.check_config(JetMoeConfig(), 64, 4, "auto")
 
 

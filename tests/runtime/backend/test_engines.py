@@ -120,7 +120,7 @@ def test_a_copy_of_another_bundle_is_not_written_into(bundle, tmp_path):
     assert engine_builder._copy_bundle(bundle, tmp_path / "copy") == folder
     files = {**bundle.files, bundle.tokenizer: FileEntry(1, "0" * 64)}
     other = dataclasses.replace(bundle, files=files)
-    with pytest.raises(DeviceError, match="holds another bundle"):
+    with pytest.raises(DeviceError, match="contains another bundle"):
         engine_builder._copy_bundle(other, tmp_path / "copy")
 
 

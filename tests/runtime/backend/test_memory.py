@@ -191,7 +191,7 @@ def test_a_pair_that_fits_is_not_refused(need, monkeypatch):
         (700, "with --precision int8 --max-length "),
         (600, "--precision int8 --cache fp16, for --ops gqa-kv16 (about 620.0 MB)"),
         (320, "with --precision int8 --max-length 256 --cache fp16, for --ops gqa-kv16 (about"),
-        (100, "or take a smaller model"),
+        (100, "or use a smaller model"),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused_with_advice(need, monkeypatch, megabytes, advice):
@@ -202,7 +202,7 @@ def test_a_pair_that_does_not_fit_is_refused_with_advice(need, monkeypatch, mega
     assert (
         "some/target and its draft: loading needs about 1.6 GB (packed weights 840.0 MB" in message
     )
-    assert f"{memory.format_bytes(megabytes * MB)} are free" in message
+    assert f"{memory.format_bytes(megabytes * MB)} are available" in message
     assert advice in message
 
 

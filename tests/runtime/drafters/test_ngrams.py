@@ -135,7 +135,10 @@ DAMAGES = {
     "missing": ({"pair_tokens": None}, "does not contain n-gram tables"),
     "unknown": ({"more": np.zeros(1)}, "does not contain n-gram tables"),
     "format": ({"format": np.array([2])}, "format is not 1"),
-    "tokenizer": ({"tokenizer": np.zeros(32, np.uint8)}, "its tokenizer is not that of"),
+    "tokenizer": (
+        {"tokenizer": np.zeros(32, np.uint8)},
+        "it was built with another tokenizer than that of",
+    ),
     "floats": ({"pair_counts": np.ones(4)}, "pair_counts is not an array of counts"),
     "matrix": ({"pair_counts": np.ones((4, 1), U32)}, "pair_counts is not an array of counts"),
     "vocabulary": ({"unigrams": np.ones(5, U32)}, "has 5 vocabulary entries, the target has 4096"),

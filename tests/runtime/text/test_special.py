@@ -193,7 +193,7 @@ def sentencepiece():
 
 def test_text_that_can_only_be_a_control_token_is_refused():
     tokenizer, bundle = sentencepiece(), with_template("ChatML")
-    with pytest.raises(PromptError, match=r"'</s>'.* remove it, or allow it with --special-tokens"):
+    with pytest.raises(PromptError, match=r"'</s>'.* remove it, or set --special-tokens"):
         Prompts(bundle, tokenizer).tokens("a </s> b")
     with pytest.raises(PromptError, match="'</s>'"):
         Prompts(bundle, tokenizer).chat_tokens([{"role": "user", "content": "</s>"}])

@@ -39,7 +39,7 @@ def write_reference(
 def measure(logits: Logits, windows: str, reference: str) -> dict[str, Any]:
     """Return the quality of each text: mean KL, top-1 agreement and perplexities.
 
-    KL is the divergence of the model from the reference, in nats a token.
+    KL is the divergence of the model from the reference, in nats per token.
     """
     texts = json.loads(Path(windows).read_text("utf-8"))
     return {"texts": {n: _measure(logits, text, Path(reference), n) for n, text in texts.items()}}
