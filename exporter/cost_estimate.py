@@ -170,10 +170,10 @@ def describe_costs(estimate: CostEstimate, ops: str, graphs: list[GraphFile]) ->
     peaks: dict[str, list[str]] = defaultdict(list)
     for graph in graphs:
         peaks[_format_gigabytes(estimate.peak(graph, ops))].append(graph.name)
-    held = " and ".join(f"{size} for {', '.join(names)}" for size, names in peaks.items())
+    peak_memory = " and ".join(f"{size} for {', '.join(names)}" for size, names in peaks.items())
     return (
         f"{ops} reads {_format_gigabytes(estimate.read(ops))} and computes "
-        f"{estimate.operations(ops) / 1e9:.3g} GFLOP per token, in memory of {held}"
+        f"{estimate.operations(ops) / 1e9:.3g} GFLOP per token, in memory of {peak_memory}"
     )
 
 

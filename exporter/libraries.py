@@ -57,7 +57,7 @@ def translate_errors(
     before: str,
     after: str = "",
     *,
-    of: tuple[type[Exception], ...] = (Exception,),
+    catch: tuple[type[Exception], ...] = (Exception,),
     describe: Callable[[Exception], str] | None = None,
 ) -> Iterator[None]:
     """Translate other libraries' errors to an error of specedge with a one-line message."""
@@ -65,7 +65,7 @@ def translate_errors(
         yield
     except SpecEdgeError:
         raise
-    except of as error:
+    except catch as error:
         raise kind(f"{before}{(describe or first_line)(error)}{after}") from error
 
 

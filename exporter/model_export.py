@@ -292,22 +292,22 @@ def _verify_all(
 def _verify(
     part: ModelExport, references: list[Reference], tolerance: float | None, ops: str
 ) -> ParityReport:
-    who, progress = f"{part.role} ({ops})", part.progress
+    name, progress = f"{part.role} ({ops})", part.progress
     runner = Runner(part.folder, part.lengths, part.shape, ops)
-    with progress.step(f"Comparing the {who}", runner.num_stages) as advance:
+    with progress.step(f"Comparing the {name}", runner.num_stages) as advance:
         report, differing = parity.verify(part.role, references, runner, tolerance, advance)
     if differing:
-        progress.note(f"{who}: {', '.join(differing)} are not bitwise equal to the decoder")
+        progress.note(f"{name}: {', '.join(differing)} are not bitwise equal to the decoder")
     expected = checks.compared_lengths(runner)
     missing = sorted({*expected} - {*report.invariant_lengths})
     if missing == [1]:
         progress.note(
-            f"{who}: passes of one token are not bitwise equal to longer ones, so a single token "
+            f"{name}: passes of one token are not bitwise equal to longer ones, so a single token "
             "is run as two rows"
         )
     elif missing:
         progress.note(
-            f"{who}: passes of {', '.join(map(str, missing))} tokens are not bitwise "
+            f"{name}: passes of {', '.join(map(str, missing))} tokens are not bitwise "
             "equal to longer ones, so text may differ from plain decoding at near-ties"
         )
     return report

@@ -110,7 +110,7 @@ class Generate:
         seeds = {} if seed is None else {"seed": item_seed(seed, index)}
         item = parse_item(index, row, self._request | seeds)
         fix_draft_length(item.request, self.pipeline.bundle.num_draft_tokens)
-        return dataclasses.replace(item, asked=item_fingerprint(item, *self._fingerprint))
+        return dataclasses.replace(item, fingerprint=item_fingerprint(item, *self._fingerprint))
 
 
 def load_pipeline(

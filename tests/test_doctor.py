@@ -225,7 +225,7 @@ def test_a_session_that_another_provider_took_is_no_success(fake):
 def test_a_provider_that_hangs_is_ended(module):
     module("import time; time.sleep(60)")
     answer = ask("runtime", seconds=3)
-    assert answer.ended == "no end in 3 s while importing onnxruntime"
+    assert answer.ended == "no response within 3 s while importing onnxruntime"
 
 
 def test_a_report_is_one_file_with_all_that_json_prints(tmp_path, monkeypatch):

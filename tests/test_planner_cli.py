@@ -54,7 +54,7 @@ def test_tune_prints_json():
 def test_the_first_request_is_planned_with_costs_measured_at_load():
     for _ in range(2):
         explained = run("generate", PROMPT, "-n", 20, "--explain").stderr
-        assert "measured when the bundle was first loaded here" in explained
+        assert "measured at the first load on this machine" in explained
 
 
 def test_a_seed_repeats_its_text_in_later_processes_above_temperature_0():

@@ -66,8 +66,8 @@ class Checkpoint:
     @property
     def remotes(self) -> list[hub.Snapshot]:
         """Snapshots on the hub whose weights are yet to be fetched."""
-        both = (self.remote, self.adapter.remote if self.adapter else None)
-        return [remote for remote in both if remote is not None]
+        candidates = (self.remote, self.adapter.remote if self.adapter else None)
+        return [remote for remote in candidates if remote is not None]
 
 
 def find(role: str, name: str, revision: str | None, adapter: str | None = None) -> Checkpoint:
@@ -171,16 +171,18 @@ def _read(
         )
     paths = [folder / name for name in weights]
     with tempfile.TemporaryDirectory() as temporary:
-        alone = Path(temporary)  # what is beside the file is no concern of it
+        header_folder = Path(temporary)  # what is beside the file is no concern of it
         if remote is not None and not all(path.exists() for path in paths):
-            paths = [alone / path.name for path in paths]
+            paths = [header_folder / path.name for path in paths]
             for path in paths:
-                hub.fetch_header(remote, path.name, alone)
+                hub.fetch_header(remote, path.name, header_folder)
         opened = gguf_files.open_files(where, paths)
         if remote is not None:
             remote.growth = opened.expansion
         whole, description = str(paths[0].absolute()), f"{where}: {paths[0].name}"
-        config = _load_pretrained(AutoConfig.from_pretrained, description, alone, gguf_file=whole)
+        config = _load_pretrained(
+            AutoConfig.from_pretrained, description, header_folder, gguf_file=whole
+        )
         opened.complete_config(config)
         text = text_decoder.decoder_config(where, config)
         fields = opened.values()

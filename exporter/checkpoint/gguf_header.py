@@ -120,19 +120,22 @@ class _Scanner:
         self._at += size
         return self._data[self._at - size : self._at]
 
-    def _text(self, what: str) -> str:
+    def _text(self, description: str) -> str:
         size = self._number("Q")
         if size > min(MAX_TEXT, self._size - self._at):
-            raise ValueError(f"{what} has {size} bytes, which exceeds the file; download it again")
+            raise ValueError(
+                f"{description} has {size} bytes, which exceeds the file; download it again"
+            )
         try:
             return self._take(size).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{what} is not UTF-8") from error
+            raise ValueError(f"{description} is not UTF-8") from error
 
-    def _check_count(self, what: str, count: int, least_size: int) -> None:
-        if count * least_size > self._size - self._at:
+    def _check_count(self, description: str, count: int, min_size: int) -> None:
+        if count * min_size > self._size - self._at:
             raise ValueError(
-                f"it has {count} {what}, which do not fit into {self._size} bytes; download it "
+                f"it has {count} {description}, which do not fit into {self._size} bytes; "
+                "download it "
                 "again"
             )
 

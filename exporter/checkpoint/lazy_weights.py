@@ -92,19 +92,23 @@ class WeightSources:
         with contextlib.ExitStack() as stack:
             for module in model.modules():
                 behind = {n: self.stored_matrix(p) for n, p in module._parameters.items()}
-                held = {n: stored for n, stored in behind.items() if stored is not None}
-                if only_shapes and type(module) in _WIDTHS and "weight" in held:
+                stored_weights = {n: stored for n, stored in behind.items() if stored is not None}
+                if only_shapes and type(module) in _WIDTHS and "weight" in stored_weights:
                     _return_zeros(module, stack)
                 elif only_shapes:
-                    _set_parameters(module, {n: zeros(t.shape) for n, t in held.items()}, stack)
-                elif not at_once and _is_huge(module, held, dtype):
-                    _compute_in_chunks(module, held["weight"], dtype, stack)
-                elif at_once or all(_is_plain(t, dtype) for t in held.values()):
                     _set_parameters(
-                        module, {n: materialize(t).to(dtype) for n, t in held.items()}, stack
+                        module, {n: zeros(t.shape) for n, t in stored_weights.items()}, stack
+                    )
+                elif not at_once and _is_huge(module, stored_weights, dtype):
+                    _compute_in_chunks(module, stored_weights["weight"], dtype, stack)
+                elif at_once or all(_is_plain(t, dtype) for t in stored_weights.values()):
+                    _set_parameters(
+                        module,
+                        {n: materialize(t).to(dtype) for n, t in stored_weights.items()},
+                        stack,
                     )
                 else:
-                    _set_parameters_per_call(module, held, dtype, memory, stack)
+                    _set_parameters_per_call(module, stored_weights, dtype, memory, stack)
             yield
 
 
@@ -197,9 +201,9 @@ def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _set_parameters(
-    module: nn.Module, held: dict[str, torch.Tensor], stack: contextlib.ExitStack
+    module: nn.Module, stored_weights: dict[str, torch.Tensor], stack: contextlib.ExitStack
 ) -> None:
-    for name, tensor in held.items():
+    for name, tensor in stored_weights.items():
         stack.callback(module._parameters.__setitem__, name, module._parameters[name])
         module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
@@ -216,10 +220,12 @@ def _return_zeros(module: nn.Module, stack: contextlib.ExitStack) -> None:
     stack.callback(delattr, module, "forward")
 
 
-def _is_huge(module: nn.Module, held: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
+def _is_huge(
+    module: nn.Module, stored_weights: dict[str, torch.Tensor], dtype: torch.dtype
+) -> bool:
     """Return True for a vocabulary's matrix that is too large to be cast whole."""
-    weight = held.get("weight")
-    simple = type(module) in (nn.Linear, nn.Embedding) and list(held) == ["weight"]
+    weight = stored_weights.get("weight")
+    simple = type(module) in (nn.Linear, nn.Embedding) and list(stored_weights) == ["weight"]
     return simple and weight is not None and not _is_plain(weight, dtype) and weight.numel() > HUGE
 
 
@@ -246,7 +252,7 @@ def _compute_in_chunks(
 
 def _set_parameters_per_call(
     module: nn.Module,
-    held: dict[str, torch.Tensor],
+    stored_weights: dict[str, torch.Tensor],
     dtype: torch.dtype,
     memory: BufferPool,
     stack: contextlib.ExitStack,
@@ -258,7 +264,7 @@ def _set_parameters_per_call(
     def before(*args: object) -> None:
         calls.append(call := contextlib.ExitStack())
         wide = {}
-        for name, tensor in held.items():
+        for name, tensor in stored_weights.items():
             kind = dtype if name in products else torch.float32
             room = call.enter_context(memory.borrow(tensor.numel(), kind))
             wide[name] = room.view(tensor.shape).copy_(materialize(tensor))

@@ -178,15 +178,15 @@ def _insert_placeholders(model: torch.nn.Module, sources: WeightSources) -> None
 def _note_format(checkpoint: Checkpoint, progress: Progress) -> None:
     """Note a quantized or pickled weight format."""
     role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
-    how = quantized_formats.method(checkpoint.raw)
-    if how in packed_weights.NAMES:
+    method = quantized_formats.method(checkpoint.raw)
+    if method in packed_weights.NAMES:
         progress.note(
-            f"{role}: its weights are stored in {packed_weights.NAMES[how]}; the {role} is the "
+            f"{role}: its weights are stored in {packed_weights.NAMES[method]}; the {role} is the "
             "quantized model"
         )
-    elif how is not None:
+    elif method is not None:
         progress.note(
-            f"{role}: its weights are stored in {how} and dequantized; "
+            f"{role}: its weights are stored in {method} and dequantized; "
             f"the {role} is the quantized model"
         )
     if file.suffix == ".bin":

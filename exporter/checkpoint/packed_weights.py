@@ -48,17 +48,17 @@ _CACHE_PARTS = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_po
 State = Mapping[str, torch.Tensor]
 
 
-def unsupported_variant(how: str, config: Mapping[str, Any]) -> str | None:
+def unsupported_variant(method: str, config: Mapping[str, Any]) -> str | None:
     """Return the name of a variant of a method in `NAMES` that cannot be read; None if it can.
 
     Args:
-        how: Quantization method.
+        method: Quantization method.
         config: Quantization config of the checkpoint.
     """
-    if how == "compressed-tensors":
+    if method == "compressed-tensors":
         return _unsupported_compression(config)
-    name, layout = NAMES[how], _layout(how, config)
-    if layout not in (("gemm",) if how == "awq" else ("gptq", "gptq_v2", "gemm")):
+    name, layout = NAMES[method], _layout(method, config)
+    if layout not in (("gemm",) if method == "awq" else ("gptq", "gptq_v2", "gemm")):
         return f"{name}'s layout '{str(layout)[:40]}'"
     bits = config.get("bits", 4)
     if bits not in ((4,) if layout == "gemm" else _BITS):
@@ -73,21 +73,21 @@ def unsupported_variant(how: str, config: Mapping[str, Any]) -> str | None:
 
 
 def quantized_tensors(
-    where: str, how: str, config: Mapping[str, Any], state: State
+    where: str, method: str, config: Mapping[str, Any], state: State
 ) -> dict[str, QuantizedTensor]:
     """Return the quantized matrices of a checkpoint by their modules' names.
 
     Args:
         where: Role and name, which begin error messages.
-        how: Quantization method, one of `NAMES`.
+        method: Quantization method, one of `NAMES`.
         config: Quantization config of the checkpoint.
         state: Tensors of the checkpoint.
 
     Raises:
         CheckpointError: Tensors are missing or do not fit.
     """
-    reader = _Reader(where, NAMES[how], config, state)
-    layout = None if how == "compressed-tensors" else _layout(how, config)
+    reader = _Reader(where, NAMES[method], config, state)
+    layout = None if method == "compressed-tensors" else _layout(method, config)
     tensors = {}
     for key, tensor in state.items():
         module, _, part = key.rpartition(".")
@@ -101,7 +101,7 @@ def quantized_tensors(
             tensors[module] = reader.gptq(module, is_first_version=layout == "gptq")
     if not tensors:
         raise CheckpointError(
-            f"{where}: its config.json says {NAMES[how]}, and its files hold no such weights; "
+            f"{where}: its config.json says {NAMES[method]}, and its files hold no such weights; "
             "download it again"
         )
     return tensors
@@ -145,12 +145,12 @@ def _parts(module: str, state: State) -> list[str]:
     return [part for part in _MODULE_PARTS if f"{module}.{part}" in state]
 
 
-def _layout(how: str, config: Mapping[str, Any]) -> Any:
+def _layout(method: str, config: Mapping[str, Any]) -> Any:
     """Return the layout of GPTQ, AWQ or AutoRound: "gptq", "gptq_v2", "gemm", or an unknown one."""
-    if how == "auto-round":
+    if method == "auto-round":
         packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
         return _AUTO_ROUND_LAYOUTS.get(str(packing), packing)
-    if how == "awq":
+    if method == "awq":
         if config.get("backend") == "llm-awq":
             return "llm-awq"
         return str(config.get("version") or config.get("format") or "gemm").lower()

@@ -71,16 +71,16 @@ def check(where: str, raw: Mapping[str, Any], original: str | None) -> None:
 
     `original` is the checkpoint from which this one was derived.
     """
-    how, config = method(raw), _config(raw)
-    if how in (None, "mxfp4") or (how == "fp8" and _fp8_block(raw) is not None):
+    method_name, config = method(raw), _config(raw)
+    if method_name in (None, "mxfp4") or (method_name == "fp8" and _fp8_block(raw) is not None):
         return
-    assert how is not None
-    if how in packed_weights.NAMES:
-        name = packed_weights.unsupported_variant(how, config or {})
+    assert method_name is not None
+    if method_name in packed_weights.NAMES:
+        name = packed_weights.unsupported_variant(method_name, config or {})
         if name is None:
             return
     else:
-        name = _NAMES.get(how, f"the method '{how[:40]}'")
+        name = _NAMES.get(method_name, f"the method '{method_name[:40]}'")
     cure = f"the original checkpoint {original}" if original else "the original checkpoint"
     raise CheckpointError(
         f"{where} is quantized with {name}, which is not supported; specify {cure}"
@@ -100,8 +100,10 @@ def quantized_tensors(
     """Return the quantized matrices that a bundle can keep. Raises CheckpointError."""
     if not is_packed(raw):
         return []
-    how, config = method(raw), _config(raw)
-    return [*packed_weights.quantized_tensors(where, how or "", config or {}, state).values()]
+    method_name, config = method(raw), _config(raw)
+    return [
+        *packed_weights.quantized_tensors(where, method_name or "", config or {}, state).values()
+    ]
 
 
 def dequantize_state(
@@ -114,14 +116,14 @@ def dequantize_state(
 
     `transposed` are the last names of modules whose matrices are [K, N] in the model.
     """
-    how = method(raw)
+    method_name = method(raw)
     if is_packed(raw):
         config = _config(raw) or {}
-        tensors = packed_weights.quantized_tensors(where, how or "", config, state)
+        tensors = packed_weights.quantized_tensors(where, method_name or "", config, state)
         return packed_weights.dequantize_state(where, tensors, state, transposed)
-    if how == "mxfp4":
+    if method_name == "mxfp4":
         return _dequantize_all_mxfp4(where, state)
-    if how == "fp8":
+    if method_name == "fp8":
         block = _fp8_block(raw)
         assert block is not None
         return _dequantize_all_fp8(where, state, block)

@@ -60,7 +60,7 @@ def shards(index: Path) -> list[str]:
     """Return the files that a checkpoint's index names."""
     damaged = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
     with translate_errors(
-        CheckpointError, f"{index} cannot be read (", "); download it again", of=damaged
+        CheckpointError, f"{index} cannot be read (", "); download it again", catch=damaged
     ):
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
     if any(not isinstance(name, str) or Path(name).name != name for name in names):

@@ -119,11 +119,11 @@ class _GreedyChoice:
 class _SampledChoice:
     """Sampling of each step's token with that step's uniform."""
 
-    def __init__(self, nodes: GraphBuilder, draft: ModelEntry, told: dict[str, ir.Value]) -> None:
+    def __init__(self, nodes: GraphBuilder, draft: ModelEntry, inputs: dict[str, ir.Value]) -> None:
         settings = sampling_nodes.SamplingInputs(
-            *(told[name] for name in (*SAMPLING_SETTINGS, "seen"))
+            *(inputs[name] for name in (*SAMPLING_SETTINGS, "seen"))
         )
-        self._nodes, self._uniforms, self._seen = nodes, told["uniforms"], told["seen"]
+        self._nodes, self._uniforms, self._seen = nodes, inputs["uniforms"], inputs["seen"]
         self._draws = TokenSampler(nodes, settings, draft.num_columns)
         self._made = list[SampledToken]()
 

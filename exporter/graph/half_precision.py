@@ -87,12 +87,12 @@ def _center_biases(graph: ir.Graph) -> None:
     for bias in dict.fromkeys(filter(None, map(_position_bias, graph))):
         users = list(bias.uses())
         past = next(value for value in graph.inputs if value.name == "past_length")
-        here = ir.node("Gather", [bias, past], {"axis": -1})
-        less = ir.node("Sub", [bias, here.outputs[0]])
+        current = ir.node("Gather", [bias, past], {"axis": -1})
+        less = ir.node("Sub", [bias, current.outputs[0]])
         name = f"{bias.name}.centered"
         centered = _insert(graph, bias.producer(), less, bias, _WIDE, name)
-        _insert(graph, bias.producer(), here, bias, _WIDE, f"{bias.name}.here")
-        here.outputs[0].shape = None
+        _insert(graph, bias.producer(), current, bias, _WIDE, f"{bias.name}.here")
+        current.outputs[0].shape = None
         for user, index in users:
             user.replace_input_with(index, centered)
 

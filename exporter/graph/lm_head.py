@@ -52,18 +52,18 @@ def remove_logits_from(graph: ir.Graph) -> None:
 
 def _narrowest_value(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
     """Find the first value that logits depend on alone, and the nodes between."""
-    ways, users = {graph.outputs[0]}, set[ir.Node]()
+    row_values, users = {graph.outputs[0]}, set[ir.Node]()
     narrowest: tuple[ir.Value, set[ir.Node]] | None = None
     for node in reversed(graph):
-        if ways.isdisjoint(node.outputs):
+        if row_values.isdisjoint(node.outputs):
             continue
         read = {x for x in node.inputs if x is not None and not _is_constant(x)}
         elsewhere = {user for x in node.outputs for user, _ in x.uses()} - users
         if elsewhere or not _is_row_wise(node) or not all(map(_has_rows, read)):
             break
         users.add(node)
-        ways = ways - {*node.outputs} | read
-        (value, *others) = ways
+        row_values = row_values - {*node.outputs} | read
+        (value, *others) = row_values
         if not others and value.shape is not None:
             narrowest = value, {*users}
     assert narrowest is not None

@@ -106,12 +106,12 @@ class Basis:
     tied_blocks: Mapping[int, int] = field(default_factory=dict)
 
 
-def choose_basis(graphs: Iterable[ir.Graph], apart: Set[int]) -> Basis:
+def choose_basis(graphs: Iterable[ir.Graph], excluded: Set[int]) -> Basis:
     """Return the basis of graphs that share their weights: rotated if each can be."""
     size, graphs = 0, list(graphs)
     try:
         for graph in graphs:
-            residual_stream(graph, apart)
+            residual_stream(graph, excluded)
             _, table = next(embeddings(graph))
             size = int(table.tensor.shape.numpy()[1])
     except NotRotatableError as error:
@@ -121,7 +121,7 @@ def choose_basis(graphs: Iterable[ir.Graph], apart: Set[int]) -> Basis:
 
 
 def write_models(
-    parts: Sequence[FloatModel], folder: Path, apart: ExcludedWeights
+    parts: Sequence[FloatModel], folder: Path, excluded: ExcludedWeights
 ) -> tuple[list[FloatModel], Basis]:
     """Write the decoders of models that share their weights in a new basis.
 
@@ -129,25 +129,27 @@ def write_models(
         ParityError: If a changed matrix is not the same matrix in another basis.
     """
     decoders = [(part, ops) for part in parts for ops in part.ops]
-    graphs = (load_graph(part.decoder(ops), apart).graph for part, ops in decoders)
-    basis = choose_basis(graphs, apart.offsets)
+    graphs = (load_graph(part.decoder(ops), excluded).graph for part, ops in decoders)
+    basis = choose_basis(graphs, excluded.offsets)
     with WeightStore(folder) as store:
         for part, ops in decoders:
-            model = load_graph(part.decoder(ops), apart)
-            change_graph(model, basis, apart.offsets, store)
+            model = load_graph(part.decoder(ops), excluded)
+            change_graph(model, basis, excluded.offsets, store)
             ir.save(model, folder / part.decoder(ops).name)
     return [replace(part, folder=folder, original=part.folder) for part in parts], basis
 
 
-def residual_stream(graph: ir.Graph, apart: Set[int]) -> ResidualStream:
+def residual_stream(graph: ir.Graph, excluded: Set[int]) -> ResidualStream:
     """Return the readers and writers of the residual stream.
 
     Raises:
         NotRotatableError: If the stream cannot be rotated.
     """
     stream_nodes = ResidualStream()
-    foldable = folded_norms(graph, apart)
-    products = {matrix.node for group in matrix_groups(graph, apart) for matrix in group.matrices}
+    foldable = folded_norms(graph, excluded)
+    products = {
+        matrix.node for group in matrix_groups(graph, excluded) for matrix in group.matrices
+    }
     tables = [node for node, _ in embeddings(graph)]
     if len(tables) != 1:
         raise NotRotatableError(f"it has {len(tables)} embeddings")
@@ -229,10 +231,10 @@ def _is_scalar(value: ir.Value | None) -> bool:
     return value is not None and value.const_value is not None and value.const_value.size == 1
 
 
-def folded_norms(graph: ir.Graph, apart: Set[int]) -> dict[ir.Node, MatrixGroup]:
+def folded_norms(graph: ir.Graph, excluded: Set[int]) -> dict[ir.Node, MatrixGroup]:
     """Return the RMS norms whose gain can be folded into all their readers, with these."""
     foldable = {}
-    for group in matrix_groups(graph, apart):
+    for group in matrix_groups(graph, excluded):
         norm = producer(group.value, RMS_NORM)
         users = {user for user, _ in group.value.uses()}
         if (
@@ -245,14 +247,14 @@ def folded_norms(graph: ir.Graph, apart: Set[int]) -> dict[ir.Node, MatrixGroup]
     return foldable
 
 
-def change_graph(model: ir.Model, basis: Basis, apart: Set[int], store: WeightStore) -> None:
+def change_graph(model: ir.Model, basis: Basis, excluded: Set[int], store: WeightStore) -> None:
     """Rewrite a float graph in a basis; changed weights go to `store`."""
     graph = model.graph
-    foldable = folded_norms(graph, apart)
-    stream = residual_stream(graph, apart) if basis.rotation is not None else ResidualStream()
+    foldable = folded_norms(graph, excluded)
+    stream = residual_stream(graph, excluded) if basis.rotation is not None else ResidualStream()
     tables = {stored.offset: node for node, stored in embeddings(graph)}
     editor = GraphEditor(graph, store)
-    for group in matrix_groups(graph, apart):
+    for group in matrix_groups(graph, excluded):
         norm = producer(group.value, RMS_NORM)
         is_tied = any(matrix.offset in tables for matrix in group.matrices)
         gain: np.ndarray | None = None

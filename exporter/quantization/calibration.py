@@ -76,25 +76,25 @@ def generate_answers(
     options.enable_cpu_mem_arena = False
     # Folding would copy each transposed matrix; fusion with its product needs no copy.
     folding = ["ConstantFolding"]
-    stage = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
+    session = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
     try:
-        return [_generate_answer(stage, geometry, prompt, end_tokens) for prompt in prompts]
+        return [_generate_answer(session, geometry, prompt, end_tokens) for prompt in prompts]
     finally:
-        stage.close()
+        session.close()
 
 
 def _generate_answer(
-    stage: SubgraphSession, geometry: Geometry, prompt: np.ndarray, end_tokens: Container[int]
+    session: SubgraphSession, geometry: Geometry, prompt: np.ndarray, end_tokens: Container[int]
 ) -> np.ndarray:
     tokens, new, length = [*prompt], prompt, 0
-    stage.fill_noise(0, geometry.capacity)
+    session.fill_noise(0, geometry.capacity)
     for _ in range(min(ANSWER_TOKENS, geometry.context_length - len(prompt))):
         inputs = {
             "input_ids": new[None].astype(np.int64),
             "past_length": np.array([length], np.int64),
             "logits_from": np.array([len(new) - 1], np.int64),
         }
-        logits = stage.run("decoder", False, inputs)["logits"][0, -1]
+        logits = session.run("decoder", False, inputs)["logits"][0, -1]
         length += len(new)
         token = int(logits.argmax())
         tokens.append(token)
@@ -156,9 +156,9 @@ def visit_inputs(
     def accumulate(values: Values) -> None:
         for name in values.keys() & keys.keys():
             x = values[name].reshape(-1, values[name].shape[-1])
-            seen = InputStatistics.from_values(x, num_rows)
+            statistics = InputStatistics.from_values(x, num_rows)
             for key in keys[name]:
-                parts[key].append(seen)
+                parts[key].append(statistics)
             if with_hessian.intersection(keys[name]):
                 rows = torch.from_numpy(x)
                 if name not in sums:

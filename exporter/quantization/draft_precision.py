@@ -120,17 +120,18 @@ def _measure_acceptance(
     texts: CalibrationTexts,
     head: Sequence[int] | None,
 ) -> None:
-    """Measure how often the target's logits, [T, V] per text, accept a draft's tokens."""
-    same, chances = [], []
+    """Measure a draft's acceptance rates, given the target's logits, [T, V] per text."""
+    same, overlaps = [], []
     runner = _runner(FloatModel("draft", candidate.model, candidate.folder))
-    for ours, theirs in zip(compute_logits(runner, texts.evaluation), target_logits, strict=True):
-        size = min(ours.shape[1], theirs.shape[1])
+    draft_logits = compute_logits(runner, texts.evaluation)
+    for draft, target in zip(draft_logits, target_logits, strict=True):
+        size = min(draft.shape[1], target.shape[1])
         token_ids = np.arange(size) if head is None else np.array(head)
-        same.append(token_ids[ours[:, : len(token_ids)].argmax(1)] == theirs.argmax(1))
-        both = np.minimum(_softmax(ours)[:, : len(token_ids)], _softmax(theirs)[:, token_ids])
-        chances.append(both.sum(1))
+        same.append(token_ids[draft[:, : len(token_ids)].argmax(1)] == target.argmax(1))
+        draft_probs = _softmax(draft)[:, : len(token_ids)]
+        overlaps.append(np.minimum(draft_probs, _softmax(target)[:, token_ids]).sum(1))
     candidate.greedy = float(np.concatenate(same).mean())
-    candidate.sampled = float(np.concatenate(chances).mean())
+    candidate.sampled = float(np.concatenate(overlaps).mean())
 
 
 def _softmax(values: np.ndarray) -> np.ndarray:

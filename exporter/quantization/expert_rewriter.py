@@ -132,8 +132,12 @@ def _rewrite_sparse(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -
     number, k = mixture.experts.first.data().shape[0], node.attributes["k"].as_int()
     times = 1 if choice.bits == 8 else 2
     weights, chosen = before.largest(routing, k)
-    alone = _single_expert_logits(before, chosen, last, number)
-    logits = before.put("Concat", [alone] * times, "twice", axis=0) if times > 1 else alone
+    single_logits = _single_expert_logits(before, chosen, last, number)
+    logits = (
+        before.put("Concat", [single_logits] * times, "twice", axis=0)
+        if times > 1
+        else single_logits
+    )
     copies = before.put("Unsqueeze", [x, first], "one")
     copies = before.put("Expand", [copies, before.ints("copies", times * k, 1, 1)], "x")
     expert_rows = _insert_qmoe(before, mixture, choice, copies, logits)
@@ -187,8 +191,8 @@ def _single_expert_logits(
     by_expert = before.put("Transpose", [chosen], "by_expert", perm=[1, 0])
     each = before.put("Unsqueeze", [by_expert, last], "each")
     hit = before.put("Equal", [each, before.ints("experts", *range(number))], "hit")
-    alone = before.put("Cast", [hit], "alone", to=ir.DataType.FLOAT)
-    return before.put("Reshape", [alone, before.ints("rows", -1, number)], "logits")
+    single_logits = before.put("Cast", [hit], "alone", to=ir.DataType.FLOAT)
+    return before.put("Reshape", [single_logits, before.ints("rows", -1, number)], "logits")
 
 
 def _insert_qmoe(

@@ -48,10 +48,10 @@ class ExpertWeights:
 
     def inner(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Return the input of an expert's last matrix. [n, H] -> [n, I]"""
-        both = x @ self.first.data()[expert].float().T
+        gate_up = x @ self.first.data()[expert].float().T
         if self.bias is not None:
-            both = both + self.bias.data()[expert].float()
-        return self.activation(both[:, ::2], both[:, 1::2])
+            gate_up = gate_up + self.bias.data()[expert].float()
+        return self.activation(gate_up[:, ::2], gate_up[:, 1::2])
 
 
 @dataclass(frozen=True)

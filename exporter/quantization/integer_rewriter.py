@@ -59,22 +59,22 @@ class IntegerRewriter(GraphEditor):
 
     def embedding(self, node: ir.Node, stored: StoredTensor) -> None:
         """Replace a lookup in a table, [V, H]."""
-        output, by = node.outputs[0], self.tables[stored.offset]
+        output, exponents = node.outputs[0], self.tables[stored.offset]
         if stored.offset in self.block_tables:
             replace_output(output, self._insert_block_lookup(node, stored))
             return
         rows = self._insert_lookup(node, *self._stored_table(stored))
-        if by is not None:  # the head reads the table's channels times these powers
+        if exponents is not None:  # the head reads the table's channels times these powers
             name = f"{output.name}.powers"
-            powers = add_constant(self.graph, np.exp2(-by).astype(np.float32), name)
+            powers = add_constant(self.graph, np.exp2(-exponents).astype(np.float32), name)
             rows = self.node(node, "Mul", [rows, powers], f"{output.name}.divided", output)
         replace_output(output, rows)
 
     def _stored_table(self, stored: StoredTensor) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
         """Return a table's stored integers, [V, H], and scales, [V, 1]."""
-        by = self.tables[stored.offset]
+        exponents = self.tables[stored.offset]
         return self.store.integers(
-            (stored.offset, exponent_key(by)), lambda: quantize_table(stored, by)
+            (stored.offset, exponent_key(exponents)), lambda: quantize_table(stored, exponents)
         )
 
     def _insert_lookup(
@@ -188,9 +188,9 @@ class IntegerRewriter(GraphEditor):
         """Insert the product of a group's matrices, joined along N, in blocks."""
         matrices = group.matrices
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
-        by = [self.column_powers.get(m.node) for m in matrices]
-        key = (tuple(m.offset for m in matrices), choice.bits, *map(exponent_key, by))
-        stored = self.store.blocks(key, lambda: join_blocks(matrices, by, choice))
+        exponents = [self.column_powers.get(m.node) for m in matrices]
+        key = (tuple(m.offset for m in matrices), choice.bits, *map(exponent_key, exponents))
+        stored = self.store.blocks(key, lambda: join_blocks(matrices, exponents, choice))
         inputs = [group.value, *map(self.external, stored)]
         name = f"{like.name}.int{choice.bits}"
         size = matrices[0].stored.data().shape[0]
@@ -227,20 +227,24 @@ class IntegerRewriter(GraphEditor):
             turned = insert_node(before, "Transpose", [table], name, perm=[1, 0])
             flat = view_tensor(scales, ir.Shape([1, scales.size]), f"{scales.name}.flat")
             return turned, self.external(flat)
-        by = [self.column_powers.get(m.node) for m in matrices]
-        moved = map(exponent_key, (choice.exponents, *by))
+        exponents = [self.column_powers.get(m.node) for m in matrices]
+        moved = map(exponent_key, (choice.exponents, *exponents))
         key = (tuple(m.offset for m in matrices), choice.num_parts, part, *moved)
-        values, scales = self.store.integers(key, lambda: _join_columns(matrices, by, choice, part))
+        values, scales = self.store.integers(
+            key, lambda: _join_columns(matrices, exponents, choice, part)
+        )
         return self.external(values), self.external(scales)
 
     def _scale_float_columns(self, matrix: Matrix) -> None:
         """Scale the output of an unquantized product by its smoothing exponents."""
-        by = self.column_powers.get(matrix.node)
-        if by is None:
+        exponents = self.column_powers.get(matrix.node)
+        if exponents is None:
             return
         output = matrix.node.outputs[0]
         users = list(output.uses())
-        factors = add_constant(self.graph, np.exp2(by).astype(np.float32), f"{output.name}.factors")
+        factors = add_constant(
+            self.graph, np.exp2(exponents).astype(np.float32), f"{output.name}.factors"
+        )
         scaled = ir.node("Mul", [output, factors])
         scaled.outputs[0].name = f"{output.name}.scaled"
         scaled.outputs[0].shape, scaled.outputs[0].dtype = output.shape, output.dtype
@@ -274,9 +278,9 @@ def exponent_key(powers: np.ndarray | None) -> bytes | None:
     return None if powers is None else powers.tobytes()
 
 
-def quantize_table(stored: StoredTensor, by: np.ndarray | None) -> IntegerMatrix:
+def quantize_table(stored: StoredTensor, exponents: np.ndarray | None) -> IntegerMatrix:
     """Quantize a table [V, H] per row, after channel k is multiplied by 2 ** by[k]."""
-    turned = rounding.quantize_columns(tensor_data(stored.tensor).T, by)
+    turned = rounding.quantize_columns(tensor_data(stored.tensor).T, exponents)
     return IntegerMatrix(np.ascontiguousarray(turned.values.T), turned.scales.T)
 
 

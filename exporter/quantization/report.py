@@ -151,23 +151,23 @@ def _build_report(
     progress: Progress,
 ) -> VariantReport:
     """Build the report of a measured graph variant, and check its batch invariance."""
-    who, near, late = f"{model.role} ({ops})", measured.near, measured.late
+    name, near, late = f"{model.role} ({ops})", measured.near, measured.late
     numbers = (distance.loss + distance.divergence + distance.error for distance in (near, late))
     if not math.isfinite(sum(numbers)):
         raise ExportError(
-            f"{who}: some values exceed the range of {cache_dtype(ops)}; omit --compute and "
+            f"{name}: some values exceed the range of {cache_dtype(ops)}; omit --compute and "
             "--cache, "
             "or compute in another type"
         )
     invariant, differing = checks.check_standalone(runner, np.concatenate(texts.evaluation))
     if differing:
-        progress.note(f"{who}: {', '.join(differing)} are not bitwise equal to the decoder")
+        progress.note(f"{name}: {', '.join(differing)} are not bitwise equal to the decoder")
     described = _quantization_report(near, texts, choices)
     if model.is_self_draft:  # first layers with the last one's head: no language model
         described = replace(described, perplexity=0.0, original_perplexity=0.0)
     if late_note := _describe_late(near, late, runner.geometry.context_length):
         described = replace(described, exceptions=(*described.exceptions, late_note))
-        progress.note(f"{who}: {late_note}")
+        progress.note(f"{name}: {late_note}")
     return described, invariant
 
 

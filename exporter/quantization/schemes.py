@@ -151,9 +151,10 @@ def head_scheme(group: MatrixGroup, x: InputStatistics, channels: np.ndarray | N
     if divergence <= MAX_HEAD_DIVERGENCE:
         return block_scheme(group, x, 4)
     scheme = per_channel_scheme(group, x, channels)
-    way = scheme.reason or "in columns of 8 bits"
+    layout = scheme.reason or "in columns of 8 bits"
     return replace(
-        scheme, reason=f"{way}; 4 bits would increase the loss by {divergence:.3f} nats per token"
+        scheme,
+        reason=f"{layout}; 4 bits would increase the loss by {divergence:.3f} nats per token",
     )
 
 

@@ -59,7 +59,7 @@ class SmoothingPath:
 
 
 def shared_channels(
-    graphs: Iterable[ir.Graph], apart: Set[int] = frozenset()
+    graphs: Iterable[ir.Graph], excluded: Set[int] = frozenset()
 ) -> dict[tuple[int, ...], np.ndarray]:
     """Return the channels of groups that have the same path in each graph, by key.
 
@@ -67,7 +67,7 @@ def shared_channels(
     """
     paths: dict[tuple[int, ...], SmoothingPath | None] = {}
     for graph in graphs:
-        for group in matrix_groups(graph, apart):
+        for group in matrix_groups(graph, excluded):
             path_here = smoothing_path(group)
             path = paths.setdefault(group.key, path_here)
             if (

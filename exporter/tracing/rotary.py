@@ -149,10 +149,10 @@ def _rotates_halves(apply: Any, table: _RotaryTable) -> bool:
     return _returns((rotated(q), rotated(k)), apply, q, k, *tables)
 
 
-def _returns(expected: tuple[torch.Tensor, ...], apply: Any, *given: torch.Tensor) -> bool:
+def _returns(expected: tuple[torch.Tensor, ...], apply: Any, *arguments: torch.Tensor) -> bool:
     """Return True if a function, perhaps with another signature, returns these results."""
     try:
-        results = apply(*given)
+        results = apply(*arguments)
     except Exception:
         return False
     return all(

@@ -65,13 +65,13 @@ def compared_lengths(runner: Runner) -> list[int]:
     return sorted(t for t in {*INDEPENDENT, *used} if t <= most)
 
 
-def full_depth_check(runner: Runner, part: Reference, judge: ErrorCheck) -> Check:
+def full_depth_check(runner: Runner, part: Reference, error_check: ErrorCheck) -> Check:
     """Compare a segment in one pass through all layers with PyTorch."""
 
     def decide(results: list[Any]) -> None:
         *_, logits, rows = results
-        _compare_logits(part, judge, logits, part.start)
-        _compare_caches(runner.geometry.cache_names(), part, judge, rows)
+        _compare_logits(part, error_check, logits, part.start)
+        _compare_caches(runner.geometry.cache_names(), part, error_check, rows)
 
     actions: list[Action] = [
         FillCaches(part.history),
@@ -105,7 +105,11 @@ def subset_reference(runner: Runner, part: Reference) -> tuple[Reference, Check]
 
 
 def segment_check(
-    runner: Runner, part: Reference, judge: ErrorCheck, alone: list[GraphFile], differing: list[str]
+    runner: Runner,
+    part: Reference,
+    error_check: ErrorCheck,
+    fixed_shapes: list[GraphFile],
+    differing: list[str],
 ) -> Check:
     """Compare a segment in passes of all kinds, with rollbacks and noise.
 
@@ -114,57 +118,61 @@ def segment_check(
     """
 
     def compared(start: int, length: int, keep: bool, actual: np.ndarray) -> np.ndarray | None:
-        _compare_logits(part, judge, actual[:length], start)
+        _compare_logits(part, error_check, actual[:length], start)
         return actual if keep else None
 
     actions: list[Action] = [
         FillCaches(part.history),
         FillNoise(part.start, runner.geometry.capacity),
     ]
-    twins: list[tuple[str, int]] = []
+    fixed_results: list[tuple[str, int]] = []
     for name, start, length, kept in schedule(runner, part.start, part.end):
         tokens = part.tokens[start - part.start :][:length]
         tokens = np.pad(tokens, (0, (runner.lengths[name].length or length) - length))
-        first = start > 0 and runner.lengths[name] in alone  # a lone row attends to itself anyhow
-        then = functools.partial(compared, start, length, first)
+        first = (
+            start > 0 and runner.lengths[name] in fixed_shapes
+        )  # a lone row attends to itself anyhow
+        after = functools.partial(compared, start, length, first)
         if first:
-            alone.remove(runner.lengths[name])
-            twins.append((name, len(actions)))
-            actions += _paired_passes(name, tokens, start, then)
+            fixed_shapes.remove(runner.lengths[name])
+            fixed_results.append((name, len(actions)))
+            actions += _paired_passes(name, tokens, start, after)
         else:
-            actions.append(PassAction(name, tokens, start, packed=name == "decoder", then=then))
+            actions.append(PassAction(name, tokens, start, packed=name == "decoder", then=after))
         if name == "decoder":
             half = length // 2
-            then = functools.partial(compared, start + half, length - half, False)
-            actions.append(PassAction(name, tokens, start, half, packed=True, then=then))
+            after = functools.partial(compared, start + half, length - half, False)
+            actions.append(PassAction(name, tokens, start, half, packed=True, then=after))
         actions.append(FillNoise(start + kept, start + len(tokens)))
     actions.append(ReadRows(part.start, part.end))
 
     def decide(results: list[Any]) -> None:
-        differing.extend(name for name, i in twins if not _are_equal(results[i:]))
+        differing.extend(name for name, i in fixed_results if not _are_equal(results[i:]))
         names = runner.geometry.cache_names()
-        _compare_caches([names[i] for i in runner.kept], part, judge, results[-1])
+        _compare_caches([names[i] for i in runner.kept], part, error_check, results[-1])
 
     return actions, decide
 
 
-def _compare_logits(part: Reference, judge: ErrorCheck, actual: np.ndarray, start: int) -> None:
+def _compare_logits(
+    part: Reference, error_check: ErrorCheck, actual: np.ndarray, start: int
+) -> None:
     rows = slice(start - part.start, start - part.start + len(actual))
     largest = float(np.abs(part.logits).max())
     expected, float32 = part.logits[rows], part.logits_float32[rows]
-    judge.compare("logits", "logits", actual, expected, float32, start, largest)
+    error_check.compare("logits", "logits", actual, expected, float32, start, largest)
 
 
 def _compare_caches(
-    names: list[str], part: Reference, judge: ErrorCheck, rows: list[np.ndarray]
+    names: list[str], part: Reference, error_check: ErrorCheck, rows: list[np.ndarray]
 ) -> None:
     caches = zip(names, rows, part.caches, part.caches_float32, strict=True)
     for name, actual, expected, float32 in caches:
         present = name.replace("past_key_values", "present")
-        judge.compare("cache", present, actual, expected, float32, part.start)
+        error_check.compare("cache", present, actual, expected, float32, part.start)
 
 
-def invariance_check(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> Check:
+def invariance_check(runner: Runner, tokens: np.ndarray, invariance: dict[int, bool]) -> Check:
     """Check that passes of each T are bitwise equal to one pass over all rows."""
     lengths = compared_lengths(runner)
     num_rows = max(lengths) + (12 if runner.in_parts else PREFILL_LENGTH)
@@ -187,8 +195,8 @@ def invariance_check(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) 
         starts = range(first, last + 1, length)
         actions.append(FillNoise(starts[0], len(tokens)))
         for start in starts:
-            part, then = tokens[start:][:length], functools.partial(same_logits, start)
-            actions.append(PassAction("decoder", part, start, packed=True, then=then))
+            part, after = tokens[start:][:length], functools.partial(same_logits, start)
+            actions.append(PassAction("decoder", part, start, packed=True, then=after))
         actions.append(ReadRows(starts[0], len(tokens)))
         places.append(starts)
 
@@ -197,7 +205,7 @@ def invariance_check(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) 
         for length, starts in zip(lengths, places, strict=True):
             _, *same, rows = itertools.islice(rest, len(starts) + 2)
             expected = [cache[:, starts[0] :] for cache in caches]
-            held[length] = all(same) and all(map(np.array_equal, rows, expected))
+            invariance[length] = all(same) and all(map(np.array_equal, rows, expected))
 
     return actions, decide
 
@@ -205,20 +213,20 @@ def invariance_check(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) 
 def check_standalone(runner: Runner, tokens: np.ndarray) -> tuple[tuple[int, ...], list[str]]:
     """Return a graph's invariant pass lengths, and the files that differ from its decoder."""
     tokens = tokens[: runner.geometry.context_length]
-    held: dict[int, bool] = {}
+    invariance: dict[int, bool] = {}
     differing: list[str] = []
-    ways = [invariance_check(runner, tokens, held)]
-    ways += [
+    all_checks = [invariance_check(runner, tokens, invariance)]
+    all_checks += [
         fixed_shape_check(
             length, tokens, lambda start: PassAction("decoder", tokens[:start], 0), differing
         )
         for length in runner.lengths.values()
         if length.length is not None
     ]
-    results = iter(runner.run([action for actions, _ in ways for action in actions]))
-    for actions, decide in ways:
+    results = iter(runner.run([action for actions, _ in all_checks for action in actions]))
+    for actions, decide in all_checks:
         decide(list(itertools.islice(results, len(actions))))
-    return tuple(length for length, same in held.items() if same), differing
+    return tuple(length for length, same in invariance.items() if same), differing
 
 
 def fixed_shape_check(
@@ -247,7 +255,7 @@ def _paired_passes(
     name: str,
     tokens: np.ndarray,
     start: int,
-    then: Callable[[np.ndarray], np.ndarray | None] | None = None,
+    after: Callable[[np.ndarray], np.ndarray | None] | None = None,
 ) -> list[Action]:
     """Return a pass of the file for any length, followed by the same one of a fixed-shape file."""
     rows, stale = ReadRows(start, start + len(tokens)), FillNoise(start, start + len(tokens))
@@ -255,7 +263,7 @@ def _paired_passes(
         PassAction("decoder", tokens, start),
         rows,
         stale,
-        PassAction(name, tokens, start, then=then),
+        PassAction(name, tokens, start, then=after),
         rows,
     ]
 

@@ -51,12 +51,12 @@ class ExactGraph:
         return stored.float().numpy() if stored.ndim < 2 else stored
 
     def run(
-        self, given: Callable[[str], Array], watch: Watch = lambda node, inputs: None
+        self, input_value: Callable[[str], Array], watch: Watch = lambda node, inputs: None
     ) -> Iterator[tuple[str, Array]]:
         """Yield each output's name and value as soon as it is computed.
 
         Args:
-            given: Returns an input by name when it is needed.
+            input_value: Returns an input by name when it is needed.
             watch: Called with every node and its inputs.
         """
         graph = self._model.graph
@@ -66,7 +66,7 @@ class ExactGraph:
         values: dict[str, Value] = dict(self._constants)
         for index, node in enumerate(graph.node):
             for name in inputs & {*node.input} - values.keys():
-                values[name] = given(name)
+                values[name] = input_value(name)
             given_here = [values[n] if n else None for n in node.input]
             results = self._evaluate(index, node, given_here, watch)
             for name, value in zip(node.output, results, strict=False):

@@ -47,22 +47,22 @@ def verify(
     difference, ratio = structure.check_structure(
         role, runner.path("decoder"), runner.geometry, parts, tolerance
     )
-    judge = ErrorCheck(role, "the exact result", tolerance, ratio=ratio)
-    held, differing = _run_checks(parts, runner, judge, advance)
+    error_check = ErrorCheck(role, "the exact result", tolerance, ratio=ratio)
+    invariance, differing = _run_checks(parts, runner, error_check, advance)
     logits_errors = [_largest_error(p.logits_float32, p.logits) for p in parts]
     caches = [c for p in parts for c in map(_largest_error, p.caches_float32, p.caches)]
     parity = ParityReport(
         structure_error=difference,
-        logits_error=judge.worst["logits"],
-        cache_error=judge.worst["cache"],
+        logits_error=error_check.worst["logits"],
+        cache_error=error_check.worst["cache"],
         float32_logits_error=max(logits_errors),
         float32_cache_error=max(caches),
-        error_ratio=judge.ratio,
+        error_ratio=error_check.ratio,
         tolerance=tolerance,
         logits_std=float(parts[0].logits.std(1).mean()),  # of a row, on average
         num_positions=sum(len(part.tokens) for part in parts),
         num_left_out=sum(part.left_out for part in parts),
-        invariant_lengths=held,
+        invariant_lengths=invariance,
         versions={package.__name__: package.__version__ for package in PACKAGES},
     )
     return parity, differing
@@ -74,30 +74,36 @@ def _largest_error(errors: np.ndarray, values: np.ndarray) -> float:
 
 
 def _run_checks(
-    parts: list[Reference], runner: Runner, judge: ErrorCheck, advance: Advance
+    parts: list[Reference], runner: Runner, error_check: ErrorCheck, advance: Advance
 ) -> tuple[tuple[int, ...], list[str]]:
     """Run all checks; return the invariant pass lengths, and the files that differ."""
-    through: list[Check] = []
-    ways: list[Check] = []
+    depth_checks: list[Check] = []
+    all_checks: list[Check] = []
     if runner.left_out is not None:
-        through = [checks.full_depth_check(runner, part, judge) for part in parts]
-        parts, ways = map(
+        depth_checks = [checks.full_depth_check(runner, part, error_check) for part in parts]
+        parts, all_checks = map(
             list, zip(*(checks.subset_reference(runner, part) for part in parts), strict=True)
         )
     differing: list[str] = []
-    held: dict[int, bool] = {}
-    alone = [length for length in runner.lengths.values() if length.length is not None]
-    ways += [checks.segment_check(runner, part, judge, alone, differing) for part in parts]
-    ways.append(checks.invariance_check(runner, parts[0].tokens, held))
+    invariance: dict[int, bool] = {}
+    fixed_shapes = [length for length in runner.lengths.values() if length.length is not None]
+    all_checks += [
+        checks.segment_check(runner, part, error_check, fixed_shapes, differing) for part in parts
+    ]
+    all_checks.append(checks.invariance_check(runner, parts[0].tokens, invariance))
     first = parts[0]
 
     def rows(start: int) -> FillCaches:
         return FillCaches(lambda i: first.caches[i][:, :start])
 
-    ways += [checks.fixed_shape_check(length, first.tokens, rows, differing) for length in alone]
+    all_checks += [
+        checks.fixed_shape_check(length, first.tokens, rows, differing) for length in fixed_shapes
+    ]
     # All at once, because a model in parts is loaded for each run.
-    each, once = ([a for actions, _ in c for a in actions] for c in (ways, through))
-    results = iter(runner.run(each, advance, once))
-    for actions, decide in (*through, *ways):
+    partition_actions, depth_actions = (
+        [a for actions, _ in c for a in actions] for c in (all_checks, depth_checks)
+    )
+    results = iter(runner.run(partition_actions, advance, depth_actions))
+    for actions, decide in (*depth_checks, *all_checks):
         decide(list(itertools.islice(results, len(actions))))
-    return tuple(length for length, same in held.items() if same), differing
+    return tuple(length for length, same in invariance.items() if same), differing

@@ -48,8 +48,10 @@ class PartitionedGraph:
     are never passed in.
     """
 
-    def __init__(self, path: Path, first: list[str] | None = None, given: bool = True) -> None:
-        self.folder, self._gives = path.parent, given
+    def __init__(
+        self, path: Path, first: list[str] | None = None, passes_constants: bool = True
+    ) -> None:
+        self.folder, self._passes_constants = path.parent, passes_constants
         self._model = onnx.load(path, load_external_data=False)
         graph = self._model.graph
         self._stored = {tensor.name: tensor for tensor in graph.initializer}
@@ -114,7 +116,7 @@ class PartitionedGraph:
 
     def _is_given(self, name: str) -> bool:
         """Return True if a constant is computed once and passed in."""
-        return self._gives and name in self._computed and self._type(name) != torch.int8
+        return self._passes_constants and name in self._computed and self._type(name) != torch.int8
 
     def compute(self, name: str) -> torch.Tensor:
         """Compute a constant, memory-mapped as far as possible."""
@@ -242,7 +244,7 @@ class PartitionedGraph:
             later |= reads
             for name in part.inputs:
                 readers[name].add(part.layer)
-        self._shared = {name for name, by in readers.items() if len(by) > 2}
+        self._shared = {name for name, layers in readers.items() if len(layers) > 2}
 
 
 def _layer_of(name: str) -> str:

@@ -212,7 +212,7 @@ def _run_passes(
     history: History,
     geometry: Geometry,
     choices: RoutingRecorder,
-    told: Callable[[np.ndarray], None],
+    on_logits: Callable[[np.ndarray], None],
     batch: int = 1,
 ) -> list[np.ndarray]:
     """Run PyTorch over tokens after rows of cache, in chunks that keep its memory small.
@@ -229,7 +229,7 @@ def _run_passes(
         at = cache.get_seq_length()
         positions = torch.arange(at, at + ids.shape[1])[None]
         choices.positions = slice(at - start, at - start + ids.shape[1])
-        told(
+        on_logits(
             model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits.numpy()
         )
     return [t.numpy() for x in cache.layers for t in (x.keys, x.values)]

@@ -97,11 +97,13 @@ class Runner:
         self.num_stages = 1
         if self.in_parts:
             # The CPU has few kernels of 16 bits: casts come around the others.
-            given = self._dtype == "float32"
-            first = partition.PartitionedGraph(self.path("decoder"), given=given)
+            passes_constants = self._dtype == "float32"
+            first = partition.PartitionedGraph(
+                self.path("decoder"), passes_constants=passes_constants
+            )
             others = (name for name in self.lengths if name != "decoder")
             self._splits = {"decoder": first} | {
-                name: partition.PartitionedGraph(self.path(name), first.first, given)
+                name: partition.PartitionedGraph(self.path(name), first.first, passes_constants)
                 for name in others
             }
             self.num_stages = len(first.parts)
@@ -145,13 +147,13 @@ class Runner:
         results: list[Any] = [_empty_result(action) for action in actions]
         index = {name: i for i, name in enumerate(self._shapes)}
         kept = {at: i for i, at in enumerate(self.kept)}
-        with contextlib.closing(self._stages()) as stages:
-            for number, stage in enumerate(stages):
+        with contextlib.closing(self._stages()) as sessions:
+            for number, session in enumerate(sessions):
                 left_out = self.left_out is not None and self.left_out.has(number)
-                for i in _order_actions(through if left_out else actions, bool(stage.caches)):
+                for i in _order_actions(through if left_out else actions, bool(session.caches)):
                     action, shorter = actions[i], i >= len(through)
                     if isinstance(action, PassAction):
-                        outputs = stage.run(action.name, action.packed, passes[i])
+                        outputs = session.run(action.name, action.packed, passes[i])
                         if action.on_outputs:
                             action.on_outputs(outputs)
                         if self.left_out is not None and shorter:
@@ -165,15 +167,15 @@ class Runner:
                         results[i] = action.then(logits[0]) if action.then else logits[0]
                     elif isinstance(action, ReadRows):
                         # Stages take the caches in order.
-                        results[i] += stage.rows(action.start, action.end)
+                        results[i] += session.rows(action.start, action.end)
                     elif isinstance(action, FillNoise):
-                        stage.fill_noise(action.start, action.end)
+                        session.fill_noise(action.start, action.end)
                     elif isinstance(action, RepeatRows):
-                        stage.repeat(action.length, action.end)
+                        session.repeat(action.length, action.end)
                     else:
-                        at = {name: index[name] for name in stage.caches}
+                        at = {name: index[name] for name in session.caches}
                         places = {n: kept[i] for n, i in at.items()} if shorter else at
-                        stage.fill(
+                        session.fill(
                             {name: action.history(index_) for name, index_ in places.items()}
                         )
                 advance(1)
@@ -211,11 +213,11 @@ class Runner:
             with decoder.computed(i, memory) as constants:
                 values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in constants.items()}
                 open_ = functools.partial(self._open_part, i, values)
-                stage = SubgraphSession(caches, self._dtype, open_)
+                session = SubgraphSession(caches, self._dtype, open_)
                 try:
-                    yield stage
+                    yield session
                 finally:
-                    stage.close()
+                    session.close()
 
     def _open_part(
         self, index: int, constants: dict[str, ort.OrtValue], name: str, packed: bool

@@ -46,18 +46,18 @@ def check_structure(
     graph = ExactGraph(path)
     size = max(map(math.prod, geometry.cache_shapes()))
     noise = NOISE * np.random.default_rng(0).standard_normal(size)
-    judge = ErrorCheck(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)
+    error_check = ErrorCheck(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)
     fused = ErrorCheck(role, "what the node stands for", tolerance)
     for part in parts:
         chunk = chunk_length(geometry)
         for at in range(0, len(part.tokens), chunk):
             rows = slice(at, min(at + chunk, len(part.tokens)))
             first, last = not at and part is parts[0], rows.stop == parts[-1].end - part.start
-            alone = (
+            node_check = (
                 NodeCheck(graph, fused, rows.stop - at, once=not first) if first or last else None
             )
-            _check_pass(graph, geometry, part, rows, judge, noise, alone)
-    return judge.row, fused.ratio
+            _check_pass(graph, geometry, part, rows, error_check, noise, node_check)
+    return error_check.row, fused.ratio
 
 
 def _check_pass(
@@ -65,15 +65,15 @@ def _check_pass(
     geometry: Geometry,
     part: Reference,
     rows: slice,
-    judge: ErrorCheck,
+    error_check: ErrorCheck,
     noise: Array,
-    alone: NodeCheck | None,
+    node_check: NodeCheck | None,
 ) -> None:
     """Compare one pass over some tokens of a segment, with noise in all rows behind them."""
     at = rows.start
     names, shapes = geometry.cache_names(), geometry.cache_shapes()
 
-    def given(name: str) -> Array:
+    def input_value(name: str) -> Array:
         if name == "input_ids":
             return part.tokens[None, rows].astype(np.int64)
         if name == "past_length":
@@ -87,14 +87,14 @@ def _check_pass(
         return buffer
 
     first, end = part.start + at, min(part.start + rows.stop, part.end)
-    for name, value in graph.run(given, alone or (lambda node, inputs: None)):
+    for name, value in graph.run(input_value, node_check or (lambda node, inputs: None)):
         if name == "logits":
             actual, expected, float32 = value[0], part.logits[rows], part.logits_float32[rows]
         else:
             i = names.index(name.replace("present", "past_key_values"))
             actual = value[0][:, first:end]
             expected, float32 = part.caches[i][:, rows], part.caches_float32[i][:, rows]
-        judge.compare("structure", name, actual, expected, float32, first)
+        error_check.compare("structure", name, actual, expected, float32, first)
 
 
 class NodeCheck:
@@ -105,8 +105,8 @@ class NodeCheck:
     layer.
     """
 
-    def __init__(self, graph: ExactGraph, judge: ErrorCheck, length: int, once: bool) -> None:
-        self._graph, self._judge, self._length, self._once = graph, judge, length, once
+    def __init__(self, graph: ExactGraph, error_check: ErrorCheck, length: int, once: bool) -> None:
+        self._graph, self._judge, self._length, self._once = graph, error_check, length, once
         self._kinds: set[str] = set()
 
     def __call__(self, node: onnx.NodeProto, inputs: list[Array | None]) -> None:

@@ -302,7 +302,7 @@ def check_memory(need: PairMemory) -> None:
 def _advice(need: PairMemory, limit: int) -> str:
     """Return the export options that keep the peak within a limit."""
     rounded, halved = need.with_int8_weights(), need.with_float16_caches()
-    both = rounded.with_float16_caches()
+    fp16_caches = rounded.with_float16_caches()
     integers, caches = (
         "--precision int8",
         f"--cache fp16, for --ops {need.ops}-{CACHE_TYPES['fp16']}",
@@ -314,14 +314,15 @@ def _advice(need: PairMemory, limit: int) -> str:
     }
     pairs = {
         f"{integers} {_max_length_option(rounded, limit)}": rounded.with_context_below(limit),
-        f"{integers} {caches}": both,
+        f"{integers} {caches}": fp16_caches,
     }
-    all_options = {
-        f"{integers} {_max_length_option(both, limit)} {caches}": both.with_context_below(limit)
-    }
-    for ways in (single, pairs, all_options):
+    max_length = _max_length_option(fp16_caches, limit)
+    all_options = {f"{integers} {max_length} {caches}": fp16_caches.with_context_below(limit)}
+    for alternatives in (single, pairs, all_options):
         options = [
-            f"{o} (about {format_bytes(w.peak)})" for o, w in ways.items() if w.peak <= limit
+            f"{o} (about {format_bytes(w.peak)})"
+            for o, w in alternatives.items()
+            if w.peak <= limit
         ]
         if options:
             return f"export the pair again with {' or '.join(options)}"

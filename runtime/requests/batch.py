@@ -33,8 +33,8 @@ class BatchItem:
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
     request: dict[str, Any]
-    place: str = ""
-    asked: str = ""
+    location: str = ""
+    fingerprint: str = ""
 
 
 def parse_item(index: int, fields: dict[str, Any], request: dict[str, Any]) -> BatchItem:
@@ -114,11 +114,11 @@ def item_seed(seed: int, index: int) -> int:
 
 def check_drafters(drafters: DrafterRegistry, items: Iterable[tuple[str, object]]) -> None:
     """Raise DrafterError with its place for the first drafter that cannot be used."""
-    for place, name in items:
+    for location, name in items:
         try:
             drafters.check(name)
         except DrafterError as error:
-            raise DrafterError(f"{place}{error}") from error
+            raise DrafterError(f"{location}{error}") from error
 
 
 def run_item(pipeline: Pipeline, item: BatchItem) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def error_result(item: BatchItem, error: str) -> dict[str, Any]:
 
 def _identify(item: BatchItem) -> dict[str, Any]:
     identity = {} if item.id is None else {"id": item.id}
-    return {"index": item.index, **identity, "asked": item.asked}
+    return {"index": item.index, **identity, "asked": item.fingerprint}
 
 
 def _generation_fields(generation: Generation) -> dict[str, Any]:

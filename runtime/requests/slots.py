@@ -167,12 +167,12 @@ class Slots:
     def _taken(self, reason: str) -> str:
         count = len(self.all)
         subject = "the slot" if count == 1 else f"all {count} slots"
-        by = (
+        state = (
             "is occupied by an unfinished stream"
             if count == 1
             else "are occupied by unfinished streams"
         )
-        return f"{subject} of this pipeline {by}{reason}, or load the pipeline with more slots"
+        return f"{subject} of this pipeline {state}{reason}, or load the pipeline with more slots"
 
 
 class FairLock:

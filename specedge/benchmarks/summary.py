@@ -251,24 +251,24 @@ def _held_out(
     setting: Setting,
     plain: Sequence[TimedRun],
     runs: Sequence[TimedRun],
-    held: Sequence[int],
+    held_out: Sequence[int],
     lengths: Mapping[int, tuple[int, int]],
     table: CostTable | None,
     greedy: bool,
 ) -> tuple[float, float] | None:
     """Return the speed-up predicted from every other prompt, and the measured one."""
     k = setting.num_draft_tokens
-    if setting.drafter != DrafterName.MODEL or not isinstance(k, int) or len(held) < 2:
+    if setting.drafter != DrafterName.MODEL or not isinstance(k, int) or len(held_out) < 2:
         return None
     if table is not None and k > table.max_draft_tokens:
         return None
-    first = {*held[::2]}
+    first = {*held_out[::2]}
     totals = total_of([run for run in runs if run.prompt in first])
     base = total_of([run for run in plain if run.prompt in first])
     chances = acceptance_chances(totals.acceptance_by_position, totals.accepted_over_tested, k)
     texts = (
         (new, table.at(length + new // 2, greedy) if table else _run_costs(totals, base, k))
-        for length, new in (lengths[prompt] for prompt in held[1::2])
+        for length, new in (lengths[prompt] for prompt in held_out[1::2])
     )
     rest = overall_speedup([run for run in runs if run.prompt not in first])
     return predicted_speedup(chances, texts, greedy), rest

@@ -29,12 +29,12 @@ def generate_results(pipeline: Pipeline, items: list[BatchItem]) -> Iterator[dic
         from specedge.runtime.text.chat import load_template
 
         load_template(pipeline.bundle)
-    check_drafters(pipeline.drafters, ((item.place, item.request["drafter"]) for item in items))
+    check_drafters(pipeline.drafters, ((item.location, item.request["drafter"]) for item in items))
     return (run_item(pipeline, item) for item in items)
 
 
 def write_results(
-    results: Iterable[dict[str, Any]], num_prompts: int, output: str, way: str, stdout: TextIO
+    results: Iterable[dict[str, Any]], num_prompts: int, output: str, policy: str, stdout: TextIO
 ) -> bool:
     """Write a line for each result and return True if all prompts succeeded.
 
@@ -49,7 +49,7 @@ def write_results(
     hidden = output == "-" and stdout.isatty()
     shown = progress_bar("generating", num_prompts, *columns, hidden=hidden, **as_is)
     try:
-        with open_output(output, way, stdout) as write, shown as (update, _):
+        with open_output(output, policy, stdout) as write, shown as (update, _):
             for line in results:
                 write(json.dumps(line, ensure_ascii=False))
                 done += 1
@@ -105,14 +105,14 @@ def _index(result: object, items: Sequence[BatchItem], seeded: bool) -> int:
     k = item.request["num_draft_tokens"]
     if type(k) is int and result.get("num_draft_tokens", k) != k:
         raise JsonError(f"prompt {index} has another K")
-    if result.get("asked") != item.asked:
+    if result.get("asked") != item.fingerprint:
         raise JsonError(f"prompt {index} or the bundle has changed")
     return index
 
 
 @contextlib.contextmanager
 def open_output(
-    output: str, way: str, stdout: TextIO | None = None
+    output: str, policy: str, stdout: TextIO | None = None
 ) -> Iterator[Callable[[str], None]]:
     """Yield a function that writes a line to a file, or to `stdout` for `-`.
 
@@ -123,9 +123,9 @@ def open_output(
         return
     plain = not os.path.exists(output) or os.path.isfile(output)
     # Loading the models takes a while, so the file may have changed since check_output.
-    mode = {NEW: "xb", OVERWRITE: "wb", RESUME: "ab"}[way] if plain else "wb"
+    mode = {NEW: "xb", OVERWRITE: "wb", RESUME: "ab"}[policy] if plain else "wb"
     with errors_naming(output), open(output, mode, buffering=0) as file:
-        if way == RESUME and plain:
+        if policy == RESUME and plain:
             file.truncate(Path(output).read_bytes().rfind(b"\n") + 1)
 
         def write(line: str) -> None:

@@ -143,7 +143,7 @@ def _check_items(bundle: Bundle, items: list[BatchItem]) -> None:
     if any(item.messages for item in items):
         load_template(bundle)
     check_drafters(
-        DrafterRegistry(bundle), ((item.place, item.request["drafter"]) for item in items)
+        DrafterRegistry(bundle), ((item.location, item.request["drafter"]) for item in items)
     )
 
 

@@ -144,15 +144,15 @@ def _many(
 
     if resume and (overwrite or output == "-"):
         raise click.UsageError("--resume needs --output and excludes --overwrite")
-    way = RESUME if resume else OVERWRITE if overwrite else NEW
+    mode = RESUME if resume else OVERWRITE if overwrite else NEW
     if output != "-":
-        options.check_output(output, [prompts], overwrite=way != NEW)
+        options.check_output(output, [prompts], overwrite=mode != NEW)
     fingerprint = Bundle.read(store.find_bundle(models["bundle"])).digest(), models["ops"]
     items = [
-        replace(item, asked=item_fingerprint(item, *fingerprint))
+        replace(item, fingerprint=item_fingerprint(item, *fingerprint))
         for item in read_prompts(prompts, form, chat, system, request)
     ]
-    if way == RESUME:
+    if mode == RESUME:
         items = remaining(items, output, seeded=request["seed"] is not None)
     stdout = sys.stdout  # redirected while Ray is connected
     running: AbstractContextManager[Iterator[dict[str, Any]]]
@@ -161,7 +161,7 @@ def _many(
     else:
         running = cluster.generate_results(*ray, models, items)
     with running as results:
-        well = batch.write_results(results, len(items), output, way, stdout)
+        well = batch.write_results(results, len(items), output, mode, stdout)
     if not well:
         raise click.exceptions.Exit(1)
 

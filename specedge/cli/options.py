@@ -275,8 +275,8 @@ def write_output(path: str, text: str, overwrite: bool, flag: str) -> None:
 
 def messages(question: str, system: str | None) -> list[dict[str, str]]:
     """Return a chat with one question and an optional system message."""
-    asked = [{"role": "user", "content": question}]
-    return asked if system is None else [{"role": "system", "content": system}, *asked]
+    chat = [{"role": "user", "content": question}]
+    return chat if system is None else [{"role": "system", "content": system}, *chat]
 
 
 @contextmanager

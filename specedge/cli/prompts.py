@@ -52,8 +52,8 @@ def read_prompts(
         try:
             fields = _parse_line(line) if form == "jsonl" else {"prompt": line.removesuffix("\r")}
             item = _item(index, fields, defaults, chat, system)
-            place = f"{name}, line {number}: " if "drafter" in fields else ""
-            items.append(dataclasses.replace(item, place=place))
+            location = f"{name}, line {number}: " if "drafter" in fields else ""
+            items.append(dataclasses.replace(item, location=location))
         except (ValueError, PromptError) as error:
             raise click.UsageError(f"{name}, line {number}: {error}") from error
     _check_ids(name, items, [number for number, _ in lines])

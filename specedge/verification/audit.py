@@ -283,12 +283,12 @@ def _loop_checks(
     subject: Subject,
     budget: Budget,
     on_progress: OnProgress,
-    what: str = "",
+    prefix: str = "",
     until_caught: bool = False,
 ) -> list[CheckResult]:
     """Run the decoding checks, all or up to the first that fails."""
     subject.measure(budget.share(SHARES["measuring"]))
-    return _checks(CERTAIN | DRAWN, subject, budget, on_progress, what, until_caught)
+    return _checks(CERTAIN | DRAWN, subject, budget, on_progress, prefix, until_caught)
 
 
 def _checks(
@@ -296,12 +296,12 @@ def _checks(
     subject: Subject,
     budget: Budget,
     on_progress: OnProgress,
-    what: str = "",
+    prefix: str = "",
     until_caught: bool = False,
 ) -> list[CheckResult]:
     findings: list[CheckResult] = []
     for name, check in checks.items():
-        on_progress(what + name)
+        on_progress(prefix + name)
         share = budget.share(_share(name, budget.left))
         findings.append(_guarded(name, partial(check, subject, share)))
         if until_caught and findings[-1].status == FAILED:

@@ -27,7 +27,7 @@ NUM_RUNS = 4
 
 def caches(subject: Subject, budget: Budget) -> CheckResult:
     """Compare logits and cache rows after rollbacks with those of one pass over the text."""
-    problems, lines, facts = [], [], {}
+    problems, lines, details = [], [], {}
     short = False
     models = {"target": subject.parts.target(subject.target), "draft": subject.draft}
     for role in subject.roles:
@@ -41,7 +41,7 @@ def caches(subject: Subject, budget: Budget) -> CheckResult:
             worst = max(worst, _after_rollbacks(model, text, subject.num_draft_tokens + 1, seed))
             runs += 1
         limit = subject.tolerance if subject.noise.get(role) else 0.0
-        facts[role] = {"num_texts": runs, "num_tokens": len(text), "relative_difference": worst}
+        details[role] = {"num_texts": runs, "num_tokens": len(text), "relative_difference": worst}
         short |= not runs
         if worst > limit:
             problems.append(
@@ -49,14 +49,16 @@ def caches(subject: Subject, budget: Budget) -> CheckResult:
                 "largest value"
             )
         elif runs:
-            what = "the same bits" if worst == 0 else f"within {worst:.1e} of the largest value"
-            lines.append(f"{role}: {runs} texts of {len(text)} tokens, {what}")
+            agreement = (
+                "the same bits" if worst == 0 else f"within {worst:.1e} of the largest value"
+            )
+            lines.append(f"{role}: {runs} texts of {len(text)} tokens, {agreement}")
     if problems:
-        return CheckResult("caches", FAILED, problems[0], tuple(problems[1:] + lines), facts)
+        return CheckResult("caches", FAILED, problems[0], tuple(problems[1:] + lines), details)
     if short:
-        return CheckResult("caches", SHORT, "no text for one of the models", tuple(lines), facts)
+        return CheckResult("caches", SHORT, "no text for one of the models", tuple(lines), details)
     summary = "logits and cache rows after rollbacks equal those of a run without rollbacks"
-    return CheckResult("caches", PASSED, summary, tuple(lines), facts)
+    return CheckResult("caches", PASSED, summary, tuple(lines), details)
 
 
 def _after_rollbacks(model: CachedModel, text: list[int], most: int, seed: int) -> float:
@@ -88,7 +90,7 @@ def self_draft(subject: Subject, budget: Budget) -> CheckResult:
     k = subject.num_draft_tokens
     decoder = subject.decoder(k, draft=twin, draft_sizes=subject.sizes["target"])
     count = min(ROWS, subject.sizes["target"].context_length // 2)
-    facts, lines = {}, []
+    details, lines = {}, []
     rejected = tested = 0
     short = False
     for temperature in (0.0, 1.0):
@@ -103,7 +105,7 @@ def self_draft(subject: Subject, budget: Budget) -> CheckResult:
         rejected, tested = rejected + drafted - accepted, tested + drafted
         num_tokens = sum(len(r.tokens) for r in rounds)
         short |= num_tokens < min(LEAST_TOKENS, count)
-        facts[f"temperature_{temperature:g}"] = {
+        details[f"temperature_{temperature:g}"] = {
             "num_rounds": len(rounds), "num_drafted": drafted, "num_accepted": accepted,
         }  # fmt: skip
         lines.append(
@@ -113,11 +115,11 @@ def self_draft(subject: Subject, budget: Budget) -> CheckResult:
     # Where logits depend on how many rows share a pass, a near-tie may fall otherwise.
     if rejected > (tested // 50 if subject.noise.get("target") else 0):
         summary = f"the target rejected {rejected} of {tested} of its own draft tokens"
-        return CheckResult("self-draft", FAILED, summary, tuple(lines), facts)
+        return CheckResult("self-draft", FAILED, summary, tuple(lines), details)
     if short:
-        return CheckResult("self-draft", SHORT, "too few tokens", tuple(lines), facts)
+        return CheckResult("self-draft", SHORT, "too few tokens", tuple(lines), details)
     summary = f"the target accepts all its own draft tokens, K + 1 = {k + 1} tokens per round"
-    return CheckResult("self-draft", PASSED, summary, tuple(lines), facts)
+    return CheckResult("self-draft", PASSED, summary, tuple(lines), details)
 
 
 @dataclass
@@ -166,7 +168,7 @@ def greedy(subject: Subject, budget: Budget) -> CheckResult:
 
 
 def _greedy_finding(subject: Subject, texts: _Greedy) -> CheckResult:
-    facts: dict[str, Any] = {
+    details: dict[str, Any] = {
         "num_prompts": texts.num_texts,
         "num_tokens_by_k": {str(k): count for k, count in texts.by_k.items()},
         "noise": subject.noise.get("target", 0.0),
@@ -184,14 +186,14 @@ def _greedy_finding(subject: Subject, texts: _Greedy) -> CheckResult:
     ]
     if texts.problems:
         summary = f"{len(texts.problems)} texts differ from plain decoding"
-        return CheckResult("greedy", FAILED, summary, tuple(texts.problems[:10] + lines), facts)
+        return CheckResult("greedy", FAILED, summary, tuple(texts.problems[:10] + lines), details)
     if min(texts.by_k.values()) < LEAST_TOKENS:
-        return CheckResult("greedy", SHORT, "too few tokens for some K", tuple(lines), facts)
+        return CheckResult("greedy", SHORT, "too few tokens for some K", tuple(lines), details)
     summary = (
         f"{sum(texts.by_k.values())} tokens over {texts.num_texts} prompts and "
         f"{len(texts.by_k)} K equal plain decoding"
     )
-    return CheckResult("greedy", PASSED, summary, tuple(lines), facts)
+    return CheckResult("greedy", PASSED, summary, tuple(lines), details)
 
 
 def _target_alone(subject: Subject, prompt: list[int], count: int, budget: Budget) -> list[int]:
@@ -274,14 +276,14 @@ def coupled(subject: Subject, budget: Budget) -> CheckResult:
                 differences.append(f"{prompt.name}, seed {seed}: K = {k} yields a different text")
             num_tokens += len(text)
         num_texts += 1
-    facts = {"num_texts": num_texts, "num_tokens": num_tokens, "differences": differences}
+    details = {"num_texts": num_texts, "num_tokens": num_tokens, "differences": differences}
     lines = tuple(differences[:10])
     if differences and not subject.noise.get("target"):
         summary = f"{len(differences)} texts of a seed depend on K"
-        return CheckResult("coupled", FAILED, summary, lines, facts)
+        return CheckResult("coupled", FAILED, summary, lines, details)
     if not num_texts:
-        return CheckResult("coupled", SHORT, "no text", lines, facts)
+        return CheckResult("coupled", SHORT, "no text", lines, details)
     summary = f"{num_texts} texts sampled with coupling=gumbel are the same for {len(decoders)} K"
     if differences:
         summary = f"{len(differences)} texts differ by K, on a device with noise in its logits"
-    return CheckResult("coupled", PASSED, summary, lines, facts)
+    return CheckResult("coupled", PASSED, summary, lines, details)

@@ -34,8 +34,8 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
 
     class Decoder(SpeculativeDecoder):
         @staticmethod
-        def accept_rule(*given: Any) -> Verdict:
-            draft, scores, sampling, history, tests, last = given
+        def accept_rule(*arguments: Any) -> Verdict:
+            draft, scores, sampling, history, tests, last = arguments
             return verify(draft, scores, sampling, history, change(tests), last)
 
     return Decoder
@@ -43,9 +43,9 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
 
 class _NoResidual(SpeculativeDecoder):
     @staticmethod
-    def accept_rule(*given: Any) -> Verdict:
-        draft, scores, sampling, history, _, last = given
-        verdict = verify(*given)
+    def accept_rule(*arguments: Any) -> Verdict:
+        draft, scores, sampling, history, _, last = arguments
+        verdict = verify(*arguments)
         i = verdict.num_accepted
         if sampling.greedy or i == len(draft.tokens):
             return verdict

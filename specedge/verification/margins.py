@@ -77,11 +77,11 @@ def draw_margin(probs: Floats, uniform: float, temperature: float) -> float:
     return _distance(probs[probs > 0].cumsum()[:-1], uniform) * temperature
 
 
-def _distance(sums: Floats, place: float) -> float:
+def _distance(sums: Floats, point: float) -> float:
     """Return the change of logits, at temperature 1, that moves a cumulative sum to `place`."""
     slack = 2 * sums * (1 - sums)
     inside = slack > 0  # all of the probabilities is 1 wherever logits move
-    return float((np.abs(sums - place)[inside] / slack[inside]).min(initial=math.inf))
+    return float((np.abs(sums - point)[inside] / slack[inside]).min(initial=math.inf))
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class JudgedDraft:
             prob = float(self.targets[i].probs[token])
             drafted = float(self.drafted[i].probs[token])
             slack = 2 * (self.tests[i] * drafted * (1 - drafted) + prob * (1 - prob))
-            apart = abs(float(self.tests[i]) * drafted - prob)
-            margins.append(self.temperature * apart / slack if slack else math.inf)
+            gap = abs(float(self.tests[i]) * drafted - prob)
+            margins.append(self.temperature * gap / slack if slack else math.inf)
         margins += [target.cut for target in self.targets[: at + 1]]
         target = self.targets[at].probs
         if at == len(self.tokens):

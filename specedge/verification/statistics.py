@@ -160,10 +160,10 @@ def uniform_place(distribution: Array, key: Array, token: int, uniform: float) -
     `distribution` [V], its place is uniform for any keys [V], and independent of the places of the
     tokens before it.
     """
-    mine = key[token]
-    ahead = key > mine
-    tied = key[:token] == mine
-    before = distribution[ahead].sum(dtype=np.float64) + distribution[:token][tied].sum(
+    token_key = key[token]
+    is_before = key > token_key
+    is_tied = key[:token] == token_key
+    before = distribution[is_before].sum(dtype=np.float64) + distribution[:token][is_tied].sum(
         dtype=np.float64
     )
     total = distribution.sum(dtype=np.float64)

@@ -200,7 +200,7 @@ def test_audit_passes(made):
 
 @pytest.mark.parametrize("made", ["llama"], indirect=True)
 @pytest.mark.parametrize(
-    ("count", "said"), [(512, "the draft has 512 tokens; give fewer"), (1, "are always kept")]
+    ("count", "said"), [(512, "the draft has 512 tokens; use a smaller"), (1, "are always kept")]
 )
 def test_number_that_cannot_be_is_refused_before_anything_is_traced(made, tmp_path, count, said):
     progress = Progress()

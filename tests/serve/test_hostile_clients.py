@@ -207,7 +207,7 @@ def test_more_texts_than_the_server_takes_are_refused_untokenized(port, pair, mo
     monkeypatch.setattr(pair.prompts, "tokens_of", lambda _: 1 / 0)
     status, _, said = ask(port, "POST", "/v1/completions", SHORT | fields)
     assert (status, error_of(said)["param"]) == (400, "n")
-    assert "asks for 3 texts, this server takes 2" in error_of(said)["message"]
+    assert "asks for 3 choices, this server runs at most 2" in error_of(said)["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

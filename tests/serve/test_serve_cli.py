@@ -133,7 +133,7 @@ def test_a_reachable_address_needs_a_key_or_a_list_of_hosts(host):
 def test_listed_hosts_alone_are_served_without_a_key_behind_a_mapped_port():
     with served("--host", "0.0.0.0", "--allowed-host", "pair.example") as (process, port, _):
         assert (
-            "anyone who reaches 0.0.0.0 can use the server; set $SPECEDGE_API_KEY"
+            "anyone who can connect to 0.0.0.0 can use the server; set $SPECEDGE_API_KEY"
             in process.stderr.readline()
         )
         statuses = {

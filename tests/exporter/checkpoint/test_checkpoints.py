@@ -65,9 +65,13 @@ def test_pickled_weights_of_unknown_layout_are_refused(checkpoint):
     ("config", "readme", "said"),
     [
         ({}, None, "specify the original checkpoint, with config.json"),
-        ({"_name_or_path": "gpt2"}, None, "it was made from gpt2: give that"),
-        ({"_name_or_path": "/a/b"}, "---\nbase_model: c/d\n---\n", "made from c/d: give that"),
-        ({}, "---\nbase_model:\n- c/d\n---\n", "it was made from c/d: give that"),
+        ({"_name_or_path": "gpt2"}, None, "exported from gpt2: specify that"),
+        (
+            {"_name_or_path": "/a/b"},
+            "---\nbase_model: c/d\n---\n",
+            "exported from c/d: specify that",
+        ),
+        ({}, "---\nbase_model:\n- c/d\n---\n", "exported from c/d: specify that"),
         ({"_name_or_path": 7}, "---\nbase_model: []\n---\n", "specify the original checkpoint"),
     ],
 )
@@ -100,7 +104,7 @@ def test_onnx_repository_on_hub_is_refused_with_checkpoint_it_names(checkpoint, 
     monkeypatch.setattr(
         hub.huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(checkpoint)
     )
-    assert "it was made from c/d: give that" in refusal("someone/something")
+    assert "exported from c/d: specify that" in refusal("someone/something")
 
 
 def test_truncated_weights_are_refused(checkpoint):

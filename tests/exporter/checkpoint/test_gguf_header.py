@@ -163,7 +163,7 @@ def test_missing_part_is_named(parts):
 
 def test_part_under_another_name_is_refused(parts):
     _, paths = parts
-    assert "one of 3 parts, and 1 are here" in refusal(
+    assert "one of 3 parts, and 1 are present" in refusal(
         paths[0].rename(paths[0].with_name("a.gguf"))
     )
 

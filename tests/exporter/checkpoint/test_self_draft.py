@@ -245,7 +245,7 @@ def test_layers_that_are_not_one_list_are_refused():
             super().__init__()
             self.a, self.b = (torch.nn.ModuleList([torch.nn.Linear(2, 2)] * 2) for _ in "ab")
 
-    with pytest.raises(ExportError, match="2 lists, not in one"):
+    with pytest.raises(ExportError, match="2 module lists instead of one"):
         self_draft._layer_list(Odd(), 2)
 
 

@@ -88,6 +88,6 @@ def test_an_onnx_runtime_that_does_not_know_such_experts_is_named_in_one_line(
     with pytest.raises(BundleError) as caught:
         Device().open(tmp_path / "decoder.onnx")
     said = str(caught.value)
-    assert "its 4-bit experts need ONNX Runtime 1.31 or later, and " in said
+    assert "its 4-bit experts need ONNX Runtime 1.31 or later, but " in said
     assert said.endswith("is installed; upgrade it, or use --ops onnx if the bundle has it")
     assert "\n" not in said

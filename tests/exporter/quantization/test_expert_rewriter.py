@@ -113,7 +113,7 @@ def test_experts_whose_sizes_are_no_whole_blocks_stay_and_the_reason_is_said(tmp
         experts, InputStatistics.from_values(np.zeros((4, H), np.float32)), 8
     )
     assert choice.num_parts == 0
-    assert "no multiples of 32" in choice.reason
+    assert "not multiples of 32" in choice.reason
 
 
 def routers():

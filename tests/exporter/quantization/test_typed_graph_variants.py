@@ -253,7 +253,7 @@ def test_only_an_export_that_there_is_is_advised_for_a_graph_variant(dtype, ops,
 
 @pytest.mark.parametrize(
     ("value_size", "advice"),
-    [(64, "--ops auto --cache fp16, which gives gqa-kv16 where a model can have it"), (48, None)],
+    [(64, "--ops auto --cache fp16, which adds gqa-kv16 if the model supports it"), (48, None)],
 )
 def test_gqa_is_advised_as_what_a_model_may_have(value_size, advice):
     """Keys and values of two sizes: never. With one size a manifest cannot tell."""

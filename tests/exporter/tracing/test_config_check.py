@@ -97,7 +97,7 @@ def test_attention_that_goes_past_interface_is_reported_as_that(monkeypatch):
         return hidden_states, None
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
-    with pytest.raises(ExportError, match="0 of its 2 layers attend through transformers' interf"):
+    with pytest.raises(ExportError, match="0 of its 2 layers use transformers' attention interf"):
         tracer.observe_config(make_config("llama"), 64, 4)
 
 

@@ -134,7 +134,7 @@ U32 = np.uint32
 DAMAGES = {
     "missing": ({"pair_tokens": None}, "does not contain n-gram tables"),
     "unknown": ({"more": np.zeros(1)}, "does not contain n-gram tables"),
-    "format": ({"format": np.array([2])}, "format is not 1"),
+    "format": ({"format": np.array([2])}, "format version is not 1"),
     "tokenizer": (
         {"tokenizer": np.zeros(32, np.uint8)},
         "it was built with another tokenizer than that of",
