@@ -62,9 +62,9 @@ def find_removable(name: str) -> Path:
         BundleError: For the embedded pair, a link, and a folder that is not a bundle or has other
             files.
     """
-    ours = dict(_folders())
-    folder = ours.get(name) or _absolute(name)
-    if (name == EMBEDDED and name not in ours) or _same(folder, store.embedded_folder()):
+    bundles = dict(_folders())
+    folder = bundles.get(name) or _absolute(name)
+    if (name == EMBEDDED and name not in bundles) or _same(folder, store.embedded_folder()):
         raise BundleError("the embedded pair is part of specedge and cannot be removed")
     if folder.is_symlink():
         raise BundleError(f"{folder} is a link; remove the link, or use {os.path.realpath(folder)}")
@@ -74,7 +74,7 @@ def find_removable(name: str) -> Path:
         )
     if not (folder / MANIFEST).is_file():
         raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST}; delete it manually")
-    if folder not in ours.values() and (reason := _more_than_a_bundle(folder)):
+    if folder not in bundles.values() and (reason := _more_than_a_bundle(folder)):
         raise BundleError(f"{folder} {reason}; delete it manually")
     if Path.cwd().is_relative_to(folder.resolve()):
         raise BundleError(f"{folder} is the current folder; change to another one first")

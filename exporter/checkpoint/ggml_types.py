@@ -41,8 +41,8 @@ def _unpack_q4_0(blocks: np.ndarray) -> IntegerBlocks:
 
 
 def _unpack_q4_1(blocks: np.ndarray) -> IntegerBlocks:
-    scale, least = _halves(blocks, 0), _halves(blocks, 2)
-    return IntegerBlocks(_nibbles(blocks[..., 4:]), scale, 8 * scale + least)
+    scale, minimum = _halves(blocks, 0), _halves(blocks, 2)
+    return IntegerBlocks(_nibbles(blocks[..., 4:]), scale, 8 * scale + minimum)
 
 
 def _unpack_q5_0(blocks: np.ndarray) -> IntegerBlocks:
@@ -52,8 +52,8 @@ def _unpack_q5_0(blocks: np.ndarray) -> IntegerBlocks:
 
 def _unpack_q5_1(blocks: np.ndarray) -> IntegerBlocks:
     integers = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4)
-    scale, least = _halves(blocks, 0), _halves(blocks, 2)
-    return IntegerBlocks(integers + np.uint8(_ZERO_POINT - 16), scale, 16 * scale + least)
+    scale, minimum = _halves(blocks, 0), _halves(blocks, 2)
+    return IntegerBlocks(integers + np.uint8(_ZERO_POINT - 16), scale, 16 * scale + minimum)
 
 
 def _unpack_q8_0(blocks: np.ndarray) -> IntegerBlocks:
@@ -70,19 +70,19 @@ def _unpack_q6_k(blocks: np.ndarray) -> IntegerBlocks:
 
 
 def _unpack_q4_k(blocks: np.ndarray) -> IntegerBlocks:
-    scales, least = _scales_and_minima(blocks)
+    scales, minimum = _scales_and_minima(blocks)
     integers = _nibbles_of_halves(blocks[..., 16:], 32)
     return IntegerBlocks(
-        integers.reshape(*blocks.shape[:-1], 8, 32), scales, np.float32(8) * scales - least
+        integers.reshape(*blocks.shape[:-1], 8, 32), scales, np.float32(8) * scales - minimum
     )
 
 
 def _unpack_q5_k(blocks: np.ndarray) -> IntegerBlocks:
-    scales, least = _scales_and_minima(blocks)
+    scales, minimum = _scales_and_minima(blocks)
     low = _nibbles_of_halves(blocks[..., 48:], 32).reshape(*blocks.shape[:-1], 8, 32)
     integers = low | (_bits(blocks[..., 16:48], 1) << 4)
     return IntegerBlocks(
-        integers + np.uint8(_ZERO_POINT - 16), scales, np.float32(16) * scales - least
+        integers + np.uint8(_ZERO_POINT - 16), scales, np.float32(16) * scales - minimum
     )
 
 
@@ -97,11 +97,11 @@ def _scales_and_minima(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     import gguf
 
     flat = np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12)
-    scales, least = gguf.quants.Q4_K.get_scale_min(flat)
+    scales, minimum = gguf.quants.Q4_K.get_scale_min(flat)
     shape = (*blocks.shape[:-1], 8)
     return (
         _halves(blocks, 0) * scales.reshape(shape).astype(np.float32),
-        _halves(blocks, 2) * least.reshape(shape).astype(np.float32),
+        _halves(blocks, 2) * minimum.reshape(shape).astype(np.float32),
     )
 
 

@@ -131,13 +131,13 @@ def _find_online(role: str, name: str, revision: str | None, choose: Choose) -> 
 def _fetch_small_files(
     name: str,
     revision: str | None,
-    others: Sequence[str] = (),
+    more_patterns: Sequence[str] = (),
     folders: Collection[str] = (),
     **options: Any,
 ) -> Path:
     """Fetch a repository's small files and return their folder; leave `folders` out."""
     patterns = {
-        "allow_patterns": [*_SMALL, *others],
+        "allow_patterns": [*_SMALL, *more_patterns],
         "ignore_patterns": [f"{glob.escape(folder)}/*" for folder in sorted(folders)],
     }
     folder = huggingface_hub.snapshot_download(name, revision=revision, **patterns, **options)

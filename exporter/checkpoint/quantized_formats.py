@@ -133,8 +133,8 @@ def dequantize_state(
 def _quantization_configs(raw: Mapping[str, Any]) -> list[Any]:
     """Return the quantization configs of a config.json and of its text part."""
     inner = raw.get("text_config")
-    places = (raw, inner if isinstance(inner, dict) else {})
-    return [p.get(key) for p in places for key in ("quantization_config", "compression_config")]
+    configs = (raw, inner if isinstance(inner, dict) else {})
+    return [p.get(key) for p in configs for key in ("quantization_config", "compression_config")]
 
 
 def _config(raw: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -60,10 +60,10 @@ def decoder_tensors(published: Any, config: Any, tensors: dict[str, T]) -> dict[
     """
     if config is published:
         return tensors
-    places = _prefixes(published, config)
+    prefixes = _prefixes(published, config)
     selected = {}
     for key, name in internals.rename_keys(published, list(tensors)).items():
-        for prefix, decoder_prefix in places.items():
+        for prefix, decoder_prefix in prefixes.items():
             if name.startswith(f"{prefix}."):
                 selected[f"{decoder_prefix}{name[len(prefix) + 1 :]}"] = tensors[key]
                 break

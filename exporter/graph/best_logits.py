@@ -52,12 +52,12 @@ def _append_best(decoder: ir.Model, model: ModelEntry) -> ir.Model:
     graph.append(top)
     for output, name in zip(top.outputs, ("values", "places"), strict=True):
         output.name = f"best.{name}"
-    places = _append(graph, "Cast", [top.outputs[1]], "best.numbers", to=ir.DataType.FLOAT)
+    indices = _append(graph, "Cast", [top.outputs[1]], "best.numbers", to=ir.DataType.FLOAT)
     zero = add_constant(graph, np.zeros(1, np.float32), "best.zero")
     zeros = _append(graph, "Mul", [columns, zero], "best.zeros")
     axis = add_constant(graph, np.array([-1]), "best.axis")
     wrong = _append(graph, "ReduceSum", [zeros, axis], "best.wrong")
-    best = _append(graph, "Concat", [top.outputs[0], places, wrong], "best", axis=-1)
+    best = _append(graph, "Concat", [top.outputs[0], indices, wrong], "best", axis=-1)
     best.dtype = ir.DataType.FLOAT
     best.shape = ir.Shape([1, "R", 2 * num_best(model.num_columns) + 1])
     graph.outputs.append(best)

@@ -216,12 +216,12 @@ class TokenSampler:
     def _kept(self, values: ir.Value) -> ir.Value:
         """Return the weights of sorted logits, 0 where a filter removes them. [1, C]"""
         nodes, settings = self._nodes, self._settings
-        least = nodes("Gather", values, self._last, axis=1)
+        smallest = nodes("Gather", values, self._last, axis=1)
         largest = _first_columns(nodes, values, 1)
         weights = nodes(
             "Exp", sampling_nodes.apply_temperature(nodes, values, largest, settings.temperature)
         )
-        weights = nodes("Where", nodes("Less", values, least), 0.0, weights)
+        weights = nodes("Where", nodes("Less", values, smallest), 0.0, weights)
         last, _ = self._place(weights, settings.top_p, "Less")
         is_in = nodes("Or", nodes("LessOrEqual", self._ranks, last), self._is_whole)
         return sampling_nodes.apply_min_p(

@@ -63,8 +63,8 @@ def _narrowest_value(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
             break
         users.add(node)
         row_values = row_values - {*node.outputs} | read
-        (value, *others) = row_values
-        if not others and value.shape is not None:
+        (value, *more_values) = row_values
+        if not more_values and value.shape is not None:
             narrowest = value, {*users}
     assert narrowest is not None
     return narrowest
@@ -73,11 +73,11 @@ def _narrowest_value(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
 def _is_row_wise(node: ir.Node) -> bool:
     if node.op_type not in _ROW_WISE or not all(map(_has_rows, node.outputs)):
         return False
-    first, *others = (value for value in node.inputs if value is not None)
+    first, *more_values = (value for value in node.inputs if value is not None)
     if node.op_type == "Reshape":
         return first.shape is not None and first.shape == node.outputs[0].shape
     if node.op_type == "MatMul":
-        return all(map(_is_constant, others))
+        return all(map(_is_constant, more_values))
     axis = node.attributes.get("axis")
     return axis is None or axis.as_int() in (-1, 2)
 

@@ -133,8 +133,8 @@ class _Embedding:
             onnxruntime.__version__,
             OLDEST_ONNXRUNTIME[kind],
         )
-        others = {GOLDEN: self.golden(bundle, ks)} if self.golden else {}
-        return _write(bundle, hosts, host_graphs, others)
+        other_files = {GOLDEN: self.golden(bundle, ks)} if self.golden else {}
+        return _write(bundle, hosts, host_graphs, other_files)
 
     def _check_plain(self) -> None:
         """Refuse options that need a draft model."""

@@ -268,8 +268,8 @@ def _draft_weights(
         seen = nodes("Gather", seen, columns, axis=1)
         row = sampling_nodes.token_weights(nodes, logits, seen, len(ids), settings, is_one=True)
         empty = nodes("Expand", 0.0, [1, size])
-        places = sampling_nodes.select_columns(nodes, nodes.constant(columns[None]), settings)
-        weights = nodes("ScatterElements", empty, places, row.weights, axis=1)
+        selected = sampling_nodes.select_columns(nodes, nodes.constant(columns[None]), settings)
+        weights = nodes("ScatterElements", empty, selected, row.weights, axis=1)
         likeliest = nodes("Gather", columns, row.likeliest)
         return sampling_nodes.TokenWeights(
             likeliest, sampling_nodes.select_columns(nodes, weights, settings)

@@ -117,8 +117,10 @@ def _single_node_model(
 def _byte_characters() -> dict[int, str]:
     """Return the character of each byte in a token: printable ones are themselves (GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {
+        b: chr(256 + i) for i, b in enumerate(unprintable)
+    }
 
 
 def _find_difference(

@@ -100,10 +100,10 @@ def select_draft_precision(
 
 def _select(candidates: Sequence[DraftCandidate]) -> DraftCandidate:
     """Return the fastest candidate whose acceptance rate is close to the unquantized one's."""
-    unquantized, *others = candidates
+    unquantized, *quantized = candidates
     good = [
         candidate
-        for candidate in others
+        for candidate in quantized
         if candidate.sampled >= MIN_KEPT_ACCEPTANCE * unquantized.sampled
         and candidate.greedy >= MIN_KEPT_ACCEPTANCE * unquantized.greedy
     ]

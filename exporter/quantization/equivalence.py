@@ -33,13 +33,13 @@ def check_equivalence(before: FloatModel, after: FloatModel) -> None:
     float32 = _float32_outputs(before, ops, tokens)
     check = ErrorCheck(before.role, "the model's in its own basis", multiple=FLOAT32.multiple)
     rotated = _float64_outputs(after.decoder(ops), geometry, tokens)
-    others = [_float32_outputs(after, ops_name, tokens) for ops_name in after.ops]
+    float32_outputs = [_float32_outputs(after, ops_name, tokens) for ops_name in after.ops]
     for name, expected in exact.items():
         float32_error = float32_error_bounds(row_errors(float32[name], expected), expected)
         # In a rotated stream the error of the largest channel is in all of them, and of one run
         # the error of a row is luck: so the worst row of an output is the measure of all.
         worst = np.full_like(float32_error, float32_error.max())
-        for outputs in (rotated, *others):
+        for outputs in (rotated, *float32_outputs):
             check.compare("basis", name, outputs[name], expected, worst)
 
 

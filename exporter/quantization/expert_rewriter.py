@@ -175,10 +175,10 @@ class _NodeInserter:
         """Insert TopK; return the k largest values of each row and their indices, 2 * [T, k]."""
         top = ir.node("TopK", [x, self.ints("k", k)], {"axis": -1}, num_outputs=2)
         self.editor.graph.insert_before(self.node, top)
-        values, places = top.outputs
-        values.name, places.name = self._named("weights"), self._named("chosen")
-        values.dtype, places.dtype = x.dtype, ir.DataType.INT64
-        return values, places
+        values, experts = top.outputs
+        values.name, experts.name = self._named("weights"), self._named("chosen")
+        values.dtype, experts.dtype = x.dtype, ir.DataType.INT64
+        return values, experts
 
     def _named(self, label: str) -> str:
         return f"{self.node.outputs[0].name}.{label}"

@@ -136,12 +136,12 @@ class KeptWeights:
         for tensor, (ordered, order) in self._prints:
             if tensor.shape[1] != size:
                 continue
-            places = np.minimum(np.searchsorted(ordered, prints[:1]), len(ordered) - 1)
-            if ordered[places[0]] != prints[0]:
+            indices = np.minimum(np.searchsorted(ordered, prints[:1]), len(ordered) - 1)
+            if ordered[indices[0]] != prints[0]:
                 continue
-            places = np.minimum(np.searchsorted(ordered, prints), len(ordered) - 1)
-            if np.array_equal(ordered[places], prints):
-                return KeptMatrix(tensor, order[places])
+            indices = np.minimum(np.searchsorted(ordered, prints), len(ordered) - 1)
+            if np.array_equal(ordered[indices], prints):
+                return KeptMatrix(tensor, order[indices])
         return None
 
 

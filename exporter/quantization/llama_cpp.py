@@ -52,9 +52,9 @@ def round_q4_k(weights: torch.Tensor) -> torch.Tensor:
     span = (blocks.amax(-1, keepdim=True) - low).clamp_min(_TINY)
     best_error, best_blocks = torch.full_like(low, torch.inf), torch.zeros_like(blocks)
     for share in _RANGE_FACTORS:
-        scale, least = _round_six_bits(span * share / 15), _round_six_bits(-low * share)
-        integers = ((blocks + least) / scale.clamp_min(_TINY)).round_().clamp_(0, 15)
-        rounded = integers * scale - least
+        scale, minimum = _round_six_bits(span * share / 15), _round_six_bits(-low * share)
+        integers = ((blocks + minimum) / scale.clamp_min(_TINY)).round_().clamp_(0, 15)
+        rounded = integers * scale - minimum
         error = (rounded - blocks).square().sum(-1, keepdim=True)
         best_blocks = torch.where(error < best_error, rounded, best_blocks)
         best_error = torch.minimum(error, best_error)

@@ -246,16 +246,18 @@ class LogitDistance:
         self, logits: np.ndarray, expected: np.ndarray, columns: np.ndarray, head: np.ndarray | None
     ) -> None:
         """Add some rows of logits, 2 * [t, n], and the next tokens, [t]."""
-        ours, theirs = _log_softmax(logits), _log_softmax(expected)
+        log_probs, expected_log_probs = _log_softmax(logits), _log_softmax(expected)
         rows = np.arange(len(columns))
         self.num_tokens += len(columns)
         if head is not None:
             rows = np.flatnonzero(np.isin(columns, head))
             columns = head.searchsorted(columns[rows])
-        places = rows, columns
-        self.loss -= float(ours[places].sum())
-        self.original_loss -= float(theirs[places].sum())
-        self.divergence += float((np.exp(theirs) * (theirs - ours)).sum())
+        targets = rows, columns
+        self.loss -= float(log_probs[targets].sum())
+        self.original_loss -= float(expected_log_probs[targets].sum())
+        self.divergence += float(
+            (np.exp(expected_log_probs) * (expected_log_probs - log_probs)).sum()
+        )
         self.num_same += int((logits.argmax(1) == expected.argmax(1)).sum())
         self.num_scored += len(rows)
 

@@ -121,14 +121,14 @@ def _through_attention(value: ir.Value, users: set[ir.Node]) -> SmoothingPath | 
     if product is None or not size:
         return None
     flow = column_flow.follow_columns(product, size)
-    ours = [end.columns for end in flow.ends if end.node in users]
-    others = [end.columns for end in flow.ends if end.node not in users]
-    if not ours:
+    own_columns = [end.columns for end in flow.ends if end.node in users]
+    other_columns = [end.columns for end in flow.ends if end.node not in users]
+    if not own_columns:
         return None
-    channels = ours[0][0, 0]
-    if any((columns != channels).any() for columns in ours):
+    channels = own_columns[0][0, 0]
+    if any((columns != channels).any() for columns in own_columns):
         return None
-    if any(np.isin(columns, channels).any() for columns in others):
+    if any(np.isin(columns, channels).any() for columns in other_columns):
         return None
     caches = [cache for cache in flow.caches if np.isin(cache.columns, channels).any()]
     if len(caches) != 1:

@@ -27,10 +27,11 @@ def compare(target: TokenizerSettings, draft: TokenizerSettings) -> list[str]:
     _check_vocabulary(_ordinary_tokens(target, added), _ordinary_tokens(draft, added))
     _check_model(target["model"], draft["model"])
     for key, name in _PARTS.items():
-        ours, theirs = (_without_offsets(x.get(key)) for x in (target, draft))
-        if ours != theirs:
+        of_target, of_draft = (_without_offsets(x.get(key)) for x in (target, draft))
+        if of_target != of_draft:
             raise PairError(
-                f"draft and target have different {name}s: {_show_both(ours, theirs)}; {_ADVICE}"
+                f"draft and target have different {name}s: {_show_both(of_target, of_draft)}; "
+                f"{_ADVICE}"
             )
     notes = [
         f"the draft {difference}; those of the target are used"
@@ -57,25 +58,28 @@ def _ordinary_tokens(settings: TokenizerSettings, added: set[int]) -> dict[str, 
     return {token: entry for token, entry in _vocabulary(settings).items() if entry[0] not in added}
 
 
-def _check_vocabulary(ours: dict[str, tuple[Any, ...]], theirs: dict[str, tuple[Any, ...]]) -> None:
-    if ours == theirs:
+def _check_vocabulary(
+    of_target: dict[str, tuple[Any, ...]], of_draft: dict[str, tuple[Any, ...]]
+) -> None:
+    if of_target == of_draft:
         return
     token = min(
-        (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
-        key=lambda t: (min(v[t][0] for v in (ours, theirs) if t in v), t),
+        (t for t in of_target.keys() | of_draft.keys() if of_target.get(t) != of_draft.get(t)),
+        key=lambda t: (min(v[t][0] for v in (of_target, of_draft) if t in v), t),
     )
     texts = [
         f"is {' with score '.join(map(str, v[token]))}" if token in v else "does not exist"
-        for v in (ours, theirs)
+        for v in (of_target, of_draft)
     ]
     raise PairError(
         f"draft and target have different vocabularies: {token!r} {texts[0]} in the target's "
-        f"({len(ours)} ordinary tokens) and {texts[1]} in the draft's ({len(theirs)}); {_ADVICE}"
+        f"({len(of_target)} ordinary tokens) and {texts[1]} in the draft's ({len(of_draft)}); "
+        f"{_ADVICE}"
     )
 
 
-def _check_model(ours: TokenizerSettings, theirs: TokenizerSettings) -> None:
-    a, b = ours.get("merges") or [], theirs.get("merges") or []
+def _check_model(of_target: TokenizerSettings, of_draft: TokenizerSettings) -> None:
+    a, b = of_target.get("merges") or [], of_draft.get("merges") or []
     if a != b:
         at = next(
             (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
@@ -85,9 +89,9 @@ def _check_model(ours: TokenizerSettings, theirs: TokenizerSettings) -> None:
             f"draft and target have different merges: number {at} is {merges[0]} in the target's "
             f"and {merges[1]} in the draft's; {_ADVICE}"
         )
-    for key in sorted((ours.keys() | theirs.keys()) - {"merges", "vocab"}):
+    for key in sorted((of_target.keys() | of_draft.keys()) - {"merges", "vocab"}):
         # None, false and "" all mean that there is no such thing.
-        if (x := ours.get(key) or None) != (y := theirs.get(key) or None):
+        if (x := of_target.get(key) or None) != (y := of_draft.get(key) or None):
             raise PairError(
                 f"draft and target tokenize differently: {key}, {_show_both(x, y)}; {_ADVICE}"
             )
@@ -102,8 +106,8 @@ def _without_offsets(value: Any) -> Any:
     return value
 
 
-def _show_both(ours: Any, theirs: Any) -> str:
-    shown = [json.dumps(value, ensure_ascii=False)[:100] for value in (ours, theirs)]
+def _show_both(of_target: Any, of_draft: Any) -> str:
+    shown = [json.dumps(value, ensure_ascii=False)[:100] for value in (of_target, of_draft)]
     return f"{shown[0]} in the target's and {shown[1]} in the draft's"
 
 
@@ -117,16 +121,16 @@ def _describe_added(
     )
     kinds: dict[str, list[str]] = {}
     for id_ in sorted(added):
-        ours, theirs = (n.get(id_) for n in names)
-        if theirs is None:
-            kinds.setdefault("only in the target's", []).append(f"{id_} {ours}")
-        elif ours is None:
-            kinds.setdefault("only in the draft's", []).append(f"{id_} {theirs}")
-        elif ours != theirs:
-            example = f"{id_} {ours} in the target's and {theirs} in the draft's"
+        of_target, of_draft = (n.get(id_) for n in names)
+        if of_draft is None:
+            kinds.setdefault("only in the target's", []).append(f"{id_} {of_target}")
+        elif of_target is None:
+            kinds.setdefault("only in the draft's", []).append(f"{id_} {of_draft}")
+        elif of_target != of_draft:
+            example = f"{id_} {of_target} in the target's and {of_draft} in the draft's"
             kinds.setdefault("with another name", []).append(example)
         elif flags[0].get(id_) != flags[1].get(id_):
-            kinds.setdefault("with other flags", []).append(f"{id_} {ours}")
+            kinds.setdefault("with other flags", []).append(f"{id_} {of_target}")
     if not kinds:
         return []
     descriptions = (

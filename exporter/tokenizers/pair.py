@@ -46,9 +46,9 @@ class TextMetadata:
 
 def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress) -> TextMetadata:
     """Check that both models tokenize ordinary text identically; note other differences."""
-    ours, template = _tokenizer_settings(target), _chat_template(target)
+    of_target, template = _tokenizer_settings(target), _chat_template(target)
     if draft is not None:
-        for note in compatibility.compare(ours, _tokenizer_settings(draft)):
+        for note in compatibility.compare(of_target, _tokenizer_settings(draft)):
             progress.note(note)
         if end_tokens(draft) != end_tokens(target):
             progress.note(
@@ -60,7 +60,7 @@ def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress)
     named = target.tokenizer.special_tokens_map
     special = {name: token for name, token in named.items() if isinstance(token, str)}
     return TextMetadata(
-        json.dumps(ours, ensure_ascii=False),
+        json.dumps(of_target, ensure_ascii=False),
         max(target.tokenizer.get_vocab().values()) + 1,
         template,
         special,
@@ -119,14 +119,15 @@ def context_lengths(
     target: Checkpoint, draft: Checkpoint | None, limit: int | None, progress: Progress
 ) -> tuple[int, int]:
     """Return the positions of the target and the draft, which needs no more than the target."""
-    ours = context_length(target, limit, progress)
-    theirs = ours if draft is None else context_length(draft, limit, progress)
-    if theirs < ours:
+    of_target = context_length(target, limit, progress)
+    of_draft = of_target if draft is None else context_length(draft, limit, progress)
+    if of_draft < of_target:
         progress.note(
-            f"the draft has {theirs} positions, the target {ours}; when its context is full, the "
+            f"the draft has {of_draft} positions, the target {of_target}; when its context is "
+            "full, the "
             "draft continues with the last half of it"
         )
-    return ours, min(ours, theirs)
+    return of_target, min(of_target, of_draft)
 
 
 def vocab_sizes(num_tokens: int, rows: Sequence[int], progress: Progress) -> list[int]:
@@ -137,16 +138,19 @@ def vocab_sizes(num_tokens: int, rows: Sequence[int], progress: Progress) -> lis
         rows: Rows of each model's embedding.
         progress: Receives notes.
     """
-    ours = min(num_tokens, rows[0])
-    theirs = min(ours, *rows)
-    if ours < num_tokens:
-        progress.note(f"the tokenizer has {num_tokens} ids, of which the target supports {ours}")
-    if theirs < ours:
+    of_target = min(num_tokens, rows[0])
+    of_draft = min(of_target, *rows)
+    if of_target < num_tokens:
         progress.note(
-            f"the draft takes {theirs} of the target's {ours} ids; the others are never drafted, "
+            f"the tokenizer has {num_tokens} ids, of which the target supports {of_target}"
+        )
+    if of_draft < of_target:
+        progress.note(
+            f"the draft takes {of_draft} of the target's {of_target} ids; the others are never "
+            "drafted, "
             "and are replaced in its input"
         )
-    return [ours, theirs][: len(rows)]
+    return [of_target, of_draft][: len(rows)]
 
 
 def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress) -> int:

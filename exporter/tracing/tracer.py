@@ -133,8 +133,8 @@ def explain_refusal(model: Any) -> Iterator[None]:
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
             causes.append(cause)
-        if ours := next((c for c in causes if isinstance(c, ExportError)), None):
-            raise ours from None
+        if export_error := next((c for c in causes if isinstance(c, ExportError)), None):
+            raise export_error from None
         raise ExportError(
             f"{model.config.model_type} models cannot be exported "
             f"({internals.describe_error(causes[-1])})"

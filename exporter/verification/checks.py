@@ -61,8 +61,8 @@ def compared_lengths(runner: Runner) -> list[int]:
     """Return the pass lengths whose invariance is checked: a few, files', and a prefill's."""
     used = {x.length for x in runner.lengths.values() if x.length is not None}
     used.add(chunk_length(runner.geometry.capacity))
-    most = min(max(used), runner.geometry.context_length)
-    return sorted(t for t in {*INDEPENDENT, *used} if t <= most)
+    longest = min(max(used), runner.geometry.context_length)
+    return sorted(t for t in {*INDEPENDENT, *used} if t <= longest)
 
 
 def full_depth_check(runner: Runner, part: Reference, error_check: ErrorCheck) -> Check:
@@ -187,7 +187,7 @@ def invariance_check(runner: Runner, tokens: np.ndarray, invariance: dict[int, b
     def same_logits(start: int, actual: np.ndarray) -> bool:
         return np.array_equal(actual, wide[0][start:][: len(actual)])
 
-    places: list[range] = []
+    start_ranges: list[range] = []
     for length in lengths:
         last = len(tokens) - length
         # Of a large model one pass of each length, after the rows that the wide one left.
@@ -198,11 +198,11 @@ def invariance_check(runner: Runner, tokens: np.ndarray, invariance: dict[int, b
             part, after = tokens[start:][:length], functools.partial(same_logits, start)
             actions.append(PassAction("decoder", part, start, packed=True, then=after))
         actions.append(ReadRows(starts[0], len(tokens)))
-        places.append(starts)
+        start_ranges.append(starts)
 
     def decide(results: list[Any]) -> None:
         caches, rest = results[2], iter(results[3:])
-        for length, starts in zip(lengths, places, strict=True):
+        for length, starts in zip(lengths, start_ranges, strict=True):
             _, *same, rows = itertools.islice(rest, len(starts) + 2)
             expected = [cache[:, starts[0] :] for cache in caches]
             invariance[length] = all(same) and all(map(np.array_equal, rows, expected))

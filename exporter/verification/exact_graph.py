@@ -156,7 +156,7 @@ def _to_array(value: Value) -> Array:
 
 def _apply_lazily(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None:
     """Apply a node to a stored matrix without casting the whole; None if it has to be cast."""
-    first, *others = inputs
+    first, *more_inputs = inputs
     last = inputs[-1]
     if isinstance(first, torch.Tensor):
         if node.op_type == "Cast":
@@ -176,7 +176,7 @@ def _apply_lazily(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | N
         return _matrix_product(torch.from_numpy(first).double(), last).numpy()
     if node.op_type == "MoE":
         logits, *matrices = (
-            torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in others
+            torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in more_inputs
         )
         a, a_bias, b, b_bias = (*matrices, None)[:4]
         rows = torch.from_numpy(first).double()

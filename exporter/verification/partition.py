@@ -145,19 +145,19 @@ class PartitionedGraph:
         In subgraphs of equal form the names at the same positions correspond.
         """
         part = self.parts[index]
-        places: dict[str, int] = {}
+        indices: dict[str, int] = {}
         descriptions: list[object] = []
         for node in part.nodes:
             for name in (*node.input, *node.output):
-                if name and name not in places:
-                    places[name] = len(places)
+                if name and name not in indices:
+                    indices[name] = len(indices)
                     descriptions.append(self._kind(name, index))
             bare = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
             bare.attribute.extend(node.attribute)
-            bare.input.extend(str(places.get(name, "")) for name in node.input)
-            bare.output.extend(str(places.get(name, "")) for name in node.output)
+            bare.input.extend(str(indices.get(name, "")) for name in node.input)
+            bare.output.extend(str(indices.get(name, "")) for name in node.output)
             descriptions.append(bare.SerializeToString(deterministic=True))
-        return tuple(descriptions), list(places)
+        return tuple(descriptions), list(indices)
 
     def _kind(self, name: str, index: int) -> object:
         """Describe a value in a subgraph without its name; weights by their shape."""

@@ -101,10 +101,10 @@ class Runner:
             first = partition.PartitionedGraph(
                 self.path("decoder"), passes_constants=passes_constants
             )
-            others = (name for name in self.lengths if name != "decoder")
+            names = (name for name in self.lengths if name != "decoder")
             self._splits = {"decoder": first} | {
                 name: partition.PartitionedGraph(self.path(name), first.first, passes_constants)
-                for name in others
+                for name in names
             }
             self.num_stages = len(first.parts)
         else:

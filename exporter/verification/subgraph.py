@@ -83,8 +83,8 @@ class SubgraphSession:
     def repeat(self, length: int, end: int) -> None:
         """Repeat the first rows behind themselves up to row `end`."""
         for cache in self.caches.values():
-            places = np.arange(length, end)
-            cache[:, :, length:end] = cache[:, :, places % length]
+            rows = np.arange(length, end)
+            cache[:, :, length:end] = cache[:, :, rows % length]
 
     def rows(self, start: int, end: int) -> list[np.ndarray]:
         """Copy the caches' rows."""

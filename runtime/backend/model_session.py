@@ -49,11 +49,13 @@ class ModelSession:
         where = f"{bundle.folder / MANIFEST}: {model.source.id}"
         precision_of(where, model.dtype, model.cache.dtype)
         if device.is_cpu and compute_dtype(self.ops) == "bfloat16":
-            others = ", ".join(name for name in model.parity if compute_dtype(name) != "bfloat16")
+            alternatives = ", ".join(
+                name for name in model.parity if compute_dtype(name) != "bfloat16"
+            )
             raise DeviceError(
                 f"{model.source.id}: the graph variant '{self.ops}' computes in bfloat16, which "
                 f"ONNX Runtime has no kernels for on {device.name}; omit --ops, or use one of "
-                f"{others}"
+                f"{alternatives}"
             )
         if graph == "decoder" and not device.is_cpu and model.has(SCORED, self.ops):
             graph = SCORED

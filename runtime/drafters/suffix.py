@@ -342,7 +342,7 @@ class SuffixIndex:
         return None
 
     def _follow(self, names: Names, token: int) -> None:
-        best, counts, total, others = self._best, self._count, self._total, self._others
+        best, counts, total, other_counts = self._best, self._count, self._total, self._others
         for name in names:
             if not total[name]:
                 total[name], best[name], counts[name] = 1, token, 1
@@ -352,12 +352,12 @@ class SuffixIndex:
                 counts[name] += 1
                 continue
             key = name << 32 | token
-            count = others.pop(key, 0) + 1
+            count = other_counts.pop(key, 0) + 1
             if count < counts[name]:
-                others[key] = count
+                other_counts[key] = count
                 continue
             if counts[name]:
-                others[name << 32 | best[name]] = counts[name]
+                other_counts[name << 32 | best[name]] = counts[name]
             best[name], counts[name] = token, count
 
 

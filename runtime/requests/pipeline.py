@@ -72,8 +72,8 @@ class Pipeline:
         self.noise = LogitNoise(target, bundle.context_length)
         self.costs = costs or PassCosts()
         self.note = note
-        others = [Slot(twin, other, self.noise.for_twin(twin)) for twin, other in more]
-        self.slots = Slots([Slot(target, draft, self.noise), *others])
+        more_slots = [Slot(twin, other, self.noise.for_twin(twin)) for twin, other in more]
+        self.slots = Slots([Slot(target, draft, self.noise), *more_slots])
         self.prompts = Prompts(bundle, tokenizer)
         self.grammars = Grammars(bundle, tokenizer)
         self._chunk_length = chunk_length(bundle.target.cache.capacity)

@@ -42,7 +42,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def plain(objects: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
     """Return a copy of objects as JSON values. Raises PromptError with their name."""
     try:
-        copied: list[dict[str, Any]] = json.loads(json.dumps([dict(one) for one in objects]))
+        copied: list[dict[str, Any]] = json.loads(json.dumps([dict(item) for item in objects]))
     except (TypeError, ValueError, RecursionError) as error:
         raise PromptError(f"{name} must contain plain values only ({error})") from error
     return copied

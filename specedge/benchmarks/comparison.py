@@ -66,14 +66,14 @@ class Comparison:
         """Return plain values by the names of the API."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("plain", "speculative"):
-            one = fields[name]
+            generation = fields[name]
             fields[name] = {
-                "text": one.text,
-                "tokens": one.tokens,
-                "finish_reason": one.finish_reason,
-                "lossy": one.lossy,
-                "stats": as_dict(one.stats),
-                "near_ties": [vars(tie) for tie in one.near_ties],
+                "text": generation.text,
+                "tokens": generation.tokens,
+                "finish_reason": generation.finish_reason,
+                "lossy": generation.lossy,
+                "stats": as_dict(generation.stats),
+                "near_ties": [vars(tie) for tie in generation.near_ties],
             }
         return fields | {"same_tokens": self.same_tokens}
 
@@ -109,14 +109,14 @@ def _summarize(
     plain: list[Generation], speculative: list[Generation], request: dict[str, Any]
 ) -> Comparison:
     ratios = [pace(p.stats) / pace(s.stats) for p, s in zip(plain, speculative, strict=True)]
-    base, ours = [one.stats for one in plain], [one.stats for one in speculative]
+    base, all_stats = [g.stats for g in plain], [g.stats for g in speculative]
     target = median(map(seconds_per_target_pass, base))
     plain_host = median(map(host_seconds_per_round, base)) / target
-    host = median(map(host_seconds_per_round, ours)) / target
-    exact = median(stats.exact_seconds / stats.num_rounds for stats in ours) / target
-    verify = median(map(seconds_per_target_pass, ours))
-    stats = ours[0]
-    drafts = [seconds for seconds in map(seconds_per_draft_pass, ours) if seconds is not None]
+    host = median(map(host_seconds_per_round, all_stats)) / target
+    exact = median(stats.exact_seconds / stats.num_rounds for stats in all_stats) / target
+    verify = median(map(seconds_per_target_pass, all_stats))
+    stats = all_stats[0]
+    drafts = [seconds for seconds in map(seconds_per_draft_pass, all_stats) if seconds is not None]
     draft_cost = median(drafts) / target if stats.num_draft_passes else None
     predicted = None
     k = speculative[0].num_draft_tokens

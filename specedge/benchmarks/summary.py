@@ -276,10 +276,10 @@ def _held_out(
 
 def _run_costs(totals: Stats, base: Stats, k: int) -> RoundCosts:
     """Return costs from the runs of one K, interpolated for shorter rounds."""
-    none, most = (
+    base_seconds, total_seconds = (
         seconds_per_target_pass(one) + host_seconds_per_round(one) for one in (base, totals)
     )
-    rounds = [none + (most - none) * i / max(1, k) for i in range(k + 1)]
+    rounds = [base_seconds + (total_seconds - base_seconds) * i / max(1, k) for i in range(k + 1)]
     draft = seconds_per_draft_pass(totals) or 0.0
     return RoundCosts(rounds, [draft * i for i in range(k + 1)], 0.0)
 
@@ -344,12 +344,12 @@ def overall_speedup(runs: Sequence[TimedRun]) -> float:
 
     Long texts have more weight, as in the formulas.
     """
-    ours: dict[int, float] = defaultdict(float)
+    speculative: dict[int, float] = defaultdict(float)
     plain: dict[int, float] = defaultdict(float)
     for run in runs:
-        ours[run.repeat] += run.stats.decode_seconds
+        speculative[run.repeat] += run.stats.decode_seconds
         plain[run.repeat] += run.stats.decode_seconds * run.speedup
-    return median(plain[repeat] / ours[repeat] for repeat in ours)
+    return median(plain[repeat] / speculative[repeat] for repeat in speculative)
 
 
 def text_rounds(

@@ -146,8 +146,8 @@ def accepted_copies(
     """
     at = start
     while at < len(text):
-        most = min(max_tokens, len(text) - at)
-        copy = drafter.propose(History(text[:at]), most, Sampling(), np.zeros(0)).tokens
+        limit = min(max_tokens, len(text) - at)
+        copy = drafter.propose(History(text[:at]), limit, Sampling(), np.zeros(0)).tokens
         accepted, tested = count_accepted(copy, text[at:])
         yield from [True] * accepted + [False] * (tested - accepted)
         at += accepted + 1

@@ -281,7 +281,7 @@ class Bundle:
 def oldest_format(target: ModelEntry, draft: ModelEntry | None) -> int:
     """Return the oldest format that a new bundle can be written in."""
     models = [target] if draft is None else [target, draft]
-    has_bits = any(one.bits_per_weight for m in models for one in m.quantization.values())
+    has_bits = any(report.bits_per_weight for m in models for report in m.quantization.values())
     return FIRST_FORMAT_WITHOUT_DRAFT if draft is None or has_bits else FIRST_FORMAT_WITH_HOSTS
 
 

@@ -86,7 +86,9 @@ class Signature:
     def has(self, other: Signature) -> bool:
         """Return True if all tensors of known roles are those of another signature."""
         pairs = ((self.inputs, other.inputs), (self.outputs, other.outputs))
-        return all({t for t in ours if t.role in ROLES} == {*theirs} for ours, theirs in pairs)
+        return all(
+            {t for t in tensors if t.role in ROLES} == {*expected} for tensors, expected in pairs
+        )
 
     @property
     def unknown(self) -> list[str]:

@@ -77,11 +77,11 @@ def near_tie_lines(generation: Generation, exact: bool) -> list[str]:
         )
     if not ties:
         return notes
-    places = ", ".join(str(tie.position) for tie in ties[:_SHOWN])
-    more = ", ..." if len(ties) > _SHOWN else ""
+    positions = ", ".join(str(tie.position) for tie in ties[:_SHOWN])
+    suffix = ", ..." if len(ties) > _SHOWN else ""
     line = (
         f"{pluralize(len(ties), 'near-tie')} within the device's noise of {generation.noise:.0e}"
-        f" (position{'' if len(ties) == 1 else 's'} {places}{more})"
+        f" (position{'' if len(ties) == 1 else 's'} {positions}{suffix})"
     )
     if not exact:
         return [*notes, f"{line}: plain decoding may differ; --exact resolves them"]

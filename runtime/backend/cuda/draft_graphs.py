@@ -266,8 +266,8 @@ class SampledDraftGraph(DraftGraph):
             row[at : at + count] for at in (NUM_SUMMARY_FIELDS, NUM_SUMMARY_FIELDS + num)
         )
         order = columns.argsort()
-        places = columns[order].astype(np.intp)
-        ids = places if self._ids is None else self._ids[places]
+        sorted_columns = columns[order].astype(np.intp)
+        ids = sorted_columns if self._ids is None else self._ids[sorted_columns]
         return token, Distribution(weights[order].astype(np.float32), ids)
 
     def _fetch(self, array: Any) -> Floats:

@@ -46,10 +46,10 @@ class EnginePlatform:
     jetpack: str | None = None
 
     def __str__(self) -> str:
-        others = {"driver": self.driver, "JetPack": self.jetpack}
-        more = "".join(f", {name} {version}" for name, version in others.items() if version)
+        versions = {"driver": self.driver, "JetPack": self.jetpack}
+        suffix = "".join(f", {name} {version}" for name, version in versions.items() if version)
         name = "TensorRT-RTX" if self.device == "rtx" else "TensorRT"
-        return f"{self.gpu}, {name} {self.library}{more}"
+        return f"{self.gpu}, {name} {self.library}{suffix}"
 
 
 @dataclass(frozen=True)
