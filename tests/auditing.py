@@ -21,7 +21,7 @@ class CachedTable(TableModel):
     def cache_rows(self, start, end):
         return [np.array(self.rows[start:end], float)[None, :, None]]
 
-    def twin(self):
+    def with_new_cache(self):
         return CachedTable(self.distribution, self.vocab_size, self.context_length)
 
 

@@ -183,7 +183,7 @@ def test_the_substitute_draft_overlaps_the_target(loaded):
     from specedge.sampling_options import Sampling
     from specedge.verification.subject import SubstituteDraft
 
-    stand_in = SubstituteDraft(loaded.target.twin())
+    stand_in = SubstituteDraft(loaded.target.with_new_cache())
     embedded = Bundle.read(store.embedded_folder())
     pair = Pipeline(embedded, loaded.tokenizer, loaded.target, stand_in)
     tokens = loaded.prompts.tokens(PROMPT)

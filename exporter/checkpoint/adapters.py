@@ -112,16 +112,16 @@ def _merge_layer(layer: Any, weight: torch.Tensor, lock: threading.Lock) -> Lazy
 
     def read() -> torch.Tensor:
         with lock, torch.no_grad():
-            twin, layer.base_layer = layer.base_layer, copy.copy(layer.base_layer)
+            original, layer.base_layer = layer.base_layer, copy.copy(layer.base_layer)
             try:
                 full = materialize(weight).to(torch.float32, copy=True)
                 layer.base_layer._parameters = {
-                    **twin._parameters, "weight": nn.Parameter(full, requires_grad=False)
+                    **original._parameters, "weight": nn.Parameter(full, requires_grad=False)
                 }  # fmt: skip
                 layer.merge()
                 result: torch.Tensor = layer.base_layer.weight.detach()
             finally:
-                layer.base_layer = twin
+                layer.base_layer = original
                 layer.merged_adapters.clear()
         return result
 

@@ -210,14 +210,14 @@ class OrtModel:
         """Copy a range of rows from every cache buffer. -> [H, end - start, D] each"""
         return self.cache.rows(start, end)
 
-    def twin(self) -> OrtModel:
-        """Return the same model with its own cache; the weights are shared."""
-        twin = copy.copy(self)
-        twin._forget_all()
-        return twin
+    def with_new_cache(self) -> OrtModel:
+        """Return a model with the same weights and a new cache."""
+        model = copy.copy(self)
+        model._forget_all()
+        return model
 
     def close(self) -> None:
-        """Free the caches and, with the last twin, the weights."""
+        """Free the cache and, if no other model shares them, the weights."""
         with self._session.buffers.release():
             self._drop()
 

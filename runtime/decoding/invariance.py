@@ -71,11 +71,11 @@ class LogitNoise:
         self._context_length = context_length
         self._measurements: list[NoiseMeasurement] = []
 
-    def for_twin(self, target: TargetModel) -> LogitNoise:
-        """Return a bound for another cache of the same weights, which shares measurements."""
-        twin = copy.copy(self)
-        twin._target = target
-        return twin
+    def for_model(self, target: TargetModel) -> LogitNoise:
+        """Return a bound for a model with the same weights, which shares the measurements."""
+        noise = copy.copy(self)
+        noise._target = target
+        return noise
 
     def bound(self, prompt: Sequence[int], num_draft_tokens: int, trusts_export: bool) -> float:
         """Return the bound for passes of up to K + 1 tokens.

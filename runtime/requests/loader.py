@@ -73,20 +73,25 @@ def load(
     read_costs = partial(_costs, loaded, target_device, draft_on_device, chosen)
     # A GPU's driver is queried once sessions use it; threads are tuned without a GPU.
     costs = read_costs() if target_device.is_cpu and draft_on_device.is_cpu else None
-    usual = (costs and costs.table.threads) or None
+    default_threads = (costs and costs.table.threads) or None
     target_on, draft_on = (
-        self_test.exact_device(loaded.models.values(), replace(each, default_threads=usual))
-        for each in (target_device, draft_on_device)
+        self_test.exact_device(
+            loaded.models.values(), replace(base, default_threads=default_threads)
+        )
+        for base in (target_device, draft_on_device)
     )
     draft = None if loaded.draft is None else _open_model(loaded, loaded.draft, draft_on, ops)
     target = _open_model(loaded, loaded.target, target_on, ops)
-    more = [(target.twin(), draft.twin() if draft else None) for _ in range(slots - 1)]
+    more_models = [
+        (target.with_new_cache(), draft.with_new_cache() if draft else None)
+        for _ in range(slots - 1)
+    ]
     longest = loaded.num_draft_tokens + 1
-    for twin, other in [(target, draft), *more]:
+    for target_model, draft_model in [(target, draft), *more_models]:
         if not target_on.is_cpu:
-            twin.warm_up(range(1, longest + 1))
-        if other is not None and not draft_on.is_cpu:
-            other.warm_up(range(1, 3))
+            target_model.warm_up(range(1, longest + 1))
+        if draft_model is not None and not draft_on.is_cpu:
+            draft_model.warm_up(range(1, 3))
     seconds: dict[int, float] = {}
     notes = [self_test.verify_lengths(target, loaded.target, target_on, longest, seconds)]
     if draft is not None and not draft_on.is_cpu and not draft_on.supports_engines:
@@ -100,13 +105,13 @@ def load(
             invariant_length = self_test.longest_invariant_length(target, loaded.target)
         longest = max(invariant_length, self_test.LONGEST)
         target.invariant_lengths = tuple(t for t in target.invariant_lengths if t <= longest)
-    for twin, other in more:
-        twin.invariant_lengths = target.invariant_lengths
-        if other is not None and draft is not None:
-            other.unroll_as(draft)
+    for target_model, draft_model in more_models:
+        target_model.invariant_lengths = target.invariant_lengths
+        if draft_model is not None and draft is not None:
+            draft_model.unroll_as(draft)
     shortened = _with_max_length(loaded, max_length)
     note = "; ".join(filter(None, notes)) or None
-    pipeline = Pipeline(shortened, load_tokenizer(loaded), target, draft, costs, note, more)
+    pipeline = Pipeline(shortened, load_tokenizer(loaded), target, draft, costs, note, more_models)
     models = MeasuredModels.from_bundle(loaded, target, draft)
     if models.context >= MIN_CONTEXT:
         max_draft_tokens = max(1, pipeline.max_planned_tokens)

@@ -62,7 +62,7 @@ class Pipeline:
         draft: ClosableModel | None,
         costs: PassCosts | None = None,
         note: str | None = None,
-        more: Iterable[tuple[TargetModel, ClosableModel | None]] = (),
+        more_models: Iterable[tuple[TargetModel, ClosableModel | None]] = (),
     ) -> None:
         self.bundle = bundle
         self.tokenizer = tokenizer
@@ -72,7 +72,10 @@ class Pipeline:
         self.noise = LogitNoise(target, bundle.context_length)
         self.costs = costs or PassCosts()
         self.note = note
-        more_slots = [Slot(twin, other, self.noise.for_twin(twin)) for twin, other in more]
+        more_slots = [
+            Slot(target_model, draft_model, self.noise.for_model(target_model))
+            for target_model, draft_model in more_models
+        ]
         self.slots = Slots([Slot(target, draft, self.noise), *more_slots])
         self.prompts = Prompts(bundle, tokenizer)
         self.grammars = Grammars(bundle, tokenizer)

@@ -48,7 +48,7 @@ class Row:
 
 
 class Logits:
-    """Logits of a pass [T, n], valid until the next pass of the model or of a twin of it.
+    """Logits of a pass [T, n], valid until the next pass with the same weights.
 
     Twins may share memory on a device. Arrays that were fetched are the host's: they are valid
     until the next pass of this model itself. `ids` [n] are the columns' tokens, as in a row.

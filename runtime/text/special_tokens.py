@@ -31,8 +31,8 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 class SpecialTokens:
     """Encoder of texts that may spell special tokens.
 
-    It is kept with the tokenizer, as a twin of a large one takes a second and 100 MB; the tokenizer
-    must not change afterwards.
+    It is cached with the tokenizer, since copying a large tokenizer takes a second and 100 MB. The
+    tokenizer must not change afterwards.
 
     Raises:
         PromptError: The tokenizer has no other tokens for the text of a special one.
@@ -45,35 +45,34 @@ class SpecialTokens:
         self._names = {token: each.content for token, each in self._tokens.items()}
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text in which only tokens that the tokenizer adds are special.
-
-        A text that spells no special token is encoded by the tokenizer itself.
-        """
+        """Encode a text; only tokens added by the tokenizer's template are special."""
         encoded = encoding(self._tokenizer, text, add_special_tokens)
         if self._spans(text, encoded):
-            return self._twin.encode(text, add_special_tokens)
+            return self._plain_tokenizer.encode(text, add_special_tokens)
         return list(encoded.ids)
 
     def encode_chat(self, text: str, chat: Chat, render: Callable[[Chat], str]) -> list[int]:
-        """Return the tokens of a chat that renders to `text`; messages have no special tokens.
+        """Encode a chat that renders to `text`; messages contain no special tokens.
 
-        Strings of a chat that spell a special token are rendered again with the characters of that
-        text replaced by private ones, one for one, so that lengths, slices and white space stay.
-        Special tokens in the result are the template's. A template that searches a message for a
-        special token finds none. Text that becomes one only where the template joins two strings,
-        or takes a part out of one, is the template's.
+        If strings of a chat spell special tokens, the chat is rendered again with these characters
+        replaced one for one by private-use characters, so that lengths, slices and white space do
+        not change. Special tokens in the result are those of the template. A template that searches
+        a message for a special token finds none. If the template composes a special token from two
+        strings, or from a part of one, it counts as the template's.
         """
         hidden, shown = self._hide(chat, text)
         if not shown:
             return encode(self._tokenizer, text, add_special_tokens=False)
         marked = render(hidden)
-        spans, twin = self._spans_of(marked), self._twin
-        named = _respelt(marked.translate(shown), spans, lambda _, token: twin.names[token])
-        return twin.encode(named, add_special_tokens=False, named=[token for _, _, token in spans])
+        spans, tokenizer = self._spans_of(marked), self._plain_tokenizer
+        named = _respelt(marked.translate(shown), spans, lambda _, token: tokenizer.names[token])
+        return tokenizer.encode(
+            named, add_special_tokens=False, named=[token for _, _, token in spans]
+        )
 
     @cached_property
-    def _twin(self) -> TokenizerTwin:
-        return TokenizerTwin(self._tokenizer, self._tokens, self._unknown)
+    def _plain_tokenizer(self) -> PlainTextTokenizer:
+        return PlainTextTokenizer(self._tokenizer, self._tokens, self._unknown)
 
     def _spans_of(self, text: str) -> list[TokenSpan]:
         """Return the spans of special tokens in a text without added tokens."""
@@ -113,12 +112,12 @@ class SpecialTokens:
         return json.loads(_STRING.sub(replaced, plain)), shown
 
 
-class TokenizerTwin:
-    """Copy of a tokenizer that encodes the text of a special token as text.
+class PlainTextTokenizer:
+    """Copy of a tokenizer that encodes the text of special tokens as plain text.
 
-    `names` are texts that stand for the special tokens in it. A name is random, so that no user
-    spells it, and matches by the same rules as its token (`lstrip` and the like). It is a copy
-    because the setting belongs to the tokenizer object, which threads share.
+    `names` are placeholders for the special tokens. A name is random, so that users cannot spell
+    it, and is matched by the same rules as its token (such as `lstrip`). A copy is needed because
+    the setting belongs to the tokenizer object, which threads share.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class TokenizerTwin:
         self._ids = {self._tokenizer.token_to_id(name): t for t, name in self.names.items()}
 
     def encode(self, text: str, add_special_tokens: bool, named: Sequence[int] = ()) -> list[int]:
-        """Return the tokens of a text with the names of `named`, in this order."""
+        """Encode a text that contains the names of the tokens `named`, in this order."""
         encoded = encoding(self._tokenizer, text, add_special_tokens)
         rows = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
         text_tokens = [token for token, is_added in rows if not is_added]

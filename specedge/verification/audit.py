@@ -271,7 +271,7 @@ def _open(bundle: Bundle, settings: ExecutionSettings) -> tuple[OrtModel, Cached
     target = models["target"]
     device = settings.device_of(bundle, bundle.target)
     verify_lengths(target, bundle.target, device, bundle.num_draft_tokens + 1)
-    return target, models.get("draft") or SubstituteDraft(target.twin())
+    return target, models.get("draft") or SubstituteDraft(target.with_new_cache())
 
 
 def built_in_prompts(bundle: Bundle) -> list[AuditPrompt]:

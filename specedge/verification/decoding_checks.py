@@ -86,9 +86,9 @@ def _after_rollbacks(model: CachedModel, text: list[int], most: int, seed: int) 
 
 def self_draft(subject: Subject, budget: Budget) -> CheckResult:
     """Use the target as its own draft model: all draft tokens must be accepted."""
-    twin = subject.target.twin()
+    draft = subject.target.with_new_cache()
     k = subject.num_draft_tokens
-    decoder = subject.decoder(k, draft=twin, draft_sizes=subject.sizes["target"])
+    decoder = subject.decoder(k, draft=draft, draft_sizes=subject.sizes["target"])
     count = min(ROWS, subject.sizes["target"].context_length // 2)
     details, lines = {}, []
     rejected = tested = 0

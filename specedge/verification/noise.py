@@ -23,7 +23,7 @@ class CachedModel(LanguageModel, Protocol):
         """Copy a range of rows from every buffer."""
         ...
 
-    def twin(self) -> CachedModel:
+    def with_new_cache(self) -> CachedModel:
         """Return the same model with its own cache."""
         ...
 

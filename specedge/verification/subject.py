@@ -224,8 +224,8 @@ class SubstituteDraft:
     def cache_rows(self, start: int, end: int) -> Sequence[Array]:
         return self._target.cache_rows(start, end)
 
-    def twin(self) -> SubstituteDraft:
-        return SubstituteDraft(self._target.twin())
+    def with_new_cache(self) -> SubstituteDraft:
+        return SubstituteDraft(self._target.with_new_cache())
 
 
 def input_token(token: int, sizes: ModelEntry) -> int:

@@ -33,7 +33,7 @@ def test_all_slots_draft_over_one_copy_of_the_drafts_weights(cuda, pairs, plante
 
 
 def test_a_twin_has_graphs_of_its_own_over_its_own_cache(cuda, pipeline):
-    twin = pipeline.target.twin()
+    twin = pipeline.target.with_new_cache()
     with cuda.counted() as counts:
         twin.forward([1])
     assert counts["captures"] == 1
@@ -44,7 +44,7 @@ def test_a_twin_has_graphs_of_its_own_over_its_own_cache(cuda, pipeline):
 def test_a_cache_shares_no_memory_with_what_captured_passes_write_again(cuda, pairs):
     with loaded(pairs("fp32-fp16"), ops="onnx-fp16") as pipeline:
         with cuda.counted() as counts:
-            twin = pipeline.target.twin()  # the audit makes one after all is captured
+            twin = pipeline.target.with_new_cache()  # the audit makes one after all is captured
         assert counts["mallocs"] >= len(twin.cache.arrays)
         twin.close()
 
@@ -54,7 +54,7 @@ def test_a_cache_that_does_not_fit_is_one_clear_error(cuda, pairs, monkeypatch):
     model = OrtModel(bundle, bundle.target, Device("cuda"))
     monkeypatch.setenv("STANDIN_MEMORY_MB", "0")
     with pytest.raises(DeviceError, match="not enough memory on cuda for target"):
-        model.twin()
+        model.with_new_cache()
     model.close()
 
 
@@ -120,7 +120,7 @@ def test_without_the_private_way_to_pinned_memory_public_calls_serve(
 
 def test_logits_that_were_asked_for_outlive_a_pass_of_a_twin(cuda, pipeline):
     """A device's kernels may write what it gave, but not what the host fetched of that."""
-    twin = pipeline.target.twin()
+    twin = pipeline.target.with_new_cache()
     pipeline.target.truncate(0)
     found = pipeline.target.forward([5, 6]).array()
     found[...] = 1

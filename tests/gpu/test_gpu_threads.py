@@ -61,7 +61,7 @@ def test_nothing_is_allocated_nor_copied_while_another_thread_captures(cuda, pai
     bound = first._session.bind(first.cache, 1, 1, captured=True)
     buffers = first._session.buffers
     capture = [lambda: buffers.run(Session(), bound.binding, bound.options)]
-    others = [second.twin, scores.array, third.close]
+    others = [second.with_new_cache, scores.array, third.close]
     threads = [threading.Thread(target=one, daemon=True) for one in capture + others]
     threads[0].start()
     assert begun.wait(30)

@@ -1,6 +1,6 @@
 """Logits of a pass that stay on a device; the host fetches no more than it needs.
 
-They are valid until the next pass of the model or of a twin. A scored graph returns the best logits
+They are valid until the next pass with the same weights. A scored graph returns the best logits
 of each row, their columns, and whether all logits are finite. T rows of n columns.
 """
 

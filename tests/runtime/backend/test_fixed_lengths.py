@@ -111,7 +111,7 @@ def test_padded_rows_are_never_read(pipeline, models):
 def test_a_twin_has_a_cache_of_its_own(pipeline, models):
     target = models[1]
     target.prefill(tokens(pipeline, 7))
-    twin = target.twin()
+    twin = target.with_new_cache()
     assert (twin.length, target.length) == (0, 7)
     assert isinstance(twin, OrtModel)
     twin.forward([1, 2, 3])

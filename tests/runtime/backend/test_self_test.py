@@ -84,7 +84,7 @@ def test_single_tokens_are_padded_where_they_differ_bitwise(bundle, monkeypatch,
     model.invariant_lengths = recorded
     assert self_test.verify_cpu_lengths(model, bundle.target) is None
     assert model.invariant_lengths == (1, 2, 3, 5, 9, 18)
-    pairs, rows = model.forward([5, 6]).array().copy(), model.twin()
+    pairs, rows = model.forward([5, 6]).array().copy(), model.with_new_cache()
     assert rows.forward([5]).array().shape == (1, bundle.target.vocab_size)
     assert np.array_equal(rows.forward([6]).array(), pairs[1:])
     assert rows.length == 2

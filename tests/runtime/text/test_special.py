@@ -86,7 +86,7 @@ def test_a_chat_without_special_tokens_is_encoded_unchanged(name, messages, monk
     whole = encode(tokenizer, render(bundle, messages), add_special_tokens=False)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "specedge.runtime.text.special_tokens.TokenizerTwin", None
+            "specedge.runtime.text.special_tokens.PlainTextTokenizer", None
         )  # it is not even made
         assert Prompts(bundle, tokenizer).chat_tokens(messages) == whole
     assert set(controls_in(tokenizer, whole)) <= set(CONTROLS[name])
