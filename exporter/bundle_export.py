@@ -41,7 +41,7 @@ def export(
     progress: Progress | None = None,
     **options: Any,
 ) -> Bundle:
-    """Export a target, and perhaps a draft model: find, check, trace, verify, quantize, write.
+    """Export a target, and optionally a draft model: find, check, trace, verify, quantize, write.
 
     `export(request)` and `export(draft, target, output, **options)` are the same, where `options`
     are the other fields of the request.
@@ -98,7 +98,7 @@ class _Models:
 
     @property
     def separate(self) -> list[Checkpoint]:
-        """Checkpoints with weights of their own, the target first."""
+        """Checkpoints with separate weights, the target first."""
         is_separate = self.draft is not None and self.draft is not self.target
         return [self.target, *([self.draft] if is_separate and self.draft else [])]
 
@@ -279,7 +279,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
 
 
 def _write_id_map(ids: list[int] | None, draft: ModelEntry, work: Path) -> str | None:
-    """Write the tokens of a reduced vocabulary beside the draft's first graph; return the name."""
+    """Write the tokens of a reduced vocabulary next to the draft's first graph; return the name."""
     if ids is None:
         return None
     name = draft.graph("decoder", next(iter(draft.parity))).file

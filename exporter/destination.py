@@ -1,4 +1,4 @@
-"""Atomic replacement of a bundle's folder: written beside its destination, then renamed."""
+"""Atomic replacement of a bundle's folder: written next to its destination, then renamed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def quiet() -> Iterator[None]:
 
 
 def _loggers() -> Iterator[logging.Logger]:
-    """Yield the libraries' loggers that have a level of their own, or that others inherit from."""
+    """Yield the libraries' loggers that have an explicit level, or that others inherit from."""
     for name in LIBRARIES:
         yield logging.getLogger(name)
     for name, logger in [*logging.root.manager.loggerDict.items()]:

@@ -47,12 +47,12 @@ class ExportRequest:
         draft_vocab: Tokens of a reduced draft vocabulary, the most frequent ones of the calibration
             text: no other token is drafted, all are read, and passes are cheaper.
         compute: Additional graph variants that compute in "fp16", "bf16" or, over quantized
-            weights, "fp32", for devices that support it: "onnx-fp16" beside "onnx". They read the
-            same weights, and are functions of their own. "qdq" is fp16 with quantized weights in
-            the form that TensorRT takes; block-wise weights are stored once more for it. The draft
-            model then has the target's precision.
-        cache: Additional graph variants with caches of half the size, "fp16": "gqa-kv16" beside
-            "gqa". They are functions of their own as well.
+            weights, "fp32", for devices that support it: "onnx-fp16" in addition to "onnx". They
+        read the same weights, and are different functions. "qdq" is fp16 with quantized weights in
+        the form that TensorRT takes; block-wise weights are stored once more for it. The draft
+        model then has the target's precision. cache: Additional graph variants with caches of half
+        the size, "fp16": "gqa-kv16" in
+            addition to "gqa". They are different functions as well.
         calibrate: Text file of the calibration set; None for the built-in text.
         rounding: "gptq", or "nearest", which takes less time, for "int8" and "int4".
         bits: Average bits per weight of "int4" in the layers, from 4 to 8: with more than 4 the

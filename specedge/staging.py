@@ -1,4 +1,4 @@
-"""Staging folder beside a bundle's folder, in which the bundle is written or removed.
+"""Staging folder next to a bundle's folder, in which the bundle is written or removed.
 
 An export or removal holds a lock in it. A staging folder whose lock is free was interrupted and may
 be removed.

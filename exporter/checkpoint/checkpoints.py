@@ -171,7 +171,7 @@ def _read(
         )
     paths = [folder / name for name in weights]
     with tempfile.TemporaryDirectory() as temporary:
-        header_folder = Path(temporary)  # what is beside the file is no concern of it
+        header_folder = Path(temporary)  # other files in the folder must not be read
         if remote is not None and not all(path.exists() for path in paths):
             paths = [header_folder / path.name for path in paths]
             for path in paths:
@@ -225,7 +225,7 @@ def _load_tokenizer(where: str, folder: Path, files: set[str]) -> Any:
     """Load the tokenizer of a folder with these files."""
     if not files & _VOCABULARIES:
         raise CheckpointError(
-            f"{where} has no tokenizer; put its tokenizer.json beside config.json"
+            f"{where} has no tokenizer; put its tokenizer.json next to config.json"
         )
     description = f"{where}: its tokenizer"
     tokenizer = _load_pretrained(AutoTokenizer.from_pretrained, description, folder)

@@ -1,7 +1,7 @@
 """Reduced draft vocabulary, `--draft-vocab N`: choice of the tokens, and the pruned LM head.
 
 The embedding stays whole, so the model reads every token; a head that was tied to it becomes a
-matrix of its own. N columns, ids [N] ascending.
+separate matrix. N columns, ids [N] ascending.
 """
 
 from __future__ import annotations

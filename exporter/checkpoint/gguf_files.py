@@ -205,7 +205,7 @@ def parts_of(where: str, name: str, names: set[str]) -> list[str]:
     Args:
         where: Role and name, which begin error messages.
         name: Name of any part.
-        names: Names of all files beside it.
+        names: Names of all files in the same folder.
     """
     if (match := _PART.fullmatch(name)) is None:
         return [name]

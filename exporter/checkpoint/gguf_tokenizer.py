@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specedge.errors import CheckpointError
 
-SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
+SPACE = "\u2581"  # represents a space in SentencePiece vocabularies
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # types of tokens
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -48,7 +48,7 @@ class PreTokenizerRules:
     Attributes:
         splits: Patterns that split in turn; what is between matches is a piece as well.
         ignores_merges: True if pieces that are tokens need no merges.
-        adds_bos: True if texts begin with BOS unless the file says otherwise.
+        adds_bos: True if texts begin with BOS unless the file specifies otherwise.
     """
 
     splits: tuple[str, ...]

@@ -53,7 +53,7 @@ def is_packed(raw: Mapping[str, Any]) -> bool:
 
 
 def read_old_config(where: str, raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a config.json with the quantization config that AutoGPTQ or AutoAWQ put beside it."""
+    """Return a config.json with the quantization config of AutoGPTQ's or AutoAWQ's own file."""
     if method(raw) is not None:
         return raw
     if (folder / "quantize_config.json").exists():

@@ -14,7 +14,7 @@ _STRIP_SIZE = 1 << 22  # numbers that are dequantized at a time
 class BlockLayout:
     """Layout of block-wise weights: integers of `bits`, with a scale for each `block_size` along K.
 
-    With zero points each block has an integer that stands for 0, otherwise 2 ** (bits - 1) does.
+    With zero points each block has an integer that represents 0, otherwise 2 ** (bits - 1) does.
     With offsets each block has a number that is added to its dequantized values.
     """
 

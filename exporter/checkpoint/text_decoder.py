@@ -14,7 +14,7 @@ from specedge.errors import CheckpointError
 from .. import internals
 
 T = TypeVar("T")
-# Text parts without a class of their own: M-RoPE's three positions are equal for text, plain RoPE.
+# Text parts without a separate class: M-RoPE's three positions are equal for text, plain RoPE.
 _TEXT_ARCHITECTURES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",

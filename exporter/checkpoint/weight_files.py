@@ -109,7 +109,7 @@ def stored_dtype(where: str, state: dict[str, torch.Tensor]) -> str:
 def check_names(where: str, state: dict[str, torch.Tensor], model_names: Iterable[str]) -> None:
     """Refuse tensors of an unknown quantized format. Raises CheckpointError.
 
-    `own` are the names of the model's tensors: a model may have scales of its own.
+    `own` are the names of the model's tensors: a model may have separate scales.
     """
     forms = [
         form for form in _QUANTIZED_NAMES if not any(form in f"{name}$" for name in model_names)

@@ -22,7 +22,7 @@ from .shared_bytes import share_int8_embeddings
 def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
     """Write the graph in each variant that a GPU can run, and list it in the manifest.
 
-    It goes beside the decoder in the bundle's `folder`.
+    It is stored next to the decoder in the bundle's `folder`.
     """
     entries, signatures = list(model.graphs), dict(model.signatures)
     for ops in filter(model.supports_gpu, model.parity):

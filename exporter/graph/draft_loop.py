@@ -45,8 +45,8 @@ def add_draft_loops(
 ) -> ModelEntry:
     """Write the graphs in each variant that a GPU can run, and list them in the manifest.
 
-    They go beside the draft's decoder in the bundle's `folder`. `ids` are the tokens of a pruned
-    head's columns.
+    They are stored next to the draft's decoder in the bundle's `folder`. `ids` are the tokens of a
+    pruned head's columns.
     """
     entries, signatures = list(draft.graphs), dict(draft.signatures)
     for ops in filter(draft.supports_gpu, draft.parity):
@@ -112,7 +112,7 @@ class _GreedyChoice:
         return self.nodes("ArgMax", logits, axis=-1)
 
     def outputs(self, drafted: list[ir.Value]) -> dict[str, ir.Value]:
-        """Return the graph's outputs beside the caches."""
+        """Return the graph's outputs other than caches."""
         return {"drafted": self.nodes("Concat", *drafted, axis=1)}
 
 
@@ -137,7 +137,7 @@ class _SampledChoice:
         return draw.column
 
     def outputs(self, drafted: list[ir.Value]) -> dict[str, ir.Value]:
-        """Return the graph's outputs beside the caches."""
+        """Return the graph's outputs other than caches."""
         rows = {step_output(i, "weights"): draw.weights for i, draw in enumerate(self._made)}
         return {"drawn": self._nodes("Concat", *(d.summary for d in self._made), axis=0)} | rows
 

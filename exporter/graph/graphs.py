@@ -182,7 +182,7 @@ def check_devices(model: ir.Model) -> None:
 
 
 def write_graphs(model: ir.Model, folder: Path, files: list[GraphFile], ops: str) -> None:
-    """Save one file for each length; all of them read the one weights file beside them.
+    """Save one file for each length; all of them use the weights file in the same folder.
 
     Fuses nodes in place if the graph variant has operators for that.
     """

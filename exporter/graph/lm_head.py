@@ -1,6 +1,6 @@
 """Restriction of the LM head, and of all that only logits need, to the rows with wanted logits.
 
-T rows a pass; logits are of R = T - `logits_from` of them, the last ones. A prefill needs none.
+T rows per pass; logits are of R = T - `logits_from` of them, the last ones. A prefill needs none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Graphs of a speculative round: K draft steps, the target's verify pass, and the accept rule.
 
-The fused graph is a whole round, for hosts that call `Run` once a round. The split graphs are one
+The fused graph is a whole round, for hosts that call `Run` once per round. The split graphs are one
 draft step and the accept rule, between which the host runs the target's own decoder: for hosts that
 vary K, run the models on two devices, or hold a packed draft model. Letters: N tokens to feed, K
 draft tokens, V the target's vocabulary entries, R rows.

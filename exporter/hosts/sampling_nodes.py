@@ -26,7 +26,7 @@ _INFINITY = np.array(np.inf, np.float32)
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """Inputs that a distribution depends on beside logits, [1] each, and the tokens seen [1, V]."""
+    """Inputs of a distribution other than logits, [1] each, and the tokens seen [1, V]."""
 
     temperature: ir.Value
     top_k: ir.Value
@@ -112,7 +112,7 @@ def token_weights(
 ) -> TokenWeights:
     """Return the greedy choice and the weights to sample from. [R, V], [R, V or 1]
 
-    `is_one` says that R is 1, which takes fewer nodes.
+    `is_one` is True if R is 1, which needs fewer nodes.
     """
     logits = _penalize(nodes, logits, seen, settings)
     likeliest = nodes("ArgMax", logits, axis=1)

@@ -70,7 +70,7 @@ def _open(model: ir.Model, library: str) -> ort.InferenceSession:
 
 
 def _is_byte_level(settings: dict[str, Any]) -> bool:
-    """Return True if the decoder joins tokens whose characters stand for bytes, and no more."""
+    """Return True if the decoder only joins tokens whose characters represent bytes."""
     return (settings.get("decoder") or {}).get("type") == "ByteLevel"
 
 

@@ -5,7 +5,7 @@ sums of the input over each block are multiplied with the matrix of offsets:
 
     x W = x Q + sums(x) O    x [T, K], Q [K, N], sums(x) [T, K / 32], O [K / 32, N]
 
-Where blocks have inputs in an order of their own, x is gathered in that order, once for all
+Where blocks have inputs in a separate order, x is gathered in that order, once for all
 products that share it.
 
 A matrix of a graph is recognized by its rows' dequantized values. So they may be in another order

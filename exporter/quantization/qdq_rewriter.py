@@ -30,7 +30,7 @@ class QdqRewriter(DequantizeRewriter):
     """
 
     def _insert_block_lookup(self, node: ir.Node, stored: StoredTensor) -> ir.Value:
-        """Insert a lookup in a table that is stored per row beside its blocks."""
+        """Insert a lookup in a table that is stored per row in addition to its blocks."""
         return self._insert_lookup(node, *self._stored_table(stored))
 
     def _insert_lookup(

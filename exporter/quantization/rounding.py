@@ -204,7 +204,7 @@ def product_error(
 ) -> float:
     """Return the relative RMS error of x W with both quantized.
 
-    K is cut into `num_parts` with scales of their own. [K, N], [n, K]
+    K is cut into `num_parts` with separate scales. [K, N], [n, K]
     """
     off = size = 0.0
     factors = np.ones(x.shape[1], np.float32) if powers is None else _scale_factors(powers).numpy()

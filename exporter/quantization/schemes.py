@@ -20,7 +20,7 @@ SMOOTHING_STRENGTHS = (
     0.5,
     0.75,
 )  # of smoothing; 0.5 shares a channel's size between input and weights
-SPLITS = (2, 4, 8)  # of K, with scales of their own
+SPLITS = (2, 4, 8)  # of K, with separate scales
 # Relative error of a product above which channels are smoothed and K is split.
 # Smoothing below it does not pay: SmolLM2's KL is 0.0041 without and 0.0043 with it.
 MAX_UNSPLIT_ERROR = 0.04
@@ -42,7 +42,7 @@ class Scheme:
 
     Attributes:
         exponents: Smoothing: powers of two moved from the input into the weights, [K].
-        num_parts: Parts of K with scales of their own; 0 if the group is not quantized.
+        num_parts: Parts of K with separate scales; 0 if the group is not quantized.
         error: Error of the worst product.
         plain_error: The same without smoothing or parts.
         bits: Bits of block-wise quantization; 0 if per-channel.
@@ -181,7 +181,7 @@ def _worst_error(
 def _row_maxima(group: MatrixGroup) -> np.ndarray:
     """Return the largest value of each row of a group's matrices, relative to its column's. [K]
 
-    Columns have scales of their own: a large value in a large column costs nothing.
+    Columns have separate scales: a large value in a large column costs nothing.
     """
     maxima = []
     for matrix in group.matrices:

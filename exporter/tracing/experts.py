@@ -3,7 +3,7 @@
 In `gqa` each row is multiplied with the matrices of its own experts, by ONNX Runtime's MoE node. It
 takes another path for an expert with a single row, which is not bitwise equal, so every row goes in
 twice. Elsewhere, and for experts that the node cannot compute, all of them are one wide MLP whose
-inner values are weighted by the router, most of them with 0: each matrix is read once a pass.
+inner values are weighted by the router, most of them with 0: each matrix is read once per pass.
 
 T rows of H values, E experts with I inner values, k experts a row.
 """

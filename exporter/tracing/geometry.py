@@ -61,7 +61,7 @@ def measure_geometry(
 
 
 def _run_pass(model: torch.nn.Module) -> Any:
-    """Run the model on two tokens with a cache of its own."""
+    """Run the model on two tokens with a separate cache."""
     parameter = next(model.parameters())
     tokens = torch.zeros(1, 2, dtype=torch.long, device=parameter.device)
     now = TracedPass("none", tokens[:, 0], torch.arange(2, device=tokens.device)[None], 2)
@@ -111,11 +111,9 @@ def _check_optimum(model: torch.nn.Module, layers: tuple[CacheLayer, ...]) -> No
     except (KeyError, AttributeError):
         return
     if num_layers != len(layers):
-        raise ExportError(
-            f"one pass fills {len(layers)} cache layers, the config says {num_layers}"
-        )
+        raise ExportError(f"one pass fills {len(layers)} cache layers, the config has {num_layers}")
     heads = (
         normalized.num_key_value_heads if normalized.has_attribute("num_key_value_heads") else None
     )
     if isinstance(heads, int) and any(layer.heads != heads for layer in layers):
-        raise ExportError(f"one pass fills {layers[0].heads} heads, the config says {heads}")
+        raise ExportError(f"one pass fills {layers[0].heads} heads, the config has {heads}")

@@ -150,7 +150,7 @@ def _rotates_halves(apply: Any, table: _RotaryTable) -> bool:
 
 
 def _returns(expected: tuple[torch.Tensor, ...], apply: Any, *arguments: torch.Tensor) -> bool:
-    """Return True if a function, perhaps with another signature, returns these results."""
+    """Return True if a function, possibly with another signature, returns these results."""
     try:
         results = apply(*arguments)
     except Exception:

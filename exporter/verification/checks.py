@@ -1,6 +1,6 @@
 """Checks of passes of all kinds along a segment of the context.
 
-T tokens a pass, V vocabulary entries, n positions; H heads of D in the caches.
+T tokens per pass, V vocabulary entries, n positions; H heads of D in the caches.
 """
 
 from __future__ import annotations

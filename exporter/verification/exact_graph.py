@@ -185,7 +185,7 @@ def _apply_lazily(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | N
 
 
 def _promote(arrays: list[Array | None]) -> list[Array | None]:
-    """Cast float32 beside float64 to float64, as the specification requires one type."""
+    """Cast float32 mixed with float64 to float64, as the specification requires one type."""
     if any(x is not None and x.dtype == np.float64 for x in arrays):
         return cast_arrays(arrays, np.float32, np.float64)
     return arrays

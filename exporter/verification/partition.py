@@ -43,7 +43,7 @@ class PartitionedGraph:
     Without `first` it is cut where a layer's cache is first read, so that subgraphs of equal layers
     are equal, and so that none has more than PART_BYTES, if more than one constant. Values computed
     from weights are passed in (`given`), computed once for all graphs; otherwise ONNX Runtime
-    computes them, as it must where it adds casts of its own: it would fold those out of the
+    computes them, as it must where it adds additional casts: it would fold those out of the
     placeholder of a passed constant. So it would int8 weights that it makes unsigned, so integers
     are never passed in.
     """
@@ -169,7 +169,8 @@ class PartitionedGraph:
         kind = self._types[name].type.SerializeToString(deterministic=True)
         if _layer_of(name):
             return kind
-        # What many layers read, one of two masks perhaps, goes by its name; so do inputs.
+        # What many layers read, for example one of two masks, is identified by its name; so do
+        # inputs.
         made_in, position = self._made.get(name, (0, 0))
         origin = name if name in self._shared or not made_in else (index - made_in, position)
         return kind, origin, name in part.outputs

@@ -4,7 +4,7 @@ Routers of mixture-of-experts models are recorded as well. A choice between two 
 than rounding error is no fault of the implementation that decides it otherwise, but everything
 behind it differs. Every router takes its experts by `torch.topk`, so that call is recorded.
 
-T tokens a pass, V vocabulary entries, n positions; H heads of D in the caches.
+T tokens per pass, V vocabulary entries, n positions; H heads of D in the caches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PART, TAIL = 256, 48  # of longer ones: so many positions from the start, so man
 LARGE_PART, LARGE_TAIL = 32, 12  # and of large models: there every kind has one turn
 TRIES = 64  # times that tokens are drawn anew until float32 chooses every expert clearly
 WORTHLESS = 0.1  # of the logits' standard deviation: an error that leaves little of a distribution
-CHUNK = 256  # tokens a pass, and fewer for a vocabulary
+CHUNK = 256  # tokens per pass, and fewer for a vocabulary
 ROOM = 1 << 24  # of more than this many logits a pass
 HELD = 1 << 27  # logits that are kept at once, in float64
 History = Callable[[int], np.ndarray]
@@ -82,7 +82,7 @@ def compared_positions(geometry: Geometry, num_parameters: int) -> list[tuple[in
 
 
 def chunk_length(geometry: Geometry) -> int:
-    """Return the tokens a pass that keep its logits small."""
+    """Return the number of tokens per pass that keeps the logits small."""
     return min(CHUNK, max(1, ROOM // geometry.padded_vocab_size))
 
 

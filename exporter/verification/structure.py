@@ -47,7 +47,7 @@ def check_structure(
     size = max(map(math.prod, geometry.cache_shapes()))
     noise = NOISE * np.random.default_rng(0).standard_normal(size)
     error_check = ErrorCheck(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)
-    fused = ErrorCheck(role, "what the node stands for", tolerance)
+    fused = ErrorCheck(role, "the operator's definition", tolerance)
     for part in parts:
         chunk = chunk_length(geometry)
         for at in range(0, len(part.tokens), chunk):

@@ -31,7 +31,7 @@ _HALF = np.array([0.5])
 
 
 class OrtModel:
-    """Model of a bundle with a cache of its own."""
+    """Model of a bundle with a separate cache."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class OrtModel:
         for start in range(0, len(tokens), self._chunk_length):
             chunk = tokens[start : start + self._chunk_length]
             length = max(len(chunk), self._session.min_length)
-            # One row of logits, which nobody reads: of none ONNX Runtime 1.28 makes no products.
+            # One row of logits, which is not used: without one ONNX Runtime 1.28 makes no products.
             self._session.run(self._session.bind(self.cache, length, 1), chunk)
 
     def shared(self, tokens: Sequence[int]) -> int:

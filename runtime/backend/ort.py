@@ -84,7 +84,7 @@ def translated_errors(action: str) -> Iterator[None]:
 def is_onnxruntime_error(error: Exception) -> bool:
     """Return True if ONNX Runtime raised an error: by its type, or for built-in types by its frame.
 
-    An app's signal handler also runs inside a call, but in a frame of its own.
+    An app's signal handler also runs inside a call, but in a separate frame.
     """
     if _is_onnxruntime_module(type(error).__module__):
         return True

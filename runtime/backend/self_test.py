@@ -1,6 +1,6 @@
 """Self-test of pass lengths and int8 products on this machine; exports may be from another one.
 
-T tokens a pass, K and N the sizes of a matrix.
+T tokens per pass, K and N the sizes of a matrix.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def longest_invariant_length(model: OrtModel, entry: ModelEntry) -> int:
     """Return the longest pass length up to which rows are bitwise equal here, at least LONGEST.
 
     It tests lengths that the export recorded and `verify_cpu_lengths` does not: first passes that
-    read a prompt beside a draft. Empties the cache.
+    read a prompt together with a draft. Empties the cache.
     """
     recorded = entry.parity[model.ops].invariant_lengths
     tested = [t for t in recorded if LONGEST <= t <= entry.context_length]

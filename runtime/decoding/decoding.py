@@ -62,8 +62,8 @@ class SpeculativeDecoder:
             sampling: Sampling options.
             seed: Seed of the uniforms.
             max_new_tokens: Number of tokens to commit.
-            num_logprobs: Number of likeliest tokens whose log-probabilities are returned with each
-                committed token's; None for no log-probabilities.
+            num_logprobs: Number of most likely tokens whose log-probabilities are returned with
+                each committed token's; None for no log-probabilities.
         """
         history = History(prompt)
         self.plan.truncate(0)

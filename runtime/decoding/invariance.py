@@ -1,7 +1,7 @@
 """Pass-length invariance (batch invariance): noise of logits between passes of other lengths.
 
 A pass length T is invariant if the logits of a token are bitwise identical in passes of T tokens
-and of one. T tokens a pass, V vocabulary entries, n tokens of text.
+and of one. T tokens per pass, V vocabulary entries, n tokens of text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Near-ties: greedy choices that the pass length could change, and their exact resolution.
 
-Plain decoding is one token a pass. A longer pass may give logits that differ from plain decoding's
-by up to a `noise`; two tokens whose logits differ by less than twice the noise are a near-tie.
+Plain decoding is one token per pass. A longer pass may give logits that differ from plain
+decoding's by up to a `noise`; two tokens whose logits differ by less than twice the noise are a
+near-tie.
 """
 
 from __future__ import annotations

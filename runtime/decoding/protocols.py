@@ -31,7 +31,7 @@ class LanguageModel(Protocol):
         """Append T tokens to the cache; return the logits of the last R, by default of all.
 
         The last row predicts the token after tokens[-1], and so on. A draft model's head may lack
-        tokens: the logits say which it has. [T] -> [R, V]
+        tokens: the logits specify which. [T] -> [R, V]
         """
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -140,7 +140,7 @@ class NearTie:
     Attributes:
         position: Index among the new tokens, from 0.
         token: Chosen token.
-        runner_up: Second likeliest token.
+        runner_up: second most likely token.
         margin: Difference of their logits in the pass that decided.
     """
 

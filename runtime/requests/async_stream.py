@@ -75,7 +75,7 @@ class _StreamWorker:
         self.cancelled.set()
         if self.stream is not None:
             self.stream.cancel()
-        else:  # its thread may wait for a slot for long; nobody needs to wait for the thread
+        else:  # its thread may wait for a slot for long; there is no need to wait for it
             self._put(None)
 
     def run(self, begin: Callable[[], Stream]) -> None:
@@ -91,5 +91,5 @@ class _StreamWorker:
         self._put(last)
 
     def _put(self, piece: str | BaseException | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody reads
+        with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)

@@ -42,7 +42,7 @@ def parse_item(index: int, fields: dict[str, Any], request: dict[str, Any]) -> B
 
     Args:
         index: Index of the item.
-        fields: Fields of the item: `prompt` or `messages`, perhaps `id` and options.
+        fields: Fields of the item: `prompt` or `messages`, optionally `id` and options.
         request: Every option, for those that the item does not give.
 
     Raises:

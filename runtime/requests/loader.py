@@ -54,7 +54,7 @@ def load(
         ops: Graph variant: "onnx", "gqa", one with a compute type, such as "gqa-fp16", or "auto"
             for the best one of each model on its device.
         draft_device: Device of the draft model, by default that of the target.
-        slots: Number of requests that may run at a time, each in caches of its own.
+        slots: Number of requests that may run at a time, each with separate caches.
         max_length: Maximum length of texts, prompt included, by default the target's context.
 
     Raises:

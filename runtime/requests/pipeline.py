@@ -36,13 +36,13 @@ SCORE_CHUNK = 64  # tokens: their logits are in memory together
 
 
 class Pipeline:
-    """Loaded target model, perhaps with a draft model, that runs one request in each slot.
+    """Loaded target model, optionally with a draft model, that runs one request in each slot.
 
-    A slot has caches of its own; weights are shared, and rounds of running requests take turns. A
+    A slot has separate caches; weights are shared, and rounds of running requests take turns. A
     stream owns its slot until it ends, is closed, cancelled or garbage-collected, whichever threads
     read it. If no slot is free, a new request waits for one. It raises SpecEdgeError instead with
     `wait` False, in a thread that runs an event loop, in the only thread of a process, and if
-    nobody has read a stream for 30 seconds. Two pipelines are independent.
+    no stream was read for 30 seconds. Two pipelines are independent.
 
     Args:
         bundle: Bundle of the models.
@@ -119,7 +119,8 @@ class Pipeline:
                 json_schema, regex, grammar: Constraint on the text; the distribution is the
                 target's under its mask.
                 lenience: Below 1, gives up the target's distribution for speed.
-                logprobs: Number of likeliest tokens to report beside each token's log-probability.
+                logprobs: Number of most likely tokens to report in addition to each token's
+                log-probability.
 
         Raises:
             PromptError, ContextLengthError, DrafterError, ValueError: Before anything runs.
@@ -175,7 +176,7 @@ class Pipeline:
 
         Args:
             prompt: At least one token.
-            num_logprobs: Number of likeliest tokens to report for each position.
+            num_logprobs: Number of most likely tokens to report for each position.
             is_cancelled: Asked before each chunk; True ends the computation early.
 
         Raises:
@@ -276,7 +277,7 @@ class Pipeline:
         wait: bool = True,
         **options: Unpack[RequestOptions],
     ) -> AsyncStream:
-        """Return an asynchronous iterator like `stream`; a thread of its own waits and computes."""
+        """Return an asynchronous iterator like `stream`; a separate thread waits and computes."""
         return AsyncStream(
             lambda: self.stream(prompt, max_new_tokens, temperature, wait=wait, **options)
         )

@@ -1,6 +1,6 @@
 """Slots of a pipeline, their leases, and the scheduler of turns.
 
-Each slot has caches of its own; all share the weights.
+Each slot has separate caches; all share the weights.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Slots:
         lease = self._try_lease(prompt)
         if lease is not None:
             with suppress(queue.Empty):
-                self._freed.get_nowait()  # this slot's wake-up, which nobody needs any more
+                self._freed.get_nowait()  # this slot's wake-up, which is no longer needed
             return lease
         while lease is None:
             if not wait:
@@ -129,7 +129,7 @@ class Slots:
             return Lease(slot, self)
 
     def _free(self, slot: Slot) -> None:
-        """Free a slot; called by a lease, perhaps at any point of any thread: it takes no lock."""
+        """Free a slot. Leases may call it at any point of any thread, so it takes no lock."""
         slot.last_used = next(self._clock)
         slot.is_free = True
         self._freed.put(None)
@@ -202,7 +202,7 @@ class FairLock:
             self._waiting.append(turn)
         try:
             turn.acquire()  # until it is handed over
-        except BaseException:  # an interrupt, perhaps after the turn was handed over
+        except BaseException:  # an interrupt, possibly after the turn was handed over
             if not self._stop_waiting(turn):
                 self._hand_over()
             raise

@@ -22,7 +22,7 @@ _BLOCK = 512
 class Distribution:
     """Distribution in proportion to `weights` [n] of the tokens `ids` [n].
 
-    `ids` ascend; None stands for ids 0 to n - 1. All other tokens have no probability: filters
+    `ids` ascend; None means ids 0 to n - 1. All other tokens have no probability: filters
     dropped them, or a draft model lacks them. The weights are not normalized: dividing whole rows
     would cost as much as drawing.
     """

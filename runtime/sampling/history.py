@@ -1,4 +1,4 @@
-"""Text before a position, on which a distribution may depend beside the model's logits."""
+"""Text before a position, on which a distribution may depend in addition to the model's logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class History:
-    """Tokens of a prompt and those after it: generated ones, then perhaps draft tokens."""
+    """Tokens of a prompt and those after it: generated tokens, then draft tokens, if any."""
 
     def __init__(self, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
         self.num_prompt_tokens = len(prompt)

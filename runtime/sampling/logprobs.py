@@ -33,7 +33,7 @@ def token_logprobs(
     Args:
         scores: Logits that the tokens were emitted from. [n or more, V]
         tokens: Emitted tokens. [n]
-        count: Number of likeliest tokens to add to each.
+        count: Number of most likely tokens to add to each.
     """
     if count is None:
         return None

@@ -94,7 +94,7 @@ def greedy_token(row: Row, sampling: Sampling, history: History) -> int:
 
 
 def _weights(scores: Floats, largest: float, temperature: float) -> Floats:
-    """Return softmax weights, 1 for the likeliest token.
+    """Return softmax weights, 1 for the most likely token.
 
     A temperature out of the range of the logits' type still means argmax or uniform.
     """

@@ -100,7 +100,7 @@ class Grammars:
                 self._num_waiting[key] -= 1
                 if not self._num_waiting[key]:
                     del self._num_waiting[key]
-                    if running.cancel():  # it has not begun, and nobody wants it any more
+                    if running.cancel():  # it has not begun, and is no longer needed
                         del self._running[key]
 
     def _renewed(self, full: LLMatcher, name: str, text: str, budget: _Budget) -> LLMatcher:
@@ -145,7 +145,7 @@ class Grammars:
         ends = list(self._bundle.end_tokens)
         try:
             return llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
-        except Exception as error:  # of no type of its own
+        except Exception as error:  # without a specific type
             raise OptionError(
                 f"{name} cannot be used with this bundle's tokenizer: {_one_line(str(error))}",
                 name,
@@ -195,7 +195,7 @@ def compiled(tokens: Any, name: str, text: str) -> LLMatcher:
 
 
 def _schema_grammar(text: str) -> str:
-    """Return a schema's grammar, with bounded white space unless it has settings of its own."""
+    """Return a schema's grammar, with bounded white space unless it has such settings."""
     from llguidance import LLMatcher
 
     schema = json.loads(text)
@@ -343,7 +343,7 @@ class GrammarConstraint:
 
 
 class _LimitError(OptionError):
-    """Error at llguidance's limits, perhaps reached by other texts than this one."""
+    """Error at llguidance's limits, which may have been reached by other texts."""
 
 
 def _common_prefix_length(first: list[int], second: list[int]) -> int:

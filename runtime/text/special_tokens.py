@@ -167,7 +167,7 @@ def _unknown(tokenizer: Tokenizer) -> set[int]:
 
 
 def _stripped(text: str, span: TokenSpan, content: str) -> TokenSpan:
-    """Return a span without white space beside its token, unless the token has white space."""
+    """Return a span without white space around its token, unless the token has white space."""
     start, stop, token = span
     if content != content.strip():
         return span

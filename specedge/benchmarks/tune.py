@@ -163,7 +163,7 @@ LARGE_WEIGHTS = 300_000_000  # bytes of weights, whose reading takes all cores a
 _REPEATS = 5
 _NEW_TOKENS = 48
 _DRAFT_LENGTHS = (0, 4)
-GAIN = 0.97  # of the time of one thread a core, from which on fewer are taken
+GAIN = 0.97  # of the time of one thread per core, above which fewer threads are used
 
 
 def fastest_threads(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:

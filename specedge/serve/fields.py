@@ -306,7 +306,7 @@ def _normalize(options: dict[str, Any]) -> None:
         del options["seed"]
     if options.get("min_p") == 0 or options.get("min_p") == -1:
         options["min_p"] = 0.0
-    if type(options.get("top_p")) in (int, float) and options["top_p"] == 0:  # the likeliest token
+    if type(options.get("top_p")) in (int, float) and options["top_p"] == 0:  # most likely token
         options |= {"top_p": 1.0, "temperature": 0}
     if "stop" in options:
         stop = options["stop"]
@@ -331,7 +331,7 @@ def _lark_of_gbnf(grammar: str) -> str:
         return grammar
     try:
         return str(gbnf_to_lark(grammar))
-    except Exception as error:  # of no type of its own
+    except Exception as error:  # without a specific type
         message = f"grammar is not valid GBNF: {' '.join(str(error).split())[:200]}"
         raise ApiError(message, "grammar", "invalid_value") from error
 

@@ -148,7 +148,7 @@ class _StreamThread:
                 return
 
     def _post(self, function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
 

@@ -171,7 +171,7 @@ class RequestHandler:
                 lines: list[str] = []
                 if any(parts) or piece is not _EMPTY_PIECE:
                     lines += self._shaper.piece(index, piece, parts, choice)
-                self._add(choice, event, parts)  # before a client reads them, perhaps slowly
+                self._add(choice, event, parts)  # before a possibly slow client reads them
                 if isinstance(event, Generation):
                     lines += self._shaper.end(index, choice)
                 for line in lines:
@@ -204,7 +204,7 @@ class RequestHandler:
     def _start(
         self, index: int, options: dict[str, Any], is_cancelled: Callable[[], bool]
     ) -> Stream:
-        """Start the stream of a choice; runs in a thread of its own, which scores prompts first."""
+        """Start the stream of a choice; runs in a separate thread, which scores prompts first."""
         choice, rules = self._choices[index], self._request.rules
         if (num_logprobs := self._request.prompt_logprobs) is not None:
             prompt = choice.prompt_tokens
@@ -266,7 +266,7 @@ def _report(choices: list[ResponseChoice]) -> str:
     return f", {prompt} prompt tokens ({reused} cached), {new} new{speed}{rate}"
 
 
-_EMPTY_PIECE = TextPiece([], [])  # stands for the end of a text
+_EMPTY_PIECE = TextPiece([], [])  # marks the end of a text
 
 
 def _parse(choice: ResponseChoice, event: JobEvent) -> list[AnswerPart]:

@@ -93,7 +93,7 @@ class ParsedRequest:
         return_token_ids: True if the response has the token ids of prompts and texts.
         echo: True if the text of a completion begins with its prompt.
         score_only: True if no text is wanted, only log-probabilities of the prompt.
-        prompt_logprobs: Number of likeliest tokens at each position of the prompt, None for no
+        prompt_logprobs: Number of most likely tokens at each position of the prompt, None for no
             log-probabilities of the prompt.
         add_special_tokens: True if the tokenizer adds its special tokens to a completion's prompt.
         truncate: Maximum number of tokens of a prompt, whose beginning is cut; None for no limit.

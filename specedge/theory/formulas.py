@@ -46,9 +46,9 @@ def expected_tokens_limit(alpha: float) -> float:
 
 
 def alpha_from_tokens(tokens_per_round: float, num_draft_tokens: int) -> float:
-    """Return the alpha with this mean of tokens a round: the inverse of `expected_tokens`.
+    """Return the alpha with this mean of tokens per round: the inverse of `expected_tokens`.
 
-    Chen et al.'s r is tokens a round over K + 1, so it is inverted as r (K + 1).
+    Chen et al.'s r is tokens per round over K + 1, so it is inverted as r (K + 1).
     """
     k = check_integer("num_draft_tokens", num_draft_tokens, 1)
     if not 1 <= tokens_per_round <= k + 1:
@@ -126,7 +126,7 @@ def speedup(
 
 
 def run_speedup(tokens_per_round: float, num_draft_tokens: int, draft_cost: float) -> float:
-    """Return the speed-up of a run from its tokens a round: Mody 2023, "Speculative Sampling"."""
+    """Return the speed-up of a run from its tokens per round: Mody 2023, "Speculative Sampling"."""
     return tokens_per_round / round_cost(num_draft_tokens, draft_cost)
 
 

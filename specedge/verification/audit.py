@@ -116,7 +116,7 @@ def audit(
     Args:
         bundle: The bundle.
         settings: Devices and graph variant to run.
-        prompts: The user's prompts, text or messages, beside the built-in ones.
+        prompts: The user's prompts, text or messages, in addition to the built-in ones.
         budget: Time limit.
         on_progress: Called with the name of each check before it runs.
         special_tokens: See `GenerationRequest`.
@@ -147,7 +147,7 @@ def audit(
         subject.measure(budget.share(SHARES["measuring"]))
     except (DeviceError, MissingExtraError):
         raise
-    except SpecEdgeError as error:  # a graph that is not as the manifest says, or gives NaN
+    except SpecEdgeError as error:  # a graph that does not match the manifest, or returns NaN
         findings.append(CheckResult("graphs", FAILED, str(error)))
         return report()
     findings += _checks(CERTAIN, subject, budget, on_progress)

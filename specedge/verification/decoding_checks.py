@@ -21,7 +21,7 @@ from .report import FAILED, PASSED, SHORT, CheckResult
 from .subject import ROWS, Subject, first_tokens
 
 COUPLED_TOKENS = 24  # of each text of the coupled check
-LEAST_TOKENS = 32  # of a greedy or self-drafted text, below which a check says nothing
+LEAST_TOKENS = 32  # of a greedy or self-drafted text, below which a check is inconclusive
 NUM_RUNS = 4
 
 
@@ -197,7 +197,7 @@ def _greedy_finding(subject: Subject, texts: _Greedy) -> CheckResult:
 
 
 def _target_alone(subject: Subject, prompt: list[int], count: int, budget: Budget) -> list[int]:
-    """Decode greedily with the target alone, one token a pass."""
+    """Decode greedily with the target alone, one token per pass."""
     model = subject.target
     model.truncate(0)
     model.prefill(prompt[:-1])

@@ -66,7 +66,7 @@ def joint(
     first, later = AcceptanceSample(), AcceptanceSample()
     for i, sampling in enumerate(settings):
         setting = _Setting(subject, sampling)
-        # Seeds of its own for each setting: with the same ones their texts would be alike.
+        # Separate seeds for each setting: with the same ones their texts would be alike.
         seeds = itertools.count(i, len(settings))
         tests = setting.test(budget.share(1 / (len(settings) - i)), seeds, alpha)
         if tests is not None:
@@ -129,7 +129,7 @@ class _Setting:
     def _choose(self, budget: Budget) -> int:
         """Return the prompt whose next-token distributions differ most in the likely tokens.
 
-        These have cells of their own, so a wrong rule shows most.
+        These have separate cells, so a wrong rule shows most.
         """
         best = (-1.0, 0)
         for i in range(min(CANDIDATES, len(self._subject.prompts))):
@@ -157,7 +157,7 @@ class _Setting:
     def _distribution(self, prompt: Sequence[int], budget: Budget) -> NextToken:
         """Return probabilities of strings, the most probable ones expanded first.
 
-        A key stands for all strings that begin with it and with no longer key.
+        A key represents all strings that begin with it and with no longer key.
         """
         distribution: NextToken = {(): 1.0}
         queue: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]

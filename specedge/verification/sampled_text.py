@@ -117,7 +117,7 @@ def sampled(
                 break
             k = subject.ks[-1 - i % len(subject.ks)]
             prompt = subject.short_prompt(i, length)
-            # A seed of its own for each text: with one for all settings their texts would be alike.
+            # A separate seed for each text: with one for all settings their texts would be alike.
             seed = i * len(settings) + j
             samples[name_of(sampling)].add(_draw(subject, sampling, prompt, seed, k, length))
         if budget.over:

@@ -120,7 +120,7 @@ class Subject:
         for role, part in (("draft", 0.5), ("target", 1.0)):
             if role not in self.roles:
                 continue
-            # A draft in blocks may lose few bits, and seldom: it needs a time of its own.
+            # A draft in blocks may lose few bits, and seldom: it is timed separately.
             tokens, lengths = self.text(role), [1, *(k + 1 for k in self.greedy_ks)]
             share = budget.share(part)
             differences = row_differences(getattr(self, role), tokens, lengths, share)

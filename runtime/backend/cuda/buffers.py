@@ -143,7 +143,7 @@ class CudaBuffers:
         return "cuda", self._index, _ort_type(array.dtype), array.shape, array.value.data_ptr()
 
     def run_options(self, captured: bool) -> CudaRunOptions:
-        """Return options that give a binding a CUDA graph of its own, or none.
+        """Return options that give a binding a separate CUDA graph, or none.
 
         A captured graph runs whatever else is bound, so each binding needs its own number.
         """

@@ -1,7 +1,8 @@
 """Multi-step draft graphs: K draft tokens in one call, over the cache that passes use.
 
-Drafting by passes makes a GPU and its host wait for each other twice a token: for the end of a pass
-and for its best logits. A multi-step graph needs no host between its steps. C columns of logits.
+Drafting by passes makes a GPU and its host wait for each other twice per token: for the end of a
+pass and for its best logits. A multi-step graph needs no host between its steps. C columns of
+logits.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class DeviceDistribution(Distribution):
 
 
 class SampledDraftGraph(DraftGraph):
-    """Multi-step graph that draws: it takes options and uniforms and returns 1 KB a token."""
+    """Multi-step graph that draws: it takes options and uniforms and returns 1 KB per token."""
 
     examples = (Sampling(temperature=1.0, top_k=20), Sampling(temperature=1.0))
 

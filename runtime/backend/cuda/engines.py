@@ -1,7 +1,7 @@
 """Store of compiled engines on disk: cache keys, lookup and atomic publication.
 
 An engine is a graph compiled for one GPU architecture by one version of a library: a model of a
-single EPContext node, `engine.onnx`, with its data beside it, in a folder named after its key.
+single EPContext node, `engine.onnx`, with its data next to it, in a folder named after its key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Execution rules of CUDA graph capture: one thread for each GPU, and a lock around captures.
 
 ONNX Runtime's CUDA provider keeps captured graphs and cuBLAS handles by thread, and does not free
-those of a thread that has ended. With one thread a request, as servers have, every request would
+those of a thread that has ended. With one thread per request, as servers have, every request would
 capture every pass length again; so all passes of a GPU run in one thread.
 """
 
@@ -103,7 +103,7 @@ def _serve(tasks: SimpleQueue[_Task]) -> None:
 def _run_task(
     session: Any, binding: Any, options: Any, result: _Result
 ) -> tuple[_Result, BaseException | None]:
-    """Run one pass in a frame of its own, so that nothing is referenced when it is reported."""
+    """Run one pass in a separate frame, so that nothing is referenced when it is reported."""
     try:
         session.run_with_iobinding(binding, options)
     except BaseException as error:

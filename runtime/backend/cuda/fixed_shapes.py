@@ -1,6 +1,6 @@
 """Language model on fixed-shape graphs, for devices that build an engine for each shape.
 
-A pass between two lengths is padded. Padding writes rows behind the text, which nobody reads: a
+A pass between two lengths is padded. Padding writes rows behind the text, which are never read: a
 cache has K + 1 rows beyond the context, K being the bundle's number of draft tokens.
 """
 

@@ -29,7 +29,7 @@ def open_session(ort: Any, path: str, name: str, provider: str, index: int, opti
         DeviceError: The device does not work, or has no kernels for some nodes.
     """
     load_libraries(ort)
-    # Without its libraries ONNX Runtime prints lines of its own before it fails.
+    # Without its libraries ONNX Runtime prints messages before it fails.
     is_incomplete = provider not in ort.get_available_providers() or missing_libraries("cuda")
     if is_incomplete and (reason := why_not(name)):
         raise DeviceError(reason)

@@ -95,7 +95,7 @@ class CallFamily:
         return self.opening + self.between.join(spelled) + self.closing
 
 
-_ID = "\0"  # stands for an id in `middle`
+_ID = "\0"  # represents an id in `middle`
 _OBJECT = '{"name": "'
 _HERMES = CallFamily(
     "Hermes",

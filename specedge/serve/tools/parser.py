@@ -34,7 +34,7 @@ class ToolCallParser:
 
     In a text that follows a grammar, a call begins as soon as its name is complete, and its
     arguments are streamed. In any other text a call is one part, once its end is read; a call that
-    does not parse is text. White space beside a call is dropped.
+    does not parse is text. White space around a call is dropped.
     """
 
     def __init__(self, tools: ToolSet, family: CallFamily, has_grammar: bool) -> None:
