@@ -115,7 +115,7 @@ def choose_basis(graphs: Iterable[ir.Graph], excluded: Set[int]) -> Basis:
             _, table = next(embeddings(graph))
             size = int(table.tensor.shape.numpy()[1])
     except NotRotatableError as error:
-        tied = {k: v for graph in graphs for k, v in _tied_blocks(graph, apart).items()}
+        tied = {k: v for graph in graphs for k, v in _tied_blocks(graph, excluded).items()}
         return Basis(None, str(error), tied)
     return Basis(Rotation(size))
 
@@ -206,12 +206,12 @@ def _add_writer(
         raise NotRotatableError(f"{writer} writes to the residual stream")
 
 
-def _tied_blocks(graph: ir.Graph, apart: Set[int]) -> dict[int, int]:
+def _tied_blocks(graph: ir.Graph, excluded: Set[int]) -> dict[int, int]:
     """Return the size of Hadamard matrices by offset of tables that are LM heads behind a norm."""
     tables = {stored.offset for _, stored in embeddings(graph)}
     return {
         group.key[0]: block
-        for group in matrix_groups(graph, apart)
+        for group in matrix_groups(graph, excluded)
         if len(group.key) == 1 and group.key[0] in tables and producer(group.value, RMS_NORM)
         if (block := hadamard_size(group))
     }

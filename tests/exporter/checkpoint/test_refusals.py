@@ -33,7 +33,7 @@ def test_checkpoint_without_any_vocabulary_is_refused(checkpoint):
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
     edit(checkpoint, model_type="qwen2")  # for which transformers makes an empty tokenizer
-    with pytest.raises(CheckpointError, match=r"has no tokenizer; put its tokenizer.json beside"):
+    with pytest.raises(CheckpointError, match=r"has no tokenizer; put its tokenizer.json next to"):
         checkpoints.find("target", str(checkpoint), None)
 
 
