@@ -259,7 +259,7 @@ def draw_below_a_boundary(original, self, uniform):
     return original(self, uniform - 1e-12)
 
 
-@mutant(RESOLVER + "_read_again", "decoding/test_near_ties.py")
+@mutant(RESOLVER + "_recompute", "decoding/test_near_ties.py")
 def exact_pass_over_rows_of_longer_passes(original, self, text, sampling):
     self._num_plain = len(text.tokens) - 1
     return original(self, text, sampling)

@@ -22,7 +22,7 @@ from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits, Row
 from .buffers import Array
-from .cuda.device_scores import DeviceScores
+from .cuda.device_logits import DeviceLogits
 from .cuda.draft_graphs import DraftGraph, GreedyDraftGraph, SampledDraftGraph
 from .model_session import BoundPass, ModelSession
 from .sessions import Device
@@ -95,7 +95,7 @@ class OrtModel:
         fetch, arrays = self._session.buffers.fetch, bound.arrays
         if "best" not in arrays:
             return Logits(fetch(arrays["logits"])[0, start:end, : self._num_columns], self._ids)
-        return DeviceScores(
+        return DeviceLogits(
             lambda: fetch(arrays["logits"])[0, start:end, : self._num_columns],
             lambda: fetch(arrays["best"])[0, start:end],
             self._num_columns,

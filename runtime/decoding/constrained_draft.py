@@ -1,4 +1,4 @@
-"""Drafts under a grammar: forced tokens need no drafter, banned tokens end the draft."""
+"""Drafts under a grammar: forced tokens need no drafter, and a banned token ends the draft."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ def propose(
 ) -> Draft:
     """Return a drafter's proposal, as `Drafter.propose`, under the grammar if there is one.
 
-    Where the grammar leaves one token, that token is drafted and the drafter is asked for those
-    after it. A draft ends before a banned token that was chosen without randomness, which loses
-    nothing: the target's row decides there as after a rejection. A banned token that was drawn is
-    kept, as the last one: the recovered token is no draw from the target's own row, so that leaving
-    it out would change the distribution.
+    Where the grammar allows a single token, that token is drafted, and the drafter is called for
+    the tokens after it. A draft ends before a deterministic banned token: the target's row decides
+    there as after a rejection. A sampled banned token is kept as the last one: the recovered token
+    is not sampled from the target's own row, so dropping the draft token would change the
+    distribution.
     """
     if sampling.constraint is None:
         return drafter.propose(history, max_tokens, sampling, uniforms)
     draft = _ConstrainedDraft(history, sampling, sampling.constraint)
-    was_asked = False
-    with suppress(OptionError):  # the grammar cannot be followed there
+    was_called = False
+    with suppress(OptionError):  # the grammar cannot be applied from here on
         while not draft.is_complete and draft.length < max_tokens:
             if draft.add_forced():
-                was_asked = False
-            elif was_asked:
+                was_called = False
+            elif was_called:
                 break
             else:
                 rest = uniforms[draft.length : max_tokens]
                 part = drafter.propose(draft.text, max_tokens - draft.length, sampling, rest)
                 if not draft.add(part, draft_sources(drafter, part)):
-                    drafter.truncate(draft.text.length)  # it may have read what it proposed
-                was_asked = True
+                    drafter.truncate(draft.text.length)  # its cache may include the proposal
+                was_called = True
     return Draft(draft.tokens, draft.probs, draft.sources)
 
 
@@ -64,14 +64,14 @@ class _ConstrainedDraft:
         return self._history.then(self.tokens) if self.tokens else self._history
 
     def add_forced(self) -> bool:
-        """Add the forced token and return True, if the grammar leaves just one."""
+        """Add the forced token and return True, if the grammar allows a single one."""
         token = self._constraint.forced(self.text)
         if token is not None:
             self._add(token, None, GRAMMAR)
         return token is not None
 
     def add(self, part: Draft, sources: tuple[str, ...]) -> bool:
-        """Add tokens up to the first banned one; return False if that one was left out."""
+        """Add tokens up to the first banned one; return False if that one was dropped."""
         for i, token in enumerate(part.tokens):
             if self.is_complete:
                 break

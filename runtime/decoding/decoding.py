@@ -23,19 +23,20 @@ from .verification import Draft, verify
 class SpeculativeDecoder:
     """Decoder with the target's distribution and fewer target passes.
 
-    Between rounds the target's cache holds every committed token but the last: that one is
-    pending and is the first token of the next verify pass. Of N committed tokens, a round that
+    Between rounds, the target's cache holds every committed token but the last, which is pending
+    and becomes the first token of the next verify pass. With N committed tokens, a round that
     drafts n and accepts a extends the cache from N - 1 to N + n tokens and rolls it back to N + a.
-    The `plan` chooses drafter and K of each round; with K = 0 it is plain decoding. A `resolver`
-    reviews verdicts at temperature 0 on a device whose passes are not pass-length-invariant.
+    The `plan` selects drafter and K of each round; K = 0 is plain decoding. A `resolver` reviews
+    verdicts at temperature 0 if passes are not pass-length-invariant.
 
     If the uncached rest of the prompt and the first round's K tokens fit into `max_first_length`,
-    the first verify pass reads both, which saves a pass. Passes of all lengths up to that one must
-    be pass-length-invariant: with another K they may be two. The first pass reads the whole rest
-    of the prompt or one token: if K decided on the cut, a longer pass could have other bits.
+    the first verify pass includes both, which saves a pass. Passes of all lengths up to that one
+    must be pass-length-invariant, since another K may take two passes. The first verify pass
+    includes the whole rest of the prompt or one token: if K determined the split, logits could
+    differ in passes that are not invariant.
     """
 
-    accept_rule = staticmethod(verify)  # replaceable: verification plants wrong rules
+    accept_rule = staticmethod(verify)  # replaced by tests and `specedge verify --self-test`
 
     target: LanguageModel
     plan: Plan
@@ -54,8 +55,8 @@ class SpeculativeDecoder:
         """Yield rounds until `max_new_tokens` tokens are committed.
 
         Above temperature 0 the last round may commit one token too many, which the caller drops.
-        A round consumes 2K + 1 uniforms, however few it uses: K draws, K acceptance tests, and one
-        for the recovered or bonus token. So each round's random numbers are known beforehand.
+        A round consumes 2K + 1 uniforms even if it uses fewer: K draws, K acceptance tests, and one
+        for the recovered or bonus token. So the random numbers of a round do not depend on others.
 
         Args:
             prompt: Tokens to continue.
@@ -79,7 +80,7 @@ class SpeculativeDecoder:
             )
 
     def _prefill(self, tokens: Sequence[int], num_draft_tokens: int) -> int:
-        """Read the prompt; return the number of its last tokens left to the first verify pass."""
+        """Prefill the prompt; return the number of tokens that the first verify pass includes."""
         num_cached = self.target.reuse(tokens[:-1])
         num_unread = len(tokens) - num_cached
         if num_unread + num_draft_tokens > self.max_first_length:
@@ -101,31 +102,36 @@ class SpeculativeDecoder:
     ) -> Round:
         """Commit 1 to K + 1 tokens to `history`; the target has not read its last `num_unread`.
 
-        At most `num_left` tokens are drafted. One fewer suffices where the target chooses: its
-        pass gives the last one, the same token. Sampled text needs all: a last token from the
-        bonus row would use another random number than in a longer request.
+        At most `num_left` tokens are drafted. If the target's choice is deterministic, one fewer
+        suffices, as the verify pass yields the last token. When sampling, the last token must not
+        come from the bonus row, which uses another random number than in a longer request.
         """
         k = round_plan.num_draft_tokens
-        draws, tests, last = numbers[:k], numbers[k : 2 * k], float(numbers[-1])
+        draft_uniforms, accept_uniforms = numbers[:k], numbers[k : 2 * k]
+        last_uniform = float(numbers[-1])
         with self.stopwatch.part("sampling"):
             limit = min(k, num_left - 1 if sampling.chooses else num_left)
             drafter = round_plan.drafter
-            draft = propose(drafter, history, limit, sampling, draws) if limit else Draft([])
-        scores = self.target.forward(
+            draft = (
+                propose(drafter, history, limit, sampling, draft_uniforms) if limit else Draft([])
+            )
+        logits = self.target.forward(
             [*history.last(num_unread), *draft.tokens], len(draft.tokens) + 1
         )
         with self.stopwatch.part("sampling"):
-            verdict = self.accept_rule(draft, scores, sampling, history, tests, last)
+            verdict = self.accept_rule(
+                draft, logits, sampling, history, accept_uniforms, last_uniform
+            )
             near_ties: tuple[NearTie, ...] = ()
             if self.resolver:
                 if num_logprobs is not None:
                     # The resolver's own passes overwrite the logits.
-                    scores = Logits(scores.array().copy())
+                    logits = Logits(logits.array().copy())
                 verdict, near_ties = self.resolver.review(
-                    verdict, draft.tokens, scores, sampling, history
+                    verdict, draft.tokens, logits, sampling, history
                 )
             committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
-            logprobs = token_logprobs(scores, committed, num_logprobs)
+            logprobs = token_logprobs(logits, committed, num_logprobs)
         history.extend(committed)
         if sampling.noise:
             sampling.noise.forget(history.length)

@@ -16,10 +16,10 @@ import numpy as np
 from ..sampling.distribution import Floats
 from .protocols import LanguageModel, TargetModel
 
-MIN_ROWS = 16  # rows that are compared at least
-BLOCK = 64  # kernels change their blocks near multiples of it, so noise often begins there
-UNBOUNDED = float(np.finfo(np.float32).max)  # noise of a choice of experts that changes
-SAFETY_FACTOR = 4  # over windows of a noisy model the largest difference varied by 2 to 7 times
+MIN_ROWS = 16  # minimum number of compared rows
+BLOCK = 64  # kernels change block sizes near its multiples, where noise often begins
+UNBOUNDED = float(np.finfo(np.float32).max)  # noise if the routing to experts may change
+SAFETY_FACTOR = 4  # over windows of a noisy model, the largest difference varied 2 to 7 times
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class LogitNoise:
     def bound(self, prompt: Sequence[int], num_draft_tokens: int, trusts_export: bool) -> float:
         """Return the bound for passes of up to K + 1 tokens.
 
-        It is 0.0 if these lengths were invariant at export and `trusts_export`, though another CPU
-        may differ. Else it is measured, once for each K, and the target's cache is then empty. It
-        is UNBOUNDED for a mixture of experts that is not invariant: a changed choice of experts
-        changes everything after it.
+        It is 0.0 if these lengths were invariant at export and `trusts_export`, although another
+        CPU may differ. Otherwise it is measured, once for each K, which empties the target's cache.
+        It is UNBOUNDED for a mixture of experts that is not invariant, since a change of the
+        routing can change logits by any amount.
         """
         lengths = range(2, num_draft_tokens + 2)
         tested = self._target.invariant_lengths
@@ -113,8 +113,8 @@ class LogitNoise:
 def is_invariant(length: int, tested: Collection[int]) -> bool:
     """Return True if a pass length is invariant, by the invariant ones among those tested.
 
-    A length that was not tested counts if one below it and one at most twice that are invariant:
-    kernels treat rows in groups, so that changes occur at the sizes of groups.
+    A length that was not tested counts as invariant if a shorter one and one of at most twice that
+    length are: kernels process rows in groups, so changes occur at the group sizes.
     """
     below = max((t for t in tested if t <= length), default=0)
     return 1 in tested and any(length <= t <= 2 * below for t in tested)

@@ -30,10 +30,10 @@ ScoredToken = tuple[int, float]  # a token and its logit
 class NearTieResolver:
     """Exact resolver of near-ties for one request, where longer passes have noisy logits.
 
-    With `exact` a near-tie is decided as in plain decoding: the cache is rolled back to its last
-    row that plain decoding would have written, and the tokens since then are read again, one a
-    pass. This leaves plain decoding's rows, so that no token is read again twice. Without it
-    near-ties are only listed.
+    With `exact`, near-ties are decided as in plain decoding: the cache is rolled back to the last
+    row that plain decoding would have written, and the tokens since then are recomputed, one per
+    pass. The cache then has the rows of plain decoding, so no token is recomputed twice. Without
+    `exact`, near-ties are only listed.
     """
 
     target: LanguageModel
@@ -42,7 +42,7 @@ class NearTieResolver:
     _num_plain: int = field(default=0, init=False)  # cache rows that plain decoding would write
 
     def begin(self, num_rows: int) -> None:
-        """Begin a request whose cache holds `num_rows` rows of passes that plain decoding shares.
+        """Begin a request whose first `num_rows` cache rows are those of plain decoding.
 
         These are all tokens of the prompt but the last.
         """
@@ -52,7 +52,7 @@ class NearTieResolver:
         self,
         verdict: Verdict,
         tokens: list[int],
-        scores: Logits,
+        logits: Logits,
         sampling: Sampling,
         history: History,
     ) -> tuple[Verdict, tuple[NearTie, ...]]:
@@ -63,11 +63,11 @@ class NearTieResolver:
         Args:
             verdict: Verdict by the verify pass.
             tokens: Draft tokens. [n]
-            scores: Logits of the verify pass. [n + 1, V]
+            logits: Logits of the verify pass. [n + 1, V]
             sampling: Sampling options, of temperature 0.
             history: Text before the draft.
         """
-        # Rows after a choice that could not be made were read again for nothing.
+        # After a failed choice, more rows may have been recomputed than are committed.
         self._num_plain = min(self._num_plain, len(history.tokens) - 1)
         if not tokens and self._num_plain == len(history.tokens) - 1:
             self._num_plain += 1  # one row after rows of plain decoding
@@ -76,11 +76,11 @@ class NearTieResolver:
         for i in range(verdict.num_accepted + 1):
             text = history.then(tokens[:i])
             try:
-                first, second = _two_likeliest(scores[i], sampling, text)
+                first, second = _two_likeliest(logits[i], sampling, text)
                 if not self._is_near_tie(first, second, sampling):
                     continue
                 if self.exact:
-                    row = self._read_again(text, sampling)
+                    row = self._recompute(text, sampling)
                     first, second = _two_likeliest(row, sampling, text)
             except OptionError:  # as in `verify`: no token is left after accepted ones
                 if not i:
@@ -103,17 +103,17 @@ class NearTieResolver:
         self, i: int, tokens: list[int], sampling: Sampling, text: History
     ) -> tuple[Verdict, tuple[NearTie, ...]]:
         """Verify and review the tokens after token i, which is accepted, by a new pass."""
-        scores, rest = self.target.forward(tokens[i:]), tokens[i + 1 :]
-        verdict = verify(Draft(rest), scores, sampling, text, _NO_UNIFORMS, 0.0)
-        verdict, ties = self.review(verdict, rest, scores, sampling, text)
+        logits, rest = self.target.forward(tokens[i:]), tokens[i + 1 :]
+        verdict = verify(Draft(rest), logits, sampling, text, _NO_UNIFORMS, 0.0)
+        verdict, ties = self.review(verdict, rest, logits, sampling, text)
         return Verdict(i + 1 + verdict.num_accepted, verdict.next_token), ties
 
     def _is_near_tie(self, first: ScoredToken, second: ScoredToken, sampling: Sampling) -> bool:
         penalty = sampling.repetition_penalty  # it multiplies logits, and their noise
         return second[1] >= first[1] - 2 * self.noise * max(1.0, penalty, 1 / penalty)
 
-    def _read_again(self, text: History, sampling: Sampling) -> Row:
-        """Return the row that plain decoding has at the end of a text."""
+    def _recompute(self, text: History, sampling: Sampling) -> Row:
+        """Recompute rows one token per pass; return the last row of plain decoding."""
         tokens, num_prompt = text.tokens, text.num_prompt_tokens
         self.target.truncate(self._num_plain)
         for i in range(self._num_plain, len(tokens)):

@@ -1,7 +1,6 @@
-"""Protocols of models, drafters and plans, and the record of a round.
+"""Protocols of models, drafters and plans, as the decoding loop uses them, and the round record.
 
-The decoding loop needs no more of them than this. Models are in `backend/`, drafters in
-`drafters/`, plans in `planning/`.
+Models are in `backend/`, drafters in `drafters/`, plans in `planning/`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class LanguageModel(Protocol):
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         """Append T tokens to the cache; return the logits of the last R, by default of all.
 
-        The last row predicts the token after tokens[-1], and so on. A draft model's head may lack
-        tokens: the logits specify which. [T] -> [R, V]
+        The last row predicts the token after tokens[-1]. A draft model's head may be pruned; the
+        ids of its columns are part of the logits. [T] -> [R, V]
         """
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -61,8 +60,8 @@ class DraftingModel(LanguageModel, Protocol):
     ) -> Draft | None:
         """Append the last 1 or 2 tokens of a text and return a draft of `count` tokens after them.
 
-        The draft is the one that single passes give; its last token is not appended. Returns None,
-        with nothing done, where single passes are needed.
+        The draft equals that of single passes; its last token is not appended. Returns None,
+        without effect, if single passes are needed.
         """
 
 
@@ -92,23 +91,23 @@ class TargetModel(ClosableModel, Protocol):
 
     @property
     def rounds_inputs(self) -> bool:
-        """True if products quantize their inputs: then a last bit may change all that follows."""
+        """True if matrix products quantize their inputs, which amplifies rounding differences."""
 
     @property
     def fast_length(self) -> int:
-        """Longest pass that the kernels here are made for, beyond which they are much slower."""
+        """Longest pass for which the kernels on this device are optimized."""
 
     @property
     def num_experts(self) -> int:
-        """Number of experts that a layer chooses among; 0 in a dense model."""
+        """Number of experts per layer; 0 in a dense model."""
 
 
 class Drafter(Protocol):
     """Source of draft tokens.
 
-    The text keeps the target's distribution whatever a drafter proposes, as long as each token
-    comes with the distribution that it was drawn from, given all tokens before it, or with None if
-    it was chosen without randomness.
+    The text follows the target's distribution for any drafter, provided that each token comes with
+    the distribution that it was sampled from, given all tokens before it, or with None if it is
+    deterministic.
     """
 
     @property
@@ -196,7 +195,7 @@ class Plan(Protocol):
         """
 
     def record(self, round_: Round) -> None:
-        """Learn from the outcome of a round."""
+        """Record the outcome of a round."""
 
     def truncate(self, length: int) -> None:
         """Roll the drafters back to the first `length` tokens of the text."""

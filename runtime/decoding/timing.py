@@ -76,14 +76,14 @@ class TimedModel:
         begin = time.perf_counter()
         reads_prompt = num_rows is not None and num_rows < len(tokens)
         with self._stopwatch.part("prefill" if reads_prompt else self._part):
-            scores = self.model.forward(tokens, num_rows)
+            logits = self.model.forward(tokens, num_rows)
         seconds = time.perf_counter() - begin
         if reads_prompt:
             self._prompt_pass_seconds = seconds
             self._prompt_pass_share = seconds * (num_rows or 0) / len(tokens)
         else:
             self._other_pass_seconds.append(seconds)
-        return scores
+        return logits
 
     @property
     def seconds_of_first(self) -> float:

@@ -28,9 +28,9 @@ from ..sampling.probabilities import greedy_token, row_distribution
 class Draft:
     """Draft tokens [n] and the distributions they were drawn from [n].
 
-    A distribution is None where the token was chosen without randomness: d(x) = 1. Chosen and drawn
-    tokens may alternate. `sources` [n] names the drafter of each token; empty, it is the drafter
-    that was called. Tokens are ids of the target's vocabulary.
+    A distribution is None if the token is deterministic: d(x) = 1. Deterministic and sampled tokens
+    may alternate. `sources` [n] names the drafter of each token; if empty, it is the drafter that
+    was called. Tokens are ids of the target's vocabulary.
     """
 
     tokens: list[int]
@@ -38,7 +38,7 @@ class Draft:
     sources: Sequence[str] = ()
 
     def distribution(self, i: int) -> Distribution | None:
-        """Return the distribution of token i, None if it was chosen without randomness."""
+        """Return the distribution of token i, None if the token is deterministic."""
         return None if self.probs is None else self.probs[i]
 
 
@@ -55,43 +55,45 @@ class Verdict:
 
 def verify(
     draft: Draft,
-    scores: Logits,
+    logits: Logits,
     sampling: Sampling,
     history: History,
-    tests: Floats,
-    last: float,
+    accept_uniforms: Floats,
+    last_uniform: float,
 ) -> Verdict:
     """Accept or reject draft tokens so that the output follows the target's distribution exactly.
 
-    Leviathan et al. 2023, algorithm 1: token x is accepted if u d(x) < t(x): strictly, so that
-    t(x) = 0 never passes, and without a division, so that d(x) = 0 needs no special case. After the
-    first rejection the recovered token is drawn from the residual distribution, max(0, t - d)
-    normalized; after none, the bonus token is drawn from the target's last row. With a lenience b
-    below 1 a token is accepted if b u d(x) < t(x) (appendix A.5), the recovered token is drawn as
-    before, and the output follows another distribution.
+    Leviathan et al. 2023, algorithm 1: token x is accepted if u d(x) < t(x). The inequality is
+    strict, so that t(x) = 0 is never accepted, and has no division, so that d(x) = 0 needs no
+    special case. After the first rejection, the recovered token is sampled from the residual
+    distribution max(0, t - d), normalized; without a rejection, the bonus token is sampled from the
+    target's last row. With a lenience b below 1, a token is accepted if b u d(x) < t(x) (appendix
+    A.5), the recovered token is sampled as before, and the output follows another distribution.
 
-    At temperature 0, and under Gumbel coupling (`random_numbers.GumbelNoise`), a token is accepted
-    if it is the target's own choice.
+    At temperature 0, and with Gumbel coupling (`random_numbers.GumbelNoise`), a token is accepted
+    if it is the target's choice.
 
-    If the options leave no token after accepted ones, only these are committed: a text that ends
-    with one of them needs no other.
+    If the options exclude all tokens after accepted ones, only these are committed, since a text
+    that ends with one of them needs no other.
 
     Args:
         draft: Draft tokens [n].
-        scores: Logits of the target's verify pass. [n + 1, V]
+        logits: Logits of the target's verify pass. [n + 1, V]
         sampling: Sampling options.
         history: Text before the draft.
-        tests: Uniforms of the acceptance tests. [n or more]
-        last: Uniform of the recovered or bonus token.
+        accept_uniforms: Uniforms of the acceptance tests. [n or more]
+        last_uniform: Uniform of the recovered or bonus token.
 
     Raises:
-        OptionError: The options leave no token at the first position.
+        OptionError: The options exclude all tokens at the first position.
     """
     accepted: list[int] = []
     try:
         if sampling.chooses:
-            return _verify_choices(draft.tokens, scores, sampling, history, accepted)
-        return _verify_samples(draft, scores, sampling, history, tests, last, accepted)
+            return _verify_choices(draft.tokens, logits, sampling, history, accepted)
+        return _verify_samples(
+            draft, logits, sampling, history, accept_uniforms, last_uniform, accepted
+        )
     except OptionError:
         if not accepted:
             raise
@@ -100,43 +102,43 @@ def verify(
 
 def _verify_samples(
     draft: Draft,
-    scores: Logits,
+    logits: Logits,
     sampling: Sampling,
     history: History,
-    tests: Floats,
-    last: float,
+    accept_uniforms: Floats,
+    last_uniform: float,
     accepted: list[int],
 ) -> Verdict:
     """Apply the accept rule; append each accepted token to `accepted`."""
     for i, token in enumerate(draft.tokens):
-        row = scores[i]
+        row = logits[i]
         target = row_distribution(row, sampling, history.then(draft.tokens[:i]))
         drawn_from = draft.distribution(i)
         draft_prob = 1.0 if drawn_from is None else drawn_from.of(token)
-        is_accepted = sampling.lenience * tests[i] * draft_prob < target.of(token)
+        is_accepted = sampling.lenience * accept_uniforms[i] * draft_prob < target.of(token)
         if not is_accepted:
             residual = _residual(target, draft, i, len(row))
-            return Verdict(i, (residual if residual.total else target).pick(last))
+            return Verdict(i, (residual if residual.total else target).pick(last_uniform))
         accepted.append(token)
     num_drafted = len(draft.tokens)
-    target = row_distribution(scores[num_drafted], sampling, history.then(draft.tokens))
-    return Verdict(num_drafted, target.pick(last))
+    target = row_distribution(logits[num_drafted], sampling, history.then(draft.tokens))
+    return Verdict(num_drafted, target.pick(last_uniform))
 
 
 def _verify_choices(
-    tokens: list[int], scores: Logits, sampling: Sampling, history: History, accepted: list[int]
+    tokens: list[int], logits: Logits, sampling: Sampling, history: History, accepted: list[int]
 ) -> Verdict:
-    """Accept each token that is the target's own choice: the accept rule for one-hot rows."""
+    """Accept each token that is the target's choice: the accept rule for one-hot distributions."""
     for i, token in enumerate(tokens):
-        choice = _choose(scores[i], sampling, history.then(tokens[:i]))
+        choice = _choose(logits[i], sampling, history.then(tokens[:i]))
         if choice != token:
             return Verdict(i, choice)
         accepted.append(token)
-    return Verdict(len(tokens), _choose(scores[len(tokens)], sampling, history.then(tokens)))
+    return Verdict(len(tokens), _choose(logits[len(tokens)], sampling, history.then(tokens)))
 
 
 def _choose(row: Row, sampling: Sampling, history: History) -> int:
-    """Return a model's choice: the greedy token, or that of the position's Gumbel noise."""
+    """Return a model's choice: the greedy token, or the one selected by Gumbel noise."""
     if sampling.noise is None:
         return greedy_token(row, sampling, history)
     return sampling.noise.choose(row_distribution(row, sampling, history), history.length)
@@ -159,7 +161,7 @@ def _residual(target: Distribution, draft: Draft, i: int, vocab_size: int) -> Di
 def draw(
     row: Row, sampling: Sampling, history: History, uniform: float
 ) -> tuple[int, Distribution | None]:
-    """Return a draft token drawn from a row, and its distribution, None if it was chosen."""
+    """Return a draft token from a row, and its distribution; None if the token is deterministic."""
     if sampling.chooses:
         return _choose(row, sampling, history), None
     distribution = row_distribution(row, sampling, history)
@@ -173,10 +175,10 @@ def draw_draft(
     sampling: Sampling,
     uniforms: Floats,
 ) -> Draft:
-    """Return a draft, token by token, from the logits that `next_row` gives after those before.
+    """Draft token by token, from the rows of logits that `next_row` returns.
 
-    It ends where the options allow no token of the drafter's vocabulary. A token that a grammar
-    forces needs no row.
+    The draft ends where the options exclude all tokens of the drafter's vocabulary. A token that a
+    grammar forces needs no row.
     """
     tokens: list[int] = []
     probs: list[Distribution | None] = []

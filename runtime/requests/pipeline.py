@@ -196,8 +196,8 @@ class Pipeline:
                 with self.slots.turns:
                     if start == 0:
                         slot.target.truncate(0)
-                    scores = slot.target.forward(chunk, len(chunk))
-                    logprobs += token_logprobs(scores, following, num_logprobs) or []
+                    logits = slot.target.forward(chunk, len(chunk))
+                    logprobs += token_logprobs(logits, following, num_logprobs) or []
         finally:
             lease.release()
         return logprobs

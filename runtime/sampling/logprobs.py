@@ -26,18 +26,18 @@ class TokenLogprobs:
 
 
 def token_logprobs(
-    scores: Logits, tokens: Sequence[int], count: int | None
+    logits: Logits, tokens: Sequence[int], count: int | None
 ) -> list[TokenLogprobs] | None:
     """Return the log-probabilities of emitted tokens [n], None if `count` is None.
 
     Args:
-        scores: Logits that the tokens were emitted from. [n or more, V]
+        logits: Logits that the tokens were emitted from. [n or more, V]
         tokens: Emitted tokens. [n]
         count: Number of most likely tokens to add to each.
     """
     if count is None:
         return None
-    return [_of_token(scores[i], token, count) for i, token in enumerate(tokens)]
+    return [_of_token(logits[i], token, count) for i, token in enumerate(tokens)]
 
 
 def _of_token(row: Row, token: int, count: int) -> TokenLogprobs:

@@ -69,6 +69,6 @@ def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> It
     model.truncate(0)
     model.prefill(tokens[:start])
     for at in range(start, len(tokens), ROWS):
-        scores = model.forward(tokens[at : at + ROWS])
-        kept = Logits(scores.array().copy(), scores.ids)
+        logits = model.forward(tokens[at : at + ROWS])
+        kept = Logits(logits.array().copy(), logits.ids)
         yield from (kept[i] for i in range(len(tokens[at : at + ROWS])))

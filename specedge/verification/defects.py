@@ -35,8 +35,8 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
     class Decoder(SpeculativeDecoder):
         @staticmethod
         def accept_rule(*arguments: Any) -> Verdict:
-            draft, scores, sampling, history, tests, last = arguments
-            return verify(draft, scores, sampling, history, change(tests), last)
+            draft, logits, sampling, history, accept_uniforms, last_uniform = arguments
+            return verify(draft, logits, sampling, history, change(accept_uniforms), last_uniform)
 
     return Decoder
 
@@ -44,13 +44,13 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
 class _NoResidual(SpeculativeDecoder):
     @staticmethod
     def accept_rule(*arguments: Any) -> Verdict:
-        draft, scores, sampling, history, _, last = arguments
+        draft, logits, sampling, history, _, last_uniform = arguments
         verdict = verify(*arguments)
         i = verdict.num_accepted
         if sampling.greedy or i == len(draft.tokens):
             return verdict
-        distribution = probabilities(scores[i].array(), sampling, history.then(draft.tokens[:i]))
-        return Verdict(i, distribution.pick(last))
+        distribution = probabilities(logits[i].array(), sampling, history.then(draft.tokens[:i]))
+        return Verdict(i, distribution.pick(last_uniform))
 
 
 class _StaleDrafter:
@@ -90,7 +90,7 @@ DEFECTS = (
     Defect(
         "accept rule",
         "a draft token is accepted if u d(x) / 2 < t(x), not u d(x) < t(x)",
-        DecoderParts(decoder=_with_tests(lambda tests: 0.5 * tests)),
+        DecoderParts(decoder=_with_tests(lambda accept_uniforms: 0.5 * accept_uniforms)),
     ),
     Defect(
         "residual",
@@ -110,6 +110,10 @@ DEFECTS = (
     Defect(
         "shared uniform",
         "all draft tokens of a round are tested with one random number",
-        DecoderParts(decoder=_with_tests(lambda tests: np.full_like(tests, tests[:1]))),
+        DecoderParts(
+            decoder=_with_tests(
+                lambda accept_uniforms: np.full_like(accept_uniforms, accept_uniforms[:1])
+            )
+        ),
     ),
 )

@@ -93,7 +93,7 @@ class JudgedDraft:
         drafted: Distributions of the draft, [K].
         targets: Distributions of the target, [K + 1].
         tests: Uniforms of the tests, [K or more].
-        last: Uniform of the last draw.
+        last_uniform: Uniform of the last draw.
         temperature: Sampling temperature.
     """
 

@@ -68,8 +68,8 @@ class MemoizedModel:
         text, start = keys[-1], len(keys[0]) - 1
         kept = self._inner.reuse(text[:start])
         self._inner.prefill(text[kept:start])
-        scores = self._inner.forward(text[start:])
-        rows, self._ids = [row.copy() for row in scores.array()], scores.ids
+        logits = self._inner.forward(text[start:])
+        rows, self._ids = [row.copy() for row in logits.array()], logits.ids
         self._num_columns = len(rows[0])
         for key, row in zip(keys, rows, strict=True):
             if self._bytes + row.nbytes <= MOST_BYTES:

@@ -171,9 +171,9 @@ class Subject:
         self, role: str, sampling: Sampling, prompt: Sequence[int], new: Sequence[int]
     ) -> Iterator[Array]:
         """Yield the distribution of each new token given the text before it. [V] each"""
-        scores, size = self.scores_after(role, prompt, new), self.sizes["target"].vocab_size
+        logits, size = self.scores_after(role, prompt, new), self.sizes["target"].vocab_size
         for i in range(len(new)):
-            row, history = scores[i], History(prompt, new[:i])
+            row, history = logits[i], History(prompt, new[:i])
             yield probabilities(row.array(), sampling, history, row.ids).row(size)
 
     def short_prompt(self, index: int, num_new: int) -> list[int]:

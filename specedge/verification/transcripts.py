@@ -210,27 +210,27 @@ class _Listener:
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         assert self._model is not None
-        scores = self._model.forward(tokens, num_rows)
-        row = scores[-1]
+        logits = self._model.forward(tokens, num_rows)
+        row = logits[-1]
         self._rows.append(Row(row.array().copy(), row.ids))
-        return scores
+        return logits
 
     def accept_rule(
         self,
         draft: Draft,
-        scores: Logits,
+        logits: Logits,
         sampling: Sampling,
         history: History,
-        tests: Floats,
-        last: float,
+        accept_uniforms: Floats,
+        last_uniform: float,
     ) -> Verdict:
-        verdict = verify(draft, scores, sampling, history, tests, last)
+        verdict = verify(draft, logits, sampling, history, accept_uniforms, last_uniform)
         rows, self._rows = self._rows, []
         assert len(rows) == len(draft.tokens)
         texts = [history.then(draft.tokens[:i]) for i in range(len(rows) + 1)]
         steps = list(zip(rows, texts[:-1], strict=True))
         if sampling.greedy:
-            judged = [(scores[i], texts[i]) for i in range(verdict.num_accepted + 1)]
+            judged = [(logits[i], texts[i]) for i in range(verdict.num_accepted + 1)]
             margins = [greedy_margin(row, sampling, text) for row, text in steps + judged]
             self.margins.append(min(margins))
             return verdict
@@ -241,8 +241,10 @@ class _Listener:
             min(one.cut, draw_margin(one.probs, float(draw), temperature))
             for one, draw in zip(drafted, draws, strict=True)
         ]
-        targets = [self._shares(scores[i], text, sampling) for i, text in enumerate(texts)]
-        judging = JudgedDraft(draft.tokens, drafted, targets, tests, last, temperature)
+        targets = [self._shares(logits[i], text, sampling) for i, text in enumerate(texts)]
+        judging = JudgedDraft(
+            draft.tokens, drafted, targets, accept_uniforms, last_uniform, temperature
+        )
         self.margins.append(min([*margins, judging.margin(verdict)]))
         return verdict
 

@@ -5,7 +5,7 @@ import pytest
 
 from specedge.bundle.gpu_signatures import num_best
 from specedge.errors import SpecEdgeError
-from specedge.runtime.backend.cuda.device_scores import DeviceScores
+from specedge.runtime.backend.cuda.device_logits import DeviceLogits
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits
 from specedge.runtime.sampling.probabilities import greedy_token, row_distribution
@@ -19,7 +19,7 @@ class Device:
 
     def __init__(self, logits, ids=None):
         self.logits, self.fetches = np.asarray(logits, np.float32), []
-        self.scores = DeviceScores(self.all, self.best, self.logits.shape[1], ids)
+        self.scores = DeviceLogits(self.all, self.best, self.logits.shape[1], ids)
         self.whole = Logits(self.logits, ids)
 
     def all(self):

@@ -15,7 +15,7 @@ from ...sampling.distribution import Floats, Ids
 from ...sampling.logits import Logits, Row
 
 
-class DeviceScores(Logits):
+class DeviceLogits(Logits):
     """Logits that are fetched on first use.
 
     `fetch_all` returns the logits, [T, n], `fetch_best` the output of a scored graph,
@@ -53,15 +53,15 @@ class DeviceScores(Logits):
 class DeviceRow(Row):
     """Row of logits on a device, answered by the best logits where these suffice."""
 
-    def __init__(self, scores: DeviceScores, index: int) -> None:
-        self._scores, self._index = scores, index
-        self.ids = scores.ids
+    def __init__(self, logits: DeviceLogits, index: int) -> None:
+        self._pass, self._index = logits, index
+        self.ids = logits.ids
 
     def __len__(self) -> int:
-        return self._scores.num_columns
+        return self._pass.num_columns
 
     def array(self) -> Floats:
-        row: Floats = self._scores.array()[self._index]
+        row: Floats = self._pass.array()[self._index]
         return row
 
     def largest(self, count: int) -> tuple[Ids, Floats]:
@@ -87,7 +87,7 @@ class DeviceRow(Row):
 
         None if they are not all among the best logits, or a logit is not finite.
         """
-        row = self._scores.best[self._index]
+        row = self._pass.best[self._index]
         num = len(row) // 2
         values, columns, non_finite = row[:num], row[num:-1].astype(np.intp), row[-1]
         if non_finite != 0:
