@@ -21,7 +21,7 @@ _TINY = 1e-30
 _RoundRow = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-def inverse_factor(hessian: torch.Tensor, powers: np.ndarray | None = None) -> torch.Tensor:
+def inverse_factor(hessian: torch.Tensor, exponents: np.ndarray | None = None) -> torch.Tensor:
     """Return the upper triangular U with U^T U = H^-1 of a damped Hessian. [K, K] -> [K, K]
 
     H reversed is L L^T, and U is the inverse of L reversed: one factorization instead of three, in
@@ -29,8 +29,8 @@ def inverse_factor(hessian: torch.Tensor, powers: np.ndarray | None = None) -> t
     """
     for dtype in (torch.float32, torch.float64):
         damped = hessian.to(dtype, copy=True)
-        if powers is not None:
-            factors = torch.from_numpy(np.exp2(powers)).to(dtype)
+        if exponents is not None:
+            factors = torch.from_numpy(np.exp2(exponents)).to(dtype)
             damped /= torch.outer(factors, factors)
         damped.diagonal().add_(max(float(damped.diagonal().mean()) * DAMPING, _TINY))
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
@@ -54,18 +54,18 @@ def _invert_triangular(lower: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_columns(
-    weights: torch.Tensor, upper: torch.Tensor, powers: np.ndarray | None = None
+    weights: torch.Tensor, upper: torch.Tensor, exponents: np.ndarray | None = None
 ) -> IntegerMatrix:
-    """Round a matrix with one scale per column, after row k is multiplied by 2 ** powers[k].
+    """Round a matrix with one scale per column, after row k is multiplied by 2 ** exponents[k].
 
     Args:
         weights: [K, N].
         upper: Inverse factor of the input's Hessian, [K, K].
-        powers: Smoothing exponents, [K].
+        exponents: Smoothing exponents, [K].
     """
     left = weights.float().clone()
-    if powers is not None:
-        left *= torch.from_numpy(np.exp2(powers).astype(np.float32))[:, None]
+    if exponents is not None:
+        left *= torch.from_numpy(np.exp2(exponents).astype(np.float32))[:, None]
     scale = left.abs().amax(0).clamp_min(_TINY) / MAX_INT8
     values = torch.empty(left.shape, dtype=torch.int8)
 

@@ -32,7 +32,7 @@ class IntegerRewriter(GraphEditor):
 
     tables: Mapping[int, np.ndarray | None]  # smoothing exponents [H] by embedding's offset
     block_tables: Container[int] = ()  # offsets of those in blocks of 8 bits
-    column_powers: dict[ir.Node, np.ndarray] = field(default_factory=dict)
+    column_exponents: dict[ir.Node, np.ndarray] = field(default_factory=dict)
 
     def group(self, group: MatrixGroup, choice: Scheme) -> None:
         """Replace the products of a group."""
@@ -64,10 +64,10 @@ class IntegerRewriter(GraphEditor):
             replace_output(output, self._insert_block_lookup(node, stored))
             return
         rows = self._insert_lookup(node, *self._stored_table(stored))
-        if exponents is not None:  # the head reads the table's channels times these powers
+        if exponents is not None:  # undo the scaling of the table's channels for the LM head
             name = f"{output.name}.powers"
-            powers = add_constant(self.graph, np.exp2(-exponents).astype(np.float32), name)
-            rows = self.node(node, "Mul", [rows, powers], f"{output.name}.divided", output)
+            factors = add_constant(self.graph, np.exp2(-exponents).astype(np.float32), name)
+            rows = self.node(node, "Mul", [rows, factors], f"{output.name}.divided", output)
         replace_output(output, rows)
 
     def _stored_table(self, stored: StoredTensor) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
@@ -188,7 +188,7 @@ class IntegerRewriter(GraphEditor):
         """Insert the product of a group's matrices, joined along N, in blocks."""
         matrices = group.matrices
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
-        exponents = [self.column_powers.get(m.node) for m in matrices]
+        exponents = [self.column_exponents.get(m.node) for m in matrices]
         key = (tuple(m.offset for m in matrices), choice.bits, *map(exponent_key, exponents))
         stored = self.store.blocks(key, lambda: join_blocks(matrices, exponents, choice))
         inputs = [group.value, *map(self.external, stored)]
@@ -227,9 +227,9 @@ class IntegerRewriter(GraphEditor):
             turned = insert_node(before, "Transpose", [table], name, perm=[1, 0])
             flat = view_tensor(scales, ir.Shape([1, scales.size]), f"{scales.name}.flat")
             return turned, self.external(flat)
-        exponents = [self.column_powers.get(m.node) for m in matrices]
-        moved = map(exponent_key, (choice.exponents, *exponents))
-        key = (tuple(m.offset for m in matrices), choice.num_parts, part, *moved)
+        exponents = [self.column_exponents.get(m.node) for m in matrices]
+        exponent_keys = map(exponent_key, (choice.exponents, *exponents))
+        key = (tuple(m.offset for m in matrices), choice.num_parts, part, *exponent_keys)
         values, scales = self.store.integers(
             key, lambda: _join_columns(matrices, exponents, choice, part)
         )
@@ -237,7 +237,7 @@ class IntegerRewriter(GraphEditor):
 
     def _scale_float_columns(self, matrix: Matrix) -> None:
         """Scale the output of an unquantized product by its smoothing exponents."""
-        exponents = self.column_powers.get(matrix.node)
+        exponents = self.column_exponents.get(matrix.node)
         if exponents is None:
             return
         output = matrix.node.outputs[0]
@@ -273,9 +273,9 @@ def num_columns(matrix: Matrix) -> int:
     return matrix.stored.data().shape[-1]
 
 
-def exponent_key(powers: np.ndarray | None) -> bytes | None:
+def exponent_key(exponents: np.ndarray | None) -> bytes | None:
     """Return smoothing exponents as part of a cache key."""
-    return None if powers is None else powers.tobytes()
+    return None if exponents is None else exponents.tobytes()
 
 
 def quantize_table(stored: StoredTensor, exponents: np.ndarray | None) -> IntegerMatrix:
@@ -296,10 +296,10 @@ def _join_columns(
         weights = matrix.stored.data()
         size = weights.shape[-2] // choice.num_parts
         rows = slice(part * size, (part + 1) * size)
-        powers = None if choice.exponents is None else choice.exponents[rows]
+        exponents = None if choice.exponents is None else choice.exponents[rows]
         integers = choice.integers.get(matrix.offset)
         if integers is None:
-            integers = rounding.quantize_columns(weights[..., rows, :], powers)
+            integers = rounding.quantize_columns(weights[..., rows, :], exponents)
         assert isinstance(integers, IntegerMatrix)
         factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)
         pieces.append(IntegerMatrix(integers.values, integers.scales * factors))

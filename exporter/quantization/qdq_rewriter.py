@@ -69,7 +69,7 @@ class QdqRewriter(DequantizeRewriter):
         """Insert the product of a group's matrices, joined along N, in blocks."""
         matrices = group.matrices
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
-        exponents = [self.column_powers.get(m.node) for m in matrices]
+        exponents = [self.column_exponents.get(m.node) for m in matrices]
         key = (tuple(m.offset for m in matrices), choice.bits, *map(exponent_key, exponents))
         size, bits = int(matrices[0].stored.data().shape[0]), choice.bits
         blocks = self.store.blocks(key, lambda: join_blocks(matrices, exponents, choice))

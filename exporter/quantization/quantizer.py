@@ -301,10 +301,12 @@ class SchemeSelector:
 
     def select(self, model: FloatModel, selected: Container[tuple[int, ...]]) -> Schemes:
         """Return the schemes of a model's groups that are not `selected` yet."""
-        ops, places = model.ops[0], self.excluded.offsets
+        ops, excluded = model.ops[0], self.excluded.offsets
         graph = _load(model, ops, self.excluded).graph
         new = {
-            group.key: group for group in matrix_groups(graph, places) if group.key not in selected
+            group.key: group
+            for group in matrix_groups(graph, excluded)
+            if group.key not in selected
         }
         layers = {
             layer.experts.key: layer.experts
@@ -447,8 +449,10 @@ def _write_graphs(
     tables = dict(embeddings(graph))
     all_groups = matrix_groups(graph, excluded.offsets)
     rounded = {offset for g in all_groups if group_schemes[g.key].num_parts for offset in g.key}
-    powers = {offset: choice.exponents for key, choice in group_schemes.items() for offset in key}
-    places = {stored.offset: powers.get(stored.offset) for stored in tables.values()}
+    exponents_of = {
+        offset: choice.exponents for key, choice in group_schemes.items() for offset in key
+    }
+    table_exponents = {table.offset: exponents_of.get(table.offset) for table in tables.values()}
     rewriter_class = (
         QdqRewriter
         if is_qdq(ops)
@@ -463,12 +467,12 @@ def _write_graphs(
             for table in tables.values()
             if table.tensor.shape.numpy()[1] % BLOCK_SIZE == 0
         }
-    rewriter = rewriter_class(graph, store, places, blocks & {*places})
+    rewriter = rewriter_class(graph, store, table_exponents, blocks & {*table_exponents})
     for group in all_groups:
         if (exponents := group_schemes[group.key].exponents) is not None:
             path = smoothing.smoothing_path(group)
             assert path is not None
-            rewriter.column_powers |= smoothing.apply_smoothing(graph, path, exponents)
+            rewriter.column_exponents |= smoothing.apply_smoothing(graph, path, exponents)
     for group in all_groups:
         rewriter.group(group, group_schemes[group.key])
     for mixture in expert_layers(graph, excluded):

@@ -80,8 +80,8 @@ def measure_variants(
     for ops, choices in graph_variants.items():
         runner = model.runner(folder, ops)
         if runner.can_run():
-            powers = {key: choice.exponents for key, choice in choices.items()}
-            factors = smoothing.cache_factors(load_graph(model.decoder(ops)).graph, powers)
+            exponents = {key: choice.exponents for key, choice in choices.items()}
+            factors = smoothing.cache_factors(load_graph(model.decoder(ops)).graph, exponents)
             candidates[ops] = MeasuredGraph(runner, factors)
         else:
             progress.note(

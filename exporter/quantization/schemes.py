@@ -172,10 +172,10 @@ def _sampled_columns(group: MatrixGroup) -> list[torch.Tensor]:
 def _worst_error(
     weights: Sequence[torch.Tensor],
     x: np.ndarray,
-    powers: np.ndarray | None = None,
+    exponents: np.ndarray | None = None,
     num_parts: int = 1,
 ) -> float:
-    return max(rounding.product_error(w, x, powers, num_parts) for w in weights)
+    return max(rounding.product_error(w, x, exponents, num_parts) for w in weights)
 
 
 def _row_maxima(group: MatrixGroup) -> np.ndarray:

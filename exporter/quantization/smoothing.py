@@ -191,7 +191,7 @@ def _shared_maximum(sizes: np.ndarray, channels: np.ndarray) -> np.ndarray:
 def apply_smoothing(
     graph: ir.Graph, path: SmoothingPath, exponents: np.ndarray
 ) -> dict[ir.Node, np.ndarray]:
-    """Divide constants on a path by 2 ** by; return exponents that remain for columns."""
+    """Divide constants on a path by 2 ** exponents; return the exponents of columns."""
     column_exponents: dict[ir.Node, np.ndarray] = {}
     spread = path.spread(exponents)
     for part in path.parts:
@@ -207,12 +207,12 @@ def apply_smoothing(
 
 
 def cache_factors(
-    graph: ir.Graph, moved: Mapping[tuple[int, ...], np.ndarray | None]
+    graph: ir.Graph, exponents_by_key: Mapping[tuple[int, ...], np.ndarray | None]
 ) -> dict[str, np.ndarray]:
     """Return factors [heads, 1, D] that undo the smoothing of caches, by name."""
     factors = {}
     for group in matrix_groups(graph):
-        exponents, path = moved.get(group.key), smoothing_path(group)
+        exponents, path = exponents_by_key.get(group.key), smoothing_path(group)
         if exponents is not None and path is not None and path.cache is not None:
             factors[path.cache.name] = np.exp2(path.spread(exponents)[path.cache.columns])[:, None]
     return factors
