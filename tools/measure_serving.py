@@ -1,10 +1,12 @@
 """Measure `specedge serve` under load.
 
     python tools/measure_serving.py [--bundle FOLDER] [--slots N]... [--requests N]
+    python tools/measure_serving.py [--bundle FOLDER] --long-prompt TOKENS
 
 Clients in threads stream requests of mixed lengths, greedy and seeded. In every 20 requests one
 client disconnects after its first text. Each other text must be the one that the pipeline generates
-alone. Prints a row for each number of slots.
+alone. Prints a row for each number of slots. With `--long-prompt` it times short streams alone and
+beside a prompt of that many tokens instead, plain and greedy.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import click
@@ -97,14 +99,58 @@ def send_request(
     observations.num_tokens += length
 
 
+def time_completion(client: OpenAI, model: str, prompt_tokens: int, length: int) -> float:
+    """Return the seconds of a streamed completion of random tokens."""
+    prompt = [random.randrange(300, 400) for _ in range(prompt_tokens)]
+    extra = {"ignore_eos": True, "speculative": {"off": True}}
+    start = time.perf_counter()
+    for _ in client.completions.create(
+        model=model, prompt=prompt, max_tokens=length, temperature=0, stream=True, extra_body=extra
+    ):
+        pass
+    return time.perf_counter() - start
+
+
+def compare_streams(bundle: str | None, long_prompt: int, repeats: int = 3) -> None:
+    """Print the medians of streams alone and beside a long prompt, in turn."""
+    click.echo(table_header("tokens of the stream", "alone", "beside", "ratio"))
+    with running_server(bundle, 4) as (client, _):
+        model = client.models.list().data[0].id
+        time_completion(client, model, 20, 20)
+        for length in (20, 64, 128):
+            times: tuple[list[float], list[float]] = ([], [])
+            for _ in range(repeats):
+                times[0].append(time_completion(client, model, 20, length))
+                request = (client, model, long_prompt, 1)
+                thread = threading.Thread(target=time_completion, args=request)
+                thread.start()
+                time.sleep(0.05)  # the long prompt comes first
+                times[1].append(time_completion(client, model, 20, length))
+                thread.join()
+            alone, beside = map(median, times)
+            cells = (f"{alone:.2f} s", f"{beside:.2f} s", f"{beside / alone:.2f}")
+            click.echo(table_row(length, *cells))
+
+
 @click.command()
 @bundle_option
 @click.option("--slots", "all_slots", multiple=True, default=(1, 2, 4, 8), show_default=True)
 @click.option("--requests", "count", default=500, show_default=True)
 @click.option("--clients", "num_clients", default=16, show_default=True)
-def main(bundle: str | None, all_slots: tuple[int, ...], count: int, num_clients: int) -> None:
+@click.option("--long-prompt", type=int, help="Time short streams beside a prompt of this length.")
+def main(
+    bundle: str | None,
+    all_slots: tuple[int, ...],
+    count: int,
+    num_clients: int,
+    long_prompt: int | None,
+) -> None:
     """Send all requests from concurrent clients, for each number of slots."""
     import specedge
+
+    if long_prompt is not None:
+        compare_streams(bundle, long_prompt)
+        return
 
     pipeline, expected = specedge.load(bundle), []
     for index in range(count):

@@ -1,8 +1,10 @@
 """Concurrent requests, each in its slot, over one set of weights."""
 
 import gc
+import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,8 @@ import specedge
 from specedge.bundle import store
 from specedge.errors import SpecEdgeError
 from specedge.runtime.decoding.random_numbers import Uniforms
+from specedge.runtime.requests import stream as stream_module
+from specedge.runtime.requests.slots import FairLock
 from threads import in_threads
 
 PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range("]
@@ -117,6 +121,18 @@ def test_a_long_prompt_takes_turns_with_other_requests(slots):
     thread.join()
     assert seen[0] == 256 < num_tokens - 1
     other.close()
+
+
+def test_others_have_twice_the_time_of_a_chunk(slots, monkeypatch):
+    waits, clock = [], itertools.count()
+    monkeypatch.setattr(stream_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(FairLock, "wait_for_others", lambda self, *call: waits.append(call[0]))
+    slots.forget()
+    other = slots.stream(PROMPTS[0], 4, **OPTIONS)
+    slots.generate(LONG, 1, **OPTIONS)
+    other.close()
+    assert waits
+    assert set(waits) == {2}
 
 
 def test_a_chunked_prompt_reuses_its_cached_prefix(alone):
