@@ -211,7 +211,7 @@ def test_a_request_waits_for_a_slot_or_is_refused(slots):
     streams = [slots.stream(prompt, 40, **OPTIONS) for prompt in PROMPTS[:3]]
     (error,) = in_threads(lambda: slots.generate(PROMPTS[3], 4, wait=False))
     assert isinstance(error, SpecEdgeError)
-    assert "all 3 slots of this pipeline are taken" in str(error)
+    assert "all 3 slots of this pipeline are occupied" in str(error)
     found = []
     thread = threading.Thread(target=lambda: found.append(slots.generate(PROMPTS[3], 4)))
     thread.start()
