@@ -46,6 +46,8 @@ class Scheme:
         if self.how.startswith("auto_round"):
             own = {"quant_method": "auto-round", "packing_format": self.how, "data_type": "int"}
             return common | own | self.config
+        if self.how == "bitsandbytes":
+            return {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
         is_channel = self.group_size < 0
         weights = {
             "num_bits": self.bits,
@@ -161,6 +163,14 @@ def int_quantized(integers: Integers, scheme: Scheme) -> dict[str, torch.Tensor]
     return parts
 
 
+def llm_int8(integers: Integers) -> dict[str, torch.Tensor]:
+    return {
+        "weight": torch.from_numpy((integers.values - 128).astype(np.int8)),
+        "SCB": integers.scales[:, 0].float() * 127,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+
+
 def pack(integers: Integers, scheme: Scheme) -> dict[str, torch.Tensor]:
     """Return the tensors of a module, by the last parts of their names."""
     if scheme.how in ("awq", "auto_round:auto_awq"):
@@ -169,6 +179,8 @@ def pack(integers: Integers, scheme: Scheme) -> dict[str, torch.Tensor]:
         return pack_quantized(integers, scheme)
     if scheme.how == "int-quantized":
         return int_quantized(integers, scheme)
+    if scheme.how == "bitsandbytes":
+        return llm_int8(integers)
     return gptq(integers, scheme, scheme.how in ("gptq", "auto_round:auto_gptq"))
 
 
@@ -206,3 +218,48 @@ def make_packed(
         for key, matrix in quantize_checkpoint(path, scheme).items():
             model.get_parameter(key).copy_(matrix)
     return path, model
+
+
+# Quantiles of the normal distribution, as bitsandbytes has them (Dettmers et al. 2023, appendix E).
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def four_bit(
+    weights: torch.Tensor, is_nested: bool, block_size: int = 64
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A matrix [R, C] in bitsandbytes' nf4, by the ends of its tensors' names, and as float32.
+
+    With `is_nested` its scales are quantized, too.
+    """
+    table, flat = np.array(NF4, np.float32), weights.float().numpy().reshape(-1)
+    scales = np.array([np.abs(b).max() for b in np.split(flat, len(flat) // block_size)])
+    stated = {"quant_type": "nf4", "blocksize": block_size, "dtype": "float16",
+              "shape": [*weights.shape]}  # fmt: skip
+    parts = {"quant_map": torch.from_numpy(table)}
+    if is_nested:
+        offset, outer = float(scales.mean()), np.linspace(-1, 1, 256, dtype=np.float32)
+        groups = [scales[at : at + 16] - offset for at in range(0, len(scales), 16)]
+        sizes = np.array([np.abs(g).max() for g in groups], np.float32)
+        codes = [
+            np.abs(outer[:, None] - g / s).argmin(0) for g, s in zip(groups, sizes, strict=True)
+        ]
+        scales = np.concatenate([outer[c] * s for c, s in zip(codes, sizes, strict=True)])
+        scales = scales + np.float32(offset)
+        stated |= {"nested_blocksize": 16, "nested_dtype": "float32", "nested_offset": offset}
+        parts["absmax"] = torch.from_numpy(np.concatenate(codes).astype(np.uint8))
+        parts["nested_absmax"] = torch.from_numpy(sizes)
+        parts["nested_quant_map"] = torch.from_numpy(outer)
+    else:
+        parts["absmax"] = torch.from_numpy(scales)
+    wide = scales.repeat(block_size)
+    indices = np.abs(table[:, None] - flat / wide).argmin(0)
+    packed = (indices[0::2] << 4 | indices[1::2]).astype(np.uint8)
+    stated_bytes = torch.tensor(list(json.dumps(stated).encode()), dtype=torch.uint8)
+    parts["quant_state.bitsandbytes__nf4"] = stated_bytes
+    dequantized = torch.from_numpy(table[indices] * wide.astype(np.float32)).reshape(weights.shape)
+    return {"": torch.from_numpy(packed)[:, None]} | parts, dequantized

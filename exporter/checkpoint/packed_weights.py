@@ -1,4 +1,4 @@
-"""Matrices in groups of integers: GPTQ, AWQ, AutoRound and compressed-tensors.
+"""Matrices in groups of integers: GPTQ, AWQ, AutoRound, compressed-tensors, bitsandbytes' int8.
 
 A group of inputs has a scale s and a zero point z for each output:
 
@@ -24,7 +24,9 @@ from specedge.errors import CheckpointError
 from .lazy_tensors import LazyTensor
 from .quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor, strips
 
+BITSANDBYTES_INT8 = "bitsandbytes-int8"
 NAMES = {
+    BITSANDBYTES_INT8: "bitsandbytes",
     "gptq": "GPTQ",
     "awq": "AWQ",
     "auto-round": "AutoRound",
@@ -33,6 +35,7 @@ NAMES = {
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 128  # of MatMulNBits; larger groups repeat their scales
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # nibbles of a word in the order of its outputs
 _BITS = (4, 8)
+_INT8_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it
 _AUTO_ROUND_LAYOUTS = {
     "auto_round": "gptq_v2",
     "auto_round:gptqmodel": "gptq_v2",
@@ -57,6 +60,8 @@ def unsupported_variant(method: str, config: Mapping[str, Any]) -> str | None:
     """
     if method == "compressed-tensors":
         return _unsupported_compression(config)
+    if method == BITSANDBYTES_INT8:
+        return None
     name, layout = NAMES[method], _layout(method, config)
     if layout not in (("gemm",) if method == "awq" else ("gptq", "gptq_v2", "gemm")):
         return f"{name}'s layout '{str(layout)[:40]}'"
@@ -87,17 +92,19 @@ def quantized_tensors(
         CheckpointError: Tensors are missing or do not fit.
     """
     reader = _Reader(where, NAMES[method], config, state)
-    layout = None if method == "compressed-tensors" else _layout(method, config)
+    has_one_layout = method in ("compressed-tensors", BITSANDBYTES_INT8)
+    layout = method if has_one_layout else _layout(method, config)
     tensors = {}
     for key, tensor in state.items():
         module, _, part = key.rpartition(".")
-        if layout is None and (
-            part == "weight_packed" or (part == "weight" and tensor.dtype == torch.int8)
-        ):
+        is_int8 = part == "weight" and tensor.dtype == torch.int8
+        if layout == "compressed-tensors" and (part == "weight_packed" or is_int8):
             tensors[module] = reader.compressed(module, part)
+        elif layout == BITSANDBYTES_INT8 and is_int8:
+            tensors[module] = reader.bitsandbytes(module)
         elif layout == "gemm" and part == "qweight":
             tensors[module] = reader.awq(module)
-        elif layout is not None and part == "qweight":
+        elif layout in ("gptq", "gptq_v2") and part == "qweight":
             tensors[module] = reader.gptq(module, is_first_version=layout == "gptq")
     if not tensors:
         raise CheckpointError(
@@ -137,7 +144,7 @@ def dequantize_state(
 
 _MODULE_PARTS = {
     "qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_scale",
-    "weight_zero_point", "weight_shape", "weight_g_idx", *_ACTIVATION_PARTS,
+    "weight_zero_point", "weight_shape", "weight_g_idx", "SCB", "weight_format", *_ACTIVATION_PARTS,
 }  # fmt: skip
 
 
@@ -263,6 +270,22 @@ class _Reader:
         points = self._unsigned(module, bits, scales)
         groups = f"{module}.weight_g_idx"
         return self._tensor(module, bits, (width, size), scales, points, groups, read)
+
+    def bitsandbytes(self, module: str) -> QuantizedTensor:
+        """Read int8 weight [N, K] in rows, and SCB [N], the largest values of rows."""
+        matrix = self._part(f"{module}.weight")
+        largest = self._part(f"{module}.SCB", is_float=True)
+        layout = self.state.get(f"{module}.weight_format", torch.zeros(()))
+        if matrix.ndim != 2 or largest.shape != matrix.shape[:1] or int(layout.max()) != 0:
+            parts = {"weight": matrix, "SCB": largest, "weight_format": layout}
+            raise self._misfit(module, parts)
+        values, scales = matrix.numpy(), largest.float()[:, None] * _INT8_STEP
+
+        def read(rows: Any) -> np.ndarray:
+            return values[rows].view(np.uint8) ^ np.uint8(128)
+
+        shape = (len(matrix), matrix.shape[1])
+        return self._tensor(module, 8, shape, scales, None, None, read)
 
     def _unsigned(self, module: str, bits: int, scales: torch.Tensor) -> np.ndarray | None:
         """Return zero points as unsigned integers, [N, G]; None if there are none."""

@@ -1,12 +1,15 @@
-"""Quantized checkpoints: groups of integers are kept or dequantized, mxfp4 and fp8 dequantized.
+"""Quantized checkpoints: groups of integers are kept, other known formats are dequantized.
 
-Other formats are refused by name. One matrix is dequantized at a time, exactly. R rows and C
-columns of a matrix; G blocks of 32 in a row of mxfp4; E experts.
+Those are mxfp4, fp8, and bitsandbytes' nf4 and fp4, whose values are on no grid of integers. Others
+are refused by name. One matrix is dequantized at a time, exactly. R rows and C columns of a matrix;
+G blocks of 32 in a row of mxfp4; E experts.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 
 from specedge.errors import CheckpointError
 
+from ..libraries import translate_errors
 from . import folders, packed_weights
 from .lazy_tensors import LazyTensor
 from .quantized_tensors import QuantizedTensor
@@ -33,6 +37,7 @@ _NAMES = {
 }
 # Open Compute Project, Microscaling Formats 1.0: four bits, two of exponent and one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_PIECE = 1 << 20  # numbers that are dequantized at a time
 _EXACT = 100  # powers of two up to this one times any number of eight bits are in bfloat16
 
 
@@ -42,7 +47,9 @@ def method(raw: Mapping[str, Any]) -> str | None:
     if config is None:
         is_stated = any(candidate is not None for candidate in _quantization_configs(raw))
         return "unknown" if is_stated else None
-    if config.get("load_in_4bit") or config.get("load_in_8bit"):
+    if config.get("load_in_8bit"):
+        return packed_weights.BITSANDBYTES_INT8
+    if config.get("load_in_4bit"):
         return "bitsandbytes"
     return str(config.get("quant_method") or "unknown").removeprefix("intel/")
 
@@ -74,6 +81,8 @@ def check(where: str, raw: Mapping[str, Any], original: str | None) -> None:
     method_name, config = method(raw), _config(raw)
     if method_name in (None, "mxfp4") or (method_name == "fp8" and _fp8_block(raw) is not None):
         return
+    if method_name == "bitsandbytes" and (config or {}).get("load_in_4bit"):
+        return
     assert method_name is not None
     if method_name in packed_weights.NAMES:
         name = packed_weights.unsupported_variant(method_name, config or {})
@@ -91,7 +100,7 @@ def expansion(raw: Mapping[str, Any]) -> float:
     """Return the most bytes of the bundle per byte of the weights."""
     if is_packed(raw):
         return 8.0  # float32 of 4 bits
-    return {"mxfp4": 64 / 17, "fp8": 4.0}.get(method(raw) or "", 1.0)
+    return {"mxfp4": 64 / 17, "fp8": 4.0, "bitsandbytes": 8.0}.get(method(raw) or "", 1.0)
 
 
 def quantized_tensors(
@@ -121,6 +130,8 @@ def dequantize_state(
         config = _config(raw) or {}
         tensors = packed_weights.quantized_tensors(where, method_name or "", config, state)
         return packed_weights.dequantize_state(where, tensors, state, transposed)
+    if method_name == "bitsandbytes":
+        return _dequantize_all_four_bit(where, state)
     if method_name == "mxfp4":
         return _dequantize_all_mxfp4(where, state)
     if method_name == "fp8":
@@ -190,6 +201,71 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
         return wide
 
     return LazyTensor(torch.empty(shape, dtype=torch.bfloat16, device="meta"), read)
+
+
+_STATE = ".quant_state.bitsandbytes__"
+_STATE_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+
+
+def _dequantize_all_four_bit(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Replace matrices of bitsandbytes' nf4 and fp4, whose tables are beside them."""
+    result = dict(state)
+    damaged = (KeyError, TypeError, ValueError, RecursionError)
+    for key in state:
+        name, is_state, _ = key.partition(_STATE)
+        if not is_state:
+            continue
+        before = f"{where}: the parts of {name} do not fit each other ("
+        with translate_errors(CheckpointError, before, "); download it again", catch=damaged):
+            stated = json.loads(bytes(result.pop(key).tolist()))
+            names = {part: f"{name}.{part}" for part in _STATE_PARTS}
+            parts = {part: result.pop(n) for part, n in names.items() if n in result}
+            result[name] = _dequantize_four_bit(result[name], parts, stated)
+    if len(result) == len(state):
+        raise CheckpointError(
+            f"{where}: its config.json says bitsandbytes, and its files hold no such weights; "
+            "download it again"
+        )
+    return result
+
+
+def _dequantize_four_bit(
+    matrix: torch.Tensor, parts: Mapping[str, torch.Tensor], stated: Mapping[str, Any]
+) -> torch.Tensor:
+    """Dequantize 4-bit indices in a table of 16 numbers, with a scale per block, to float32.
+
+    Two indices are in a byte, the first in its high half. Scales may be indices in a table of 256
+    numbers, with scales of their own and a common offset. [R, C]
+    """
+    shape, size = tuple(map(int, stated["shape"])), int(stated["blocksize"])
+    count = math.prod(shape)
+    packed, table = matrix.reshape(-1).view(torch.uint8), parts["quant_map"].float()
+    scales = parts["absmax"]
+    if len(shape) != 2 or len(packed) != -(-count // 2) or table.shape != (16,):
+        raise ValueError(f"{len(packed)} bytes of weights, {[*shape]} by its quant_state")
+    if size < 2 or size % 2 or len(scales) != -(-count // size):
+        raise ValueError(f"{len(scales)} scales for blocks of {size} in {[*shape]}")
+    nested = parts.get("nested_absmax")
+    if nested is not None:
+        outer, of_scales = parts["nested_quant_map"].float(), int(stated["nested_blocksize"])
+        if outer.shape != (256,) or len(nested) != -(-len(scales) // max(of_scales, 1)):
+            raise ValueError(f"{len(nested)} scales of {len(scales)} scales")
+        factors = nested.float().repeat_interleave(of_scales)[: len(scales)]
+        scales = outer[scales.int()] * factors + float(stated["nested_offset"])
+    scales = scales.float()
+
+    def read() -> torch.Tensor:
+        wide = torch.empty(count)
+        step = size * max(1, _PIECE // size)
+        for at in range(0, count, step):
+            end = min(at + step, count)
+            codes = packed[at // 2 : -(-end // 2)]
+            values = table[torch.stack((codes >> 4, codes & 15), -1).flatten().int()]
+            factors = scales[at // size : -(-end // size)].repeat_interleave(size)
+            wide[at:end] = values[: end - at] * factors[: end - at]
+        return wide.reshape(shape)
+
+    return LazyTensor(torch.empty(shape, device="meta"), read)
 
 
 def _dequantize_all_fp8(

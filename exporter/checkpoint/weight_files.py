@@ -24,7 +24,8 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # What quantized weights and adapters consist of; $ is a name's end.
 _QUANTIZED_NAMES = (
     "_scale_inv$", "_scales$", ".scales$", ".qweight$", ".qzeros$", ".g_idx$", "weight_packed$",
-    ".weight_scale$", ".weight_zero_point$", ".weight_shape$", ".weight_g_idx$", "lora_",
+    ".weight_scale$", ".weight_zero_point$", ".weight_shape$", ".weight_g_idx$", ".absmax$",
+    ".SCB$", "lora_",
 )  # fmt: skip
 _DTYPES = {
     torch.float16: "float16",

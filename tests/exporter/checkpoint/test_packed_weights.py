@@ -103,6 +103,19 @@ def test_weights_are_the_published_integers_times_their_scales(name, tmp_path):
         assert np.array_equal(tensor.dequantize(slice(3, 8)), matrix[3:8])
 
 
+def test_int8_of_bitsandbytes_is_kept(tmp_path):
+    scheme = Scheme("bitsandbytes", bits=8, group_size=-1, symmetric=True)
+    folder, _ = make_packed(tmp_path, scheme)
+    state, numbers = load_file(folder / "model.safetensors"), stored_numbers(load(folder)[0])
+    tensors = kept_tensors(folder)
+    assert {tensor.type_name for tensor in tensors} == {"bitsandbytes int8, per channel"}
+    for tensor in tensors:
+        key = f"{tensor.name}.weight"
+        expected = state[key] * state[f"{tensor.name}.SCB"][:, None] * 7.874015718698502e-3
+        assert torch.allclose(numbers[key], expected, rtol=2.0**-23, atol=0)
+        assert np.array_equal(tensor.dequantize(slice(None)), numbers[key].numpy())
+
+
 def test_groups_that_are_no_power_of_two_are_cut_into_blocks_that_are(tmp_path):
     folder, _ = make_packed(tmp_path, Scheme(group_size=96), hidden=192)
     layouts = {tensor.layout.block_size for tensor in kept_tensors(folder)}

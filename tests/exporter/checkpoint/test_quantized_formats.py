@@ -15,6 +15,7 @@ from formats import (
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import packed
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import lazy_weights, quantized_formats
@@ -32,8 +33,7 @@ def _all_are_large(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "hqq"}, "HQQ"),
         ({"quant_method": "eetq"}, "EETQ"),
         ({"quant_method": "aqlm"}, "AQLM"),
@@ -184,3 +184,49 @@ def test_expansion_of_each_format(how, growth):
         quantized_formats.expansion({"quantization_config": {"quant_method": how}} if how else {})
         == growth
     )
+
+
+def quantize_nf4(folder, model, is_nested):
+    """Store matrices as bitsandbytes does, and give the model what that stands for."""
+    state = load_file(folder / "model.safetensors")
+    for key in [key for key in state if key.endswith("_proj.weight")]:
+        parts, matrix = packed.four_bit(state.pop(key), is_nested)
+        state |= {f"{key}.{part}".removesuffix("."): tensor for part, tensor in parts.items()}
+        with torch.no_grad():
+            model.get_parameter(key).copy_(matrix)
+    save_file(state, folder / "model.safetensors")
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    edit(folder / "config.json", quantization_config=config)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_nf4_is_dequantized(is_nested, tmp_path):
+    folder, model = make(tmp_path, "llama")
+    quantize_nf4(folder, model, is_nested)
+    loaded, notes = load(folder)
+    assert same(loaded, model)
+    assert "stored in bitsandbytes and dequantized" in notes
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("", lambda t: t[:-1]),
+        (".absmax", lambda t: t[:-1]),
+        (".quant_map", lambda t: t[:-1]),
+        (".nested_absmax", lambda t: t[:-1]),
+        (".nested_quant_map", lambda t: t[:-1]),
+        (".quant_state.bitsandbytes__nf4", lambda t: t[:-1]),
+        (".absmax", None),
+        (".nested_quant_map", None),
+    ],
+)
+def test_parts_of_nf4_that_do_not_fit_are_refused(part, change, tmp_path):
+    folder, model = make(tmp_path, "llama")
+    quantize_nf4(folder, model, is_nested=True)
+    state = load_file(folder / "model.safetensors")
+    key = next(key for key in state if key.endswith(f"up_proj.weight{part}"))
+    tensor = state.pop(key)
+    state |= {} if change is None else {key: change(tensor).contiguous()}
+    save_file(state, folder / "model.safetensors")
+    assert "up_proj.weight do not fit each other" in refusal(folder)
