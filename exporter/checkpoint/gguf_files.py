@@ -231,8 +231,6 @@ def _num_weights(tensor: Any) -> int:
 
 
 def _quantized_tensor(tensor: Any) -> QuantizedTensor:
-    import gguf
-
     data, kind = tensor.data, tensor.tensor_type
     size, num_rows = map(int, tensor.shape)
     return QuantizedTensor(
@@ -241,7 +239,7 @@ def _quantized_tensor(tensor: Any) -> QuantizedTensor:
         (num_rows, size),
         int(tensor.n_bytes),
         ggml_types.LAYOUTS.get(kind.name),
-        lambda rows: gguf.quants.dequantize(data[rows], kind),
+        lambda rows: ggml_types.dequantize(data[rows], kind.name),
         lambda rows: ggml_types.unpack(data[rows], kind.name),
     )
 
@@ -257,8 +255,10 @@ def _lazy(tensor: Any, shape: torch.Size, process: Any) -> torch.Tensor:
     def read() -> torch.Tensor:
         if is_matrix and kind.name in FLOATS:
             data = tensor.data.view(np.int16) if kind.name == "BF16" else tensor.data
-        else:
+        elif kind.name in FLOATS:
             data = gguf.quants.dequantize(tensor.data, kind)
+        else:
+            data = ggml_types.dequantize(tensor.data, kind.name)
         if process is not None:
             data = process(data, tensor.name)
         values = torch.from_numpy(np.ascontiguousarray(data))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_STRIP_SIZE = 1 << 22  # numbers that are dequantized at a time
+_STRIP_SIZE = 1 << 18  # numbers that are dequantized at a time, so that they stay in caches
 
 
 @dataclass(frozen=True)

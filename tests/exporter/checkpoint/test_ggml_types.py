@@ -6,9 +6,17 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from ggml_rows import random_rows
-from specedge.exporter.checkpoint import ggml_types
+from specedge.exporter.checkpoint import ggml_types, quantized_tensors
 
 SHAPE = 7, 512
+
+
+@pytest.mark.parametrize("name", [*ggml_types.LAYOUTS, "IQ4_NL"])
+def test_rows_dequantize_to_gguf_py_values_in_strips(name, monkeypatch):
+    monkeypatch.setattr(quantized_tensors, "_STRIP_SIZE", 3 * SHAPE[1])
+    rows = random_rows(name, *SHAPE)
+    expected = gguf.quants.dequantize(rows, Kind[name])
+    assert np.array_equal(ggml_types.dequantize(rows, name), expected)
 
 
 @pytest.mark.parametrize("name", ggml_types.LAYOUTS)
