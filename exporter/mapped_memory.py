@@ -21,8 +21,8 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import torch
 
-LIMIT = 8 << 30  # bytes of mapped files that are let stand
-LARGE = 64 << 20  # bytes of a mapping that is worth it
+LIMIT = 8 << 30  # bytes of mapped files that may remain resident
+LARGE = 64 << 20  # minimum bytes of a mapping to release
 PAUSE = 0.1  # seconds; a fast disk reads some hundred megabytes meanwhile
 _DONTNEED = 4
 _STATUS, _MAPPINGS = Path("/proc/self/status"), Path("/proc/self/smaps")

@@ -96,7 +96,7 @@ def export_model(
     role, num_draft_layers = checkpoint.role, request.num_draft_layers
     folder.mkdir()
     licenses.copy_licenses(role, checkpoint.folder, checkpoint.source.license, folder, progress)
-    gc.collect()  # of the previous model's reference cycles
+    gc.collect()  # frees reference cycles of the previous model
     with progress.step(f"Loading the {role}"):
         loaded = loader.load(checkpoint, progress)
     sources = [checkpoint.source]
@@ -112,7 +112,7 @@ def export_model(
         sizes = [reference.num_parameters(part.model) for part in parts]
         written, file = write_models(parts, request.ops)
         references = [_references(part) for part in parts]
-        loaded.sources.close()  # from here on ONNX Runtime reads the weights
+        loaded.sources.close()  # ONNX Runtime reads the weights from now on
         released = LoadedCheckpoint(torch.nn.Module(), loaded.dtype, WeightSources())
         parts = [replace(part, loaded=released) for part in parts]
         del loaded

@@ -23,7 +23,7 @@ from specedge.errors import CheckpointError
 
 from . import gguf_files
 
-HEADER_BYTES = 1 << 24  # bytes; more than the vocabulary in a GGUF file's header takes as a rule
+HEADER_BYTES = 1 << 24  # sufficient for the vocabulary in most GGUF headers
 
 
 def fetch(

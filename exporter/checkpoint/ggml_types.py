@@ -12,7 +12,7 @@ import numpy as np
 
 from .quantized_tensors import BlockLayout, IntegerBlocks, strips
 
-_ZERO_POINT = 128  # of integers in 8 bits
+_ZERO_POINT = 128  # zero point of 8-bit integers
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:

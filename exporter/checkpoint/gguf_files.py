@@ -22,7 +22,7 @@ from .lazy_tensors import LazyTensor
 from .quantized_tensors import QuantizedTensor
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # of a split file, as llama.cpp names it
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # name of a part, as written by llama.cpp
 _TYPE_SUFFIX = re.compile(
     r"[-._]+((ud|i1|iq|q|tq|bf|f|fp|mxfp)\d\w*|imat\w*|ud-\w+)([-._](k|s|m|l|xl|xs|0|1))*$",
     re.IGNORECASE,

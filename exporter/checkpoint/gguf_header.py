@@ -17,7 +17,7 @@ from pathlib import Path
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
-MAX_TEXT = 1 << 26  # bytes of a string in the header; a chat template takes some thousands
+MAX_TEXT = 1 << 26  # maximum bytes of a string in the header
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
             12: "d"}  # fmt: skip
 _STRING, _ARRAY = 8, 9  # types of a value that have no fixed size

@@ -38,7 +38,7 @@ class Snapshot:
     folder: Path
     names: set[str]
     weights: dict[str, int]
-    growth: float = 1.0  # bytes of a bundle that each byte of the weights becomes
+    growth: float = 1.0  # size of a bundle relative to the weights
 
     def missing(self) -> dict[str, int]:
         """Return the weight files that are not downloaded yet, with their sizes."""

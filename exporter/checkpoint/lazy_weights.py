@@ -23,7 +23,7 @@ from specedge.errors import ExportError
 
 from .lazy_tensors import LazyTensor, materialize
 
-SMALLEST = 1 << 20  # bytes in float32; what is smaller is in the model itself
+SMALLEST = 1 << 20  # bytes in float32; smaller weights are loaded eagerly
 HUGE = 1 << 26  # numbers; larger matrices are widened some rows at a time
 PIECE = 1 << 20  # numbers of these: more are new pages of memory for each
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

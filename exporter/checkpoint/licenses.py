@@ -13,7 +13,7 @@ from specedge.bundle import LICENSE_FILE
 
 from ..progress import Progress
 
-LARGEST = 1_000_000  # bytes; what is larger is no text that anyone reads
+LARGEST = 1_000_000  # bytes; larger files are not copied
 
 
 def stated_license(folder: Path) -> str | None:

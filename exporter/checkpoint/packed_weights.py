@@ -32,7 +32,7 @@ NAMES = {
     "auto-round": "AutoRound",
     "compressed-tensors": "compressed-tensors",
 }
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 128  # of MatMulNBits; larger groups repeat their scales
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 128  # block sizes of MatMulNBits; larger groups repeat scales
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # nibbles of a word in the order of its outputs
 _BITS = (4, 8)
 _INT8_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it

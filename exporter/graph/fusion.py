@@ -21,7 +21,7 @@ from .nodes import insert_node, producer
 from .weights import drop_unused, view_tensor
 
 MICROSOFT = "com.microsoft"
-HEAD_MULTIPLE = 16  # of head sizes whose rotary embedding ONNX Runtime's node takes
+HEAD_MULTIPLE = 16  # head sizes supported by ONNX Runtime's fused rotary embedding
 COS, SIN = 7, 8  # inputs of GroupQueryAttention
 
 

@@ -23,7 +23,7 @@ from ..progress import Advance
 from .nodes import add_constant, insert_node, producer
 
 FILE = "weights.bin"
-SMALLEST = 1024  # bytes; what is smaller stays in the graph
+SMALLEST = 1024  # bytes; smaller tensors are stored in the graph
 ALIGNMENT = 64
 STORED = {
     "float16": (torch.float16, ir.DataType.FLOAT16),
@@ -32,7 +32,7 @@ STORED = {
 }
 TORCH_TYPES = {kind.value: dtype for dtype, kind in STORED.values()}
 TORCH_TYPES |= {ir.DataType.INT8.value: torch.int8, ir.DataType.UINT8.value: torch.uint8}
-_PIECE = 8 << 20  # bytes that are read, converted and written at a time
+_PIECE = 8 << 20  # bytes per chunk of reading, conversion and writing
 
 
 class WeightsFile:
@@ -51,7 +51,7 @@ class WeightsFile:
         self._dtype = STORED[dtype][0]
         self._sources = sources or WeightSources()
         self._places: dict[Any, ir.ExternalTensor] = {}
-        self.size = 0  # of the file, when all is written
+        self.size = 0  # size of the complete file
         self._thread = ThreadPoolExecutor(1)
         self._writing: list[Future[int]] = []
         self._file = HashedFile(folder / FILE)

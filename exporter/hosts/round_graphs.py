@@ -25,7 +25,7 @@ from . import sampling_nodes
 
 IR_VERSION = 10
 PLAIN_K = 1  # the smallest that a host's graph may have
-_MAX_PACKED_BYTES = 8 << 20  # bytes of packed weights that each draft step may have of its own
+_MAX_PACKED_BYTES = 8 << 20  # maximum bytes of packed weights per draft step
 
 
 def fused_round(

@@ -50,7 +50,7 @@ ROTATION_PROPERTY = (
 MIN_HADAMARD_SIZE = 16  # channels; smaller Hadamard matrices spread little
 _STRIP_SIZE = 1 << 19  # numbers that are rotated at a time: what stays in a cache
 _NUM_CHECKED_ROWS = 64  # rows of a matrix that are rotated back to verify it
-_MAX_ROTATION_ERROR = 1e-6  # of a matrix's largest value: what rounding to float32 may cost
+_MAX_ROTATION_ERROR = 1e-6  # relative to a matrix's largest value; float32 rounding is allowed
 _ROW_OPS = ("Cast", "Reshape", "Slice")  # what the residual stream goes through, row by row
 _ROTATABLE_INPUTS = (
     "Attention",

@@ -23,13 +23,13 @@ from .float_model import FloatModel
 from .matrices import matrix_groups
 from .texts import CalibrationTexts
 
-NUM_SAMPLE_ROWS = 48  # of the texts, that errors are measured with
-ANSWER_TOKENS = 48  # of a prompt's answer
-_TIMED_SIZE = 1024  # of matrices whose product is timed
+NUM_SAMPLE_ROWS = 48  # rows of the texts used to measure errors
+ANSWER_TOKENS = 48  # maximum tokens of a generated answer
+_TIMED_SIZE = 1024  # size of the matrices of the timed product
 _NUM_PASSES = 4  # over the report's text: float, a graph variant, and two formats of llama.cpp
-_BYTES_PER_SECOND = 8e9  # of weights that an answer's token reads
-_PASS_EFFICIENCY = 0.5  # of the timed product's operations a second, that passes reach,
-_GPTQ_EFFICIENCY = 0.4  # and GPTQ's small steps
+_BYTES_PER_SECOND = 8e9  # read bandwidth of weights during generation
+_PASS_EFFICIENCY = 0.5  # throughput of passes relative to the timed product
+_GPTQ_EFFICIENCY = 0.4  # throughput of GPTQ relative to the timed product
 _DECODER_FILE = GraphFile("decoder", None, prefix="calibration-")
 
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from ..graph.nodes import producer
 from .matrices import constant_vector
 
-NUM_ROWS = 7  # for any T: nothing that is reshaped to a fixed number of rows has so many
+NUM_ROWS = 7  # stands in for T; no reshape to a fixed number of rows uses it
 
 
 @dataclass(frozen=True)

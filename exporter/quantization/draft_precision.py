@@ -27,10 +27,10 @@ from .quantizer import add_variants, quantize
 from .report import compute_logits
 from .texts import CalibrationTexts
 
-MIN_PARAMETERS = 4_000_000  # below, a pass costs what its nodes cost, not its weights
-MIN_KEPT_ACCEPTANCE = 0.9  # of the acceptance that the draft has in its own type
+MIN_PARAMETERS = 4_000_000  # below, the time of a pass depends on its nodes, not its weights
+MIN_KEPT_ACCEPTANCE = 0.9  # fraction of the acceptance rate of the unquantized draft
 CANDIDATE_PRECISIONS = ("int4", "int8")
-MAX_SECONDS, MAX_PASSES = 2.0, 40  # of timing, all candidates in turn
+MAX_SECONDS, MAX_PASSES = 2.0, 40  # limits of timing, with all candidates in alternation
 
 
 @dataclass
@@ -45,8 +45,8 @@ class DraftCandidate:
     model: ModelEntry
     file: FileEntry
     sampled: float = 0.0  # the chance that a drawn token is accepted,
-    greedy: float = 0.0  # and a likeliest one
-    seconds: float = 0.0  # of a pass over one token
+    greedy: float = 0.0  # acceptance rate at temperature 0
+    seconds: float = 0.0  # time of a single-token pass
 
 
 def select_draft_precision(

@@ -14,7 +14,7 @@ import torch
 from . import rounding
 from .rounding import BLOCK_SIZE, MAX_INT8, BlockMatrix, IntegerMatrix
 
-DAMPING = 0.01  # of the Hessian's mean diagonal, added to it
+DAMPING = 0.01  # added to the diagonal, relative to its mean
 _BATCH_ROWS = 64  # rows whose errors are passed on to those behind them together
 _MAX_SOLVED_ROWS = 512  # rows of a triangular matrix that is inverted at once
 _TINY = 1e-30

@@ -23,7 +23,7 @@ from .matrices import Matrix, MatrixGroup, StoredTensor, tensor_data
 from .rounding import BlockMatrix, IntegerMatrix
 from .schemes import Scheme
 
-_ZERO_POINT = 128  # of x as unsigned bytes
+_ZERO_POINT = 128  # zero point of x as unsigned bytes
 
 
 @dataclass

@@ -42,7 +42,7 @@ from .rounding import BlockMatrix
 from .schemes import Scheme
 from .weight_store import WeightStore
 
-_FLOAT_BITS = 32  # of scales, offsets and dequantized weights
+_FLOAT_BITS = 32  # bits of scales, offsets and dequantized weights
 
 
 @dataclass(frozen=True)

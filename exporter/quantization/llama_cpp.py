@@ -29,8 +29,8 @@ COMPARABLE_FORMATS = {
     "int4": "Q4_K",
 }  # what a precision is compared to
 _SUPER_BLOCK_SIZE = 8  # blocks whose scales have one scale
-_MAX_SCALE = 63  # of a scale or minimum of 6 bits
-_RANGE_FACTORS = (1.0, 0.95, 0.9, 0.85)  # of a block's range: those tried
+_MAX_SCALE = 63  # maximum of 6-bit scales and minima
+_RANGE_FACTORS = (1.0, 0.95, 0.9, 0.85)  # candidate fractions of a block's range
 _TINY = 1e-30
 
 

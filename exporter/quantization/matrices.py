@@ -105,7 +105,7 @@ def constant_vector(value: ir.Value | None) -> np.ndarray | None:
 
 
 def matrix_groups(graph: ir.Graph, excluded: Set[int] = frozenset()) -> list[MatrixGroup]:
-    """Return the groups of all products with stored weights, without offsets in `apart`."""
+    """Return the groups of all products with stored weights, without offsets in `excluded`."""
     products: defaultdict[ir.Value, list[Matrix]] = defaultdict(list)
     for node in graph:
         value = node.inputs[0] if node.op_type == "MatMul" else None
@@ -120,7 +120,7 @@ def matrix_groups(graph: ir.Graph, excluded: Set[int] = frozenset()) -> list[Mat
 def split_gemms(graph: ir.Graph, excluded: Set[int] = frozenset()) -> None:
     """Replace Gemm nodes with stored matrices by MatMul and Add.
 
-    Except for single columns, and weights at offsets in `apart`.
+    Except for single columns, and weights at offsets in `excluded`.
     """
     for node in [node for node in graph if node.op_type == "Gemm"]:
         stored = stored_tensor(node.inputs[1])

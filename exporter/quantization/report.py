@@ -23,13 +23,13 @@ from .schemes import Scheme
 from .texts import CalibrationTexts
 
 MAX_LOGITS = 1 << 27  # logits of a model that are held at once
-ROWS_PER_STRIP = 64  # tokens whose distributions are compared at a time
+ROWS_PER_STRIP = 64  # tokens per comparison of distributions
 NUM_SAMPLE_TOKENS = (
-    96  # tokens of graph variants that have the integers of one that is measured on all texts
+    96  # tokens for graph variants that share integers with a completely measured one
 )
-NUM_LATE_TOKENS = 64  # tokens of a late window
-MAX_LATE_RATIO = 3.0  # in that of texts, what its divergence may be;
-MIN_LATE_DIVERGENCE = 0.0001  # and nats more: ALiBi as 16 bits hold it cost 0.0003 in a small model
+NUM_LATE_TOKENS = 64  # tokens of the window at the end of the context
+MAX_LATE_RATIO = 3.0  # maximum divergence of the late window relative to the texts,
+MIN_LATE_DIVERGENCE = 0.0001  # plus this many nats; 16-bit ALiBi cost 0.0003
 
 SchemeMap = Mapping[tuple[int, ...], Scheme]
 
@@ -222,7 +222,7 @@ class LogitDistance:
     the largest difference of a logit or cache value, relative to the largest value.
     """
 
-    loss: float = 0.0  # nats, of the model that is measured
+    loss: float = 0.0  # nats, of the measured model
     original_loss: float = 0.0
     divergence: float = 0.0  # Kullback-Leibler, of the original from it
     num_same: int = 0  # likeliest tokens

@@ -17,7 +17,7 @@ MAX_INT8 = 127
 _TINY = 1e-30
 _STRIP_SIZE = 1 << 24  # numbers that are widened at a time
 BLOCK_SIZE = 32
-_NUM_SAMPLED_COLUMNS = 512  # that an error is measured of
+_NUM_SAMPLED_COLUMNS = 512  # columns sampled to measure an error
 # Of the scale at which a block's largest number is the largest integer of 4 bits: those tried.
 _SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 

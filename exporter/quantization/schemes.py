@@ -16,24 +16,20 @@ from .matrices import MatrixGroup
 from .rounding import BlockMatrix, IntegerMatrix
 from .smoothing import smoothing_exponents
 
-SMOOTHING_STRENGTHS = (
-    0.5,
-    0.75,
-)  # of smoothing; 0.5 shares a channel's size between input and weights
-SPLITS = (2, 4, 8)  # of K, with separate scales
-# Relative error of a product above which channels are smoothed and K is split.
-# Smoothing below it does not pay: SmolLM2's KL is 0.0041 without and 0.0043 with it.
+# SmoothQuant's alpha; 0.5 distributes a channel's size evenly between input and weights.
+SMOOTHING_STRENGTHS = (0.5, 0.75)
+SPLITS = (2, 4, 8)  # parts of K with separate scales
+# Relative error of a product above which channels are smoothed and K is split. Smoothing below it
+# gives no gain: SmolLM2's KL is 0.0041 without and 0.0043 with it.
 MAX_UNSPLIT_ERROR = 0.04
-MAX_PER_CHANNEL_ERROR = (
-    0.05  # from which on 8 bits in blocks are tried, whose passes over several tokens are slower
-)
-MAX_ERROR = 0.2  # and from which on, however it is cut, a group stays in its own type
-MAX_HEAD_DIVERGENCE = (
-    0.01  # nats per token that a head in 4 bits may cost; beyond, it is in columns of 8
-)
-NUM_SAMPLED_COLUMNS = 512  # of a matrix, that errors are measured with
-NUM_SAMPLED_EXPERTS = 4  # and of a block of experts, each
-MAX_NAMES = 3  # matrices of a group in a line of the report
+# Error above which 8-bit blocks are tried, whose passes over several tokens are slower.
+MAX_PER_CHANNEL_ERROR = 0.05
+MAX_ERROR = 0.2  # error above which a group is not quantized
+# Loss in nats per token above which the LM head has 8-bit columns instead of 4-bit blocks.
+MAX_HEAD_DIVERGENCE = 0.01
+NUM_SAMPLED_COLUMNS = 512  # columns per matrix used to measure errors
+NUM_SAMPLED_EXPERTS = 4  # experts per layer used to measure errors
+MAX_NAMES = 3  # names of matrices listed per group in the report
 
 
 @dataclass(frozen=True)

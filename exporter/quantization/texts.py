@@ -17,10 +17,10 @@ FOLDER = Path(__file__).with_name("text")
 BUILT_IN_NAME = "specedge's own texts"
 GENRES = ("prose", "code", "chat")
 NUM_PROMPTS = 4  # prompts that the model itself answers, for calibration
-CALIBRATION_WINDOW, EVALUATION_WINDOW = 256, 512  # tokens that are run together, after nothing
+CALIBRATION_WINDOW, EVALUATION_WINDOW = 256, 512  # tokens per sequence
 NUM_TOKENS = {"calibration": 18 * CALIBRATION_WINDOW, "evaluation": 3 * EVALUATION_WINDOW}
-MAX_PIECES = 36  # in a small context
-MIN_TOKENS = 32  # tokens
+MAX_PIECES = 36  # maximum sequences, if the context is small
+MIN_TOKENS = 32  # minimum length of a sequence
 Turns = list[dict[str, str]]
 Template = Callable[[Turns], str]
 

@@ -289,7 +289,7 @@ def _observe_layer(
     return LayerAttention(window, *sizes, as_cached=bool(written))
 
 
-OTHER_MASK = -1  # in a window's place: a mask that is neither causal nor a window
+OTHER_MASK = -1  # marks a mask that is neither causal nor a window
 
 
 @dataclass(frozen=True)

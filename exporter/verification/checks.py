@@ -113,8 +113,8 @@ def segment_check(
 ) -> Check:
     """Compare a segment in passes of all kinds, with rollbacks and noise.
 
-    The decoder's passes are repeated for half of their rows. One pass of each file in `alone` is
-    compared with the decoder's, and the file is removed from the list.
+    The decoder's passes are repeated for half of their rows. One pass of each file in
+    `fixed_shapes` is compared with the decoder's, and the file is removed from the list.
     """
 
     def compared(start: int, length: int, keep: bool, actual: np.ndarray) -> np.ndarray | None:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..internals import tree_any, tree_map
 
-_LARGEST = float(np.finfo(np.float32).max)  # of float64 that masks write, and float32 has not
+_LARGEST = float(np.finfo(np.float32).max)  # masks may write larger float64 values
 ROUNDINGS = 4  # PyTorch's own, and so many more less one
 _FUSED = "scaled_dot_product_attention"
 _PRODUCTS = {"linear", "addmm", "baddbmm", "bmm", "softmax", "gelu", "tanh", _FUSED}

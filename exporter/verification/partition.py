@@ -22,7 +22,7 @@ import torch
 from ..checkpoint.lazy_weights import BufferPool
 from ..graph.weights import FILE, TORCH_TYPES, chunks, map_tensor
 
-PART_BYTES = 200_000_000  # of weights, in float32
+PART_BYTES = 200_000_000  # float32 weights of a partition
 
 
 @dataclass
@@ -42,7 +42,7 @@ class PartitionedGraph:
 
     Without `first` it is cut where a layer's cache is first read, so that subgraphs of equal layers
     are equal, and so that none has more than PART_BYTES, if more than one constant. Values computed
-    from weights are passed in (`given`), computed once for all graphs; otherwise ONNX Runtime
+    from weights are passed in with `passes_constants`, computed once; otherwise ONNX Runtime
     computes them, as it must where it adds additional casts: it would fold those out of the
     placeholder of a passed constant. So it would int8 weights that it makes unsigned, so integers
     are never passed in.

@@ -32,13 +32,13 @@ from .exact_model import ROUNDINGS, RoundingNoiseMode, exact_arithmetic
 from .row_errors import float32_error_bounds, row_errors
 
 WHOLE = 1024  # contexts up to this length are compared whole
-SMALL = 50_000_000  # of models up to this many parameters
-PART, TAIL = 256, 48  # of longer ones: so many positions from the start, so many up to the end
-LARGE_PART, LARGE_TAIL = 32, 12  # and of large models: there every kind has one turn
+SMALL = 50_000_000  # parameters of a small model
+PART, TAIL = 256, 48  # positions compared at the start and at the end of the context
+LARGE_PART, LARGE_TAIL = 32, 12  # the same for large models
 TRIES = 64  # times that tokens are drawn anew until float32 chooses every expert clearly
-WORTHLESS = 0.1  # of the logits' standard deviation: an error that leaves little of a distribution
+WORTHLESS = 0.1  # error, relative to the logits' standard deviation, that is refused
 CHUNK = 256  # tokens per pass, and fewer for a vocabulary
-ROOM = 1 << 24  # of more than this many logits a pass
+ROOM = 1 << 24  # maximum logits per pass
 HELD = 1 << 27  # logits that are kept at once, in float64
 History = Callable[[int], np.ndarray]
 
@@ -217,8 +217,8 @@ def _run_passes(
 ) -> list[np.ndarray]:
     """Run PyTorch over tokens after rows of cache, in chunks that keep its memory small.
 
-    `told` gets the logits [B, t, V] of each chunk, with B equal sequences; returns the rows added
-    to the caches, [B, H, n, D].
+    `on_logits` gets the logits [B, t, V] of each chunk, with B equal sequences; returns the rows
+    added to the caches, [B, H, n, D].
     """
     cache = DynamicCache()
     cache.layers = [
@@ -279,7 +279,7 @@ class RoutingRecorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions = slice(0, 0)  # of the watched pass; each has the same number of rows
+        self.positions = slice(0, 0)  # positions of the current pass
         self.scores: list[tuple[slice, np.ndarray, int]] = []
 
     @property

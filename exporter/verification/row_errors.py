@@ -14,7 +14,7 @@ import numpy as np
 from specedge.bundle.precision import FLOAT32
 from specedge.errors import ParityError
 
-TINY = 1e-6  # of the largest value of an output: what a row of zeros is relative to
+TINY = 1e-6  # minimum scale of a row, relative to the output's largest value
 # Exact arithmetic leaves a right graph a ten-millionth of float32's error. A constant that is wrong
 # by one part in a thousand costs ten thousand times float32's error of that constant.
 STRUCTURE = 1e-3

@@ -25,7 +25,7 @@ from . import partition
 from .partition import RepresentativeParts, find_representatives
 from .subgraph import SubgraphSession, Values, open_session, unpacked_options
 
-WHOLE_BYTES = 100_000_000  # of weights; larger models are run part by part
+WHOLE_BYTES = 100_000_000  # weights; larger models are run in partitions
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .reference import Reference, chunk_length
 from .row_errors import STRUCTURE, ErrorCheck, float32_error_bounds, row_errors
 from .subgraph import NOISE, open_session
 
-ORDERS = 8  # in which scores are added up, to see what float32 makes of them
+ORDERS = 8  # summation orders of attention scores, to measure float32 rounding
 FUSED = ("Attention", "GroupQueryAttention")
 
 

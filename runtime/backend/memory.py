@@ -25,12 +25,12 @@ from specedge.errors import DeviceError
 PROCESS = 90 * 10**6  # Python, numpy, ONNX Runtime and this package, whatever the pair
 TOKENIZER = 11  # a loaded tokenizer in its file's size, measured with 150,000 entries
 SAFETY_FACTOR = 0.9  # a prediction may be too large by the rest
-CONTEXT_STEP = 256  # tokens of a context that an advice may leave, and what it is a multiple of
+CONTEXT_STEP = 256  # granularity and minimum of suggested context lengths
 # Products that are not named so, or hold more than a weight, with eighths of it: of integers that
 # are widened ONNX Runtime makes MatMulNBits, which has a scale for 32 of them. Packed blocks of 4
 # bits have a sum beside each scale, and the scales stay as they were: 28 bytes where 20 lay.
 _PACKED_EIGHTHS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11, "QMoE": 11}
-_LOOKUPS = ("Gather", "GatherBlockQuantized")  # of rows in memory-mapped tables
+_LOOKUPS = ("Gather", "GatherBlockQuantized")  # operators that read rows of memory-mapped tables
 _PACKED_BYTES = {
     "int8": 1.0,
     "int8-block": 1.4,

@@ -23,7 +23,7 @@ from .onnx_model import OrtModel
 from .ort import onnxruntime, translated_errors
 from .sessions import Device
 
-LONGEST = 18  # tokens of a pass that is tested; longer ones read prompts, or drafts if asked
+LONGEST = 18  # longest tested pass; longer ones process prompts, or drafts on request
 STEP = 7  # between tokens; equal ones choose the same experts, whose kernels then see many rows
 PASTS = (0, 512)  # rows of the cache before it, on a GPU, whose kernels may split long ones
 KNOWN_CAUSES = {

@@ -16,7 +16,7 @@ from ..sampling.history import History
 from ..sampling.logits import Row
 
 PLACEHOLDER = 0
-MAX_PASS_LENGTH = 2  # tokens in a pass with logits; more are prefilled
+MAX_PASS_LENGTH = 2  # maximum tokens of a pass with logits; more are prefilled
 
 
 class DraftModel:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class BatchItem:
     """Prompt of a batch: `prompt` or `messages`, and every option of its request.
 
-    `place` is "prompts.jsonl, line 3: " if the line itself names a drafter, `asked` the fingerprint
-    of the item.
+    `location` is "prompts.jsonl, line 3: " if the line itself names a drafter, `fingerprint` the
+    fingerprint of the item.
     """
 
     index: int

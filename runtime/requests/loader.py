@@ -25,7 +25,7 @@ from ..text.tokenizer import load_tokenizer
 from .pipeline import Pipeline
 
 AUTO = "auto"
-EXACT_BYTES = 50_000_000  # of weights up to which long passes' bits are tried at the first load
+EXACT_BYTES = 50_000_000  # weights up to which long passes are tested at the first load
 
 
 def load(

@@ -32,7 +32,7 @@ from .async_stream import AsyncStream
 from .slots import Slot, Slots
 from .stream import ActiveRequest, Generation, Stream
 
-SCORE_CHUNK = 64  # tokens: their logits are in memory together
+SCORE_CHUNK = 64  # tokens whose logits are in memory at a time
 
 
 class Pipeline:

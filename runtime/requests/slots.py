@@ -25,7 +25,7 @@ from ..decoding.timing import Stopwatch
 
 _CLOSED = "this pipeline is closed; load the bundle again"
 COLLECTION_DELAY = 1.0  # seconds without progress, until abandoned streams are collected
-_IDLE_SECONDS = 0.01  # in which a stream that continues takes its next turn
+_IDLE_SECONDS = 0.01  # within which a running stream takes its next turn
 IDLE_TIMEOUT = 30.0  # seconds that a request waits for a slot while no stream makes progress
 
 
@@ -116,7 +116,7 @@ class Slots:
         """Return a lease, None if no slot is free."""
         with self._lock:
             if not self.all:
-                self._freed.put(None)  # for the next one that waits
+                self._freed.put(None)  # wakes the next waiting request
                 raise SpecEdgeError(_CLOSED)
             free = [slot for slot in self.all if slot.is_free]
             if not free:
@@ -185,7 +185,7 @@ class FairLock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.num_begun = 0
-        self.busy_seconds = 0.0  # of turns that have ended
+        self.busy_seconds = 0.0  # total seconds of completed turns
         self._start = 0.0
         self._taken = False
         self._waiting: deque[threading.Lock] = deque()

@@ -29,7 +29,7 @@ _CURE = "export the pair again from a checkpoint whose template works, or omit -
 _DEFAULTS = TemplateOptions()
 _MARKER = "specedge-marker-5f1c"
 _ROLES = ("system", "user", "assistant", "tool")
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # as templates name it
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names used by templates
 
 
 def render(

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 NUM_AT_A_TIME = 2
 PATIENCE = 1.0  # seconds until a compilation no longer keeps the next one waiting
-MAX_OVERRUNS = 6  # that run in addition to the others
+MAX_OVERRUNS = 6  # compilations past their time limit that may run in addition
 LOWEST_PRIORITY = 19
 
 

@@ -17,7 +17,7 @@ from specedge.option_specs import NameEnum
 from ..decoding.protocols import Round
 from .tokenizer import decode
 
-_CONTEXT = 8  # tokens of the prompt that decoding sees, so that the first space is right
+_CONTEXT = 8  # prompt tokens that are decoded, too, to preserve a leading space
 
 
 class FinishReason(NameEnum):

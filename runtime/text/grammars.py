@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # lexer may take a second.
 MAX_RENEWALS = 8
 NUM_CACHED = 16  # compiled grammars: lines of a file and a request's choices share theirs
-COMPILE_SECONDS = 20.0  # for a request's grammars: what is larger could take minutes
+COMPILE_SECONDS = 20.0  # limit per request; large grammars could take minutes
 # A state of the lexer takes one or two kilobytes. llguidance's own limit is 250,000.
 _LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 # Between two symbols of JSON: a space, or a new line with its indentation. JSON itself sets no
@@ -247,7 +247,7 @@ class GrammarConstraint:
         self._only_ends = np.ones(vocab_size, bool)
         self._only_ends[list(ends)] = False
         self._read: list[int] = []
-        self._num_consumed = 0  # of these by the matcher: not the end, nor what follows it
+        self._num_consumed = 0  # tokens consumed by the matcher, without end tokens
         self._masks: dict[int, NDArray[np.bool_]] = {}
 
     def banned(self, history: History) -> NDArray[np.bool_]:
@@ -315,7 +315,7 @@ class GrammarConstraint:
         for token in tokens:
             if not self._ended and token not in self._ends:
                 if not self._matcher.try_consume_tokens([token]):
-                    self._mask()  # which has the error of a full lexer, that says so late
+                    self._mask()  # raises the error of a full lexer, which is reported late
                     raise OptionError("the text so far violates the grammar")
                 self._num_consumed += 1
             self._read.append(token)

@@ -20,7 +20,7 @@ from specedge.sampling_options import Sampling
 
 from ..theory.formulas import acceptance_probability
 
-ROWS = 16  # of logits at a time: a row may have 150,000 columns
+ROWS = 16  # rows of logits at a time; a row may have 150,000 columns
 
 
 def acceptances(

@@ -19,7 +19,7 @@ from specedge.runtime.requests.stats import Stats
 from specedge.runtime.requests.stream import Generation
 
 GROUP = 4  # settings between two plain runs
-LOOP_LENGTH = 8  # tokens in a row
+LOOP_LENGTH = 8  # length of a repeated sequence in tokens
 LOOP_TIMES = 3
 
 Progress = Callable[[float], None]  # told which share of the work is done

@@ -35,9 +35,9 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.text.tokenizer import encode
 from specedge.sampling_options import Sampling
 
-SECONDS = 3.0  # of sweeps through all passes
-SHORT = 32  # tokens in the caches at the shortest length that is measured
-TEXT_TOKENS, TEXT_SECONDS = 48, 0.8  # of each text that tells the acceptance, whichever is less
+SECONDS = 3.0  # time limit of the sweeps over all passes
+SHORT = 32  # shortest measured cache length
+TEXT_TOKENS, TEXT_SECONDS = 48, 0.8  # limits of each text used to measure acceptance
 DRAFT_TOKENS = 4
 TEXTS = (
     "def read_config(path):\n    ",
@@ -159,11 +159,11 @@ def _tokens(pipeline: Pipeline, text: str) -> list[int]:
     return [token for token in ids if token < pipeline.bundle.target.vocab_size] or [0]
 
 
-LARGE_WEIGHTS = 300_000_000  # bytes of weights, whose reading takes all cores anywhere
+LARGE_WEIGHTS = 300_000_000  # bytes of weights above which all cores are needed
 _REPEATS = 5
 _NEW_TOKENS = 48
 _DRAFT_LENGTHS = (0, 4)
-GAIN = 0.97  # of the time of one thread per core, above which fewer threads are used
+GAIN = 0.97  # fewer threads are used if their time is below this fraction
 
 
 def fastest_threads(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:

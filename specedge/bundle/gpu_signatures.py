@@ -15,7 +15,7 @@ SCORED = "scored"  # decoder with an output of top logits
 UNROLLED = "unrolled"  # K greedy draft steps
 SAMPLED = "sampled"  # K draft steps that sample with a request's settings
 ONE_CALL = (UNROLLED, SAMPLED)
-NUM_SUMMARY_FIELDS = 5  # of `drawn`, before the largest weights
+NUM_SUMMARY_FIELDS = 5  # fields of `drawn` before the largest weights
 
 
 def num_best(num_columns: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 DIMENSIONS = ("B", "T", "R", "N", "K")
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-SAMPLING_INPUTS = (*SAMPLING_SETTINGS, "seen", "uniforms")  # of a graph that samples
+SAMPLING_INPUTS = (*SAMPLING_SETTINGS, "seen", "uniforms")  # inputs of a sampling graph
 ROLES = (
     *("tokens", "past_length", "logits_from", "cache", "logits", "best", "drafted"),
     *(*SAMPLING_INPUTS, "drawn", "weights"),

@@ -52,7 +52,7 @@ for command in (
 
 def main() -> None:
     """Run the command line and exit."""
-    os.environ.setdefault(telemetry.VARIABLE, "1")  # of child processes, too
+    os.environ.setdefault(telemetry.VARIABLE, "1")  # also applies to child processes
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MAX_PROMPT = 64 * 2**20  # bytes of a prompt
-MAX_TEXT = 2**30  # bytes of a file
+MAX_PROMPT = 64 * 2**20  # maximum bytes of a prompt
+MAX_TEXT = 2**30  # maximum bytes of a file
 
 bundle = click.option(
     "--bundle",

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 _ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
 _LENGTHS = (1, 2, 3, 4, 5, 7, 10)
 _DRAFT_COSTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-_TABLE_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))  # of Leviathan et al.
+_TABLE_1 = (
+    (0.6, 2),
+    (0.7, 3),
+    (0.8, 2),
+    (0.8, 5),
+    (0.9, 2),
+    (0.9, 10),
+)  # alpha and K in Leviathan et al.
 _SHORTEST = 8  # smallest K at the end of the table
 
 

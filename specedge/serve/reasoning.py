@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from specedge.runtime.text.grammars import WHITE_SPACE
 from specedge.runtime.text.schemas import simplify
 
-MAX_TAIL = 24  # tokens at a prompt's end, among which thinking may begin
+MAX_TAIL = 24  # tokens at the end of a prompt in which thinking may begin
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_RESPONSES = 512
-MAX_CHARACTERS = 2**25  # of all conversations together, as JSON
+MAX_CHARACTERS = 2**25  # maximum JSON characters of all conversations
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 MAX_SEQUENCES = 64
-MAX_TOKENS = 2**20  # of all sequences together
+MAX_TOKENS = 2**20  # maximum tokens of all sequences
 
 
 class SampledTokens:

@@ -48,7 +48,7 @@ BUILT_IN = (
     "今日は天気が",
     "SELECT name, count(*) FROM",
 )
-FALSE_ALARM = 1e-6  # of the whole audit
+FALSE_ALARM = 1e-6  # probability for the whole audit
 PASSES = 20000  # steps of the target in whose time every check reaches its least size
 # Each takes its share of the time that is left, so what one leaves the next have.
 SHARES = {
@@ -62,7 +62,7 @@ SHARES = {
 }
 GREEDY_SHARE, GREEDY_SECONDS = 0.25, 30.0  # it may take more where little time is left
 NUM_TESTS = (sampled_text.TESTS + joint_distribution.TESTS) * (len(sampled_text.SETTINGS) + 1) - 1
-CONTROL = 0.1  # of a self-test's time
+CONTROL = 0.1  # fraction of a self-test's time
 LOOKS = (0.1, 0.3, 1.0)  # shares of a defect's time, of what is left of it
 ALPHA = FALSE_ALARM / NUM_TESTS
 

@@ -20,8 +20,8 @@ from .noise import CachedModel, distance, size
 from .report import FAILED, PASSED, SHORT, CheckResult
 from .subject import ROWS, Subject, first_tokens
 
-COUPLED_TOKENS = 24  # of each text of the coupled check
-LEAST_TOKENS = 32  # of a greedy or self-drafted text, below which a check is inconclusive
+COUPLED_TOKENS = 24  # tokens per text of the coupled check
+LEAST_TOKENS = 32  # minimum tokens for a conclusive check
 NUM_RUNS = 4
 
 

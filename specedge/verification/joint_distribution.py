@@ -27,10 +27,10 @@ from .subject import Subject, first_tokens, input_token, tested_tokens
 
 LENGTH = 2
 LEAST_TEXTS = 400
-LEAST_MASS = 1 / 64  # of a cell; rarer strings go together
+LEAST_MASS = 1 / 64  # minimum probability of a cell; rarer strings are pooled
 CANDIDATES = 6  # prompts from which a setting takes the one where draft and target differ most
 
-TESTS = 3  # of each setting; all together have the last two
+TESTS = 3  # tests per setting; the last two are also applied to all settings
 
 NextToken = dict[tuple[int, ...], float]
 

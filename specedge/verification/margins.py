@@ -78,7 +78,7 @@ def draw_margin(probs: Floats, uniform: float, temperature: float) -> float:
 
 
 def _distance(sums: Floats, point: float) -> float:
-    """Return the change of logits, at temperature 1, that moves a cumulative sum to `place`."""
+    """Return the change of logits, at temperature 1, that moves a cumulative sum to `point`."""
     slack = 2 * sums * (1 - sums)
     inside = slack > 0  # all of the probabilities is 1 wherever logits move
     return float((np.abs(sums - point)[inside] / slack[inside]).min(initial=math.inf))

@@ -39,9 +39,9 @@ SETTINGS = (
     Sampling(0.9, top_k=50, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5),
 )
 NAME = 49  # letters of a setting's name in a table
-NUM_CELLS = 16  # of [0, 1); pairs are laid on a square of 4 by 4
-TESTS = 4  # of each setting, and of all together
-LEAST_TOKENS = 320  # of a setting, so that each cell expects 20
+NUM_CELLS = 16  # cells of [0, 1); pairs use a grid of 4 by 4
+TESTS = 4  # tests per setting, and for all settings
+LEAST_TOKENS = 320  # minimum tokens per setting, for 20 expected per cell
 LEAST_TEXT = 8
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-POWER = 0.99  # with which the deviation that is stated would have been caught
-CONFIDENCE = 0.99  # of the bound on the deviation
+POWER = 0.99  # probability of detecting the stated deviation
+CONFIDENCE = 0.99  # confidence of the bound on the deviation
 LEAST_EXPECTED = 20.0  # samples in a cell, below which cells are pool_cells
 
 Array = NDArray[Any]

@@ -25,7 +25,7 @@ from .budget import Budget, Clock
 from .memoization import MemoizedModel
 from .noise import Array, CachedModel, row_differences
 
-ROWS = 64  # tokens of the texts that are run and drawn
+ROWS = 64  # tokens of each text
 EVERY = 8  # all K up to this one are tried, and the largest that may be planned
 
 

@@ -29,7 +29,7 @@ from ...sampling.logits_processors import text_columns
 from ..kv_cache import KeyValueCache
 from ..model_session import BoundPass, ModelSession
 
-_REPEATS = 5  # of each timing, of which the median counts
+_REPEATS = 5  # timings, of which the median is used
 _LIMITS = np.finfo(np.float32)
 _NON_FINITE = 1  # column of a step's summary that is set if logits are not finite
 

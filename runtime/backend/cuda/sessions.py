@@ -34,7 +34,7 @@ def open_session(ort: Any, path: str, name: str, provider: str, index: int, opti
     if is_incomplete and (reason := why_not(name)):
         raise DeviceError(reason)
     options.add_session_config_entry(_NO_FALLBACK, "1")
-    options.intra_op_num_threads = 1  # for nodes on the CPU, of which there are none
+    options.intra_op_num_threads = 1  # no node runs on the CPU
     providers = [(provider, _provider_options(index) | {"enable_cuda_graph": "1"})]
     try:
         return inference_session(path, options, providers)

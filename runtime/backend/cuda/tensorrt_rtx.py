@@ -20,7 +20,7 @@ from .engines import EnginePlatform
 
 MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
 PROVIDER = "NvTensorRTRTXExecutionProvider"
-GPUS = ("sm86", "sm89", "sm120", "sm121")  # that TensorRT-RTX 1.7.1 compiles for
+GPUS = ("sm86", "sm89", "sm120", "sm121")  # supported by TensorRT-RTX 1.7.1
 
 
 def devices(ort: Any) -> list[Any]:
