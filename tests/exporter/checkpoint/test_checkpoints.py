@@ -135,13 +135,13 @@ def test_models_own_code_never_runs(checkpoint):
     code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     edit(checkpoint / "config.json", model_type="own", auto_map=code)
     (checkpoint / "code.py").write_text("raise SystemExit('ran')", "utf-8")
-    assert "never runs" in refusal(checkpoint)
+    assert "does not run" in refusal(checkpoint)
 
 
 def test_adapter_in_models_place_is_refused_with_option_it_belongs_to(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "adapter_config.json").write_text("{}", "utf-8")
-    assert "this as --adapter" in refusal(checkpoint)
+    assert "the adapter as --adapter" in refusal(checkpoint)
 
 
 def test_sharded_checkpoint_is_read_and_broken_index_refused(checkpoint):

@@ -56,7 +56,7 @@ def test_a_complete_text_allows_end_tokens_only():
 def test_a_grammar_violation_is_an_error_of_its_request_only():
     one = constraint("regex", "ab|cc")
     for _ in range(2):
-        with pytest.raises(OptionError, match="breaks the grammar"):
+        with pytest.raises(OptionError, match="violates the grammar"):
             one.banned(History([], [0, 0]))
         assert allowed(one, 0) == [1]
         assert allowed(one, 2) == [2]
