@@ -155,7 +155,7 @@ def test_prompt_of_a_request_is_that_of_transformers(references, name, chat):
 
 @pytest.mark.parametrize(("name", "chat"), sorted(REFUSED))
 def test_chat_without_a_system_message_in_its_prompt_is_refused(references, name, chat):
-    with pytest.raises(ApiError, match=r"System role not supported|leaves out messages\[0\]"):
+    with pytest.raises(ApiError, match=r"System role not supported|drops messages\[0\]"):
         prompt_of(references(name), *CHATS[chat])
 
 

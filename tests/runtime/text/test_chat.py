@@ -207,7 +207,7 @@ def test_contents_have_the_form_that_the_template_takes(template, text):
 
 
 def test_message_that_a_template_leaves_out_is_an_error():
-    with pytest.raises(PromptError, match=r"leaves out messages\[2\], of the role 'assistant'"):
+    with pytest.raises(PromptError, match=r"drops messages\[2\], of the role 'assistant'"):
         render(with_template(ASSISTANTLESS), TURNS_OF_THREE)
     assert render(with_template(ASSISTANTLESS), TURNS_OF_THREE[:2]) == "Be kind.Hi"
 
