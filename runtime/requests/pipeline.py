@@ -51,7 +51,7 @@ class Pipeline:
         draft: Draft model of the first slot, None if the bundle has none.
         costs: Pass costs for the planner.
         note: Note of the self-test at load about this machine.
-        more: Target and draft model of each further slot.
+        more_models: Target and draft model of each further slot.
     """
 
     def __init__(
