@@ -43,17 +43,36 @@ function inline(text) {
   return [...nodes, text.slice(end)];
 }
 
-function paragraphs(text) {
-  return text.split(/\n{2,}/).filter((part) => part.trim()).map((part) => {
-    const lines = part.split("\n").filter((line) => line.trim());
-    const heading = lines.length === 1 && lines[0].match(/^#{1,6} +(.*)/);
-    if (heading) return element("h3", {}, ...inline(heading[1]));
-    const items = lines.map((line) => line.match(/^ *(?:[-*+]|(\d+)[.)]) +(.*)/));
-    if (!items.every(Boolean)) return element("p", {}, ...inline(part.trim()));
-    const list = element(items[0][1] ? "ol" : "ul", {}, ...items.map((item) => element("li", {}, ...inline(item[2]))));
-    if (items[0][1]) list.start = Number(items[0][1]);
-    return list;
-  });
+const HEADING = /^ {0,3}#{1,6} +(.*)/, BULLET = /^ *[-*+] +(.*)/, NUMBERED = /^ *(\d+)[.)] +(.*)/, ROW = /^ *\|(.*)\| *$/;
+const KINDS = { blank: /^\s*$/, heading: HEADING, bullets: BULLET, numbers: NUMBERED, table: ROW, text: /^/ };
+
+function listItems(lines, pattern) {
+  return lines.map((line) => element("li", {}, ...inline(line.match(pattern).at(-1))));
+}
+
+const BLOCKS = {
+  heading: (lines) => element("h3", {}, ...inline(lines[0].match(HEADING)[1])),
+  bullets: (lines) => element("ul", {}, ...listItems(lines, BULLET)),
+  numbers: (lines) =>
+    element("ol", { start: Number(lines[0].match(NUMBERED)[1]) }, ...listItems(lines, NUMBERED)),
+  table(lines) {
+    if (!/^[\s|:-]+$/.test(lines[1] ?? "")) return BLOCKS.text(lines);
+    const cells = (line, tag) => line.match(ROW)[1].split("|").map((cell) => element(tag, {}, ...inline(cell.trim())));
+    const rows = lines.slice(2).map((line) => element("tr", {}, ...cells(line, "td")));
+    return element("table", {}, element("tr", {}, ...cells(lines[0], "th")), ...rows);
+  },
+  text: (lines) => element("p", {}, ...inline(lines.join("\n").trim())),
+};
+
+// Return a block for each run of lines of one kind.
+function blocks(text) {
+  const runs = [];
+  for (const line of text.split("\n")) {
+    const kind = Object.keys(KINDS).find((name) => KINDS[name].test(line));
+    if (kind === runs.at(-1)?.kind && kind !== "heading") runs.at(-1).lines.push(line);
+    else runs.push({ kind, lines: [line] });
+  }
+  return runs.filter(({ kind }) => kind !== "blank").map(({ kind, lines }) => BLOCKS[kind](lines));
 }
 
 function codeBlock(language, code) {
@@ -64,7 +83,7 @@ function codeBlock(language, code) {
 // Return the nodes of a text; a fence that is not closed yet goes to the text's end.
 export function markdown(text) {
   return text.split(/^ {0,3}```/m).flatMap((part, i) => {
-    if (i % 2 === 0) return paragraphs(part);
+    if (i % 2 === 0) return blocks(part);
     const [language, ...lines] = part.split("\n");
     return [codeBlock(language.trim(), lines.join("\n").replace(/\n$/, ""))];
   });

@@ -177,12 +177,18 @@ def test_markdown_is_shown_and_html_is_text(visit, scripted):
     pipeline, port = scripted
     page = visit(port)
     pipeline.text = (
-        "**Bold** <b>x</b>\n\n- `one`\n- two\n\n```python\nprint(1)\n```\n<script>y</script>"
+        "## Title\n**Bold** <b>x</b>\n- `one`\n- two\n3. three\n"
+        "| a | b |\n|---|:-:|\n| 1 | *2* |\n| 3 |\n"
+        "```python\nprint(1)\n```\n<script>y</script>\n| no | table |"
     )
     send(page, "Show.")
     answer = page.locator("#log .assistant .body")
     assert answer.locator("strong").text_content() == "Bold"
-    assert answer.locator("li").all_text_contents() == ["one", "two"]
+    assert answer.locator("h3").text_content() == "Title"
+    assert answer.locator("li").all_text_contents() == ["one", "two", "three"]
+    assert answer.locator("ol").get_attribute("start") == "3"
+    assert answer.locator("th, td").all_text_contents() == ["a", "b", "1", "2", "3"]
+    assert "| no | table |" in answer.text_content()
     assert answer.locator("pre").text_content() == "print(1)"
     assert answer.locator("b, script").count() == 0
     assert "<b>x</b>" in answer.text_content()
