@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from types import ModuleType
@@ -217,11 +218,18 @@ def gguf_tensor_mapping(
 
     The function takes an array and its name in the file, not stacked experts.
     """
+    import gguf
     from transformers import modeling_gguf_pytorch_utils as loading
 
     options = model.config.to_dict()  # type: ignore[union-attr,operator]
     processor = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)(options)
-    names = loading.get_gguf_hf_weights_map(model, processor)
+    # It asks for the table of all names again for each module, which took most of the time to load.
+    build_table = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(build_table)
+    try:
+        names = loading.get_gguf_hf_weights_map(model, processor)
+    finally:
+        gguf.get_tensor_name_map = build_table
 
     def arrange(weights: Any, name: str) -> Any:
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}

@@ -211,6 +211,8 @@ def _note_gguf(role: str, main_type: str, num_unused: int, progress: Progress) -
 def _tie(model: Any, sources: WeightSources) -> None:
     """Tie an LM head that is stored separately but equals the embedding."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(head, "weight", None) is getattr(table, "weight", None):
+        return
     a, b = (sources.stored_matrix(getattr(module, "weight", None)) for module in (table, head))
     if a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b):
         head.weight = table.weight

@@ -48,6 +48,15 @@ def test_gguf_is_dequantized_exactly(kind, dtype, tmp_path):
     assert any(said in note for note in progress.notes) == (dtype == "float32")
 
 
+def test_names_of_tensors_are_built_once(tmp_path, monkeypatch):
+    path, calls = tmp_path / "model.gguf", []
+    write(path, Kind.Q8_0, tmp_path)
+    build = gguf.get_tensor_name_map
+    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *x: calls.append(x) or build(*x))
+    loader.load(find(path), Progress())
+    assert len(calls) == 1
+
+
 @pytest.mark.slow
 def test_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
     path = tmp_path / "models" / "model-Q8_0.gguf"
