@@ -270,9 +270,9 @@ def _draft_weights(
         empty = nodes("Expand", 0.0, [1, size])
         selected = sampling_nodes.select_columns(nodes, nodes.constant(columns[None]), settings)
         weights = nodes("ScatterElements", empty, selected, row.weights, axis=1)
-        likeliest = nodes("Gather", columns, row.likeliest)
+        argmax = nodes("Gather", columns, row.argmax)
         return sampling_nodes.TokenWeights(
-            likeliest, sampling_nodes.select_columns(nodes, weights, settings)
+            argmax, sampling_nodes.select_columns(nodes, weights, settings)
         )
     logits = vocabulary_logits(nodes, logits, draft, 1)
     if draft.vocab_size == size:
@@ -281,7 +281,7 @@ def _draft_weights(
     row = sampling_nodes.token_weights(nodes, logits, seen, draft.vocab_size, settings, is_one=True)
     weights = nodes("Pad", row.weights, [0, 0, 0, size - draft.vocab_size])
     return sampling_nodes.TokenWeights(
-        row.likeliest, sampling_nodes.select_columns(nodes, weights, settings)
+        row.argmax, sampling_nodes.select_columns(nodes, weights, settings)
     )
 
 

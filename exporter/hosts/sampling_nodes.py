@@ -40,7 +40,7 @@ class SamplingInputs:
 class TokenWeights:
     """Most probable token of each row [R, 1], and weights to sample from [R, C]."""
 
-    likeliest: ir.Value
+    argmax: ir.Value
     weights: ir.Value
 
 
@@ -115,8 +115,8 @@ def token_weights(
     `is_one` is True if R is 1, which needs fewer nodes.
     """
     logits = _penalize(nodes, logits, seen, settings)
-    likeliest = nodes("ArgMax", logits, axis=1)
-    return TokenWeights(likeliest, _weights(nodes, logits, vocab_size, settings, is_one))
+    argmax = nodes("ArgMax", logits, axis=1)
+    return TokenWeights(argmax, _weights(nodes, logits, vocab_size, settings, is_one))
 
 
 def _penalize(
@@ -226,7 +226,7 @@ def choose_token(
 ) -> ir.Value:
     """Take the most probable token at temperature 0, else sample. 1 row, [1] -> [1, 1]"""
     drawn = _sample(nodes, row.weights, uniform)
-    return nodes("Where", _is_sampled(nodes, settings), drawn, row.likeliest)
+    return nodes("Where", _is_sampled(nodes, settings), drawn, row.argmax)
 
 
 def _sample(nodes: GraphBuilder, weights: ir.Value, uniform: ir.Value) -> ir.Value:
@@ -257,28 +257,28 @@ def accept_tokens(
     totals, draft_totals = _row_sums(nodes, target.weights), _row_sums(nodes, draft_weights)
     is_drawn = _is_sampled(nodes, settings)
     indices = nodes("Where", is_drawn, drafted, 0)
-    judged, judged_totals, likeliest = (
-        nodes("Slice", x, [0], [-1], [0]) for x in (target.weights, totals, target.likeliest)
+    judged, judged_totals, argmax = (
+        nodes("Slice", x, [0], [-1], [0]) for x in (target.weights, totals, target.argmax)
     )
     t = _probability(nodes, judged, judged_totals, indices)
     d = _probability(nodes, draft_weights, draft_totals, indices)
     passed = nodes("Less", nodes("Mul", nodes("Unsqueeze", tests, [1]), d), t)
     passed = nodes("Or", passed, nodes("Not", is_drawn))
-    is_likeliest = nodes("Or", nodes("Equal", drafted, likeliest), is_drawn)
-    failed = nodes("Cast", nodes("Not", nodes("And", passed, is_likeliest)), to=INT)
+    is_argmax = nodes("Or", nodes("Equal", drafted, argmax), is_drawn)
+    failed = nodes("Cast", nodes("Not", nodes("And", passed, is_argmax)), to=INT)
     accepted = nodes("ArgMax", nodes("Concat", failed, [[1]], axis=0), axis=0, keepdims=0)
     accepted = nodes("Min", accepted, limit)
     is_cut = nodes("Less", accepted, limit)
     at = nodes("Where", is_cut, accepted, 0)
-    row, total, likeliest = (
-        nodes("Gather", x, accepted) for x in (target.weights, totals, target.likeliest)
+    row, total, argmax = (
+        nodes("Gather", x, accepted) for x in (target.weights, totals, target.argmax)
     )
     draft_row, draft_total = (nodes("Gather", x, at) for x in (draft_weights, draft_totals))
     scale = nodes("Cast", nodes("Div", total, draft_total), to=FLOAT)
     scale = nodes("Where", is_cut, scale, 0.0)
     residual = nodes("Max", nodes("Sub", row, nodes("Mul", scale, draft_row)), 0.0)
     is_left = nodes("Greater", nodes("ReduceMax", residual, [1]), 0.0)
-    drawn_from = TokenWeights(likeliest, nodes("Where", is_left, residual, row))
+    drawn_from = TokenWeights(argmax, nodes("Where", is_left, residual, row))
     return accepted, choose_token(nodes, drawn_from, last, settings)
 
 

@@ -225,7 +225,7 @@ class LogitDistance:
     loss: float = 0.0  # nats, of the measured model
     original_loss: float = 0.0
     divergence: float = 0.0  # Kullback-Leibler, of the original from it
-    num_same: int = 0  # likeliest tokens
+    num_same: int = 0  # equal most likely tokens
     num_tokens: int = 0
     num_scored: int = 0
     error: float = 0.0

@@ -11,13 +11,13 @@ namespace SpecEdge
         /// <summary>0 is greedy; filters are then unused.</summary>
         public float Temperature { get; set; }
 
-        /// <summary>Samples from the k likeliest tokens; 0 is off.</summary>
+        /// <summary>Samples from the k most likely tokens; 0 is off.</summary>
         public long TopK { get; set; }
 
         /// <summary>Samples from the smallest set of tokens with total probability p; 1 is off.</summary>
         public double TopP { get; set; } = 1;
 
-        /// <summary>Minimum probability relative to the likeliest token; 0 is off.</summary>
+        /// <summary>Minimum probability relative to the most likely token; 0 is off.</summary>
         public float MinP { get; set; }
 
         /// <summary>Penalty for tokens in the prompt or output; 1 is off.</summary>

@@ -17,7 +17,7 @@ from specedge.sampling_options import Sampling
 
 from ..sampling.history import History
 from ..sampling.logits import Logits, Row
-from ..sampling.probabilities import greedy_token, likeliest
+from ..sampling.probabilities import greedy_token, most_likely
 from .protocols import LanguageModel, NearTie
 from .verification import Draft, Verdict, verify
 
@@ -76,12 +76,12 @@ class NearTieResolver:
         for i in range(verdict.num_accepted + 1):
             text = history.then(tokens[:i])
             try:
-                first, second = _two_likeliest(logits[i], sampling, text)
+                first, second = _two_most_likely(logits[i], sampling, text)
                 if not self._is_near_tie(first, second, sampling):
                     continue
                 if self.exact:
                     row = self._recompute(text, sampling)
-                    first, second = _two_likeliest(row, sampling, text)
+                    first, second = _two_most_likely(row, sampling, text)
             except OptionError:  # as in `verify`: no token is left after accepted ones
                 if not i:
                     raise
@@ -129,7 +129,9 @@ class NearTieResolver:
         return row
 
 
-def _two_likeliest(row: Row, sampling: Sampling, text: History) -> tuple[ScoredToken, ScoredToken]:
-    ids, values = likeliest(row, 2, sampling, text)
+def _two_most_likely(
+    row: Row, sampling: Sampling, text: History
+) -> tuple[ScoredToken, ScoredToken]:
+    ids, values = most_likely(row, 2, sampling, text)
     scored = [(int(i), float(value)) for i, value in zip(ids, values, strict=True)]
     return scored[0], scored[1] if len(scored) > 1 else (scored[0][0], -np.inf)

@@ -105,9 +105,9 @@ class GumbelNoise:
         def score(token: int, weight: Any) -> float:
             return exponential(stream, token) / float(weight)
 
-        likeliest = int(weights.argmax())
-        token = likeliest if ids is None else int(ids[likeliest])
-        can_win = _reach(weights, score(token, weights[likeliest])) >= 1
+        mode = int(weights.argmax())
+        token = mode if ids is None else int(ids[mode])
+        can_win = _reach(weights, score(token, weights[mode])) >= 1
         if ids is None and 2 * np.count_nonzero(can_win) > len(weights):
             bounds = self._bounds_of_all(position, stream, len(weights))
         else:

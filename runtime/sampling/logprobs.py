@@ -13,11 +13,11 @@ from .logits import Logits, Row
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural log-probability of a token, and those of the likeliest tokens.
+    """Natural log-probability of a token, and those of the most likely tokens.
 
     They are of the softmax of the model's own logits, before any option of the request, as in
-    vLLM's default. `top` has (token, log-probability), likeliest first, the lower id first on ties;
-    tokens of probability 0 are left out.
+    vLLM's default. `top` has (token, log-probability), most likely first, the lower id first on
+    ties; tokens of probability 0 are left out.
     """
 
     token: int
@@ -46,5 +46,5 @@ def _of_token(row: Row, token: int, count: int) -> TokenLogprobs:
     total = np.exp(logits - largest).sum(dtype=np.float64)
     offset = float(largest) + math.log(total)
     top = zip(*row.largest(count), strict=True) if count else ()
-    likeliest = [(int(i), float(logit) - offset) for i, logit in top if logit > -np.inf]
-    return TokenLogprobs(token, float(logits[token]) - offset, likeliest)
+    entries = [(int(i), float(logit) - offset) for i, logit in top if logit > -np.inf]
+    return TokenLogprobs(token, float(logits[token]) - offset, entries)

@@ -73,7 +73,7 @@ def row_distribution(row: Row, sampling: Sampling, history: History) -> Distribu
     return probabilities(row.array(), sampling, history, row.ids)
 
 
-def likeliest(row: Row, count: int, sampling: Sampling, history: History) -> tuple[Ids, Floats]:
+def most_likely(row: Row, count: int, sampling: Sampling, history: History) -> tuple[Ids, Floats]:
     """Return the `count` largest processed logits, as `Row.largest` does.
 
     Without logits processors no more than these are fetched from the row.
@@ -90,7 +90,7 @@ def likeliest(row: Row, count: int, sampling: Sampling, history: History) -> tup
 
 def greedy_token(row: Row, sampling: Sampling, history: History) -> int:
     """Return the token of temperature 0: the argmax of the processed logits."""
-    return int(likeliest(row, 1, sampling, history)[0][0])
+    return int(most_likely(row, 1, sampling, history)[0][0])
 
 
 def _weights(scores: Floats, largest: float, temperature: float) -> Floats:
