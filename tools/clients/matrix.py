@@ -50,8 +50,6 @@ class Client:
     @property
     def versions(self) -> str:
         """Packages as the table lists them."""
-        if self.installer == "written":
-            return "requests of its form, by hand"
         return ", ".join(re.sub(r"(\[.*\])?==|(?<=.)@", " ", name) for name in self.packages)
 
 
@@ -95,8 +93,6 @@ def install(client: Client, folder: Path) -> list[str]:
         quiet = ["--silent", "--no-audit", "--no-fund", "--no-package-lock"]
         subprocess.run(["npm", "install", *quiet, *client.packages], cwd=folder, check=True)
         return ["node" if client.path.suffix == ".mjs" else sys.executable, script]
-    if client.installer == "written":
-        return [sys.executable, script]
     python = str(folder / "environment" / "bin" / "python")
     subprocess.run([sys.executable, "-m", "venv", str(folder / "environment")], check=True)
     pip = [python, "-m", "pip", "install", "-qqq", "--disable-pip-version-check"]

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import traceback
-import urllib.request
 
 TEXT, TOOLS = os.environ["TEXT_URL"], os.environ["TOOLS_URL"]  # without /v1
 SCHEMA = {
@@ -39,15 +38,3 @@ def step(name):
 
 def same(value, expected):
     assert value == expected, f"{value!r} is not {expected!r}"
-
-
-def post(url, body):
-    """Return the answer to a request: an object, or the events of a stream."""
-    request = urllib.request.Request(url, json.dumps(body).encode())
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=300) as response:
-        text = response.read().decode()
-    if not body.get("stream"):
-        return json.loads(text)
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line[:6] == "data: "]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
