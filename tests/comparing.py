@@ -10,6 +10,7 @@ from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.runner import Runner
 
 CONTEXT = 96
+TRACE = tracer.trace  # which tests replace
 
 
 def traced(model, folder, ops="onnx", context=CONTEXT):
@@ -19,14 +20,12 @@ def traced(model, folder, ops="onnx", context=CONTEXT):
     return Runner(folder, part.lengths, part.shape, ops)
 
 
-def graphs_of(model):
-    """Geometry of a model, and its graph in each supported graph variant."""
+def graph_of(model, ops):
+    """Return a model's graph in a graph variant, before it is rewritten."""
     shape = geometry.measure_geometry(model, CONTEXT, 4)
     layers = tracer.observe(model, shape)
-    fused = not any(layer.gqa_obstacle() for layer in layers)
     with patched_modules(model, CONTEXT, shape.capacity):
-        graph_variants = ("onnx", "gqa") if fused else ("onnx",)
-        return layers, {ops: tracer.trace(model, shape, ops, layers) for ops in graph_variants}
+        return TRACE(model, shape, ops, layers)
 
 
 def computed(model, runner):

@@ -93,41 +93,6 @@ T5 = (
     Translation("CNNDM", "large", 1, 3, 0.56, 0.11, 1.6, 1.5408, 1.7),
 )
 
-ACCEPTANCE = {  # G's table 3, (target and task, draft): alpha at temperature 0 and 1
-    ("GPT-like", "unigram"): (0.03, 0.03),
-    ("GPT-like", "bigram"): (0.05, 0.05),
-    ("GPT-like", "6M"): (0.88, 0.89),
-    ("EnDe", "unigram"): (0.08, 0.07),
-    ("EnDe", "bigram"): (0.20, 0.19),
-    ("EnDe", "small"): (0.75, 0.62),
-    ("EnDe", "base"): (0.80, 0.68),
-    ("EnDe", "large"): (0.82, 0.71),
-    ("CNNDM", "unigram"): (0.13, 0.08),
-    ("CNNDM", "bigram"): (0.23, 0.16),
-    ("CNNDM", "small"): (0.65, 0.53),
-    ("CNNDM", "base"): (0.73, 0.55),
-    ("CNNDM", "large"): (0.74, 0.56),
-    ("LaMDA", "100M"): (0.61, 0.57),
-    ("LaMDA", "2B"): (0.71, 0.71),
-    ("LaMDA", "8B"): (0.75, 0.74),
-}
-
-LENIENT_ACCEPTANCE = {  # G's table 5, EnDe at temperature 1: alpha for each of LENIENCES
-    "unigram": (0.07, 0.10, 0.11, 0.16),
-    "bigram": (0.19, 0.23, 0.25, 0.32),
-    "small": (0.62, 0.71, 0.76, 0.84),
-    "base": (0.68, 0.80, 0.83, 0.90),
-}
-LENIENT_COST = 0.015
-LENIENT_BEST = ((7, 2.3295), (9, 2.9392), (10, 3.4462), (15, 4.7886))  # for "small"
-LENIENT_BEST_PRINTED = (2.5, 3.1, 3.6, 5)  # the text of A.5: none of them follows from table 5
-GREEDY_LENIENT = ((0.75, 3.3033), (0.80, 3.8651), (0.87, 4.9070))  # alpha and speed-up at K = 8
-
-
-CHINCHILLA_DRAFT_MS = 1.8
-CHINCHILLA_ROUND_MS = {0: 14.1, 7: 28.6}  # read off D's figure 1, by K
-CHINCHILLA_BEST_K = {"XSum": (3, 3), "HumanEval": (6, 7)}  # read off D's figure 1
-
 
 class Run(NamedTuple):
     """A run of which a post states r, tokens a round over K + 1, at K = 4."""

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -13,6 +14,8 @@ import onnx_ir as ir
 import torch
 from filelock import FileLock
 from onnx_ir.tensor_adapters import TorchTensor
+from onnxscript.optimizer._constant_folding import DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from specedge.exporter.tracing import tracer
 
@@ -46,8 +49,31 @@ def remembered(folder: Path):
     """
     folder = Path(os.environ.get("SPECEDGE_TRACES", folder))
     folder.mkdir(parents=True, exist_ok=True)
-    with mock.patch.object(tracer, "translate", _remembering(folder)):
+    registry = functools.cache(
+        ONNXRegistry.from_torchlib
+    )  # 0.6 s that PyTorch takes for each trace
+    with (
+        mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(registry)),
+        mock.patch.object(tracer, "translate", _remembering(folder)),
+    ):
         yield
+
+
+class _Optimized(torch.onnx.ONNXProgram):
+    """Program from the cache, whose graph was optimized before it was stored."""
+
+    def optimize(self):
+        pass
+
+
+class _Storing(torch.onnx.ONNXProgram):
+    """Program that stores its graph once it is optimized."""
+
+    path: Path
+
+    def optimize(self):
+        super().optimize()
+        _store(self.model, self.path)
 
 
 def _remembering(folder):
@@ -56,17 +82,37 @@ def _remembering(folder):
             return TRANSLATED(whole, geometry)
         form = repr((_form(whole), geometry, _CODE))
         path = folder / f"{hashlib.sha256(form.encode()).hexdigest()}.onnx"
+        optimized = folder / f"{path.stem[:32]}-{_digest(whole)}.onnx"
         with FileLock(path.with_suffix(".lock")):
+            if optimized.exists():
+                return _Optimized(_filled(optimized, whole), None)
             if not path.exists():
-                made = TRANSLATED(whole, geometry)
-                ir.save(made.model, path.with_suffix(".part"))
-                path.with_suffix(".part").rename(path)
-                return made
-        model = ir.load(path)
-        _fill(model, _weights(whole))
-        return torch.onnx.ONNXProgram(model, None)
+                model = TRANSLATED(whole, geometry).model
+                _store(model, path)
+            else:
+                model = _filled(path, whole)
+        storing = _Storing(model, None)
+        storing.path = optimized
+        return storing
 
     return program
+
+
+def _store(model, path):
+    part = path.with_suffix(f".{os.getpid()}")
+    ir.save(model, part)
+    part.rename(path)
+
+
+def _digest(whole):
+    """Return a hash of the weights that are small enough to be folded into constants."""
+    digest = hashlib.sha256()
+    for name, tensor in _weights(whole).items():
+        if tensor.numel() <= DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT:
+            value = tensor.detach().contiguous().view(-1)
+            digest.update(f"{name} {value.dtype}".encode())
+            digest.update(value.view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _form(whole):
@@ -117,9 +163,12 @@ def _weights(whole):
     return dict([*parameters, *whole.named_buffers(remove_duplicate=False)])
 
 
-def _fill(model, weights):
-    for name, tensor in weights.items():
+def _filled(path, whole):
+    """Return a stored graph whose initializers share the model's memory."""
+    model = ir.load(path)
+    for name, tensor in _weights(whole).items():
         if name in model.graph.initializers:
             value = model.graph.initializers[name]
             value.const_value = TorchTensor(tensor, name)
             value.type = ir.TensorType(value.const_value.dtype)  # a clone shares the other's
+    return model

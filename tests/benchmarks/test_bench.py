@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ from fakes import Counting, TableModel, hashed_distribution
 from specedge.benchmarks import acceptance as bench_acceptance
 from specedge.benchmarks import measure as bench
 from specedge.benchmarks.measure import (
-    PLAIN_SETTING,
     BenchmarkPrompt,
     Setting,
     TimedRun,
@@ -99,13 +97,6 @@ def test_every_setting_runs_once_to_warm_up_and_then_in_each_repeat():
     assert len(pipeline.asked) == 2 * 6 + 2 * 2 * (5 + 3)
     assert len(found.runs) == 2 * 2 * (5 + 3)
     assert {asked["seed"] for asked in pipeline.asked if asked["prompt"] == [1]} == {8}
-
-
-def test_plain_decoding_is_never_more_than_a_few_settings_away():
-    _, found = run_fake(list(range(40)), num_settings=11)
-    plain = [i for i, run in enumerate(found.runs) if run.setting == PLAIN_SETTING]
-    # Runs of a group are noted after the plain run that ends it.
-    assert max(b - a for a, b in pairwise(plain)) <= bench.GROUP + 2
 
 
 def test_the_order_changes_from_repeat_to_repeat_and_from_prompt_to_prompt():
@@ -236,15 +227,6 @@ def test_a_prediction_with_costs_counts_the_host_of_plain_rounds():
     _, model = figures(measured(runs(0.1, 1.2, 80, sampling=0.2, plain_host=0.25)))
     assert model.with_costs == pytest.approx(1.8 * 1.25 / 1.5)
     assert model.with_costs_error == pytest.approx(0)
-
-
-def test_the_four_acceptance_rates_have_the_names_of_theory():
-    _, model = figures(measured(runs(draft=0.1, verify=1.2, accepted=80)))
-    assert model.alpha == pytest.approx(0.8)
-    assert model.accepted_over_tested == pytest.approx(0.8)
-    assert model.accepted_over_drafted == pytest.approx(0.8)
-    assert model.tokens_over_rows == pytest.approx(0.9)
-    assert model.acceptance_by_position == pytest.approx((0.8,))
 
 
 def test_parts_add_up_to_the_time_of_a_token():

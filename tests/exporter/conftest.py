@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from cases import exhaustive, slow
+
 for package in ("torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package, reason="needs the cpu and export extras")
 
 import torch  # noqa: E402
-from filelock import FileLock  # noqa: E402
 
 import traces  # noqa: E402
 from checkpoints import make_pair  # noqa: E402
+from shared import build_once, run_folder  # noqa: E402
 from specedge.bundle import Bundle, store  # noqa: E402
 from specedge.exporter import Progress, export  # noqa: E402
 from specedge.exporter.verification import partition, runner  # noqa: E402
@@ -46,63 +48,46 @@ class Pairs:
     def checkpoint(self, name):
         if name not in self.checkpoints:
             kind, options = PAIRS[name]
-            with self.once(name, "checkpoint") as done:
-                if not done.exists():
-                    make_pair(self.folder / name, kind, **options)
-                    done.touch()
-            self.checkpoints[name] = (self.folder / name / "draft", self.folder / name / "target")
+            folder = build_once(
+                self.folder / name, lambda folder: make_pair(folder, kind, **options)
+            )
+            self.checkpoints[name] = (folder / "draft", folder / "target")
         return self.checkpoints[name]
 
     def bundle(self, name):
         if name not in self.bundles:
-            draft, target = self.checkpoint(name)
-            output = self.folder / name / "bundle"
-            with self.once(name, "bundle") as done:
-                if not done.exists():
-                    progress = Progress()
-                    export(draft, target, output, draft_precision="fp32", progress=progress)
-                    done.write_text(json.dumps(progress.notes), "utf-8")
-            self.bundles[name] = Bundle.read(output)
-            self.notes[name] = json.loads(done.read_text("utf-8"))
-        return self.bundles[name]
 
-    @contextlib.contextmanager
-    def once(self, name, what):
-        """Yield the marker file of a shared build, under a lock between workers."""
-        with FileLock(self.folder / f"{name}.{what}.lock"):
-            yield self.folder / f"{name}.{what}.json"
+            def build(folder):
+                progress = Progress()
+                export(*self.checkpoint(name), folder, draft_precision="fp32", progress=progress)
+                notes.write_text(json.dumps(progress.notes), "utf-8")
+
+            notes = self.folder / f"{name}.notes.json"
+            self.bundles[name] = Bundle.read(build_once(self.folder / f"{name}-bundle", build))
+            self.notes[name] = json.loads(notes.read_text("utf-8"))
+        return self.bundles[name]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _traces(tmp_path_factory):
-    with traces.remembered(_of_all_workers(tmp_path_factory) / "traces"):
+    gc.collect()
+    gc.freeze()  # collections of an export need not look at the libraries
+    with traces.remembered(run_folder(tmp_path_factory, "traces")):
         yield
 
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    folder = _of_all_workers(tmp_path_factory) / "pairs"
-    folder.mkdir(exist_ok=True)
-    return Pairs(folder)
+    return Pairs(run_folder(tmp_path_factory, "pairs"))
 
 
-def _of_all_workers(tmp_path_factory):
-    """A folder of this run of tests."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
-
-QUICK, SLOW = ("gpt2",), ("llama", "bfloat16", "windowed")  # the others are exhaustive
+QUICK, SLOW = ("gpt2",), ("bfloat16",)  # the others are exhaustive
 
 
 @pytest.fixture(
     params=[*QUICK, "embedded"]
-    + [pytest.param(x, marks=pytest.mark.slow) for x in SLOW]
-    + [
-        pytest.param(x, marks=pytest.mark.slow(exhaustive=True))
-        for x in PAIRS
-        if x not in (*QUICK, *SLOW)
-    ]
+    + [slow(x) for x in SLOW]
+    + [exhaustive(x) for x in PAIRS if x not in (*QUICK, *SLOW)]
 )
 def exported(request, pairs):
     """Each exported pair in turn."""

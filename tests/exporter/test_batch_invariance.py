@@ -21,7 +21,7 @@ from specedge.runtime.requests import loader
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.logits import Logits
 
-LENGTH = 200
+LENGTH = 180
 PROMPTS = (range(40, 52), range(300, 303), [7, 8, 9] * 20)
 
 
@@ -55,10 +55,8 @@ class Twins(Trembling):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("noisy")
-    draft, target = make_pair(folder, "llama", context=288)
-    return specedge.load(export(draft, target, folder / "bundle", ops="gqa").folder)
+def pair(pairs):
+    return specedge.load(pairs.bundle("gpt2").folder, ops="gqa")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +96,7 @@ def test_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch):
     assert sum("so text may differ from plain decoding" in note for note in progress.notes) == 2
 
 
-@pytest.mark.parametrize("k", [4, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 8))])
+@pytest.mark.parametrize("k", [1, 4])
 def test_exact_tokens_are_plain_decodings_on_device_with_noise(twins, k):
     turned = 0
     for prompt in PROMPTS:
@@ -195,7 +193,7 @@ def test_generate_says_which_near_ties_there_were_and_what_exact_cost(command):
 
 
 def test_compare_blames_near_tie_and_exact_settles_it(command):
-    options = ("import", "-n", 200, "-k", 4, "--ignore-eos", "--repeats", 1)
+    options = ("import", "-n", LENGTH, "-k", 4, "--ignore-eos", "--repeats", 1)
     differing = command("compare", *options)
     assert differing.exit_code == 1
     assert re.search(r"from new token \d+, a near-tie: --exact resolves it", differing.stderr)

@@ -43,8 +43,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def checkpoint(name):
-    return SimpleNamespace(role="target", name=name, config=PUBLISHED[name][0])
+MIXTRAL = PUBLISHED["Mixtral 8x7B"][0]
 
 
 def has(size, monkeypatch):
@@ -52,10 +51,10 @@ def has(size, monkeypatch):
     monkeypatch.setattr(cost_estimate, "system_memory", lambda: SimpleNamespace(total=size))
 
 
-def announced(name, memory, monkeypatch, ops="auto"):
+def announced(config, memory, monkeypatch, ops="auto"):
     has(int(memory), monkeypatch)
-    progress = Progress()
-    cost_estimate.check_costs(checkpoint(name), CONTEXT, K, ops, progress)
+    checkpoint, progress = SimpleNamespace(role="target", name="x", config=config), Progress()
+    cost_estimate.check_costs(checkpoint, CONTEXT, K, ops, progress)
     (note,) = progress.notes
     return note
 
@@ -71,19 +70,13 @@ def test_published_model_has_parameters_that_are_published(name):
     assert found.read("onnx") == 4 * (found.num_parameters - found.num_looked_up)
     assert found.operations("onnx") == found.read("onnx") / 2
     assert found.supports("gqa") == gqa
-
-
-@pytest.mark.slow(after_first=True)
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_no_graph_of_published_model_takes_much_more_than_its_weights(name):
-    found = cost_estimate.estimate_costs(PUBLISHED[name][0], CONTEXT, K)
     for length in graph_files(K, CONTEXT):
         assert found.weights < found.peak(length, "gqa") < 1.02 * found.weights
         assert found.weights < found.peak(length, "onnx") < 1.7 * found.weights
 
 
 def test_note_states_costs_per_token(monkeypatch):
-    note = announced("Mixtral 8x7B", 200 * GB, monkeypatch)
+    note = announced(MIXTRAL, 200 * GB, monkeypatch)
     assert note == (
         "target: 2 of 8 experts per token, 186.8 GB of weights in float32, exported in 17.41 GB of "
         "memory; onnx reads 186.3 GB and computes 93.1 GFLOP per token, in memory of 307.1 GB for "
@@ -93,18 +86,14 @@ def test_note_states_costs_per_token(monkeypatch):
 
 
 def test_note_omits_unsupported_graph_variant(monkeypatch):
-    note = announced("DeepSeek-V3", 5000 * GB, monkeypatch)
+    note = announced(ARCHITECTURES["deepseek_v3"][1](), 200 * GB, monkeypatch)
     assert "gqa" not in note
-    assert "onnx reads 2680 GB" in note
+    assert "onnx reads 0" in note
 
 
-@pytest.mark.parametrize(
-    ("name", "memory", "figure"),
-    [("Mixtral 8x7B", 16, "17.41 GB"), ("DeepSeek-V3", 128, "135.8 GB")],
-)
-def test_model_larger_than_memory_is_refused(name, memory, figure, monkeypatch):
-    with pytest.raises(ExportError, match=f"{figure} of memory, and this machine has {memory} GB"):
-        announced(name, memory * GB, monkeypatch)
+def test_model_larger_than_memory_is_refused(monkeypatch):
+    with pytest.raises(ExportError, match=r"17\.41 GB of memory, and this machine has 16 GB"):
+        announced(MIXTRAL, 16 * GB, monkeypatch)
 
 
 def test_dense_model_has_no_estimate():

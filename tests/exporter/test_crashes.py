@@ -17,7 +17,7 @@ import pytest
 
 import specedge
 from specedge.bundle import Bundle
-from specedge.errors import BundleError, ExportError
+from specedge.errors import ExportError
 from specedge.exporter import destination, export
 from specedge.staging import remove_stale_folders
 
@@ -99,18 +99,6 @@ def context(place):
     for name in bundle.files:
         bundle.check_hash(name)
     return bundle.context_length
-
-
-@pytest.mark.slow
-def test_killed_export_leaves_nothing_at_its_destination(options, tmp_path):
-    exporting = subprocess.Popen([*COMMAND, *options, "--output", tmp_path / "bundle"])
-    wait_for(tmp_path / ".bundle.specedge-export/new/target/weights.bin")
-    exporting.kill()
-    assert exporting.wait() == -signal.SIGKILL
-    with pytest.raises(BundleError, match="folder does not exist"):
-        Bundle.read(tmp_path / "bundle")
-    assert [p.name for p in remove_stale_folders(tmp_path)] == [".bundle.specedge-export"]
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("number", "length"), [(0, 256), (1, 256), (2, 32), (3, 32)])

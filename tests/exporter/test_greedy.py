@@ -15,8 +15,8 @@ NEAR_ROUNDED = 0.1  # and what int8 may
 
 
 SLOW = [
-    pytest.param(x, marks=pytest.mark.slow)
-    for x in ("llama", "bfloat16", "qwen2", "mistral", "padded")
+    pytest.param(x, marks=pytest.mark.slow(exhaustive=x != "bfloat16"))
+    for x in ("bfloat16", "llama", "qwen2", "mistral", "padded")
 ]
 
 
@@ -42,7 +42,7 @@ def plain(pipeline, prompt):
 def test_speculative_tokens_equal_plain_decoding_bit_for_bit(pipeline, name, prompt, report):
     expected = plain(pipeline, prompt).tokens
     assert len(set(expected)) >= 25
-    for k in (1, 2, 4, 8):
+    for k in (1, 4, 8):
         one = pipeline.generate(prompt, LENGTH, num_draft_tokens=k, ignore_eos=True)
         assert one.tokens == expected, k
         rate = one.stats.accepted_over_tested
@@ -66,7 +66,7 @@ def test_tokens_equal_greedy_generate_of_transformers(pipeline, name, prompt, pa
     assert first == LENGTH or first in flips
 
 
-@pytest.mark.slow
+@pytest.mark.slow(exhaustive=True)
 def test_ids_beyond_tokenizer_have_no_logits(pairs):
     model = pairs.bundle("padded").target
     assert (model.vocab_size, model.padded_vocab_size) == (512, 520)
@@ -74,24 +74,10 @@ def test_ids_beyond_tokenizer_have_no_logits(pairs):
     assert pipeline.target.forward([1, 2]).array().shape == (2, 512)
 
 
-def test_self_draft_of_any_architecture_gives_k_plus_one_tokens(pipeline, prompt):
-    from specedge.runtime.backend.onnx_model import OrtModel
-    from specedge.runtime.backend.self_test import exact_device
-    from specedge.runtime.backend.sessions import Device
-    from specedge.runtime.requests.pipeline import Pipeline
-
-    bundle = pipeline.bundle
-    twin = OrtModel(bundle, bundle.target, exact_device([bundle.target], Device()))
-    own = Pipeline(bundle, pipeline.tokenizer, pipeline.target, twin)
-    one = own.generate(prompt, LENGTH, num_draft_tokens=4, ignore_eos=True)
-    assert [len(r.tokens) for r in one.rounds] == [5] * (LENGTH // 5)
-
-
-@pytest.mark.parametrize("k", [1, 4])
-def test_context_fills_to_its_last_position(pipeline, prompt, k):
+def test_context_fills_to_its_last_position(pipeline, prompt):
     context = pipeline.bundle.context_length
     long = ([*prompt] * context)[: context - 9]
-    one = pipeline.generate(long, 99, num_draft_tokens=k, ignore_eos=True)
+    one = pipeline.generate(long, 99, num_draft_tokens=4, ignore_eos=True)
     expected = pipeline.generate(long, 99, num_draft_tokens=0, ignore_eos=True)
     assert (len(one.tokens), one.finish_reason) == (9, "context")
     assert one.tokens == expected.tokens

@@ -37,17 +37,18 @@ def pipeline(smollm2):
 
 
 def test_greedy_text_is_that_of_transformers(smollm2, pipeline):
-    for prompt in smollm2.prompts():
+    for prompt in smollm2.prompts()[::3]:
         tokens = pipeline.generate(prompt, LENGTH, num_draft_tokens=0, ignore_eos=True).tokens
         smollm2.check_greedy(prompt, list(tokens))
 
 
 def test_text_is_same_for_every_k(smollm2):
-    smollm2.check_every_k("fp32", smollm2.prompts()[::4])
+    smollm2.check_every_k("fp32", smollm2.prompts()[::6])
 
 
+@pytest.mark.slow(exhaustive=True)
 def test_text_of_other_prompts_is_same_for_every_k(smollm2):
-    smollm2.check_every_k("fp32", [p for i, p in enumerate(smollm2.prompts()) if i % 4])
+    smollm2.check_every_k("fp32", [p for i, p in enumerate(smollm2.prompts()) if i % 6])
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=map(str, range(len(TEXTS))))

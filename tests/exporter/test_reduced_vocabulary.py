@@ -5,14 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 import document_reader
 import specedge
 from auditing import Ticks
+from cases import exhaustive, slow
 from checkpoints import add_noise, make_config, make_model, make_tokenizer, save
-from specedge.cli.inspect import inspect
 from specedge.errors import ExportError
 from specedge.exporter import Progress, export
 from specedge.runtime.sampling.history import History
@@ -23,7 +22,7 @@ from specedge.verification.report import PASSED
 CONTEXT, COUNT = 96, 200
 PROMPT = list(range(40, 52))
 KINDS = {
-    "llama": {},
+    "llama": {"ops": "onnx"},
     "gpt2 in half precision": {},
     "self": {"draft": "self:1"},
     "int8": {"precision": "int8"},
@@ -33,10 +32,10 @@ EVERY_KIND = pytest.mark.parametrize(
     "made",
     [
         "llama",
-        pytest.param("gpt2 in half precision", marks=pytest.mark.slow(exhaustive=True)),
-        pytest.param("self", marks=pytest.mark.slow(exhaustive=True)),
-        pytest.param("int8", marks=pytest.mark.slow(exhaustive=True)),
-        pytest.param("self in int8", marks=pytest.mark.slow),
+        exhaustive("gpt2 in half precision"),
+        exhaustive("self"),
+        exhaustive("int8"),
+        slow("self in int8"),
     ],
     indirect=True,
 )
@@ -47,11 +46,11 @@ class Made:
         tokenizer = make_tokenizer(folder / "tokenizer")
         family = kind.split()[0] if kind.startswith("gpt2") else "llama"
         sizes = (
-            {"layers": 2, "context": CONTEXT, "hidden": 64}
+            {"layers": 2, "context": CONTEXT, "hidden": 64, "kv_heads": 2}
             if family == "llama"
             else {"layers": 1, "context": CONTEXT, "hidden": 576, "heads": 9, "scale": 0.1}
         )
-        target = make_model(make_config(family, **sizes, tied=kind != "int8"))
+        target = make_model(make_config(family, **sizes, tied=kind == "self"))
         draft = add_noise(target, 0.03)
         dtype = torch.bfloat16 if family == "gpt2" else torch.float32
         self.draft = save(draft.to(dtype), tokenizer, folder / "draft")
@@ -103,7 +102,7 @@ def test_drafts_logits_are_models_of_these_tokens(made):
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", [1, 4])
 def test_greedy_text_is_plain_decodings_to_bit(made, k):
     plain = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=0, logprobs=1, ignore_eos=True)
     found = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=k, logprobs=1, ignore_eos=True)
@@ -124,7 +123,7 @@ def test_drafted_token_follows_targets_distribution(made):
     lacking = np.array([t not in made.ids and t not in likely for t in range(512)])
     runs = [
         pipeline.generate(PROMPT, 1, 2.0, seed=seed, num_draft_tokens=2, ignore_eos=True)
-        for seed in range(300)
+        for seed in range(200)
     ]
     tokens = np.array([one.tokens[0] for one in runs])
     cells = [chances[likely], [chances[lacking].sum()]]
@@ -138,9 +137,7 @@ def test_drafted_token_follows_targets_distribution(made):
 
 
 @EVERY_KIND
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 50, "top_p": 0.9}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_k": 50, "top_p": 0.9}], ids=str)
 def test_host_written_from_document_writes_same(made, options):
     folder = made.bundle.folder
     manifest = document_reader.read(folder)
@@ -175,15 +172,8 @@ def test_options_that_name_tokens_which_draft_lacks_change_no_text(made, options
     assert texts[0] == texts[1]
 
 
-@EVERY_KIND
-def test_inspect_shows_head(made):
-    shown = CliRunner().invoke(inspect, ["--bundle", str(made.bundle.folder)])
-    assert "512 tokens, LM head pruned to 200" in shown.output
-    assert shown.output.count("LM head pruned to") == 1
-    assert "512 tokens, 512 columns" in shown.output
-
-
 @pytest.mark.slow
+@pytest.mark.slow(after_first=True)
 @EVERY_KIND
 def test_audit_passes(made):
     ticks = Ticks(12000)

@@ -8,6 +8,7 @@ import torch
 from formats import adapted
 from transformers import AutoModelForCausalLM
 
+from cases import exhaustive
 from checkpoints import make_checkpoint, make_config, make_model, make_tokenizer, save
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress, export
@@ -23,7 +24,7 @@ def _all_are_large(monkeypatch):
     monkeypatch.setattr(lazy_weights, "SMALLEST", 1)
 
 
-@pytest.fixture(scope="session", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="session", params=["llama", exhaustive("gpt2")])
 def base(request, tmp_path_factory):
     """A checkpoint in bfloat16; gpt2's matrices are transposed, and its head is its embedding."""
     folder = tmp_path_factory.mktemp(request.param)

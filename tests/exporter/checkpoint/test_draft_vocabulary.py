@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from architectures import ARCHITECTURES
+from cases import exhaustive
 from checkpoints import make_config, make_model
 from specedge.errors import ExportError
 from specedge.exporter.checkpoint import draft_vocabulary, self_draft
@@ -39,7 +40,7 @@ FEW = ("llama", "gpt2", "gemma2", "mixtral", "phi")
 
 @pytest.mark.parametrize(
     "name",
-    [x if x in FEW else pytest.param(x, marks=pytest.mark.slow) for x in ARCHITECTURES],
+    [x if x in FEW else exhaustive(x) for x in ARCHITECTURES],
 )
 def test_pruned_head_gives_columns_of_full_head(name):
     check(make_model(ARCHITECTURES[name][1]()))
@@ -58,13 +59,6 @@ def test_pruned_head_keeps_logit_transformations():
     assert logits(model).abs().max() <= 2
     check(model)
     assert logits(model).abs().max() <= 2
-
-
-def test_head_with_biases_keeps_those_of_its_tokens():
-    model = make_model(ARCHITECTURES["phi"][1]())
-    bias = model.lm_head.bias.clone()
-    check(model)
-    assert torch.equal(model.lm_head.bias, bias[list(IDS)])
 
 
 def test_pruned_head_of_self_draft_leaves_the_targets_head():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import exhaustive
 from gguf_vocabularies import LINES_PER_DIGEST, byte_level, digests, sentencepiece
 from specedge.errors import CheckpointError
 from specedge.exporter.checkpoint import gguf_tokenizer
@@ -13,10 +14,10 @@ from tokenizer_lines import COUNT, lines
 VECTORS = json.loads(Path(__file__).with_name("gguf_tokenizer_vectors.json").read_text("utf-8"))
 
 
-QUICK_COUNT = 1000  # lines; all of them are slow
+QUICK_COUNT = 1000  # lines; all of them are exhaustive
 
 
-@pytest.fixture(scope="module", params=[QUICK_COUNT, pytest.param(COUNT, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[QUICK_COUNT, exhaustive(COUNT)])
 def texts(request):
     return lines(request.param)
 

@@ -5,19 +5,20 @@ import pytest
 import torch
 
 import specedge
+from cases import exhaustive
 from checkpoints import make_config, make_model, make_tokenizer, save
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress, export
 
 
 def saved(folder, change=lambda model: model):
-    model = change(make_model(make_config("llama", layers=1, context=32, hidden=64)))
+    model = change(make_model(make_config("llama", kv_heads=2, context=96)))
     return model, save(model, make_tokenizer(folder / "tokenizer"), folder / "model")
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("fp16", "float16"), pytest.param("bf16", "bfloat16", marks=pytest.mark.slow)],
+    [("fp16", "float16"), exhaustive("bf16", "bfloat16")],
 )
 def test_bundle_is_model_with_matrices_in_that_type(tmp_path, name, dtype):
     model, folder = saved(tmp_path)

@@ -100,11 +100,6 @@ def test_unauthorized_token_is_not_reported_as_missing_network(server):
     assert "the hub denies access (403); log in with 'hf auth login'" in refusal()
 
 
-def test_failing_hub_is_reported_as_unreachable(server):
-    server.statuses[NAME] = 500
-    assert "the hub cannot be reached (" in refusal()
-
-
 def test_interrupted_download_resumes(server, original):
     found, sent = find(), server.sent
     size = (original / WHOLE).stat().st_size
@@ -138,15 +133,6 @@ def test_server_without_ranges_sends_cut_file_anew(server, original):
     loader.load(find(), progress)
     assert same(find(), original)
     assert sum(progress.moves[f"Downloading {NAME}"][1:]) == (original / WHOLE).stat().st_size
-
-
-def test_bar_moves_within_file_by_its_bytes(server, original):
-    progress = Bars()
-    loader.load(find(), progress)
-    size = (original / WHOLE).stat().st_size
-    total, *moves = progress.moves[f"Downloading {NAME}"]
-    assert total == sum(moves) == size
-    assert len([move for move in moves if move]) == -(-size // 100_000)
 
 
 def test_full_disk_keeps_partial_download(server, original):
@@ -188,16 +174,6 @@ def test_without_network_small_files_alone_are_not_enough(server, monkeypatch):
     assert "the hub cannot be reached" in refusal()
 
 
-def test_without_network_files_that_no_export_needs_may_be_lacking(server, original, monkeypatch):
-    folder = server.folder / NAME
-    (folder / "onnx").mkdir()
-    for name in ("onnx/model.onnx", "pytorch_model.bin", "training.log"):
-        (folder / name).write_bytes(b"x")
-    loader.load(find(), Progress())
-    patch_endpoint(monkeypatch, "http://127.0.0.1:9")
-    assert same(find(), original)
-
-
 def test_branch_that_moves_between_two_questions_gives_one_commit(server, monkeypatch):
     old = hub_server.commit(server.folder / NAME)
     ask = huggingface_hub.HfApi.model_info
@@ -222,15 +198,6 @@ def test_quantised_repository_is_refused_before_its_weights_are_fetched(server):
     path.write_text(json.dumps(text | {"quantization_config": config}), "utf-8")
     assert "AWQ's layout 'gemv'" in refusal()
     assert not files(server)
-
-
-def test_without_network_damaged_index_is_still_said_to_be_damaged(server, monkeypatch):
-    folder = server.folder / NAME
-    (folder / WHOLE).unlink()
-    (folder / f"{WHOLE}.index.json").write_text("{}", "utf-8")
-    assert "index.json cannot be read" in refusal()
-    patch_endpoint(monkeypatch, "http://127.0.0.1:9")
-    assert "index.json cannot be read" in refusal()
 
 
 def corrupt(server, found):

@@ -1,14 +1,10 @@
 """A bundle carries the licences of the checkpoints that it was made from."""
 
-import shutil
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 
-from specedge.bundle import Bundle
-from specedge.cli import cli
-from specedge.exporter import Progress, export
+from specedge.exporter import Progress
 from specedge.exporter.checkpoint import checkpoints, hub, licenses
 
 
@@ -17,26 +13,6 @@ def carried(source, folder, license=None):
     folder.mkdir()
     licenses.copy_licenses("target", source, license, folder, progress)
     return sorted(p.name for p in folder.iterdir()), progress.notes
-
-
-@pytest.mark.slow(exhaustive=True)
-def test_licence_files_are_copied_listed_and_shown(pairs, tmp_path):
-    draft, target = (shutil.copytree(c, tmp_path / c.name) for c in pairs.checkpoint("gpt2"))
-    (target / "LICENSE").write_text("Terms", "utf-8")
-    (target / "NOTICE.txt").write_text("Thanks", "utf-8")
-    (target / "README.md").write_text("---\nlicense: llama3.2\n---\n", "utf-8")
-    options = ("--draft", draft, "--target", target, "--output", tmp_path / "bundle")
-    result = CliRunner().invoke(cli, ["export", "--max-length", "32", *map(str, options)])
-    assert result.exit_code == 0, result.stderr
-    assert "target: license llama3.2, target/LICENSE, target/NOTICE.txt\n" in result.stderr
-    assert "note: draft: its checkpoint states no license" in result.stderr
-    assert "note: target" not in result.stderr.replace("note: target: its logits", "")
-    bundle = Bundle.read(tmp_path / "bundle")
-    assert bundle.path("target/LICENSE").read_text("utf-8") == "Terms"
-    assert bundle.license_files("draft") == []
-    shown = CliRunner().invoke(cli, ["inspect", "--bundle", str(tmp_path / "bundle")]).stdout
-    assert "  license        llama3.2, target/LICENSE, target/NOTICE.txt\n" in shown
-    assert "  license        not stated\n" in shown
 
 
 def test_names_are_made_plain_and_stay_apart(tmp_path):
@@ -123,15 +99,3 @@ def test_hub_is_asked_for_licences_by_their_names(monkeypatch, tmp_path):
 def test_licence_is_what_readme_states(checkpoint, text, license):
     (checkpoint / "README.md").write_text(text, "utf-8")
     assert checkpoints.find("target", str(checkpoint), None).source.license == license
-
-
-@pytest.mark.slow
-def test_folder_with_unprintable_name_is_exported(pairs, tmp_path):
-    draft, target = pairs.checkpoint("gpt2")
-    try:
-        strange = shutil.copytree(target, tmp_path / "a\nb\x1b[2J")
-    except OSError:
-        pytest.skip("no such names here")
-    bundle = export(draft, strange, tmp_path / "bundle", max_length=32, ops="onnx")
-    assert Bundle.read(tmp_path / "bundle").target.source.id == "a?b?[2J"
-    assert bundle.target.source.revision is None

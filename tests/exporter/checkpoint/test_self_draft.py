@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import document_reader
 import specedge
 from architectures import ARCHITECTURES
+from cases import exhaustive
 from checkpoints import make_checkpoint, make_config, make_model, make_tokenizer
 from specedge import bundle_library
 from specedge.bundle import Bundle, store
@@ -53,7 +54,7 @@ class Made:
 
 @pytest.fixture(
     scope="module",
-    params=[("llama", 2), pytest.param(("gpt2", 1), marks=pytest.mark.slow)],
+    params=[("llama", 2), exhaustive(("gpt2", 1))],
     ids=str,
 )
 def made(request, tmp_path_factory):
@@ -104,7 +105,7 @@ def test_self_draft_logits_are_early_exit_logits(made):
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", [1, 4])
 def test_greedy_tokens_equal_plain_decoding_to_last_position(made, k):
     plain = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=0, ignore_eos=True)
     one = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=k, ignore_eos=True)

@@ -12,7 +12,6 @@ from published import PUBLISHED, REFUSED
 from specedge.errors import CheckpointError, SpecEdgeError
 from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import checkpoints, loader, text_decoder
-from specedge.exporter.tokenizers import pair
 from specedge.exporter.tracing import tracer
 
 WRAPPERS = [name for name, one in PUBLISHED.items() if one.wrapper]
@@ -68,18 +67,6 @@ def test_unsupported_type_is_refused_before_weights_are_read(kind, tokenizer, tm
         export(folder, folder, tmp_path / "bundle")
     assert kind.removesuffix("_vl").removesuffix("_omni") in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_text_part_ends_where_whole_says(tokenizer, tmp_path):
-    name = "gemma-3-4b"
-    folder = published.save(name, published.build(name, tmp_path), tokenizer, tmp_path)
-    assert pair.end_tokens(checkpoints.find("target", str(folder), None)) == (0, 1)
-
-
-def test_multimodal_model_of_another_text_decoder_is_its_text_decoder():
-    config = LlavaConfig()
-    text = text_decoder.decoder_config("target x", config)
-    assert (text.model_type, text.tie_word_embeddings) == ("llama", config.tie_word_embeddings)
 
 
 def test_text_decoder_in_unknown_place_is_refused(monkeypatch):

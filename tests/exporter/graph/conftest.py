@@ -2,8 +2,10 @@
 
 import pytest
 
+from cases import exhaustive
 
-@pytest.fixture(scope="module", params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+
+@pytest.fixture(scope="module", params=["gpt2", exhaustive("llama")])
 def bundle(request, pairs):
     return pairs.bundle(request.param)
 

@@ -1,9 +1,7 @@
 """Contents of a bundle's files."""
 
-import numpy as np
 import onnx
 import pytest
-from safetensors import safe_open
 
 import traces
 from specedge.bundle import Bundle
@@ -33,14 +31,6 @@ def test_graphs_have_only_nodes_that_gpus_run(exported):
         types = {tensor.data_type for tensor in proto.graph.initializer}
         if graph.name != "sampled":  # sums that decide a draw are in double
             assert onnx.TensorProto.DOUBLE not in types
-
-
-def test_graphs_have_no_metadata(exported):
-    for _, _, proto in protos(exported):
-        assert not proto.metadata_props
-        assert not proto.doc_string
-        assert not any(node.metadata_props or node.doc_string for node in proto.graph.node)
-        assert b".py" not in proto.SerializeToString()
 
 
 def test_inputs_and_outputs_are_those_of_contract(exported):
@@ -127,21 +117,6 @@ def test_weights_are_stored_once_and_in_their_own_type(pairs, exported):
 
 
 @pytest.mark.slow
-def test_half_precision_checkpoint_stays_half(pairs):
-    bundle = pairs.bundle("bfloat16")
-    assert bundle.target.weights_dtype == "bfloat16"
-    kinds = {
-        tensor.data_type
-        for _, _, proto in protos(bundle)
-        for tensor in proto.graph.initializer
-        if tensor.external_data and len(tensor.dims) == 2 and min(tensor.dims) >= 32
-    }
-    assert kinds == {onnx.TensorProto.BFLOAT16}
-    with safe_open(pairs.checkpoint("bfloat16")[1] / "model.safetensors", "pt") as file:
-        assert len(file.keys()) > 10
-
-
-@pytest.mark.slow
 def test_rows_of_table_are_cast_and_not_table(pairs):
     """Cast as a whole it would lie in memory in float32, beside the head's packed matrix."""
     bundle = pairs.bundle("bfloat16")
@@ -161,20 +136,9 @@ def test_graph_files_are_small_and_refer_to_weights_beside_them(exported):
         assert not any(int(p["offset"]) % 64 for p in places if p)
 
 
-@pytest.mark.slow
-def test_one_layer_takes_few_nodes(pairs):
-    def num_nodes(name):
-        bundle = pairs.bundle(name)
-        proto = onnx.load(bundle.path("target/step.onnx"), load_external_data=False)
-        return len(proto.graph.node)
-
-    assert num_nodes("llama") <= 2 * 31 + 16
-    assert num_nodes("gpt2") <= 2 * 28 + 16
-
-
 @pytest.mark.slow(exhaustive=True)
 def test_same_input_gives_same_bytes(pairs, tmp_path, monkeypatch):
-    _, target = pairs.checkpoint("llama")
+    _, target = pairs.checkpoint("gpt2")
     monkeypatch.setattr(tracer, "translate", traces.TRANSLATED)  # each is traced anew
     found = []
     for name in ("one", "other"):
@@ -184,21 +148,11 @@ def test_same_input_gives_same_bytes(pairs, tmp_path, monkeypatch):
     assert Bundle.read(tmp_path / "other").files == found[0].files
 
 
-@pytest.mark.slow
 def test_forbidden_node_is_refused(pairs):
     import onnx_ir as ir
 
-    model = ir.load(pairs.bundle("llama").path("target/decoder.onnx"))
+    model = ir.load(pairs.bundle("gpt2").path("target/decoder.onnx"))
     node = ir.node("Shape", [model.graph.inputs[0]])
     model.graph.append(node)
     with pytest.raises(graphs.ExportError, match="Shape"):
         graphs.check_devices(model)
-
-
-@pytest.mark.slow
-def test_weights_file_holds_checkpoints_numbers(pairs):
-    bundle = pairs.bundle("llama")
-    data = np.fromfile(bundle.path("target/weights.bin"), np.float32)
-    with safe_open(pairs.checkpoint("llama")[1] / "model.safetensors", "np") as file:
-        table = file.get_tensor("model.embed_tokens.weight")
-    assert table[:, :].tobytes() in data.tobytes()

@@ -1,12 +1,12 @@
 """Logits of the rows that are asked for alone: the bits that they have among all."""
 
-import json
 import shutil
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+from cases import exhaustive, slow
 from comparing import computed, measure, model_of, traced
 from specedge.bundle.gpu_signatures import ONE_CALL
 from specedge.errors import ExportError, ParityError
@@ -19,7 +19,10 @@ from specedge.exporter.verification.runner import FillNoise, PassAction, ReadRow
 LENGTH = 9
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["float32", exhaustive("int8")],
+)
 def bundle(request, pairs, tmp_path_factory):
     if request.param == "float32":
         return pairs.bundle("gpt2")
@@ -84,7 +87,7 @@ def llama(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama", slow("gpt2")])
 def test_prefill_skips_last_layers_matrices_behind_attention(kind, ops, llama, tmp_path):
     runner = llama[1][ops] if kind == "llama" else traced(model_of(kind), tmp_path, ops)
     behind = layers_behind(ir.load(runner.path("decoder")).graph)
@@ -122,7 +125,7 @@ def first_rows(graph, node):
     node.replace_input_with(2, insert_node(node, "Add", [less, far], "fault", start))
 
 
-@pytest.mark.parametrize("ops", ["onnx", pytest.param("gqa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ops", ["onnx", exhaustive("gqa")])
 @pytest.mark.parametrize("fault", [wrong_axis, off_by_one, all_rows, first_rows])
 def test_logits_of_wrong_rows_are_refused(fault, ops, llama, tmp_path):
     model, runners, references = llama
@@ -135,10 +138,3 @@ def test_logits_of_wrong_rows_are_refused(fault, ops, llama, tmp_path):
     runner = Runner(folder, list(runner.lengths.values()), runner.geometry, ops)
     with pytest.raises((ParityError, ExportError), match=r"logits|cannot run decoder"):
         measure(model, runner, references=references)
-
-
-def test_manifest_says_what_decoder_takes(bundle):
-    manifest = json.loads(bundle.to_json())["target"]["signatures"]["chosen_logits"]
-    roles = {tensor["role"]: tensor for tensor in (*manifest["inputs"], *manifest["outputs"])}
-    assert roles["logits_from"]["shape"] == [1]
-    assert roles["logits"]["shape"][1] == "R"

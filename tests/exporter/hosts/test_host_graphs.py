@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import specedge
+from cases import slow
 from round_host import Fused, Split
 from specedge.bundle import FIRST_FORMAT_WITH_HOSTS, MANIFEST, Bundle, store
 from specedge.cli.embed import embed as command
@@ -17,7 +18,7 @@ from specedge.errors import ExportError
 from specedge.exporter import embed, export
 from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
-from specedge.verification.transcripts import LEAST_MARGIN, transcripts
+from specedge.verification.transcripts import LEAST_MARGIN
 
 PROMPT = [60, 61, 62, 63]
 
@@ -52,20 +53,44 @@ def hosted(bundle):
     return Split((opened["draft"], target, opened["accept"]), bundle, 4, bundle.end_tokens)
 
 
-@pytest.mark.parametrize("layout", ["fused", pytest.param("split", marks=pytest.mark.slow)])
-def test_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pipeline, layout):
-    output = tmp_path / "hosted"
-    done = run("--output", output, "--layout", layout)
+@pytest.fixture(scope="module", params=["fused", slow("split")])
+def embedded(request, tmp_path_factory):
+    """The embedded pair with graphs that the command line added, and the output."""
+    output = tmp_path_factory.mktemp("hosted") / "bundle"
+    done = run("--output", output, "--layout", request.param)
     assert done.exit_code == 0, done.output
-    bundle = Bundle.read(output)
-    made = {"fused": ["round.onnx"], "split": ["draft.onnx", "accept.onnx"]}[layout]
-    made += ["encode.onnx", "decode.onnx", "golden.json"]
-    assert done.stdout.split() == [str(output / name) for name in made]
-    assert bundle.hosts.files == made
+    return Bundle.read(output), done.stdout
+
+
+def test_embedded_pair_is_copied_and_its_graphs_write_its_text(embedded, pipeline):
+    bundle, printed = embedded
+    is_fused = len(rounds(bundle)) == 1
+    files = ["round.onnx"] if is_fused else ["draft.onnx", "accept.onnx"]
+    files += ["encode.onnx", "decode.onnx", "golden.json"]
+    assert printed.split() == [str(bundle.path(name)) for name in files]
+    assert bundle.hosts.files == files
     assert bundle.hosts.ids_only is None
-    host = hosted(bundle)
     wanted = pipeline.generate(PROMPT, 24, 1.0, seed=2, num_draft_tokens=4, drafter="model")
-    assert host.generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
+    assert hosted(bundle).generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
+
+
+def test_golden_transcripts_replay_token_for_token_and_no_decision_is_near(embedded, pipeline):
+    bundle, _ = embedded
+    host = hosted(bundle)
+    golden = json.loads(bundle.path(bundle.hosts.golden).read_text("utf-8"))
+    assert golden["onnxruntime"] == bundle.hosts.onnxruntime
+    assert {one["temperature"] > 0 for one in golden["transcripts"]} == {True, False}
+    for one in golden["transcripts"]:
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+        options = {name: one[name] for name in names}
+        tokens, length = one["prompt_tokens"], one["max_new_tokens"]
+        assert host.generate(tokens, length, **options) == (one["tokens"], one["num_accepted"])
+        assert len(one["margins"]) == len(one["num_accepted"])
+        assert min(one["margins"]) > LEAST_MARGIN
+        assert pipeline.prompts.tokens(one["prompt"]) == tokens
+        options |= {"num_draft_tokens": one["num_draft_tokens"], "drafter": "model"}
+        written = pipeline.generate(tokens, length, **options)
+        assert (written.tokens, written.text) == (one["tokens"], one["text"])
 
 
 def test_manifest_lists_what_each_graph_takes_and_gives(folder):
@@ -96,12 +121,6 @@ def test_session_options_are_right_for_weights_on_every_processor(folder, tmp_pa
     assert "session.x64quantprecision" not in embed(folder).hosts.session_options
     integers = embed(output=tmp_path / "integers")
     assert integers.hosts.session_options["session.x64quantprecision"] == "1"
-
-
-def test_weights_are_not_written_again(folder):
-    embed(folder, num_draft_tokens=[2, 4])
-    assert (folder / "round-2.onnx").stat().st_size < 500_000
-    assert (folder / "round.onnx").stat().st_size < 500_000
 
 
 def test_another_layout_takes_place_of_first(folder):
@@ -137,7 +156,7 @@ def test_older_manifest_with_hosts_is_refused(folder):
         Bundle.read(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(exhaustive=True)
 def test_self_draft_has_host_graphs(pairs, tmp_path):
     output = tmp_path / "self"
     export("self:1", pairs.checkpoint("gpt2")[1], output, draft_precision="fp32")
@@ -147,42 +166,6 @@ def test_self_draft_has_host_graphs(pairs, tmp_path):
             PROMPT, 24, 1.0, seed=2, num_draft_tokens=4, drafter="model"
         )
         assert hosted(bundle).generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
-
-
-def test_no_draft_tokens_are_refused(folder):
-    with pytest.raises(ValueError, match="num_draft_tokens"):
-        embed(folder, num_draft_tokens=[0])
-
-
-@pytest.mark.parametrize("layout", ["fused", pytest.param("split", marks=pytest.mark.slow)])
-def test_golden_transcripts_replay_token_for_token_and_no_decision_is_near(tmp_path, layout):
-    bundle = embed(
-        output=tmp_path / "hosted", num_draft_tokens=[2, 4], layout=layout, golden=transcripts
-    )
-    host = hosted(bundle)
-    golden = json.loads(bundle.path(bundle.hosts.golden).read_text("utf-8"))
-    assert golden["onnxruntime"] == bundle.hosts.onnxruntime
-    replayed = [one for one in golden["transcripts"] if one["num_draft_tokens"] == 4]
-    assert {one["temperature"] > 0 for one in replayed} == {True, False}
-    assert len(replayed) < len(golden["transcripts"])
-    for one in replayed:
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-        options = {name: one[name] for name in names}
-        found = host.generate(one["prompt_tokens"], one["max_new_tokens"], **options)
-        assert found == (one["tokens"], one["num_accepted"])
-        assert len(one["margins"]) == len(one["num_accepted"])
-        assert min(one["margins"]) > LEAST_MARGIN
-
-
-def test_golden_transcript_is_what_runtime_writes(folder):
-    bundle = embed(folder, golden=transcripts)
-    pipeline = specedge.load(folder)
-    for one in json.loads(bundle.path(bundle.hosts.golden).read_text("utf-8"))["transcripts"]:
-        assert pipeline.prompts.tokens(one["prompt"]) == one["prompt_tokens"]
-        wanted = ("num_draft_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "min_p")
-        options = {name: one[name] for name in (*wanted, "repetition_penalty", "seed")}
-        found = pipeline.generate(one["prompt_tokens"], drafter="model", **options)
-        assert (found.tokens, found.text) == (one["tokens"], one["text"])
 
 
 def test_hosts_that_lack_file_or_half_of_round_are_refused(folder):

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 
 import specedge
+from cases import exhaustive
 from round_host import Fused, Split
 from specedge.exporter import export
 from specedge.exporter.hosts.round_graphs import accept_graph, draft_graph, fused_round
@@ -65,7 +66,6 @@ def bundle(request, pairs):
     return pairs.bundle(request.param)
 
 
-EXHAUSTIVE = pytest.mark.slow(exhaustive=True)
 EVERY_LAYOUT = pytest.mark.parametrize("layout", ["fused", "split"])
 
 
@@ -84,12 +84,12 @@ def check(host, pipeline, sampling, num_seeds=1):
     "sampling",
     [
         *SAMPLINGS[-1:],
-        *(pytest.param(x, marks=EXHAUSTIVE) for x in SAMPLINGS[2:-1]),
-        *SAMPLINGS[:2],
+        *(exhaustive(x) for x in SAMPLINGS[1:-1]),
+        SAMPLINGS[0],
     ],
     ids=str,
 )
-@pytest.mark.parametrize("ops", ["gqa", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ops", ["gqa", exhaustive("onnx")])
 @EVERY_LAYOUT
 def test_round_graphs_generate_the_text_of_the_decoder(bundle, hosts, layout, ops, sampling):
     check(*hosts(layout, bundle, 4, ops), sampling)
@@ -102,7 +102,7 @@ def test_round_graphs_of_every_pair_generate_the_text_of_the_decoder(exported, h
         check(*hosts(layout, exported, 4, "auto"), sampling, num_seeds=3)
 
 
-@pytest.fixture(scope="module", params=["fp32", pytest.param("int8", marks=EXHAUSTIVE)])
+@pytest.fixture(scope="module", params=["fp32", exhaustive("int8")])
 def cut(request, pairs, tmp_path_factory):
     """A pair whose draft knows 200 of 512 tokens."""
     output = tmp_path_factory.mktemp("cut") / "bundle"
@@ -113,7 +113,7 @@ def cut(request, pairs, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
-    [SAMPLINGS[0], SAMPLINGS[-1], *(pytest.param(x, marks=EXHAUSTIVE) for x in SAMPLINGS[1:-1])],
+    [SAMPLINGS[0], SAMPLINGS[-1], *(exhaustive(x) for x in SAMPLINGS[1:-1])],
     ids=str,
 )
 @EVERY_LAYOUT
@@ -125,7 +125,7 @@ def test_round_graphs_of_a_reduced_vocabulary_generate_the_text_of_the_decoder(
     check(*hosts(layout, cut, 4, "auto"), sampling)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, pytest.param(2, marks=EXHAUSTIVE), 8])
+@pytest.mark.parametrize("num_draft_tokens", [exhaustive(1), 8])
 @EVERY_LAYOUT
 def test_round_graphs_of_another_k_generate_the_text_of_the_decoder(
     bundle, hosts, layout, num_draft_tokens

@@ -27,7 +27,7 @@ NOT_ROTATED = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 7, 64, 96, 576, 640, 2048])
+@pytest.mark.parametrize("size", [1, 7, 64, 96, 640])
 def test_a_rotation_is_orthogonal_and_mixes_every_channel(size):
     matrix = Rotation(size).apply(torch.eye(size))
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(size).double(), atol=1e-12, rtol=0)
@@ -109,7 +109,7 @@ def make_eager(config):
     [
         "llama",
         *(
-            pytest.param(x, marks=pytest.mark.slow)
+            pytest.param(x, marks=pytest.mark.slow(exhaustive=x not in ("gemma2", "mixtral")))
             for x in (*ROTATED, *NOT_ROTATED)
             if x != "llama"
         ),

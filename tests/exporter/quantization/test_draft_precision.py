@@ -30,6 +30,7 @@ def test_the_fastest_is_taken_that_keeps_nine_tenths_of_both_acceptances(int4, i
     assert draft_precision._select(found).precision == best
 
 
+@pytest.mark.slow
 def test_a_draft_without_a_precision_is_judged_by_its_target_and_leaves_no_other(
     tmp_path, monkeypatch
 ):

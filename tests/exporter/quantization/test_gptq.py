@@ -21,14 +21,6 @@ def off(x, weights, rounded):
     return float((x @ rounded - x @ weights).norm() / (x @ weights).norm())
 
 
-def test_the_factor_is_that_of_the_inverse(problem):
-    _, _, hessian = problem
-    upper = gptq.inverse_factor(hessian).double()
-    damped = hessian.double() + gptq.DAMPING * hessian.diagonal().double().mean() * torch.eye(96)
-    assert torch.equal(upper, upper.triu())
-    torch.testing.assert_close(upper.T @ upper @ damped, torch.eye(96).double(), atol=1e-3, rtol=0)
-
-
 def test_columns_cost_a_product_less_than_the_nearest_integers(problem):
     weights, x, hessian = problem
     found, nearest = (

@@ -20,8 +20,8 @@ from specedge.runtime.backend.sessions import Device
 class KeptBundle:
     def __init__(self, folder):
         self.path, self.progress = folder / "model.gguf", Progress()
-        self.numbers = write(self.path, Kind.Q4_1, folder, "llama", hidden=128)
-        options = {"max_length": 64, "ops": "gqa", "compute": "fp32", "progress": self.progress}
+        self.numbers = write(self.path, Kind.Q4_1, folder, "llama", context=96)
+        options = {"ops": "gqa", "compute": "fp32", "progress": self.progress}
         self.bundle = export("self:1", self.path, folder / "bundle", **options)
         self.pipeline = specedge.load(self.bundle.folder)
 
@@ -50,7 +50,7 @@ def test_weights_of_gguf_file_are_kept_by_default(made):
 
 
 def test_float_activations_give_the_dequantized_models_logits(made):
-    model = make_model(make_config("llama", kv_heads=2, scale=0.1, hidden=128))
+    model = make_model(make_config("llama", kv_heads=2, scale=0.1, context=96))
     model.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in made.numbers.items()})
     tokens = list(range(3, 40))
     with torch.no_grad():

@@ -6,6 +6,7 @@ from click.testing import CliRunner
 from onnx import TensorProto
 
 import specedge
+from cases import exhaustive
 from quantized import PROMPTS, Made, check_greedy
 from specedge.bundle.graph_variants import OPS
 from specedge.cli.inspect import inspect
@@ -16,9 +17,9 @@ from specedge.runtime.requests.loader import memory_of
 SETS = [f"{ops}-kv16" for ops in OPS]
 CASES = [
     ("llama", "int8"),
-    pytest.param(("gpt2", "fp32"), marks=pytest.mark.slow),
-    pytest.param(("llama", "fp32"), marks=pytest.mark.slow(exhaustive=True)),
-    pytest.param(("gpt2", "int4"), marks=pytest.mark.slow(exhaustive=True)),
+    exhaustive(("gpt2", "fp32")),
+    exhaustive(("llama", "fp32")),
+    exhaustive(("gpt2", "int4")),
 ]
 
 
@@ -64,7 +65,7 @@ def test_greedy_text_over_them_is_that_of_plain_decoding_over_them(made):
     for ops in SETS:
         pipeline = specedge.load(made.bundle.folder, ops=ops)
         assert pipeline.target.ops == pipeline.draft.ops == ops
-        for k in range(1, 9):
+        for k in (1, 4, 8):
             check_greedy(pipeline, PROMPTS[k % 3], 24, k)
 
 

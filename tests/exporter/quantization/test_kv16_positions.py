@@ -57,7 +57,7 @@ def test_a_report_has_nothing_against_far_positions_that_are_told_apart(right):
     assert late(*right) == ([], [])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(exhaustive=True)
 def test_a_report_sees_what_goes_wrong_far_from_the_beginning_alone(tmp_path, monkeypatch):
     """Biases that 16 bits hold as they come: near position 1,000 those of neighbours are one."""
     monkeypatch.setattr(half_precision, "_center_biases", lambda graph: None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from cases import exhaustive
 from quantized import PROMPTS, SIZES, Made, with_outliers, with_outliers_at_the_head
 from specedge.bundle import Bundle
 from specedge.cli.export import export as export_command
@@ -22,7 +23,7 @@ from specedge.exporter.verification.subgraph import open_session
 FUSED = {"GroupQueryAttention", "MatMulIntegerToFloat", "SkipSimplifiedLayerNormalization"}
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["llama", exhaustive("gpt2")])
 def made(request, tmp_path_factory):
     change = with_outliers if request.param == "llama" else (lambda model: model)
     return Made(tmp_path_factory.mktemp("int8"), request.param, change)
@@ -295,7 +296,7 @@ def test_the_manifest_says_what_was_rounded_and_refuses_what_contradicts_that(ma
         Bundle.from_json(json.dumps(value))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(exhaustive=True)
 def test_a_context_as_short_as_the_prefill_graph_is_compared_within_it(tmp_path):
     made = Made(tmp_path, "llama", max_length=64, draft_precision="fp32")
     held = made.bundle.target.parity["gqa"].invariant_lengths

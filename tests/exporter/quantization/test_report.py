@@ -119,14 +119,3 @@ def test_a_context_that_texts_fill_has_no_late_window():
     assert (near.num_tokens, late.num_tokens) == (148, 0)
     assert len(found.actions) == 6
     assert report._describe_late(near, late, 140) is None
-
-
-def test_a_late_window_may_cost_what_texts_cost():
-    near, late = (
-        LogitDistance(divergence=4.0, num_tokens=100),
-        LogitDistance(divergence=1.0, num_tokens=10),
-    )
-    assert report._describe_late(near, late, 1000) is None
-    assert (
-        report._describe_late(near, LogitDistance(divergence=2.0, num_tokens=10), 1000) is not None
-    )

@@ -6,6 +6,7 @@ import onnxruntime as ort
 import pytest
 
 from architectures import ARCHITECTURES
+from cases import slow
 from checkpoints import make_model
 from comparing import model_of, traced
 from quantized import with_outliers
@@ -15,7 +16,8 @@ from specedge.exporter.quantization.matrices import matrix_groups
 from specedge.exporter.verification.subgraph import open_session
 
 CASES = [  # Q, K and V are one matrix in the last three: beside each other, or head by head
-    ("llama", "onnx"), ("llama", "gqa"), ("gpt2", "onnx"), ("phi3", "onnx"), ("gpt_neox", "gqa"),
+    ("llama", "onnx"), ("llama", "gqa"), ("gpt2", "onnx"),
+    *(slow(x) for x in (("phi3", "onnx"), ("gpt_neox", "gqa"))),
 ]  # fmt: skip
 
 

@@ -112,7 +112,3 @@ def test_weights_that_are_read_in_another_form_are_found(weights, tmp_path, op_t
     assert {op: [t.name for t in found] for op, found in ungrouped_weights(graph).items()} == {
         op_type: ["w"]
     }
-
-
-def test_weights_that_are_rounded_are_no_others(weights, tmp_path):
-    assert not ungrouped_weights(stored(weights, tmp_path / "float").graph)

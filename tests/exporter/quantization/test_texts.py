@@ -44,13 +44,6 @@ def test_pieces_begin_with_what_the_tokenizer_puts_before_a_text(tokenizer):
         assert sum(len(piece) == size for piece in pieces) > len(pieces) / 2
 
 
-def test_the_report_has_a_piece_of_each_kind(tokenizer):
-    pieces = cut(tokenizer)
-    assert len(pieces.evaluation) == len(texts.GENRES)
-    assert sum(map(len, pieces.calibration)) <= texts.NUM_TOKENS["calibration"]
-    assert not pieces.prompts
-
-
 def test_pieces_fit_the_context(tokenizer):
     found = cut(tokenizer, context=96)
     assert max(map(len, (*found.calibration, *found.evaluation))) == 96
@@ -68,21 +61,6 @@ def test_chats_that_the_template_refuses_are_an_export_error(tokenizer):
 
     with pytest.raises(ExportError, match="chat template fails on the calibration text: roles"):
         cut(tokenizer, template=template)
-
-
-def test_chats_are_written_with_the_models_template(tokenizer):
-    seen = []
-
-    def template(turns):
-        seen.append(turns)
-        return "".join(f"<{turn['role']}>{turn['content']}" for turn in turns)
-
-    cut(tokenizer, template=template)
-    assert {turn["role"] for turns in seen for turn in turns} == {"user", "assistant"}
-    conversations = [turns for turns in seen if len(turns) > 1]
-    assert all([turn["role"] for turn in turns][:2] == ["user", "assistant"]
-               for turns in conversations)  # fmt: skip
-    assert len(conversations) > 15
 
 
 def test_prompts_are_questions_behind_one_prefix(tokenizer):

@@ -113,13 +113,6 @@ def test_templates_without_a_default_or_text():
     assert chat_template_of([3, {"name": "default", "template": 3}]) is None
 
 
-@pytest.mark.slow
-def test_special_tokens_of_target_are_shipped(pairs, tmp_path):
-    bundle = pairs.bundle("gpt2")
-    target = checkpoints.find("target", str(pairs.checkpoint("gpt2")[1]), None)
-    assert bundle.special_tokens == target.tokenizer.special_tokens_map != {}
-
-
 def test_embedded_pair_states_its_checkpoints_special_tokens(pairs):
     target = checkpoints.find("target", str(pairs.checkpoint("embedded")[1]), None)
     manifest = json.loads((store.embedded_folder() / "bundle.json").read_text("utf-8"))

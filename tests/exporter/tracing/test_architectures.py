@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import published
-from architectures import ARCHITECTURES, CONTEXT
+from architectures import ARCHITECTURES
+from cases import exhaustive
 from checkpoints import (
     VOCAB_SIZE,
     add_noise,
@@ -17,16 +18,15 @@ from checkpoints import (
     save,
 )
 from end_to_end import check_pair
-from published import PUBLISHED, REFUSED
+from published import PUBLISHED
 from rotary import KINDS, ORIGINAL, compared
-from specedge.errors import SpecEdgeError
-from specedge.exporter import Progress, export, model_export
+from specedge.exporter import Progress, model_export
 from specedge.exporter.checkpoint.lazy_weights import WeightSources
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.runner import Runner
 
-OWN_CODE = ("bloom", pytest.param("gpt_oss", marks=pytest.mark.slow(exhaustive=True)))
+OWN_CODE = ("bloom", exhaustive("gpt_oss"))
 
 
 def model_of(name):
@@ -76,15 +76,6 @@ def test_published_checkpoint_is_exact_from_end_to_end(name, tmp_path):
 
 def in_float32(folder, loader=AutoModelForCausalLM):
     return loader.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-@pytest.mark.slow(exhaustive=True)
-@pytest.mark.parametrize("kind", REFUSED)
-def test_unsupported_model_is_refused(kind, tmp_path):
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    folder = published.save_refused(kind, tokenizer, tmp_path / kind)
-    with pytest.raises(SpecEdgeError, match=REFUSED[kind][0]):
-        export(folder, folder, tmp_path / "bundle", max_length=CONTEXT)
 
 
 @pytest.mark.slow(exhaustive=True)

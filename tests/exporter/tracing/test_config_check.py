@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import abc
 import builtins
 import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 from transformers import DeepseekV3Config, JetMoeConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -18,7 +16,7 @@ from checkpoints import make_config, make_model, make_tokenizer, save
 from specedge.errors import ExportError, MissingExtraError
 from specedge.exporter import export, internals
 from specedge.exporter.checkpoint import checkpoints
-from specedge.exporter.tracing import attention, geometry, tracer
+from specedge.exporter.tracing import geometry, tracer
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 OWN_LAYERS = ["gemma2", "bloom", "falcon, ALiBi", "gptj", "gpt_oss", "deepseek_v3", "smollm3"]
@@ -77,18 +75,6 @@ def test_refused_target_costs_no_download_and_no_look_at_draft(tmp_path, monkeyp
         export("c/d", "a/b", tmp_path / "bundle")
 
 
-def test_new_abstract_method_of_cache_layer_is_reported_as_what_it_is(monkeypatch):
-    methods = frozenset({"newly_asked_for"})
-    monkeypatch.setattr(attention.BufferLayer, "__abstractmethods__", methods)
-    with pytest.raises(ExportError) as error:
-        tracer.observe_config(make_config("llama"), 64, 4)
-    said = str(error.value)
-    assert "TypeError: Can't instantiate abstract class BufferLayer" in said
-    assert "newly_asked_for" in said
-    assert f"torch {torch.__version__} (tried: 2.13)" in said
-    assert "interface" not in said
-
-
 def test_attention_that_goes_past_interface_is_reported_as_that(monkeypatch):
     def forward(self, hidden_states, past_key_values, **unused):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -139,13 +125,3 @@ def test_versions_that_are_said_to_be_tried_are_those_that_can_be_installed():
         assert f"{floor}.99" in allowed[package]
         assert f"{newest}.99" in allowed[package]
         assert f"{major}.{minor + 1}" not in allowed[package]
-
-
-def test_layer_that_keeps_state_is_none_that_can_be_rolled_back():
-    class Layer(abc.ABC):  # noqa: B024
-        keys = torch.zeros(1, 1, 2, 8)
-        values = keys
-
-    assert internals.has_key_values(Layer())
-    Layer.conv_states = None
-    assert not internals.has_key_values(Layer())

@@ -185,6 +185,7 @@ def whole_model(tmp_path_factory):
     return part
 
 
+@pytest.mark.slow
 def test_no_graph_gathers_matrices_and_file_holds_them_once(whole_model):
     for path in whole_model.folder.glob("*.onnx"):
         graph = onnx.load(path, load_external_data=False).graph
@@ -199,6 +200,7 @@ def test_no_graph_gathers_matrices_and_file_holds_them_once(whole_model):
     assert stored < 1.02 * sum(p.nbytes for p in whole_model.model.parameters()) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", OPS)
 def test_experts_in_parts_compute_what_whole_computes(whole_model, ops, in_parts, monkeypatch):
     given = whole_model.folder, whole_model.lengths, whole_model.shape, ops

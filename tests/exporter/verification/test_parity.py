@@ -3,10 +3,7 @@
 import sys
 
 import numpy as np
-import onnx_ir as ir
-import onnxruntime as ort
 import pytest
-import torch
 
 from checkpoints import make_config, make_model
 from comparing import measure, model_of, traced
@@ -14,7 +11,7 @@ from rows import LENGTHS
 from specedge.errors import ExportError
 from specedge.exporter.graph import graphs
 from specedge.exporter.tracing import geometry
-from specedge.exporter.verification import reference, subgraph
+from specedge.exporter.verification import reference
 from specedge.exporter.verification.runner import FillCaches, PassAction, ReadRows, Runner
 
 
@@ -35,15 +32,9 @@ def test_exports_are_batch_invariant(exported):
             assert found.invariant_lengths == wanted
 
 
-def test_every_file_gives_same_bits_and_nothing_is_noted(pairs, exported):
-    notes = [note for notes in pairs.notes.values() for note in notes]
-    assert [note for note in notes if "bitwise" in note or "no onnx" in note] == []
-
-
-@pytest.mark.slow
 def test_caches_are_updated_in_place(pairs):
-    model = pairs.bundle("llama").target
-    folder = pairs.bundle("llama").folder / "target"
+    model = pairs.bundle("gpt2").target
+    folder = pairs.bundle("gpt2").folder / "target"
     shape = geometry.Geometry(
         model.context_length, model.cache.capacity, model.padded_vocab_size, model.cache.layers
     )
@@ -80,41 +71,3 @@ def test_unsupported_attention_option_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(code.LlamaAttention, "forward", unusual)
     with pytest.raises(ExportError, match="attention has surprise"):
         traced(model, tmp_path)
-
-
-@pytest.mark.slow
-def test_weights_in_half_precision_give_bits_of_float32(pairs, tmp_path):
-    bundle = pairs.bundle("bfloat16")
-    model = tracing_source(pairs)
-    runner = traced(model, tmp_path)
-    shape = runner.geometry
-    context = bundle.context_length
-    other = Runner(
-        bundle.folder / "target",
-        graphs.graph_files(4, context),
-        geometry.measure_geometry(model, context, 4),
-    )
-    assert shape.padded_vocab_size == 512
-    zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]
-    actions = [FillCaches(zeros.__getitem__), PassAction("decoder", np.arange(20), 0)]
-    found, wanted = (p.run(actions)[1] for p in (runner, other))
-    assert np.array_equal(found, wanted)
-
-
-def tracing_source(pairs):
-    from transformers import AutoModelForCausalLM
-
-    folder = pairs.checkpoint("bfloat16")[1]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.set_attn_implementation("eager")
-    return model.eval()
-
-
-@pytest.mark.slow
-def test_onnx_runtime_folds_casts_of_weights(pairs, tmp_path):
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    subgraph.open_session(pairs.bundle("bfloat16").folder / "target/decoder.onnx", options)
-    names = [node.op_type for node in ir.load(options.optimized_model_filepath).graph]
-    assert names.count("Cast") == 1  # of the rows of a table, which are cast as they are taken

@@ -3,22 +3,18 @@
 import functools
 
 import pytest
-import torch
 
 import realistic
-from comparing import CONTEXT, computed, graphs_of, measure, traced
+from cases import exhaustive, slow
+from comparing import CONTEXT, computed, graph_of, measure, traced
 from faults import DIFFERS, FAULTS
 from specedge.errors import ParityError
 from specedge.exporter.tracing import tracer
 
 OPS = ("onnx", "gqa")
-TOKENS = torch.arange(64)
 CASES = {"qwen2": {}, "gemma2": {}, "llama": {"layers": 6}, "qwen3": {}}
 OFTEN_AND_SELDOM = [
-    family
-    if family in ("qwen2", "gemma2", "llama")
-    else pytest.param(family, marks=pytest.mark.slow(exhaustive=True))
-    for family in CASES
+    family if family in ("qwen2", "gemma2", "llama") else exhaustive(family) for family in CASES
 ]
 ANY = ["scale off by 1%", "shifted position", "swapped heads", "stale row"]
 PLANTED = {
@@ -41,12 +37,12 @@ PLANTED = {
 
 
 def planted():
-    """Each fault: the first is quick, others slow in one variant and exhaustive in the other."""
-    pairs = [(family, name) for family in PLANTED for name in PLANTED[family]]
-    for i, (family, name) in enumerate(pairs):
-        for ops in OPS:
-            mark = pytest.mark.slow if ops == OPS[i % 2] else pytest.mark.slow(exhaustive=True)
-            yield pytest.param(family, name, ops, marks=[mark] if i or ops != OPS[0] else [])
+    """Each fault: slow in one graph variant and exhaustive in the other."""
+    for family in PLANTED:
+        for name in PLANTED[family]:
+            for ops in OPS:
+                case = slow if (ops == "gqa") is (family == "gemma2") else exhaustive
+                yield case(family, name, ops)
 
 
 class Case:
@@ -54,10 +50,7 @@ class Case:
 
     def __init__(self, family):
         self.model = realistic.make_model(family, context=CONTEXT, **CASES[family])
-
-    @functools.cached_property
-    def graphs(self):
-        return graphs_of(self.model)[1]
+        self.graph = functools.cache(functools.partial(graph_of, self.model))
 
     def compare(self, graph, ops, folder, monkeypatch):
         monkeypatch.setattr(tracer, "trace", lambda *args: graph)
@@ -72,6 +65,7 @@ def cases():
     return functools.cache(Case)
 
 
+@pytest.mark.slow
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("family", OFTEN_AND_SELDOM)
@@ -79,7 +73,7 @@ def test_model_with_real_magnitudes_is_model_in_float64_and_as_good_as_float32(
     family, ops, cases, tmp_path, monkeypatch
 ):
     case = cases(family)
-    found = case.compare(case.graphs[ops].clone(), ops, tmp_path, monkeypatch)
+    found = case.compare(case.graph(ops).clone(), ops, tmp_path, monkeypatch)
     assert found.structure_error < 1e-10
     assert found.tolerance is None
 
@@ -89,7 +83,7 @@ def test_fault_planted_among_real_magnitudes_is_refused_with_its_place(
     family, name, ops, cases, tmp_path, monkeypatch
 ):
     case = cases(family)
-    graph = case.graphs[ops].clone()
+    graph = case.graph(ops).clone()
     before = str(graph.graph)
     FAULTS[name](graph.graph)
     assert str(graph.graph) != before
