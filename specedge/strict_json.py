@@ -6,6 +6,7 @@ Fields with the metadata `OPTIONAL` may be missing, and are not written if they 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -99,7 +100,7 @@ def _build(type_: Any, value: Any, key: str) -> Any:
 
 
 def _build_dataclass(type_: type, value: dict[str, Any], key: str) -> Any:
-    hints = typing.get_type_hints(type_)
+    hints = _type_hints(type_)
     fields = _keys(type_)
     prefix = f"{key}." if key else ""
     optional = {key for key, field in fields.items() if field.metadata.get("optional")}
@@ -118,6 +119,12 @@ def _build_dataclass(type_: type, value: dict[str, Any], key: str) -> Any:
         raise
     except ValueError as error:
         raise JsonError(f"key '{key}': {error}" if key else str(error)) from error
+
+
+@functools.cache
+def _type_hints(type_: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, whose annotations take long to evaluate."""
+    return typing.get_type_hints(type_)
 
 
 def _keys(type_: type) -> dict[str, dataclasses.Field[Any]]:
