@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -76,9 +77,17 @@ def own_costs(monkeypatch):
 _COSTS_FOLDER = store.costs_folder
 
 
+@pytest.fixture(scope="session")
+def _homes(tmp_path_factory):
+    """Yield new folders; `mktemp` would list all earlier ones for each."""
+    folder = tmp_path_factory.mktemp("homes")
+    return map(folder.joinpath, map(str, itertools.count()))
+
+
 @pytest.fixture(autouse=True)
-def _own_folders(tmp_path_factory, monkeypatch):
-    home = tmp_path_factory.mktemp("home")
+def _own_folders(_homes, monkeypatch):
+    home = next(_homes)
+    home.mkdir()
     for variable in HOMES:
         monkeypatch.setenv(variable, str(home))
     monkeypatch.delenv("SPECEDGE_BUNDLE", raising=False)

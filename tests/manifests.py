@@ -61,7 +61,7 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
     files["tokenizer.json"] = 20
     for name, size in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(bytes(i % 251 for i in range(size)))
+        (folder / name).write_bytes((bytes(range(251)) * (size // 251 + 1))[:size])
     bundle = b.Bundle(
         format=b.FORMAT,
         specedge_version="0.1.0",

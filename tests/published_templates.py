@@ -6,6 +6,7 @@ string methods, contents as text or parts, arguments as mappings or JSON text, t
 """
 
 from templates import CHATML
+from tool_templates import HERMES
 
 QWEN_3 = r"""{%- if tools %}
     {{- '<|im_start|>system\n' }}
@@ -225,120 +226,6 @@ QWEN_3_5 = r"""{%- set image_count = namespace(value=0) %}
         {{- '<think>\n' }}
     {%- endif %}
 {%- endif %}"""
-HERMES_TOOLS = r"""{%- macro json_to_python_type(json_spec) %}
-{%- set basic_type_map = {
-    "string": "str",
-    "number": "float",
-    "integer": "int",
-    "boolean": "bool"
-} %}
-{%- if basic_type_map[json_spec.type] is defined %}
-    {{- basic_type_map[json_spec.type] }}
-{%- elif json_spec.type == "array" %}
-    {{- "list[" +  json_to_python_type(json_spec["items"]) + "]"}}
-{%- elif json_spec.type == "object" %}
-    {%- if json_spec.additionalProperties is defined %}
-        {{- "dict[str, " + json_to_python_type(json_spec.additionalProperties) + ']'}}
-    {%- else %}
-        {{- "dict" }}
-    {%- endif %}
-{%- elif json_spec.type is iterable and json_spec.type is not string %}
-    {{- "Union[" }}
-    {%- for t in json_spec.type %}
-      {{- json_to_python_type({"type": t}) }}
-      {%- if not loop.last %}
-        {{- "," }}
-    {%- endif %}
-    {%- endfor %}
-    {{- "]" }}
-{%- else %}
-    {{- "Any" }}
-{%- endif %}
-{%- endmacro %}
-
-
-{{- bos_token }}
-{{- '<|im_start|>system\n' }}
-{{- "You are a function calling AI model. <tools> " }}
-{%- for tool in tools %}
-    {%- if tool.function is defined %}
-        {%- set tool = tool.function %}
-    {%- endif %}
-    {{- '{"type": "function", "function": ' }}
-    {{- '{"name": "' + tool.name + '", ' }}
-    {{- '"description": "' + tool.name + '(' }}
-    {%- for param_name, param_fields in tool.parameters.properties|items %}
-        {{- param_name + ": " + json_to_python_type(param_fields) }}
-        {%- if not loop.last %}
-            {{- ", " }}
-        {%- endif %}
-    {%- endfor %}
-    {{- ")" }}
-    {%- if tool.return is defined %}
-        {{- " -> " + json_to_python_type(tool.return) }}
-    {%- endif %}
-    {{- " - " + tool.description + "\n\n" }}
-    {{- '", "parameters": ' }}
-    {%- if tool.parameters.properties | length == 0 %}
-        {{- "{}" }}
-    {%- else %}
-        {{- tool.parameters|tojson }}
-    {%- endif %}
-    {{- "}" }}
-    {%- if not loop.last %}
-        {{- "\n" }}
-    {%- endif %}
-{%- endfor %}
-{{- " </tools>\n<tool_call>\n{\"name\": <name>, \"arguments\": <args>}\n</tool_call><|im_end|>\n" }}
-{%- for message in messages %}
-    {%- if message.role == "user" or message.role == "system" or (message.role == "assistant" and message.tool_calls is not defined) %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
-    {%- elif message.role == "assistant" %}
-        {{- '<|im_start|>' + message.role }}
-    {%- for tool_call in message.tool_calls %}
-       {{- '\n<tool_call>\n' }}
-           {%- if tool_call.function is defined %}
-               {%- set tool_call = tool_call.function %}
-           {%- endif %}
-            {{- '{' }}
-            {{- '"name": "' }}
-            {{- tool_call.name }}
-            {{- '"' }}
-            {{- ', '}}
-            {%- if tool_call.arguments is defined %}
-                {{- '"arguments": ' }}
-                {%- if tool_call.arguments is string %}
-                    {{- tool_call.arguments }}
-                {%- else %}
-                    {{- tool_call.arguments|tojson }}
-                {%- endif %}
-            {%- endif %}
-            {{- '}' }}
-            {{- '\n</tool_call>' }}
-    {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if loop.previtem and loop.previtem.role != "tool" %}
-            {{- '<|im_start|>tool\n' }}
-        {%- endif %}
-        {{- '<tool_response>\n' }}
-        {{- message.content }}
-        {%- if not loop.last %}
-            {{- '\n</tool_response>\n' }}
-        {%- else %}
-            {{- '\n</tool_response>' }}
-        {%- endif %}
-        {%- if not loop.last and loop.nextitem.role != "tool" %}
-            {{- '<|im_end|>' }}
-        {%- elif loop.last %}
-            {{- '<|im_end|>' }}
-        {%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""
 LLAMA_3_1 = r"""{{- bos_token }}
 {%- if custom_tools is defined %}
     {%- set tools = custom_tools %}
@@ -592,147 +479,6 @@ MISTRAL_SMALL = r"""{%- set today = strftime_now("%Y-%m-%d") %}
 MISTRAL_SMALL_PARTS = MISTRAL_SMALL.replace(
     "{%- if messages[0]['content'] is string %}", "{%- if messages[0] is string %}"
 )
-MAGISTRAL = r"""{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {{- '[SYSTEM_PROMPT]' }}
-    {%- if messages[0]['content'] is string %}
-        {{- messages[0]['content'] }}
-    {%- else %}
-        {%- for block in messages[0]['content'] %}
-            {%- if block['type'] == 'text' %}{{- block['text'] }}
-            {%- elif block['type'] == 'thinking' %}{{- '[THINK]' + block['thinking'] + '[/THINK]' }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '[/SYSTEM_PROMPT]' }}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {{- '[SYSTEM_PROMPT]First draft your thinking process.[THINK]Your thoughts.[/THINK][/SYSTEM_PROMPT]' }}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{%- if tools is defined and tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
-{%- for message in loop_messages %}
-    {%- if message['role'] == 'user' %}
-        {{- '[INST]' + message['content'] + '[/INST]' }}
-    {%- elif message['role'] == 'assistant' %}
-        {%- if message['reasoning_content'] is defined and message['reasoning_content'] %}
-            {{- '[THINK]' + message['reasoning_content'] + '[/THINK]' }}
-        {%- endif %}
-        {%- if message['content'] is string %}{{- message['content'] }}{%- endif %}
-        {%- if message['tool_calls'] is defined and message['tool_calls']|length > 0 %}
-            {%- for tool in message['tool_calls'] %}
-                {%- set arguments = tool['function']['arguments'] %}
-                {%- if arguments is not string %}
-                    {%- set arguments = arguments|tojson|safe %}
-                {%- elif arguments == '' %}
-                    {%- set arguments = '{}' %}
-                {%- endif %}
-                {{- '[TOOL_CALLS]' + tool['function']['name'] + '[ARGS]' + arguments }}
-            {%- endfor %}
-        {%- endif %}
-        {{- eos_token }}
-    {%- elif message['role'] == 'tool' %}
-        {{- '[TOOL_RESULTS]' + message['content']|string + '[/TOOL_RESULTS]' }}
-    {%- endif %}
-{%- endfor %}
-"""
-GLM_4_5 = r"""[gMASK]<sop>
-{%- if tools -%}
-<|system|>
-# Tools
-
-You may call one or more functions. Signatures within <tools></tools>:
-<tools>
-{% for tool in tools %}
-{{ tool | tojson(ensure_ascii=False) }}
-{% endfor %}
-</tools>
-
-<tool_call>{function-name}
-<arg_key>{arg-key-1}</arg_key>
-<arg_value>{arg-value-1}</arg_value>
-</tool_call>{%- endif -%}
-{%- macro visible_text(content) -%}
-    {%- if content is string -%}
-        {{- content }}
-    {%- elif content is iterable and content is not mapping -%}
-        {%- for item in content -%}
-            {%- if item is mapping and item.type == 'text' -%}
-                {{- item.text }}
-            {%- elif item is string -%}
-                {{- item }}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- else -%}
-        {{- content }}
-    {%- endif -%}
-{%- endmacro -%}
-{%- set ns = namespace(last_user_index=-1) %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}
-        {% set ns.last_user_index = loop.index0 -%}
-    {%- endif %}
-{%- endfor %}
-{% for m in messages %}
-{%- if m.role == 'user' -%}<|user|>
-{{ visible_text(m.content) }}
-{{- '/nothink' if (enable_thinking is defined and not enable_thinking and not visible_text(m.content).endswith("/nothink")) else '' -}}
-{%- elif m.role == 'assistant' -%}
-<|assistant|>
-{%- set reasoning_content = '' %}
-{%- set content = visible_text(m.content) %}
-{%- if m.reasoning_content is string %}
-    {%- set reasoning_content = m.reasoning_content %}
-{%- else %}
-    {%- if '</think>' in content %}
-        {%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-    {%- endif %}
-{%- endif %}
-{%- if loop.index0 > ns.last_user_index and reasoning_content -%}
-{{ '\n<think>' + reasoning_content.strip() +  '</think>'}}
-{%- else -%}
-{{ '\n<think></think>' }}
-{%- endif -%}
-{%- if content.strip() -%}
-{{ '\n' + content.strip() }}
-{%- endif -%}
-{% if m.tool_calls %}
-{% for tc in m.tool_calls %}
-{%- if tc.function %}
-    {%- set tc = tc.function %}
-{%- endif %}
-{{ '\n<tool_call>' + tc.name }}
-{% set _args = tc.arguments %}
-{% for k, v in _args.items() %}
-<arg_key>{{ k }}</arg_key>
-<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>
-{% endfor %}
-</tool_call>{% endfor %}
-{% endif %}
-{%- elif m.role == 'tool' -%}
-{%- if m.content is string -%}
-{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
-    {{- '<|observation|>' }}
-{%- endif %}
-{{- '\n<tool_response>\n' }}
-{{- m.content }}
-{{- '\n</tool_response>' }}
-{%- else -%}
-<|observation|>{% for tr in m.content %}
-
-<tool_response>
-{{ tr.output if tr.output is defined else tr }}
-</tool_response>{% endfor -%}
-{% endif -%}
-{%- elif m.role == 'system' -%}
-<|system|>
-{{ visible_text(m.content) }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    <|assistant|>{{- '\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' -}}
-{%- endif -%}"""
 DEEPSEEK_V3 = (
     r"{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}"
     r"{% endif %}{% set ns = namespace(is_first=false, is_tool=false, is_output_first=true, "
@@ -1145,105 +891,6 @@ GEMMA_4 = r"""{%- macro format_argument(argument, escape_keys=True) -%}
     {%- endif -%}
 {%- endif -%}
 """
-LFM_2 = r"""{{- bos_token -}}
-{%- set system_prompt = "" -%}
-{%- set ns = namespace(system_prompt="") -%}
-{%- if messages[0]["role"] == "system" -%}
-    {%- set ns.system_prompt = messages[0]["content"] -%}
-    {%- set messages = messages[1:] -%}
-{%- endif -%}
-{%- if tools -%}
-    {%- set ns.system_prompt = ns.system_prompt + ("\n" if ns.system_prompt else "") + "List of tools: <|tool_list_start|>[" -%}
-    {%- for tool in tools -%}
-        {%- if tool is not string -%}
-            {%- set tool = tool | tojson -%}
-        {%- endif -%}
-        {%- set ns.system_prompt = ns.system_prompt + tool -%}
-        {%- if not loop.last -%}
-            {%- set ns.system_prompt = ns.system_prompt + ", " -%}
-        {%- endif -%}
-    {%- endfor -%}
-    {%- set ns.system_prompt = ns.system_prompt + "]<|tool_list_end|>" -%}
-{%- endif -%}
-{%- if ns.system_prompt -%}
-    {{- "<|im_start|>system\n" + ns.system_prompt + "<|im_end|>\n" -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {{- "<|im_start|>" + message["role"] + "\n" -}}
-    {%- set content = message["content"] -%}
-    {%- if content is not string -%}
-        {%- set content = content | tojson -%}
-    {%- endif -%}
-    {%- if message["role"] == "tool" -%}
-        {%- set content = "<|tool_response_start|>" + content + "<|tool_response_end|>" -%}
-    {%- endif -%}
-    {%- if message.tool_calls -%}
-        {%- set calls = namespace(text=[]) -%}
-        {%- for call in message.tool_calls -%}
-            {%- set pairs = namespace(text=[]) -%}
-            {%- for key, value in call.function.arguments | items -%}
-                {%- set pairs.text = pairs.text + [key + "=" + (value | tojson)] -%}
-            {%- endfor -%}
-            {%- set calls.text = calls.text + [call.function.name + "(" + pairs.text | join(", ") + ")"] -%}
-        {%- endfor -%}
-        {%- set content = content + "<|tool_call_start|>[" + calls.text | join(", ") + "]<|tool_call_end|>" -%}
-    {%- endif -%}
-    {{- content + "<|im_end|>\n" -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- "<|im_start|>assistant\n" -}}
-{%- endif -%}
-"""
-GRANITE_3 = r"""{#- Documents, thinking and tools of Granite 3.3 -#}
-{%- set system_message = 'Knowledge Cutoff Date: April 2024.\nToday\'s Date: ' + strftime_now('%B %d, %Y') + '.\nYou are Granite.' -%}
-{%- if messages[0]['role'] == 'system' %}
-     {%- set system_message = messages[0]['content'] -%}
-     {%- set loop_messages = messages[1:] -%}
-{%- else %}
-    {%- if tools and documents -%}
-        {%- set system_message = system_message + ' You have tools and documents.' -%}
-    {%- elif tools -%}
-        {%- set system_message = system_message + " When a tool is required, respond with <|tool_call|> followed by a JSON list of tools." -%}
-    {%- elif documents -%}
-        {%- set system_message = system_message + ' Use the documents.' -%}
-    {%- elif thinking -%}
-        {%- set system_message = system_message + ' Write your thoughts between <think></think> and your response between <response></response>.' -%}
-    {%- endif -%}
-    {%- set loop_messages = messages -%}
-{%- endif -%}
-{{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\n' -}}
-{%- if tools -%}
-    {{- '<|start_of_role|>available_tools<|end_of_role|>' -}}
-    {{- tools | tojson(indent=4) -}}
-    {{- '<|end_of_text|>\n' -}}
-{%- endif -%}
-{%- if documents -%}
-    {%- for document in documents -%}
-        {{- '<|start_of_role|>document {"document_id": "' + document['doc_id'] | string + '"}<|end_of_role|>\n' -}}
-        {{- document['text'] -}}
-        {{- '<|end_of_text|>\n' -}}
-    {%- endfor -%}
-{%- endif -%}
-{%- for message in loop_messages -%}
-    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] -}}
-    {%- if message.tool_calls %}
-        {{- '<|tool_call|>[' -}}
-        {%- for call in message.tool_calls -%}
-            {{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson -}}
-            {{- ', ' if not loop.last else '' -}}
-        {%- endfor -%}
-        {{- ']' -}}
-    {%- endif -%}
-    {{- '<|end_of_text|>\n' -}}
-    {%- if loop.last and add_generation_prompt -%}
-        {{- '<|start_of_role|>assistant' -}}
-        {%- if controls -%}
-            {{- ' ' + controls | tojson() -}}
-        {%- endif -%}
-        {{- '<|end_of_role|>' -}}
-    {%- endif -%}
-{%- endfor -%}
-"""
 PHI_3 = (
     r"{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\n' + "
     r"message['content'] + '<|end|>\n'}}{% elif message['role'] == 'user' %}{{'<|user|>\n' + "
@@ -1259,51 +906,6 @@ PHI_4_MINI = (
     r"{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
     r"{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
 )
-COMMAND_R = r"""{{ bos_token }}{% if documents %}
-{% set tools = [] %}
-{%- macro document_turn(documents) -%}
-<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><results>
-{% for doc in documents %}
-{{ loop.index0 }}: {{ doc.title }} {{ doc.text }}
-{% endfor %}
-</results><|END_OF_TURN_TOKEN|>
-{%- endmacro %}
-{{ document_turn(documents) }}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}{% set system_message = messages[0]['content'] %}{% set loop_messages = messages[1:] %}{% else %}{% set system_message = '' %}{% set loop_messages = messages %}{% endif %}
-{%- if system_message or tools %}
-{{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + system_message }}
-{%- if tools %}
-
-## Available Tools
-```json
-[
-{% for tool in tools %}
-{{ tool.function | tojson }}{{ ',' if not loop.last }}
-{% endfor %}
-]
-```
-{%- endif %}
-{{- '<|END_OF_TURN_TOKEN|>' }}
-{%- endif %}
-{%- for message in loop_messages %}
-{%- if message.role|lower == 'user' %}
-<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{{ message.content }}<|END_OF_TURN_TOKEN|>
-{%- elif message.role|lower == 'assistant' or message.role|lower == 'chatbot' %}
-<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>
-{%- if message.reasoning_content %}<|START_THINKING|>{{ message.reasoning_content }}<|END_THINKING|>{% endif %}
-{%- if message.tool_calls %}<|START_ACTION|>[
-{% for call in message.tool_calls %}
-    {"tool_call_id": "{{ loop.index0 }}", "tool_name": {{ call.function.name | tojson }}, "parameters": {{ call.function.arguments | tojson }}}{{ ',' if not loop.last }}
-{% endfor %}
-]<|END_ACTION|>
-{%- else %}<|START_RESPONSE|>{{ message.content }}<|END_RESPONSE|>
-{%- endif %}<|END_OF_TURN_TOKEN|>
-{%- elif message.role|lower == 'tool' %}
-<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>{{ message.content }}<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"""
 SMOL_LM_2 = (
     r"{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
     r"{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM.<|im_end|>\n' }}"
@@ -1416,14 +1018,12 @@ SMOL_VLM = (
 TEMPLATES = {
     "Qwen 3": QWEN_3,
     "Qwen 3.5": QWEN_3_5,
-    "Hermes 2 Pro": {"default": CHATML, "tool_use": HERMES_TOOLS},
+    "Hermes 2 Pro": {"default": CHATML, "tool_use": HERMES},
     "Llama 3.1": LLAMA_3_1,
     "Llama 3.2": LLAMA_3_2,
     "Mistral 7B": MISTRAL_7B,
     "Mistral Small": MISTRAL_SMALL,
     "Mistral Small, parts": MISTRAL_SMALL_PARTS,
-    "Magistral": MAGISTRAL,
-    "GLM 4.5": GLM_4_5,
     "DeepSeek V3": DEEPSEEK_V3,
     "DeepSeek R1": DEEPSEEK_R1,
     "DeepSeek V3.1": DEEPSEEK_V3_1,
@@ -1431,11 +1031,8 @@ TEMPLATES = {
     "Gemma 2": GEMMA_2,
     "Gemma 3": GEMMA_3,
     "Gemma 4": GEMMA_4,
-    "LFM 2": LFM_2,
-    "Granite 3": GRANITE_3,
     "Phi 3": PHI_3,
     "Phi-4-mini": PHI_4_MINI,
-    "Command R": COMMAND_R,
     "SmolLM 2": SMOL_LM_2,
     "SmolLM 3": SMOL_LM_3,
     "OLMo 2": OLMO_2,

@@ -64,11 +64,6 @@ def test_a_reduced_vocabulary_maps_columns_to_tokens(folder):
     assert (bundle.draft.vocab_size, bundle.draft.padded_vocab_size) == (50, 4)
 
 
-def test_a_full_vocabulary_has_no_map(folder):
-    bundle = Bundle.read(folder)
-    assert bundle.ids_of(bundle.draft) is None
-
-
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
@@ -220,13 +215,6 @@ def test_a_path_that_could_leave_the_folder_is_refused(folder, name):
         Bundle.read(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '{"format": 2}', "{" * 9999, "\0"])
-def test_an_invalid_manifest_is_an_error(folder, text):
-    (folder / MANIFEST).write_text(text, "utf-8")
-    with pytest.raises(BundleError, match=MANIFEST):
-        Bundle.read(folder)
-
-
 def test_repeated_keys_and_nan_are_errors(folder):
     text = (folder / MANIFEST).read_text("utf-8")
     (folder / MANIFEST).write_text(text.replace("{", '{"format": 2,', 1), "utf-8")
@@ -234,12 +222,6 @@ def test_repeated_keys_and_nan_are_errors(folder):
         Bundle.read(folder)
     (folder / MANIFEST).write_text(text.replace("3.0", "NaN", 1), "utf-8")
     with pytest.raises(BundleError, match="NaN"):
-        Bundle.read(folder)
-
-
-def test_bytes_that_are_not_text_are_an_error(folder):
-    (folder / MANIFEST).write_bytes(b"\xff\xfe")
-    with pytest.raises(BundleError, match=MANIFEST):
         Bundle.read(folder)
 
 
@@ -257,18 +239,6 @@ def test_a_truncated_or_missing_file_is_found_when_reading(folder, name):
         Bundle.read(folder)
     (folder / name).unlink()
     with pytest.raises(BundleError, match=name):
-        Bundle.read(folder)
-
-
-def test_a_link_out_of_the_folder_is_refused(folder, tmp_path_factory):
-    outside = tmp_path_factory.mktemp("outside") / "file"
-    outside.write_bytes((folder / "tokenizer.json").read_bytes())
-    (folder / "tokenizer.json").unlink()
-    try:
-        (folder / "tokenizer.json").symlink_to(outside)
-    except OSError:
-        pytest.skip("no symbolic links here")
-    with pytest.raises(BundleError, match="link that leaves the bundle"):
         Bundle.read(folder)
 
 

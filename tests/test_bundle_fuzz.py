@@ -83,7 +83,7 @@ def places(value, before=()):
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_a_changed_manifest_gives_a_bundle_or_one_line(whole, data):
     folder, text = whole
@@ -132,8 +132,8 @@ def test_any_json_gives_one_line(whole, value):
     assert read(whole[0], json.dumps(value).encode()) is None
 
 
-@pytest.mark.parametrize("key", ["format", "end_tokens", "tokenizer", "target"])
-@pytest.mark.parametrize("depth", [100, 900, 940, 960, 970, 980, 990, 10**5])
+@pytest.mark.parametrize("key", ["format", "end_tokens", "target"])
+@pytest.mark.parametrize("depth", [100, 900, 960, 980, 10**5])
 def test_deep_nesting_is_one_line(whole, key, depth):
     folder, text = whole
     manifest = json.loads(text)
@@ -142,8 +142,8 @@ def test_deep_nesting_is_one_line(whole, key, depth):
     assert read(folder, deep.encode()) is None
 
 
-@pytest.mark.parametrize("digits", [17, 300, 4300, 10**5])
-@pytest.mark.parametrize("key", ["format", "num_draft_tokens", "end_tokens", "target"])
+@pytest.mark.parametrize("digits", [17, 4300, 10**5])
+@pytest.mark.parametrize("key", ["format", "end_tokens", "target"])
 def test_a_huge_integer_is_one_line(whole, key, digits):
     folder, text = whole
     manifest = json.loads(text)
@@ -162,8 +162,10 @@ def test_an_oversized_manifest_is_refused_unread(folder):
     assert "the limit is" in refusal(folder)
 
 
-@pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "a\x9bb", "\x7f"])
-@pytest.mark.parametrize("key", ["id", "revision", "licence"])
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("id", "a\nb"), ("id", "a\x9bb"), ("revision", "\x1b[2J"), ("licence", "\x7f")],
+)
 def test_terminal_control_characters_are_refused(whole, key, text):
     folder, manifest = whole[0], json.loads(whole[1])
     manifest["target"]["source"][key] = text
@@ -242,8 +244,9 @@ def test_a_name_that_no_bundle_can_have_is_one_line(tmp_path, monkeypatch, name)
     assert "specedge export" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", MANIFEST])
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize(
+    ("name", "code"), [("tokenizer.json", errno.EACCES), (MANIFEST, errno.EIO)]
+)
 def test_a_file_that_the_system_cannot_read_is_one_line(folder, name, code, monkeypatch):
     real = Path.open
 

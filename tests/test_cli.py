@@ -3,21 +3,17 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from installed import COMMAND, run, run_process
 from manifests import make_bundle
 from specedge.bundle import MAX_EAGER_HASH_SIZE
-
-pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+from specedge.runtime.decoding import decoding, verification
 
 PROMPT = "def read_config(path):"
-ROOT = Path(__file__).parents[1]
 
 
 def test_generate_prints_text_to_stdout_and_one_line_to_stderr(pipeline):
@@ -28,9 +24,9 @@ def test_generate_prints_text_to_stdout_and_one_line_to_stderr(pipeline):
     assert re.fullmatch(summary, result.stderr)
 
 
-def test_generate_reads_standard_input():
-    by_stdin = run_process("generate", "-", "-n", 10, stdin=PROMPT)
-    assert by_stdin.stdout == run("generate", PROMPT, "-n", 10).stdout
+def test_generate_reads_standard_input(pipeline):
+    by_stdin = run("generate", "-", "-n", 10, stdin=PROMPT)
+    assert by_stdin.stdout == pipeline.generate(PROMPT, 10).text + "\n"
 
 
 def test_json_has_the_names_of_the_api(pipeline):
@@ -56,59 +52,10 @@ def test_every_sampling_option_reaches_the_sampler(pipeline):
 
 
 def test_stop_and_threads_are_options():
-    result = run_process(
-        "generate", PROMPT, "--stop", "zzz", "--stop", "\n", "-n", 40, "--threads", 1
-    )
+    stops = ["--stop", "zzz", "--stop", "\n"]
+    result = run_process("generate", PROMPT, *stops, "-n", 40, "--threads", 1)
     assert result.returncode == 0
     assert "\n" not in result.stdout.rstrip("\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["generate", ""], "the prompt is empty"),
-        (["generate", PROMPT, "--bundle", "nowhere"], "no bundle at nowhere"),
-        (["generate", PROMPT * 1000], "shorten it"),
-        (["generate", PROMPT, "-n", "0"], "-n"),
-        (["generate", PROMPT, "-n", "many"], "many"),
-        (["generate", PROMPT, "--temperature", "-1"], "--temperature"),
-        (["generate", PROMPT, "--temperature", "nan"], "temperature"),
-        (["generate", PROMPT, "--top-p", "0"], "--top-p"),
-        (["generate", PROMPT, "-k", "65"], "-k"),
-        (["generate", PROMPT, "--stop", ""], "stop string"),
-        (["generate", PROMPT, "--colour"], "--colour"),
-        (["generate"], "PROMPT"),
-        (["compare", "", "--repeats", "1"], "the prompt is empty"),
-        (["inspect", "--bundle", "README.md"], "README.md"),
-        (["frobnicate"], "frobnicate"),
-    ],
-)
-def test_bad_input_prints_one_line_and_fails(arguments, message):
-    result = run(*arguments)
-    assert result.returncode == 1
-    assert result.stdout.strip() == ""
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    last = [line for line in result.stderr.splitlines() if not line.startswith(("Usage", "Try"))]
-    assert len([line for line in last if line.strip()]) == 1
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_ctrl_c_prints_partial_text_and_exits_130():
-    process = subprocess.Popen(
-        [*COMMAND, "generate", "x", "-n", "400", "--ignore-eos", "-k", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert (first + out).endswith("\n")
-    assert "interrupted" in err
-    assert "Traceback" not in err
 
 
 def test_ctrl_c_inside_executed_source_exits_130(tmp_path):
@@ -134,24 +81,9 @@ def test_a_closed_pipe_is_not_a_traceback():
     assert process.wait(60) == 1
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_under_the_output_is_one_line():
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [*COMMAND, "generate", PROMPT, "-n", "5"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert result.returncode == 1
-    assert "No space left" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
-@pytest.mark.parametrize("command", ["generate x -n 3 >&-", "inspect --json >&-"])
-def test_a_closed_standard_output_is_not_a_traceback(command):
-    line = f"{sys.executable} -m specedge {command}"
+def test_a_closed_standard_output_is_not_a_traceback():
+    line = f"{sys.executable} -m specedge generate x -n 3 >&-"
     result = subprocess.run(line, shell=True, capture_output=True, text=True)
     assert "Traceback" not in result.stderr
     assert result.returncode == 0
@@ -182,18 +114,13 @@ def test_compare_without_a_draft_has_no_prediction():
     assert as_json["predicted_speedup"] is None
 
 
-def test_compare_exits_1_if_the_tokens_differ():
-    code = (
-        "from specedge.runtime.decoding import verification, decoding\n"
-        "from specedge.cli import main\n"
-        "def wrong(draft, *rest):\n"
-        "    return verification.Verdict(len(draft.tokens), 5)\n"
-        f"import sys; sys.argv = ['specedge', 'compare', {PROMPT!r}, '-n', '20', '-k', '4']\n"
-        "accept_rule = lambda d, *r: wrong(d) if d.tokens else verification.verify(d, *r)\n"
-        "decoding.SpeculativeDecoder.accept_rule = staticmethod(accept_rule)\n"
-        "main()\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def test_compare_exits_1_if_the_tokens_differ(monkeypatch):
+    def accept_all(draft, *rest):
+        count = len(draft.tokens)
+        return verification.Verdict(count, 5) if count else verification.verify(draft, *rest)
+
+    monkeypatch.setattr(decoding.SpeculativeDecoder, "accept_rule", staticmethod(accept_all))
+    result = run("compare", PROMPT, "-n", 20, "-k", 4, "--repeats", 1)
     assert result.returncode == 1
     assert "plain decoding differ from new token" in result.stderr
 
@@ -238,10 +165,6 @@ def test_inspect_check_hashes_every_file(tmp_path):
 def test_the_variable_names_the_bundle(tmp_path):
     make_bundle(tmp_path)
     assert str(tmp_path) in run("inspect", SPECEDGE_BUNDLE=str(tmp_path)).stdout
-
-
-def test_version():
-    assert re.fullmatch(r"specedge, version \d+\.\d+\.\d+\n", run("--version").stdout)
 
 
 def test_help_imports_no_heavy_module():

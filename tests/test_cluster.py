@@ -10,14 +10,9 @@ import pytest
 
 from installed import run
 from specedge.bundle import store
+from specedge.cli import cluster
 from specedge.cpu_count import cpu_count
 from specedge.errors import BundleError, MissingExtraError, SpecEdgeError
-from specedge.request import GenerationRequest
-from specedge.runtime.requests.batch import BatchItem, item_seed
-
-pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-
-from specedge.cli import cluster
 from specedge.ray import (
     actor_resources,
     deployment,
@@ -25,6 +20,8 @@ from specedge.ray import (
     import_ray,
     load_pipeline,
 )
+from specedge.request import GenerationRequest
+from specedge.runtime.requests.batch import BatchItem, item_seed
 
 
 def items(number):
@@ -145,19 +142,6 @@ def test_a_missing_ray_names_the_extra(text, monkeypatch):
     assert result.stderr == "specedge: ray is not installed: pip install 'specedge[ray]'\n"
     with pytest.raises(MissingExtraError, match=r"specedge\[ray\]"):
         deployment()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["a", "--ray"], "--ray needs --prompts"),
-        (["--prompts", "f", "--ray-actors", "2"], "--ray-actors needs --ray"),
-    ],
-)
-def test_cluster_options_need_ray_and_prompts(arguments, message):
-    result = run("generate", *arguments)
-    assert result.returncode == 1
-    assert message in result.stderr.splitlines()[-1]
 
 
 def test_usage_statistics_of_ray_are_off(monkeypatch):

@@ -2,9 +2,9 @@
 
 import json
 import os
-from importlib import util
 from pathlib import Path
 
+import onnxruntime as ort
 import pytest
 
 from distributions import install, only
@@ -12,9 +12,6 @@ from installed import run, run_process
 from specedge.cli import cli
 from specedge.diagnosis import doctor, probe
 from specedge.diagnosis.doctor import ask
-from specedge.runtime.backend.cuda import tensorrt_rtx
-
-ort = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 GONE = "raise ModuleNotFoundError(\"No module named 'onnxruntime'\", name='onnxruntime')"
@@ -75,6 +72,7 @@ def fake(module):
 
 def diagnosis(*arguments):
     result = run("doctor", "--json", *arguments)
+    assert result.stdout, result.stderr
     return result.returncode, json.loads(result.stdout)
 
 
@@ -103,19 +101,7 @@ def test_text_has_a_line_for_each_device_and_the_commands_that_help():
     assert result.stdout.count("there is no NVIDIA driver: libcuda.so.1 is not found\n  fix") <= 1
 
 
-@pytest.mark.skipif(
-    util.find_spec(tensorrt_rtx.MODULE) is not None, reason="the plug-in is installed"
-)
-def test_a_requested_device_that_fails_exits_1():
-    code, found = diagnosis("--device", "rtx")
-    assert code == 1
-    assert list(found["devices"]) == ["rtx"]
-    (reason,) = found["devices"]["rtx"]["reasons"]
-    assert reason["fix"]
-
-
-def test_why_not_is_one_line_or_none():
-    assert doctor.why_not("cpu") is None
+def test_why_not_is_one_line():
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         line = doctor.why_not("cuda")
         assert line.startswith("cuda does not work here: ")
@@ -155,38 +141,34 @@ def test_why_not_is_one_line_or_none():
 )
 def test_a_broken_onnx_runtime_is_a_finding(module, content, installed, what, fix):
     module(content, *installed)
-    result = run("doctor")
+    result = run("doctor", "--device", "cpu")
     assert result.returncode == 1
-    assert what in result.stdout
+    assert result.stdout.count(what) == 1 + 1  # the device points there
     assert f"  fix: {fix}" in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
-    assert result.stdout.count(what) == 1 + 4  # each device points there
 
 
-def test_two_packages_of_one_module_are_a_finding(module):
-    module(
-        FAKE.replace("RESULT", "right"), ("onnxruntime", "1.31.1"), ("onnxruntime-gpu", "1.31.1")
-    )
+@pytest.mark.parametrize(
+    ("installed", "what", "uninstalled"),
+    [
+        (
+            [("onnxruntime", "1.31.1"), ("onnxruntime-gpu", "1.31.1")],
+            "onnxruntime 1.31.1 and onnxruntime-gpu 1.31.1 are installed",
+            "onnxruntime onnxruntime-gpu",
+        ),
+        (
+            [("onnxruntime-gpu", "1.32.0")],
+            "but Python imports ONNX Runtime 1.31.1 from",
+            "onnxruntime-gpu",
+        ),
+    ],
+)
+def test_packages_that_overwrote_each_other_are_a_finding(module, installed, what, uninstalled):
+    module(FAKE.replace("RESULT", "right"), *installed)
     _, found = diagnosis("--device", "cpu")
     (finding,) = found["findings"]
-    assert finding["what"].startswith("onnxruntime 1.31.1 and onnxruntime-gpu 1.31.1 are installed")
-    expected = 'pip uninstall -y onnxruntime onnxruntime-gpu && pip install "specedge[gpu]"'
-    assert finding["fix"] == expected
-
-
-def test_a_module_of_another_version_than_pips_is_a_finding(module):
-    module(FAKE.replace("RESULT", "right"), ("onnxruntime-gpu", "1.32.0"))
-    _, found = diagnosis("--device", "cpu")
-    (finding,) = found["findings"]
-    assert "but Python imports ONNX Runtime 1.31.1 from" in finding["what"]
-
-
-def test_working_devices_are_not_diagnosed(fake):
-    fake()
-    code, found = diagnosis("--device", "cuda")
-    assert code == 0
-    assert found["devices"]["cuda"]["works"]
-    assert found["devices"]["cuda"]["reasons"] == []
+    assert what in finding["what"]
+    assert finding["fix"] == f'pip uninstall -y {uninstalled} && pip install "specedge[gpu]"'
 
 
 @pytest.mark.parametrize(
@@ -196,14 +178,8 @@ def test_working_devices_are_not_diagnosed(fake):
             {"result": "0 * right"},
             "its results are wrong: 60 of 128 numbers: y[0, 0] is 0, expected",
         ),
-        ({"result": "right + numpy.eye(4, 32)"}, "its results are wrong: 4 of 128 numbers"),
         ({"result": "right * numpy.nan"}, "its results are wrong: 128 of 128 numbers"),
         ({"result": "right[:3]"}, "its results are wrong: shape [3, 32], expected [4, 32]"),
-        pytest.param(
-            {"result": "os.kill(os.getpid(), 11)"},
-            "trying it ended by signal 11 (SIGSEGV) while running a graph",
-            marks=POSIX,
-        ),
         ({"opening": "os._exit(3)"}, "trying it ended with exit code 3 while opening a session"),
     ],
 )
@@ -261,21 +237,6 @@ def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     assert result.returncode == 1
     assert "No space left on device" in result.stderr
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device", "tpu"], "'tpu' is not one of"),
-        (["--overwrite"], "--overwrite needs --report"),
-        (["--report", "nowhere/report.json"], "does not exist"),
-    ],
-)
-def test_bad_options_are_one_clear_line(arguments, message):
-    result = run("doctor", *arguments)
-    assert result.returncode == 1
-    assert message in result.stderr
-    assert result.stdout == ""
 
 
 def test_the_commands_devices_are_those_that_can_be_tried():

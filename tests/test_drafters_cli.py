@@ -11,8 +11,6 @@ from specedge.runtime.drafters.ngrams import count
 from specedge.runtime.sampling.history import History
 from test_cli import run
 
-pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-
 PROMPT = "def read_config(path):"
 REPEATED = "for name in names:\n    print(name)\n" * 3
 WORDS = REPEATED + "def read(path):\n    with open(path) as file:\n        return file.read()\n"
@@ -125,12 +123,6 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
 
     with pytest.raises(DrafterError, match="'wrong' proposed token 5000"):
         pipeline.generate(PROMPT, 5, drafter=Wrong())
-
-
-@pytest.mark.parametrize(("low", "high"), [(9, None), (None, 1), (3, 3), (1, 64)])
-def test_lookup_min_or_lookup_max_suffices(pipeline, low, high):
-    for drafter in ("lookup", "chain"):
-        pipeline.stream(PROMPT, drafter=drafter, lookup_min=low, lookup_max=high)
 
 
 @pytest.mark.parametrize("name", ["lookup", "suffix"])

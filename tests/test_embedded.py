@@ -8,7 +8,6 @@ import pytest
 
 from specedge.bundle import Bundle, store
 
-ROOT = Path(__file__).parents[1]
 # Modules of CPython's library that neither model saw; models/README.md lists them all.
 HELD_OUT = ("asyncio/base_subprocess.py", "encodings/idna.py", "json/tool.py", "pydoc.py")
 
@@ -40,7 +39,7 @@ def test_every_large_file_has_its_hash():
 def test_held_out_text_gives_enough_tokens_a_round(pipeline, temperature, least, report):
     rounds = tokens = 0
     for i, prompt in enumerate(held_out_prompts(pipeline.tokenizer)):
-        one = pipeline.generate(prompt, 128, temperature, seed=i, ignore_eos=True)
+        one = pipeline.generate(prompt, 64, temperature, seed=i, ignore_eos=True)
         rounds, tokens = rounds + one.stats.num_rounds, tokens + one.stats.num_new_tokens
     report(f"embedded pair, temperature {temperature:g}: {tokens / rounds:.2f} tokens a round")
     assert tokens / rounds >= least

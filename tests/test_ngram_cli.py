@@ -9,8 +9,6 @@ from specedge.bundle import store
 from specedge.runtime.drafters import ngram_files
 from test_cli import run
 
-pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-
 PROMPT = "def read_config(path):"
 WORDS = "def read(path):\n    with open(path) as file:\n        return file.read()\n" * 2
 
@@ -57,42 +55,3 @@ def test_a_file_is_replaced_only_with_overwrite(tmp_path, words):
     assert "--overwrite" in refused.stderr
     assert run("ngram", "build", words, "--output", output, "--overwrite").returncode == 0
     assert np.load(output)["format"] == [1]
-
-
-def test_failed_builds_print_one_line_and_leave_no_file(tmp_path, words):
-    (tmp_path / "latin").write_bytes("é".encode("latin-1"))
-    (tmp_path / "empty").write_bytes(b"")
-    out = tmp_path / "out"
-    build = ["ngram", "build"]
-    cases = [
-        ([*build, "--output", out], "TEXT"),
-        ([*build, words], "--output"),
-        ([*build, tmp_path / "none", "--output", out], "none: No such file"),
-        ([*build, tmp_path, "--output", out], "Is a directory"),
-        ([*build, words, tmp_path / "latin", "--output", out], "latin is not UTF-8 text"),
-        ([*build, tmp_path / "empty", "--output", out], "the texts have no tokens"),
-        ([*build, words, "--output", tmp_path], "is a folder; specify a file"),
-        ([*build, words, "--output", tmp_path / "no/out"], "does not exist"),
-        ([*build, words, "--output", words, "--overwrite"], "is also an input"),
-        ([*build, words, "--output", out, "--order", 4], "--order"),
-        ([*build, words, "--output", out, "--bundle", tmp_path], "bundle.json"),
-        (["generate", PROMPT, "--drafter", "oracle"], "drafter must be auto, model, lookup"),
-        (["generate", PROMPT, "--drafter", f"ngram:{out}"], "No such file"),
-        (
-            ["generate", PROMPT, "--drafter", f"ngram:{words}"],
-            "it is damaged or has another format",
-        ),
-        (
-            ["generate", PROMPT, "--drafter", "random", "--lookup-min", 3],
-            "lookup_min applies to suffix decoding",
-        ),
-        (["compare", PROMPT, "--drafter", "chain", "--lookup-max", 0], "--lookup-max"),
-    ]
-    for arguments, message in cases:
-        result = run(*arguments)
-        assert result.returncode == 1, arguments
-        assert message in result.stderr
-        assert "Traceback" not in result.stderr
-        said = [li for li in result.stderr.splitlines() if not li.startswith(("Usage", "Try"))]
-        assert len([line for line in said if line.strip()]) == 1, result.stderr
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "latin", "words.txt"]

@@ -10,7 +10,6 @@ import pytest
 
 from installed import COMMAND, run_process
 
-pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 ray = pytest.importorskip("ray", reason="needs the ray extra")
 
 PROMPTS = "".join(f"def read_{i}(path):\n" for i in range(60))

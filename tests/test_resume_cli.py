@@ -12,8 +12,6 @@ import pytest
 from installed import run
 from specedge.bundle import MANIFEST, store
 
-pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-
 COMMAND = [sys.executable, "-m", "specedge"]
 PROMPTS = '{"prompt": "import"}\n{"prompt": "def", "id": "b"}\n{"prompt": "class"}\n'
 OPTIONS = ["-n", "4", "--temperature", "0.8", "--seed", "5", "-k", "2"]
@@ -108,17 +106,6 @@ def test_resume_refuses_lines_of_another_bundle(finished, tmp_path):
     assert "prompt 0 or the bundle has changed" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["x", "--resume"], ["--prompts", "f", "--resume"],
-     ["--prompts", "f", "--output", "o", "--overwrite", "--resume"]],
-)  # fmt: skip
-def test_resume_needs_an_output_and_no_overwriting(arguments):
-    result = run("generate", *arguments)
-    assert result.returncode == 1
-    assert "--resume" in result.stderr
-
-
 def test_a_full_disk_leaves_whole_lines_and_is_named(tmp_path):
     pytest.importorskip("resource")
     output = tmp_path / "results.jsonl"
@@ -180,6 +167,6 @@ def test_write_errors_leave_no_file(tmp_path):
 
 
 def test_the_summary_has_the_time_of_noise_measurement():
-    result = run("generate", "x" * 30, "-n", 3, "-k", 64, "--exact")
-    assert "measuring this device's noise for K = 64 took" in result.stderr
+    result = run("generate", "x" * 30, "-n", 3, "-k", 40, "--exact")
+    assert "measuring this device's noise for K = 40 took" in result.stderr
     assert "noise for K" not in run("generate", "x", "-n", 3).stderr

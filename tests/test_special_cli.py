@@ -9,9 +9,6 @@ import pytest
 from corpus import END
 from installed import run
 from specedge.bundle import MANIFEST, store
-
-pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-
 from specedge.errors import PromptError
 from specedge.runtime.drafters import ngram_files
 from specedge.runtime.text import special_tokens

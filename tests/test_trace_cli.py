@@ -9,8 +9,6 @@ import pytest
 import installed
 from specedge.cli import trace
 
-pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-
 PROMPT = "def read_config(path):"
 COLOURS = {"": "plain", "32": "accepted", "31": "recovered", "36": "bonus"}
 

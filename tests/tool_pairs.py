@@ -38,6 +38,11 @@ class Writing(Pipeline):
     text = None
     asked = None
 
+    @property
+    def asked_text(self):
+        """Text of the prompt that was asked last."""
+        return self.tokenizer.decode(self.asked, skip_special_tokens=False)
+
     def stream(self, prompt, *args, **options):
         self.asked = prompt
         if self.text is not None and "grammar" not in options:

@@ -10,16 +10,16 @@ import pytest
 
 import specedge
 from quantized import Made
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
 
 PROMPT = "def parse(self):\n    return [self.a"
 
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def folder(request, tmp_path_factory):
-    return Made(
-        tmp_path_factory.mktemp(request.param), "llama", precision=request.param
-    ).bundle.folder
+    if request.param == "int8":
+        return store.embedded_folder()
+    return Made(tmp_path_factory.mktemp("int4"), "llama", precision="int4").bundle.folder
 
 
 def scores(folder, ops, monkeypatch, level, entries=()):

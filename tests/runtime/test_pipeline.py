@@ -1,7 +1,6 @@
 """Texts of the embedded pair: exactness, ends, counts, distributions."""
 
 import dataclasses
-from itertools import product
 
 import numpy as np
 import pytest
@@ -54,8 +53,8 @@ def test_self_draft_gives_k_plus_one_tokens_every_round(self_draft, k, temperatu
     assert one.stats.num_draft_passes == k * one.stats.num_rounds
 
 
-@pytest.mark.parametrize("k", [0, 1, 4])
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 30])
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("count", [1, 3, 30])
 @pytest.mark.parametrize("temperature", [0, 1])  # a greedy round never overshoots
 def test_max_new_tokens_is_respected(pipeline, k, count, temperature):
     options = {"num_draft_tokens": k, "ignore_eos": True, "seed": 1}
@@ -84,7 +83,7 @@ def test_an_end_token_inside_a_round_ends_the_text_there(pipeline, k, at):
 @pytest.mark.parametrize("k", [0, 1, 4])
 def test_a_stop_string_ends_the_text_before_it(pipeline, k):
     whole = pipeline.generate(PROMPTS[0], 60, num_draft_tokens=k, ignore_eos=True)
-    for start, size in product((1, 9, 23), (1, 2, 9)):
+    for start, size in ((1, 1), (9, 2), (23, 9)):
         stop = whole.text[start : start + size]
         one = pipeline.generate(
             PROMPTS[0], 60, num_draft_tokens=k, stop=["never so", stop], ignore_eos=True
@@ -153,3 +152,18 @@ def test_the_first_tokens_follow_the_targets_own_distribution(pipeline, sampling
     statistic = sum((n - e) ** 2 / e for n, e in cells)
     assert len(cells) >= 4
     assert scipy_stats.chi2.sf(statistic, len(cells) - 1) > 1e-4
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_coupled_text_does_not_depend_on_drafter_and_k(pipeline, temperature):
+    drafting = [("model", 1), ("model", 4), ("model", 8), ("suffix", 3), ("chain", 6)]
+    drafting += [("auto", "auto")]
+    plain = []
+    for seed in range(2):
+        options = {"seed": seed, "coupling": "gumbel", "ignore_eos": True}
+        plain.append(pipeline.generate(PROMPTS[0], 16, temperature, num_draft_tokens=0, **options))
+        for name, k in drafting:
+            options |= {"drafter": name, "num_draft_tokens": k}
+            drafted = pipeline.generate(PROMPTS[0], 16, temperature, **options)
+            assert drafted.tokens == plain[-1].tokens
+    assert plain[0].tokens != plain[1].tokens

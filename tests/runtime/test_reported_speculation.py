@@ -6,8 +6,6 @@ import pytest
 
 from specedge.request import DrafterName
 
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-
 LOOP = "x = 1\ny = 2\n" * 6
 DRAFTS = [
     {"num_draft_tokens": 8, "drafter": "suffix"},
@@ -34,7 +32,7 @@ def test_stop_string_in_an_accepted_run_ends_the_text_at_the_first(pipeline, sto
 
 @pytest.mark.parametrize("drafts", DRAFTS, ids=IDS)
 def test_length_limit_and_stop_string_in_one_run_are_told_apart(pipeline, drafts):
-    for length in range(1, 14):
+    for length in (1, 5, 6, 7, 8, 9, 13):
         options = {"max_new_tokens": length, "stop": ["y = 2\nx"]}
         plain = pipeline.generate(LOOP, num_draft_tokens=0, **options)
         assert len(plain.tokens) <= length
@@ -71,7 +69,7 @@ def test_grammar_that_is_complete_ends_the_text_whatever_is_drafted(pipeline, dr
 
 
 @pytest.mark.parametrize("k", [0, 4])
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("length", [1, 3, 4, 8])
 def test_character_of_several_tokens_is_never_split_in_a_stream(pipeline, k, length):
     tokens = pipeline.tokenizer.encode("😀한", add_special_tokens=False).ids
     assert len(tokens) > 4

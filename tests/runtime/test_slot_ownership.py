@@ -57,7 +57,7 @@ def in_worker(function):
 
 
 def test_stream_that_is_cancelled_while_its_reader_waits_for_a_turn_just_ends(pipeline):
-    for _ in range(5):
+    for _ in range(2):
         stream = begin(pipeline, PROMPTS[0])
         pieces = [next(stream)]
         ended = []
@@ -144,17 +144,14 @@ def test_request_waits_for_a_stream_that_its_own_worker_thread_began(pipeline, t
     assert second == [texts[PROMPTS[1]]]
 
 
-@pytest.mark.parametrize("num_slots", [1, 2])
 def test_streaming_responses_of_synchronous_endpoints_do_not_take_each_others_slots(
-    texts, num_slots
+    pipeline, texts
 ):
     """Run the endpoint and each `next` in any thread of a pool, as FastAPI does."""
     pytest.importorskip("starlette")
     from starlette.applications import Starlette
     from starlette.responses import StreamingResponse
     from starlette.routing import Route
-
-    pipeline = specedge.load(store.embedded_folder(), slots=num_slots)
 
     begun = []
 
@@ -203,10 +200,7 @@ def test_streaming_responses_of_synchronous_endpoints_do_not_take_each_others_sl
     assert all(slot.is_free for slot in pipeline.slots.all)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2])
-def test_async_streams_that_are_read_in_turn_on_one_event_loop_do_not_collide(texts, num_slots):
-    pipeline = specedge.load(store.embedded_folder(), slots=num_slots)
-
+def test_async_streams_that_are_read_in_turn_on_one_event_loop_do_not_collide(pipeline, texts):
     async def main():
         streams = [pipeline.astream(prompt, NEW_TOKENS, **OPTIONS) for prompt in PROMPTS[:2]]
         pieces = [[], []]

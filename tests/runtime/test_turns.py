@@ -1,14 +1,13 @@
 """A pipeline with one slot serves one request at a time, from any thread or task."""
 
 import asyncio
-import gc
 import threading
 
 import pytest
 
 import specedge
 from specedge.bundle import store
-from specedge.errors import DrafterError, PromptError, SpecEdgeError
+from specedge.errors import DrafterError, PromptError
 
 PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range("]
 OPTIONS = {"num_draft_tokens": 4, "ignore_eos": True}
@@ -40,37 +39,6 @@ def text_of(pipeline, prompt, **options):
     return pipeline.generate(prompt, 24, **OPTIONS, **options).text
 
 
-def test_requests_of_four_threads_do_not_mix(pipeline):
-    expected = [text_of(pipeline, prompt) for prompt in PROMPTS]
-    found = [[] for _ in PROMPTS]
-
-    def run(i):
-        for turn in range(6):
-            if turn % 2:
-                found[i].append(text_of(pipeline, PROMPTS[i]))
-            else:
-                found[i].append("".join(pipeline.stream(PROMPTS[i], 24, **OPTIONS)))
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [[text] * 6 for text in expected]
-
-
-def test_another_threads_request_is_refused_where_it_must_not_wait(pipeline):
-    stream = pipeline.stream(PROMPTS[0], 24, **OPTIONS)
-    next(stream)
-    error = in_thread(lambda: text_of(pipeline, PROMPTS[1], wait=False))
-    assert isinstance(error, SpecEdgeError)
-    assert "the slot of this pipeline is occupied by an unfinished stream" in str(error)
-    assert next(stream)
-    for _ in stream:
-        pass
-    assert in_thread(lambda: text_of(pipeline, PROMPTS[1], wait=False))
-
-
 def test_a_bad_prompt_is_refused_without_waiting(pipeline):
     stream = pipeline.stream(PROMPTS[0], 24, **OPTIONS)
     next(stream)
@@ -85,39 +53,6 @@ def test_a_refused_request_holds_no_turn_while_its_error_is_referenced(pipeline)
         pipeline.generate(PROMPTS[0], drafter="ngram:/missing")
     assert in_thread(lambda: text_of(pipeline, PROMPTS[1], wait=False)) == expected
     assert kept.traceback
-
-
-@pytest.mark.parametrize("end", ["close", "drop", "cancel"])
-def test_a_closed_stream_releases_its_turn(pipeline, end):
-    expected = text_of(pipeline, PROMPTS[1])
-    stream = pipeline.stream(PROMPTS[0], 24, **OPTIONS)
-    next(stream)
-    gc.disable()  # what is dropped must not wait for it
-    try:
-        if end == "close":
-            stream.close()
-        elif end == "cancel":
-            stream.cancel()
-        else:
-            del stream
-        assert in_thread(lambda: text_of(pipeline, PROMPTS[1])) == expected
-    finally:
-        gc.enable()
-
-
-def test_a_failed_request_releases_its_turn(pipeline):
-    class Broken:
-        name = "broken"
-
-        def truncate(self, length):
-            pass
-
-        def propose(self, *args):
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        pipeline.generate(PROMPTS[0], 8, num_draft_tokens=2, drafter=Broken())
-    assert in_thread(lambda: text_of(pipeline, PROMPTS[1], wait=False))
 
 
 def test_cancel_from_another_thread_ends_a_stream_after_its_round(pipeline):

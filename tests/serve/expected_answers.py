@@ -1,7 +1,5 @@
 """What clients ask of a server, and what a pair answers alone; a random pair that chats."""
 
-from __future__ import annotations
-
 import pytest
 
 from served import PROMPT

@@ -1,7 +1,5 @@
 """Scripts of Node.js, beside the packages that they import."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

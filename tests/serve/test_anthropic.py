@@ -3,21 +3,13 @@
 import json
 
 import pytest
+from test_thinking import CALLING, TOKENS
+
+from served import MODEL, ask, serving
+from tool_pairs import scripted_pair
 
 anthropic = pytest.importorskip("anthropic", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
 
-from test_thinking import HYBRID, TOKENS  # noqa: E402
-
-from served import MODEL, ask, serving  # noqa: E402
-from tool_pairs import scripted_pair  # noqa: E402
-
-TEMPLATE = HYBRID.replace(
-    "{{- message.content + '<|im_end|>\n' }}",
-    "{{- message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
-    "{{ call.function | tojson }}</tool_call>{% endfor %}{{- '<|im_end|>\n' }}",
-)
 WEATHER = {
     "name": "weather",
     "description": "Tells the weather.",
@@ -35,9 +27,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_c
 
 @pytest.fixture(scope="module")
 def served():
-    pipeline = scripted_pair(
-        TEMPLATE.replace("{%- for message", "{{ tools }}{%- for message"), TOKENS
-    )
+    pipeline = scripted_pair(CALLING, TOKENS)
     with (
         serving(pipeline, model=MODEL) as port,
         anthropic.Anthropic(
@@ -45,10 +35,6 @@ def served():
         ) as client,
     ):
         yield pipeline, client, port
-
-
-def prompt_of(pipeline):
-    return pipeline.tokenizer.decode(pipeline.asked, skip_special_tokens=False)
 
 
 def test_message_has_text_usage_and_stop_reason(served):
@@ -62,7 +48,7 @@ def test_message_has_text_usage_and_stop_reason(served):
         "assistant", "stop_sequence", "END",
     )  # fmt: skip
     assert found.usage.output_tokens > 2
-    assert "system\nBe kind." in prompt_of(pipeline)
+    assert "system\nBe kind." in pipeline.asked_text
     pipeline.text = "Yes."
     assert client.messages.create(**ASKED).stop_reason == "end_turn"
     assert client.messages.create(**ASKED | {"max_tokens": 1}).stop_reason == "max_tokens"
@@ -107,7 +93,7 @@ def test_tools_are_forced_and_their_results_come_back(served):
     pipeline.text = "Yes."
     answer = client.messages.create(**asked | {"messages": messages})
     assert answer.content[0].text == "Yes."
-    prompt = prompt_of(pipeline)
+    prompt = pipeline.asked_text
     assert "<think>\nHm.\n</think>" in prompt
     assert "31 degrees" in prompt
     assert "So?" in prompt.partition("31 degrees")[2]

@@ -6,10 +6,7 @@ import logging
 
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
-from served import MODEL, PROMPT, ask, chat_pair, client, counts, serving  # noqa: E402
+from served import MODEL, PROMPT, ask, chat_pair, client, counts, serving
 
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 12}
 MESSAGES = [{"role": "user", "content": "A class."}]

@@ -1,14 +1,11 @@
 """The official OpenAI client against a server of the embedded pair, over loopback."""
 
+import openai
 import pytest
 
 import specedge
+from served import MODEL, PROMPT, chat_pair, client, serving
 from specedge.bundle import store
-
-openai = pytest.importorskip("openai", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
-from served import MODEL, PROMPT, chat_pair, client, serving  # noqa: E402
 
 MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "A class."}]
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}

@@ -9,9 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from javascript_clients import SET_UP, node_script, output
 
 from served import chat_pair, serving

@@ -1,11 +1,9 @@
 """What the official OpenAI client may not ask for, and what it is told."""
 
+import openai
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
-from served import MODEL, chat_pair, client, serving  # noqa: E402
+from served import MODEL, chat_pair, client, serving
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "A class."}], "max_tokens": 24}
 

@@ -6,8 +6,6 @@ import shutil
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from installed import run
 from served import PROMPT, ask, chat_pair, serving
 from specedge.bundle import MANIFEST, store
@@ -109,4 +107,3 @@ def test_generate_stays_greedy(tmp_path):
     arguments = ("generate", PROMPT, "-n", 24, "--bundle")
     recommended, plain = run(*arguments, folder), run(*arguments, store.embedded_folder())
     assert recommended.stdout == plain.stdout
-    assert "greedy" in run("generate", "--help").stdout

@@ -8,8 +8,6 @@ import threading
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from served import MODEL, PROMPT, SHORT, ask, chat_pair, head, health, serving, until
 from specedge.runtime.requests.slots import FairLock
 from specedge.serve.app import ServerSettings, make_app

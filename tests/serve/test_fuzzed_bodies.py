@@ -6,8 +6,6 @@ import random
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from specedge.serve import anthropic, requests
 from specedge.serve.errors import ApiError
 from specedge.serve.fields import NEUTRAL, OPTIONS, UNSUPPORTED_FIELDS

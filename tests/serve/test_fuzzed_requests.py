@@ -6,19 +6,14 @@ import random
 from http.client import HTTPConnection
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_fuzzed_bodies import PATHS, VALUES, mutated, nodes
+from test_tool_families import FAMILIES
 
-hypothesis = pytest.importorskip("hypothesis", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from test_fuzzed_bodies import PATHS, VALUES, mutated, nodes  # noqa: E402
-from test_tool_families import FAMILIES  # noqa: E402
-
-from served import MODEL, health, serving, until  # noqa: E402
-from specedge.serve.fields import OPTIONS  # noqa: E402
-from tool_pairs import scripted_pair  # noqa: E402
+from served import MODEL, health, serving, until
+from specedge.serve.fields import OPTIONS
+from tool_pairs import scripted_pair
 
 URLS = {
     "chat": "/v1/chat/completions",
@@ -126,7 +121,7 @@ def fuzz(port, name, count):
 
 @pytest.mark.parametrize("name", URLS)
 def test_fuzzed_request_is_answered_or_refused(port, name):
-    fuzz(port, name, 25)
+    fuzz(port, name, 15)
     until(lambda: not health(port)["running"])
 
 
@@ -139,8 +134,8 @@ def resident_bytes():
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
 def test_memory_stays_flat_over_fuzzed_requests(port):
     for name in URLS:
-        fuzz(port, name, 60)
+        fuzz(port, name, 30)
     before = resident_bytes()
     for name in URLS:
-        fuzz(port, name, 200)
+        fuzz(port, name, 100)
     assert resident_bytes() - before < 48 * 2**20

@@ -4,10 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("openai", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-
 from served import MODEL, PROMPT, chat_pair, client, serving
 
 MESSAGES = [{"role": "user", "content": "A class."}]

@@ -9,8 +9,6 @@ from contextlib import ExitStack
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from served import (
     SHORT,
     answer,

@@ -5,9 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from expected_answers import MODEL, random_pair, wanted
 from javascript_clients import node_script, output
 

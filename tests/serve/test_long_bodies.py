@@ -4,8 +4,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from specedge.serve import requests
 from specedge.serve.errors import ApiError
 from specedge.serve.messages import parse_messages

@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from served import PROMPT, ask, chat_pair, counts, head, health, serving, until
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.serve.app import make_app
@@ -104,8 +102,8 @@ def test_a_text_is_counted_once_when_it_ends(port, stream):
     assert (found["specedge_slots"], found["specedge_queue"]) == (1, 0)
 
 
-def test_the_time_to_the_first_token_is_not_the_clients():
-    app, sent = make_app(chat_pair(1)), []
+def test_the_time_to_the_first_token_is_not_the_clients(pair):
+    app, sent = make_app(pair), []
 
     async def ask(method, path, body):
         begun = []

@@ -4,8 +4,6 @@ import re
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from served import MODEL, PROMPT, ask, chat_pair, client, serving
 from specedge.serve.app import PAGE_FILES
 

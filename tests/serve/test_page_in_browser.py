@@ -3,28 +3,19 @@
 import shutil
 
 import pytest
+from javascript_clients import SET_UP
+from test_thinking import CALLING, TOKENS
+
+import specedge
+from served import MODEL, PROMPT, chat_pair, health, serving, until
+from specedge.bundle import store
+from tool_pairs import scripted_pair
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-
-from javascript_clients import SET_UP  # noqa: E402
-from test_thinking import HYBRID, TOKENS  # noqa: E402
-
-import specedge  # noqa: E402
-from served import MODEL, PROMPT, chat_pair, health, serving, until  # noqa: E402
-from specedge.bundle import store  # noqa: E402
-from tool_pairs import scripted_pair  # noqa: E402
-
 pytestmark = pytest.mark.hosts
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-TEMPLATE = "{{ tools }}" + HYBRID.replace(
-    "{{- message.content + '<|im_end|>\n' }}",
-    "{{- message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
-    "{{ call.function | tojson }}</tool_call>{% endfor %}{{- '<|im_end|>\n' }}",
 )
 WEATHER = '[{"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}]'
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -44,7 +35,7 @@ def browser():
 @pytest.fixture(scope="module")
 def scripted():
     """A chat model that writes `pipeline.text`, and its port."""
-    pipeline = scripted_pair(TEMPLATE, TOKENS)
+    pipeline = scripted_pair(CALLING, TOKENS)
     with serving(pipeline, model=MODEL) as port:
         yield pipeline, port
 
@@ -78,10 +69,6 @@ def send(page, text):
     page.fill("#message", text)
     page.press("#message", "Enter")
     page.wait_for_selector("#composer .go:visible")
-
-
-def prompt_of(pipeline):
-    return pipeline.tokenizer.decode(pipeline.asked, skip_special_tokens=False)
 
 
 def spans(page, place):
@@ -123,14 +110,14 @@ def test_a_conversation_goes_on_and_is_edited_and_regenerated(visit, scripted):
     assert page.locator("#message:focus").count() == 1
     pipeline.text = "Second."
     send(page, "Two?")
-    prompt = prompt_of(pipeline)
+    prompt = pipeline.asked_text
     assert [part in prompt for part in ("Be kind.", "One?", "First.", "Two?")] == [True] * 4
     assert page.locator("#log li").count() == 4
     pipeline.text = "Again."
     page.click("[aria-label='Regenerate answer'] >> nth=1")
     page.wait_for_selector("#log li:last-child:has-text('Again.')")
     page.wait_for_selector("#composer .go:visible")
-    assert "Second." not in prompt_of(pipeline)
+    assert "Second." not in pipeline.asked_text
     assert page.locator("#message:focus").count() == 1
     page.click("[aria-label='Edit message'] >> nth=0")
     page.press("[aria-label='Edited message']", "Escape")
@@ -139,7 +126,7 @@ def test_a_conversation_goes_on_and_is_edited_and_regenerated(visit, scripted):
     page.press("[aria-label='Edited message']", "Enter")
     page.wait_for_selector("#log li:nth-child(2):last-child:has-text('Again.')")
     page.wait_for_selector("#composer .go:visible")
-    assert "One?" not in prompt_of(pipeline)
+    assert "One?" not in pipeline.asked_text
     page.click("#new-chat")
     assert page.locator("#log li").count() == 0
     page.reload()
@@ -164,13 +151,13 @@ def test_thinking_is_folded_and_calls_take_results(visit, scripted):
     page.fill(".call textarea", "31 degrees")
     page.click("text=Send result")
     page.wait_for_selector("#log li:last-child:has-text('It is 31.')")
-    prompt = prompt_of(pipeline)
+    prompt = pipeline.asked_text
     assert "31 degrees" in prompt
     assert "<think>\nHm, hot." in prompt
     assert page.locator(".call form").count() == 0
     page.select_option("[name=thinking]", "off")
     send(page, "And now?")
-    assert prompt_of(pipeline).endswith("<think>\n\n</think>\n\n")
+    assert pipeline.asked_text.endswith("<think>\n\n</think>\n\n")
 
 
 def test_markdown_is_shown_and_html_is_text(visit, scripted):

@@ -6,17 +6,15 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import transformers
 
-pytest.importorskip("starlette", reason="needs the serve extra")
-transformers = pytest.importorskip("transformers", reason="needs the export extra")
-
-from corpus import train_tokenizer  # noqa: E402
-from published_templates import TEMPLATES  # noqa: E402
-from specedge.bundle import Bundle, store  # noqa: E402
-from specedge.chat_templates import chat_template_of  # noqa: E402
-from specedge.runtime.text.prompts import Prompts  # noqa: E402
-from specedge.serve.errors import ApiError  # noqa: E402
-from specedge.serve.requests import ParserSettings, parse_chat, prepare  # noqa: E402
+from corpus import train_tokenizer
+from published_templates import TEMPLATES
+from specedge.bundle import Bundle, store
+from specedge.chat_templates import chat_template_of
+from specedge.runtime.text.prompts import Prompts
+from specedge.serve.errors import ApiError
+from specedge.serve.requests import ParserSettings, parse_chat, prepare
 
 BUNDLE = Bundle.read(store.embedded_folder())
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}

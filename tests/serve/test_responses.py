@@ -2,23 +2,14 @@
 
 import json
 
+import openai
 import pytest
+from test_thinking import CALLING, TOKENS
 
-openai = pytest.importorskip("openai", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
+from served import MODEL, ask, client, serving
+from specedge.serve.response_store import ResponseStore, StoredResponse
+from tool_pairs import scripted_pair
 
-from test_thinking import HYBRID, TOKENS  # noqa: E402
-
-from served import MODEL, ask, client, serving  # noqa: E402
-from specedge.serve.response_store import ResponseStore, StoredResponse  # noqa: E402
-from tool_pairs import scripted_pair  # noqa: E402
-
-TEMPLATE = "{{ tools }}" + HYBRID.replace(
-    "{{- message.content + '<|im_end|>\n' }}",
-    "{{- message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
-    "{{ call.function | tojson }}</tool_call>{% endfor %}{{- '<|im_end|>\n' }}",
-)
 TOOL = {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False}
 CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
 # The fields that Codex sends.
@@ -45,13 +36,9 @@ CODEX = {
 
 @pytest.fixture(scope="module")
 def served():
-    pipeline = scripted_pair(TEMPLATE, TOKENS)
+    pipeline = scripted_pair(CALLING, TOKENS)
     with serving(pipeline, model=MODEL) as port, client(port) as ai:
         yield pipeline, ai, port
-
-
-def prompt_of(pipeline):
-    return pipeline.tokenizer.decode(pipeline.asked, skip_special_tokens=False)
 
 
 def test_codex_gets_reasoning_a_call_and_goes_on(served):
@@ -77,7 +64,7 @@ def test_codex_gets_reasoning_a_call_and_goes_on(served):
     pipeline.text = "There is a.py."
     events = list(ai.responses.create(input=[user, reasoning, call, output], **body))
     assert events[-1].response.output_text == "There is a.py."
-    prompt = prompt_of(pipeline)
+    prompt = pipeline.asked_text
     assert "<think>\nLook.\n</think>" in prompt
     assert "a.py" in prompt
 
@@ -102,7 +89,7 @@ def test_previous_response_is_continued_while_it_is_kept(served):
     second = ai.responses.create(model=MODEL, input="Twice?", previous_response_id=first.id)
     assert second.previous_response_id == first.id
     assert (first.id[:5], first.output[0].id[:4]) == ("resp_", "msg_")  # LangChain looks at both
-    prompt = prompt_of(pipeline)
+    prompt = pipeline.asked_text
     assert [prompt.count(text) for text in ("2+2?", "Four.", "Twice?", "Be brief.")] == [1, 1, 1, 0]
     assert ai.responses.retrieve(second.id).output_text == "Eight."
     ai.responses.delete(first.id)
@@ -125,7 +112,7 @@ def test_calls_of_a_previous_response_are_answered(served):
         for i, item in enumerate(first.output)
     ]
     ai.responses.create(model=MODEL, input=outputs, previous_response_id=first.id, tools=[TOOL])
-    prompt = prompt_of(pipeline)
+    prompt = pipeline.asked_text
     assert prompt.index("file0") < prompt.index("file1")
 
 
@@ -137,7 +124,7 @@ def test_references_to_items_are_resolved(served):
     pipeline.text = "Eight."
     items = [{"role": "user", "content": "2+2?"}, reference, {"role": "user", "content": "Twice?"}]
     assert ai.responses.create(model=MODEL, input=items).output_text == "Eight."
-    assert "assistant\nFour." in prompt_of(pipeline)
+    assert "assistant\nFour." in pipeline.asked_text
     body = {"input": [{"type": "item_reference", "id": "msg-none"}]}
     status, _, text = ask(port, "POST", "/v1/responses", body)
     assert (status, json.loads(text)["error"]["code"]) == (404, "item_not_found")

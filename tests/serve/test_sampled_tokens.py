@@ -4,9 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-
 from served import MODEL, ask, serving
 from specedge.serve.sampled_tokens import SampledTokens
 from templates import CHATML
@@ -94,7 +91,7 @@ def test_next_turn_keeps_the_tokens_of_the_answer(pair, path, reuse):
     kept = pair.asked[len(first) : len(first) + len(drawn)] == drawn
     assert kept is reuse
     assert ("x-specedge-sampled-tokens" in headers) is reuse
-    rendered = tokenizer.decode(pair.asked, skip_special_tokens=False)
+    rendered = pair.asked_text
     plain = tokenizer.encode(rendered, add_special_tokens=False).ids
     assert (pair.asked == plain) is not reuse
     usage = json.loads(answer)["usage"]

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from served import SHORT, answers, ask, chat_pair, error_of, serving
 from specedge.errors import BundleError
 from specedge.serve import requests

@@ -7,9 +7,6 @@ from contextlib import ExitStack
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-
 from served import SHORT, answers, ask, chat_pair, error_of, head, health, serving, until
 from specedge.runtime.text import compilation, grammars
 

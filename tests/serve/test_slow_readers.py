@@ -6,8 +6,6 @@ import socket
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from served import SHORT, chat_pair
 from specedge.serve import server
 from specedge.serve.app import ServerSettings, make_app

@@ -3,10 +3,6 @@
 import json
 import math
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from specedge.runtime.sampling.logprobs import TokenLogprobs
 from specedge.serve import requests
 from specedge.serve.chat_shapes import MIN_LOGPROB, CompletionShaper, LogprobFormatter
@@ -57,14 +53,3 @@ def test_zero_probability_is_a_finite_logprob():
         -0.5,
         MIN_LOGPROB,
     ]
-
-
-def test_new_logprobs_do_not_depend_on_earlier_rounds(pipeline):
-    options = {"num_draft_tokens": 2, "ignore_eos": True}
-    stream = pipeline.stream("a", 30, logprobs=1, **options)
-    list(stream)
-    found = stream.generation.logprobs
-    assert [one.token for one in found] == stream.generation.tokens
-    stream._active.done.clear()
-    assert stream.logprobs(20) == found[20:]
-    assert pipeline.generate("a", 5, **options).logprobs is None

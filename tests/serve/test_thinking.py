@@ -4,18 +4,14 @@ import json
 
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-
-from served import MODEL, client, serving  # noqa: E402
-from specedge.serve.reasoning import (  # noqa: E402
+from served import MODEL, client, serving
+from specedge.serve.reasoning import (
     FORMATS,
     ReasoningDelta,
     ReasoningParser,
     ThinkingFormat,
 )
-from tool_pairs import scripted_pair  # noqa: E402
+from tool_pairs import scripted_pair
 
 MESSAGES = [{"role": "user", "content": "2+2?"}]
 ASKED = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60, "temperature": 0}
@@ -28,6 +24,12 @@ HYBRID = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
 {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}
 {%- endif %}{%- endif %}"""
+# The same, with tools and calls.
+CALLING = "{{ tools }}" + HYBRID.replace(
+    "{{- message.content + '<|im_end|>\n' }}",
+    "{{- message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ call.function | tojson }}</tool_call>{% endfor %}{{- '<|im_end|>\n' }}",
+)
 # As DeepSeek-R1's: the prompt ends within the thinking.
 ALWAYS = HYBRID.partition("{%- if enable_thinking")[0] + "{{- '<think>\n' }}{%- endif %}"
 TOKENS = {"<think>": False, "</think>": False}
@@ -97,7 +99,7 @@ def test_thinking_is_switched_off_by_the_templates_variable(hybrid):
     }.items():
         message = ai.chat.completions.create(extra_body=body, **ASKED).choices[0].message
         assert (message.content, getattr(message, "reasoning_content", None)) == ("Four.", None)
-        prompts[name] = pipeline.tokenizer.decode(pipeline.asked, skip_special_tokens=False)
+        prompts[name] = pipeline.asked_text
     assert prompts["plain"] == prompts["on"]
     assert prompts["off"] == prompts["none"] == prompts["plain"] + "<think>\n\n</think>\n\n"
 
@@ -107,7 +109,7 @@ def test_reasoning_comes_back_to_the_template_from_history(hybrid):
     pipeline.text = "Yes."
     history = [*MESSAGES, {"role": "assistant", "content": "4", "reasoning_content": "2+2"}]
     ai.chat.completions.create(**ASKED | {"messages": [*history, *MESSAGES]})
-    prompt = pipeline.tokenizer.decode(pipeline.asked, skip_special_tokens=False)
+    prompt = pipeline.asked_text
     assert "<think>\n2+2\n</think>\n\n4" in prompt
 
 

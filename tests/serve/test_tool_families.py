@@ -2,21 +2,17 @@
 
 import json
 
+import jsonschema
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-jsonschema = pytest.importorskip("jsonschema", reason="needs the test extra")
-
-from served import MODEL, client, serving  # noqa: E402
-from specedge.serve.reasoning import ReasoningDelta  # noqa: E402
-from specedge.serve.tools.declarations import FunctionTool, ToolSet  # noqa: E402
-from specedge.serve.tools.families import family_of  # noqa: E402
-from specedge.serve.tools.harmony import HarmonyParser  # noqa: E402
-from specedge.serve.tools.parser import ToolCallParser  # noqa: E402
-from templates import CHATML  # noqa: E402
-from tool_pairs import scripted_pair  # noqa: E402
+from served import MODEL, client, serving
+from specedge.serve.reasoning import ReasoningDelta
+from specedge.serve.tools.declarations import FunctionTool, ToolSet
+from specedge.serve.tools.families import family_of
+from specedge.serve.tools.harmony import HarmonyParser
+from specedge.serve.tools.parser import ToolCallParser
+from templates import CHATML
+from tool_pairs import scripted_pair
 
 WEATHER = {
     "name": "weather",
@@ -255,7 +251,7 @@ def test_forced_call_is_in_the_familys_format_and_comes_back_from_history(served
     messages = [*ASKED["messages"], choice.message, result]
     answer = ai.chat.completions.create(**ASKED | {"messages": messages}).choices[0]
     assert answer.message.content == "Yes."
-    prompt = pipeline.tokenizer.decode(pipeline.asked, skip_special_tokens=False)
+    prompt = pipeline.asked_text
     assert prompt.count("weather") >= 2
     assert "31 degrees" in prompt
     assert json.loads(call.function.arguments)["city"] in prompt

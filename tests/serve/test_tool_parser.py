@@ -5,8 +5,6 @@ import random
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-
 from specedge.serve.tools import parser as parser_module
 from specedge.serve.tools.declarations import FunctionTool, ToolSet
 from specedge.serve.tools.families import family_of

@@ -2,22 +2,19 @@
 
 import contextlib
 import json
+from itertools import product
 
+import jsonschema
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-jsonschema = pytest.importorskip("jsonschema", reason="needs the test extra")
-
-from served import MODEL, client, serving  # noqa: E402
-from specedge.request import GenerationRequest  # noqa: E402
-from specedge.runtime.sampling.history import History  # noqa: E402
-from specedge.serve.tools.call_format import call_format_of  # noqa: E402
-from specedge.serve.tools.declarations import FunctionTool, ToolSet  # noqa: E402
-from specedge.serve.tools.families import family_of  # noqa: E402
-from tool_pairs import tool_pair  # noqa: E402
-from tool_templates import CLOCK, TEMPLATES, WEATHER, spelled  # noqa: E402
+from served import MODEL, client, serving
+from specedge.request import GenerationRequest
+from specedge.runtime.sampling.history import History
+from specedge.serve.tools.call_format import call_format_of
+from specedge.serve.tools.declarations import FunctionTool, ToolSet
+from specedge.serve.tools.families import family_of
+from tool_pairs import tool_pair
+from tool_templates import CLOCK, TEMPLATES, WEATHER, spelled
 
 MESSAGES = [{"role": "user", "content": "Is it <|im_start|>hot?"}]
 TOOLS = [{"type": "function", "function": one} for one in (WEATHER, CLOCK)]
@@ -26,7 +23,9 @@ STRICT = [{"type": "function", "function": one | {"strict": True}} for one in (W
 ASKED = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60, "temperature": 1, "tools": TOOLS}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 CALLS = [("weather", {"city": "Rom", "days": 3}), ("clock", {})]
-PAIRS = [*((name, True) for name in TEMPLATES), ("Qwen", False)]  # whose marks may be text
+# One family of each form of calls, whose marks are tokens or may be text.
+FORMS = ("Qwen", "Llama 3", "Mistral, ids")
+PAIRS = [*((name, True) for name in FORMS), ("Qwen", False)]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +96,7 @@ def test_a_required_call_is_of_any_function_and_drafting_changes_nothing(pairs, 
     assert {called for called, _ in found[0][0]} <= {"weather", "clock"}
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", FORMS)
 def test_one_call_alone_where_calls_are_not_parallel(pairs, name):
     _, ai = pairs(name)
     asked = ASKED | {"tool_choice": "required", "parallel_tool_calls": False}
@@ -105,7 +104,7 @@ def test_one_call_alone_where_calls_are_not_parallel(pairs, name):
     assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
 
 
-@pytest.mark.parametrize("name", ["Qwen", "Llama 3", "Mistral, ids"])
+@pytest.mark.parametrize("name", FORMS)
 def test_what_the_model_writes_by_itself_is_read_whole_and_streamed(pairs, name):
     pipeline, ai = pairs(name)
     calls = CALLS[:1] if name == "Llama 3" else CALLS
@@ -135,7 +134,7 @@ def test_text_that_is_no_call_is_an_answer_as_any_other(pairs, name):
         assert joined(chunks) == (text, [], "stop")
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_strict_function_is_called_by_its_schema(pairs, name):
     """A bias makes the model begin a call."""
     pipeline, ai = pairs(name)
@@ -150,7 +149,7 @@ def test_a_strict_function_is_called_by_its_schema(pairs, name):
             jsonschema.validate(arguments, WEATHER["parameters"])
 
 
-@pytest.mark.parametrize(("name", "special"), PAIRS)
+@pytest.mark.parametrize(("name", "special"), [*product(TEMPLATES, [True]), ("Qwen", False)])
 def test_the_grammar_of_strict_functions_lets_any_text_be_but_a_wrong_call(pairs, name, special):
     pipeline, _ = pairs(name, special)
     tools = ToolSet((FunctionTool(**WEATHER, strict=True), FunctionTool("clock", "", {}, False)))
@@ -182,7 +181,7 @@ def test_calls_and_what_they_gave_are_rendered_by_the_template(pairs, name, spec
     message = ai.chat.completions.create(**asked).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "31 degrees"}
     ai.chat.completions.create(**ASKED | {"messages": [*MESSAGES, message, result]})
-    prompt = pipeline.tokenizer.decode(pipeline.asked, skip_special_tokens=False)
+    prompt = pipeline.asked_text
     start = spelled(name, [("weather", {})]).rpartition("{}")[0]
     kept = json.dumps(json.loads(message.tool_calls[0].function.arguments))
     if name == "Mistral, ids":
@@ -225,7 +224,7 @@ def test_the_newer_shape_calls_streams_and_takes_results(pairs):
     asked = {"role": "user", "content": "Hot?"}
     answer = ai.responses.create(input=[asked, call.model_dump(), output], **given)
     assert answer.output_text == "Yes."
-    prompt = pipeline.tokenizer.decode(pipeline.asked, skip_special_tokens=False)
+    prompt = pipeline.asked_text
     assert f'{{"name": "weather", "arguments": {call.arguments}}}\n</tool_call>' in prompt
     assert "31 degrees" in prompt
 

@@ -1,14 +1,11 @@
 """Requests with tools that cannot be: each is one error that names the field."""
 
+import openai
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the test extra")
-pytest.importorskip("uvicorn", reason="needs the serve extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-
-from served import MODEL, client, serving  # noqa: E402
-from tool_pairs import tool_pair  # noqa: E402
-from tool_templates import CLOCK, WEATHER  # noqa: E402
+from served import MODEL, client, serving
+from tool_pairs import tool_pair
+from tool_templates import CLOCK, WEATHER
 
 MESSAGES = [{"role": "user", "content": "Is it hot?"}]
 TOOLS = [{"type": "function", "function": one} for one in (WEATHER, CLOCK)]

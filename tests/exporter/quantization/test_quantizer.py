@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-import torch
 from click.testing import CliRunner
 
 from cases import exhaustive
@@ -60,24 +59,6 @@ def test_model_whose_rotated_graph_differs_keeps_its_basis(tmp_path, monkeypatch
     for graph in graphs(made.bundle.target, made.bundle):
         assert not [node for node in graph.node if node.op_type == "MatMul"]
     made.check_greedy_text(8, k=2)
-
-
-@pytest.mark.slow
-def test_large_channels_do_not_prevent_hadamard_blocks(tmp_path):
-    """Float32 rounds a little more behind Hadamard matrices, far less than a step of int8."""
-
-    def enlarge_channel(model):
-        with torch.no_grad():
-            model.model.embed_tokens.weight[:, 3] *= 300
-            for name, parameter in model.named_parameters():
-                if name.endswith("layernorm.weight") or name == "model.norm.weight":
-                    parameter[3] = 3e-3 - 1  # Gemma's gain is 1 larger
-        return model
-
-    made = Made(tmp_path, "gemma2", enlarge_channel, ops="gqa")
-    assert not [note for note in made.progress.notes if "graph differs" in note]
-    for graph in graphs(made.bundle.target, made.bundle):
-        assert [node for node in graph.node if "hadamard" in "".join(node.input)]
 
 
 def test_a_fused_product_of_bytes_is_six_nodes_with_its_inputs_quantization(made):

@@ -36,7 +36,7 @@ def tokens(pipeline, count):
     return [(7 * i) % pipeline.target.vocab_size for i in range(count)]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 11])
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 11])
 def test_a_pass_of_any_length_equals_the_decoder_bitwise(pipeline, models, length):
     whole = tokens(pipeline, 20 + length)
     for model in models:
@@ -49,14 +49,14 @@ def test_a_pass_of_any_length_equals_the_decoder_bitwise(pipeline, models, lengt
     assert all(map(np.array_equal, *rows))
 
 
-@pytest.mark.parametrize("length", [3, 4, 11])
+@pytest.mark.parametrize("length", [3, 11])
 def test_logits_of_the_last_rows_are_the_decoders(pipeline, models, length):
     wanted, found = (model.forward(tokens(pipeline, length), 2).array() for model in models)
     assert found.shape == wanted.shape == (2, pipeline.target.vocab_size)
     assert np.array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("count", [1, 5, 6, 63, 64, 65, 130])
+@pytest.mark.parametrize("count", [1, 6, 64, 65, 130])
 def test_a_prompt_in_padded_chunks_leaves_the_decoders_caches(pipeline, models, count):
     for model in models:
         model.prefill(tokens(pipeline, count))
@@ -75,8 +75,7 @@ def test_padding_stays_within_the_cache(pipeline, models):
     assert np.array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}])
-@pytest.mark.parametrize("k", [0, 1, 3, 6])
+@pytest.mark.parametrize(("k", "options"), [(0, {}), (1, {"temperature": 0.9, "seed": 3}), (6, {})])
 def test_texts_equal_those_of_the_decoder(pair, options, k):
     wanted, found = (
         one.generate(PROMPT, 40, num_draft_tokens=k, ignore_eos=True, **options) for one in pair
@@ -85,7 +84,7 @@ def test_texts_equal_those_of_the_decoder(pair, options, k):
     assert [r.num_accepted for r in found.rounds] == [r.num_accepted for r in wanted.rounds]
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}])
+@pytest.mark.parametrize("options", [{"temperature": 1.0, "seed": 5}])
 def test_the_context_fills_to_its_last_position(pipeline, pair, options):
     context = pipeline.bundle.context_length
     long = (pipeline.tokenizer.encode(PROMPT).ids * context)[: context - 30]

@@ -1,13 +1,12 @@
 """Memory estimates, and refusals if memory does not suffice."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+from test_graph_files import INITIALIZER, NODE, field
 
 import measure_memory
 import specedge
@@ -15,11 +14,6 @@ from specedge.bundle import Bundle, store
 from specedge.bundle.graph_scan import parse_weights
 from specedge.bundle.manifest import CacheLayer, CacheLayout
 from specedge.errors import DeviceError
-
-pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-
-from test_graph_files import INITIALIZER, NODE, field
-
 from specedge.runtime.backend import memory
 from specedge.runtime.backend.memory import ModelMemory, PairMemory
 from specedge.runtime.requests import loader
@@ -68,63 +62,40 @@ def held(content, is_16_bit=False, is_32_bit=False):
     return [sum(size for size, packed in found if packed is kind) for kind in (True, False)]
 
 
-def test_a_matrix_counts_once_in_its_compute_type():
-    content = graph({"a": 10, "b": 20}, ("Cast", "a", "w"), ("MatMul", "x", "w", "y"),
-                    ("MatMulInteger", "x", "b", "z"))  # fmt: skip
-    assert held(content) == [40, 0]
+X_A, X_W = ("MatMul", "x", "a", "y"), ("MatMul", "x", "w", "z")
+CAST_B = ("Cast", "b", "w")
+HEAD = (("Transpose", "t", "h"), ("MatMul", "x", "h", "y"))
+JOINED = (("Transpose", "a", "t"), ("Reshape", "t", "shape", "w"))
+NORM = "RMSNormalization"
+HELD = {  # weights, nodes, packed and unpacked bytes
+    "cast matrix": ({"b": 10, "a": 20}, [CAST_B, X_W, ("MatMulInteger", "x", "a", "y")], [40, 0]),
+    "gathered table": ({"t": 10}, [("Gather", "t", "ids", "rows")], [0, 0]),
+    "tied table": ({"t": 10}, [("Gather", "t", "ids", "rows"), *HEAD], [10, 0]),
+    "cast table": (
+        {"t": 10},
+        [("Cast", "t", "w"), ("Gather", "w", "ids", "r"), ("Transpose", "w", "h"), HEAD[1]],
+        [20, 20],
+    ),
+    "two products": ({"a": 10}, [X_A, ("MatMul", "z", "a", "u")], [20, 0]),
+    "two norms": ({"a": 10}, [(NORM, "x", "a", "y"), (NORM, "z", "a", "u")], [0, 10]),
+    "scale of each block": ({"a": 32}, [("DequantizeLinear", "a", "s", "w"), X_W], [36, 0]),
+    "4-bit blocks": ({"a": 16, "s": 4}, [("MatMulNBits", "x", "a", "s", "y")], [27, 0]),
+    "4-bit experts": ({"a": 16, "s": 4}, [("QMoE", "x", "a", "s", "y")], [27, 0]),
+    "joined experts": ({"a": 16}, [*JOINED, ("MatMulNBits", "x", "w", "s", "y")], [22, 0]),
+    "cycle": ({"a": 10}, [("Cast", "a", "b"), ("Cast", "b", "a"), X_A], [10, 0]),
+    "invalid lengths": ({"a": "9" * 5000, "b": "-1"}, [X_A], [0, 0]),  # ONNX Runtime's to refuse
+}
 
 
-def test_a_gathered_table_stays_memory_mapped_unless_cast():
-    rows, head = ("Gather", "t", "ids", "rows"), ("Transpose", "t", "h")
-    assert held(graph({"t": 10}, rows)) == [0, 0]
-    assert held(graph({"t": 10}, rows, head, ("MatMul", "x", "h", "y"))) == [10, 0]
-    cast = [("Cast", "t", "w"), ("Gather", "w", "ids", "rows"), ("Transpose", "w", "h")]
-    assert held(graph({"t": 10}, *cast, ("MatMul", "x", "h", "y"))) == [20, 20]
+@pytest.mark.parametrize(("sizes", "nodes", "expected"), HELD.values(), ids=HELD)
+def test_weights_are_counted_as_they_are_kept(sizes, nodes, expected):
+    assert held(graph(sizes, *nodes)) == expected
 
 
-def test_weights_of_two_products_are_packed_twice():
-    twice = [("MatMul", "x", "a", "y"), ("MatMul", "z", "a", "u")]
-    assert held(graph({"a": 10}, *twice)) == [20, 0]
-    norms = [("RMSNormalization", "x", "a", "y"), ("RMSNormalization", "z", "a", "u")]
-    assert held(graph({"a": 10}, *norms)) == [0, 10]
-
-
-def test_half_precision_weights_are_widened_on_the_cpu():
-    content = graph({"a": 10, "b": 20}, ("MatMul", "x", "a", "y"), ("Cast", "b", "w"),
-                    ("MatMul", "x", "w", "z"))  # fmt: skip
-    assert held(content, is_16_bit=True) == [60, 0]
-
-
-def test_float32_weights_cast_to_16_bits_count_once():
-    content = graph({"a": 40, "b": 80}, ("MatMul", "x", "a", "y"), ("Cast", "b", "w"),
-                    ("MatMul", "x", "w", "z"))  # fmt: skip
-    assert held(content, is_16_bit=True, is_32_bit=True) == [120, 0]
-
-
-def test_dequantized_blocks_have_a_scale_each():
-    content = graph({"a": 32}, ("DequantizeLinear", "a", "s", "w"), ("MatMul", "x", "w", "y"))
-    assert held(content) == held(content, is_16_bit=True) == [36, 0]
-
-
-def test_blocks_take_more_packed_than_in_their_file():
-    for op in ("MatMulNBits", "QMoE"):
-        assert held(graph({"a": 16, "s": 4}, (op, "x", "a", "s", "y"))) == [22 + 5, 0]
-
-
-def test_transposed_and_joined_blocks_are_packed_alike():
-    """Separate matrices, as of experts side by side."""
-    joined = [("Transpose", "a", "t"), ("Reshape", "t", "shape", "w")]
-    content = graph({"a": 16}, *joined, ("MatMulNBits", "x", "w", "s", "y"))
-    assert held(content) == [22, 0]
-
-
-def test_cyclic_casts_terminate():
-    content = graph({"a": 10}, ("Cast", "a", "b"), ("Cast", "b", "a"), ("MatMul", "x", "a", "y"))
-    assert held(content) == [10, 0]
-
-
-def test_an_invalid_length_is_left_to_onnx_runtime():
-    assert held(graph({"a": "9" * 5000, "b": "-1"}, ("MatMul", "x", "a", "y"))) == [0, 0]
+def test_16_bit_weights_are_widened_on_the_cpu_and_float32_ones_count_once():
+    nodes = (X_A, CAST_B, X_W)
+    assert held(graph({"a": 10, "b": 20}, *nodes), is_16_bit=True) == [60, 0]
+    assert held(graph({"a": 40, "b": 80}, *nodes), is_16_bit=True, is_32_bit=True) == [120, 0]
 
 
 def test_parts_add_up_to_the_peak(need):

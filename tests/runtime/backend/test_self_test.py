@@ -4,6 +4,7 @@ import dataclasses
 from unittest.mock import Mock
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from specedge import int8_products
@@ -17,8 +18,6 @@ from specedge.runtime.requests import loader
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.logits import Logits
 from specedge.runtime.text.tokenizer import load_tokenizer
-
-onnxruntime = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 pytestmark = pytest.mark.usefixtures("own_costs")
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from fakes import Sure, TableModel, decoder, generate, hashed_distribution, logits_of
+from fakes import Sure, TableModel, generate, hashed_distribution, logits_of
 from specedge.runtime.decoding.random_numbers import GumbelNoise
 from specedge.runtime.decoding.verification import draw
 from specedge.runtime.drafters.chain import Chain
@@ -241,14 +241,6 @@ def test_temperature_0_is_greedy_and_takes_no_noise():
     drafter = DRAFTERS["model"]()
     greedy = generate(distribution, drafter, 4, Sampling(), 0, 40)[0]
     assert text_of(distribution, drafter, 4, 5, temperature=0.0) == greedy
-
-
-def test_noise_of_a_position_is_kept_until_the_text_is_past_it():
-    noise = GumbelNoise(0)
-    sampling = Sampling(1.0, noise=noise)
-    one = decoder(hashed_distribution(1, 6), DRAFTERS["model"](), 4)
-    for round_ in one.rounds((0, 1), sampling, 0, 60):
-        assert len(noise._bounds) <= 4, round_
 
 
 def test_acceptance_is_above_its_bound_and_nine_tenths_of_the_residual_rules():

@@ -37,7 +37,7 @@ def test_the_first_pass_of_prompt_and_draft_keeps_the_text(k, temperature):
     assert len(passes) == num_rounds
 
 
-@pytest.mark.parametrize("longest", range(1, 20))
+@pytest.mark.parametrize("longest", [1, 10, 11, 13, 14, 19])
 @pytest.mark.parametrize("k", [0, 3])
 def test_the_first_pass_reads_the_complete_rest_of_the_prompt_or_none(k, longest):
     found, passes, _ = text_and_passes(k, longest)
@@ -78,8 +78,8 @@ class OtherBits(TableModel):
         return [token + 6 for token in tokens] if len(tokens) > 5 else tokens
 
 
-@pytest.mark.parametrize("length", [2, 3, 5, 6, 7, 20])
-@pytest.mark.parametrize("longest", range(1, 6))
+@pytest.mark.parametrize("length", [2, 5, 6, 20])
+@pytest.mark.parametrize("longest", [1, 3, 5])
 def test_logits_are_bitwise_equal_for_every_k(length, longest):
     found = []
     for k in range(5):
@@ -136,8 +136,7 @@ def test_exact_requests_prefill_separately(pipeline):
     pipeline.forget()
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}])
-@pytest.mark.parametrize("k", [0, 1, 4, 8])
+@pytest.mark.parametrize(("k", "options"), [(0, {}), (4, {}), (8, {"temperature": 0.9, "seed": 5})])
 def test_texts_equal_those_of_separate_prefill_bitwise(pipeline, k, options, monkeypatch):
     prompt = pipeline.tokenizer.encode("def read_config(path):\n    with open(path) as f:\n").ids
     assert pipeline.max_first_length >= len(prompt) + k

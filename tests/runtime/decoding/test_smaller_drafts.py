@@ -98,9 +98,9 @@ def test_a_sliding_window_keeps_the_joint_distribution(k, context, monkeypatch):
     assert joint_distribution(make, monkeypatch) == distribution_of_strings(target_distribution)
 
 
-@EVERY_K
-@pytest.mark.parametrize("context", [1, 2, 5, 16])
-@pytest.mark.parametrize("prompt", [2, 15, 16, 17, 40])
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("context", [1, 5, 16])
+@pytest.mark.parametrize("prompt", [2, 16, 40])
 def test_a_sliding_window_keeps_the_greedy_text(k, context, prompt):
     target_distribution = hashed_distribution(1, 5)
     prompt = [i % 5 for i in range(prompt)]

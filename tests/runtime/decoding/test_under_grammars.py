@@ -7,8 +7,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-
 from exact import LENGTH, joint_distribution
 from fakes import TableModel, decoder, hashed_distribution
 from grammars import END, allowed_of, constraint, texts_of
@@ -167,7 +165,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -183,7 +181,7 @@ def test_text_follows_its_grammar_and_greedy_text_equals_plain_decoding(
         rounds = loop.rounds((0, 1, 0), sampling, seed, 24)
         return [token for one in rounds for token in one.tokens][:24]
 
-    for seed in range(4):
+    for seed in range(2):
         found = run(k, seed)
         fresh = constraint(kind, text)  # its masks, of one text read from its start to its end
         for i, token in enumerate(found):

@@ -120,55 +120,6 @@ def test_a_draft_depends_on_the_text_only(data):
         assert propose(drafter, history.tokens) == proposed(history.tokens)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ([1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2], [3]),  # the most frequent, not the latest
-        ([1, 2, 3, 9, 1, 2, 4, 8, 1, 2], [4]),  # the latest of equals
-        ([7, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 4, 6, 7, 1, 2], [4]),  # 3 tokens tell no more than 2,
-        ([6, 7, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 4, 6, 7, 1, 2], [3]),  # but 4 do
-        ([1, 2, 3, 4], []),
-        ([1], []),
-        ([], []),
-    ],
-)
-def test_drafts_of_examples(text, expected):
-    assert proposed(text, 1) == expected
-
-
-def test_a_draft_continues_a_repetition():
-    assert proposed([1, 2, 3] * 6, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
-
-
-def test_drafts_are_longer_where_earlier_guesses_were_right():
-    tokens = list(range(100))
-    shuffled = np.random.default_rng(0).permutation(tokens).tolist()
-    new = list(range(200, 220))
-    assert proposed([*tokens, *shuffled, *new, *new[:1]], 16) == []
-    assert proposed([*tokens, *tokens, *new, *new[:1]], 16) == new[1:17]
-
-
-def test_a_shorter_draft_is_a_prefix_of_a_longer_one():
-    for text in ([1, 2, 3, 1, 2], [1, 2, 3] * 4, [5] * 30):
-        most = proposed(text, 9)
-        assert all(proposed(text, n) == most[:n] for n in range(9))
-
-
-def test_a_new_text_starts_with_an_empty_index():
-    drafter = Suffix()
-    assert propose(drafter, [1, 2, 3, 4, 1, 2])
-    drafter.truncate(0)
-    assert propose(drafter, [1, 2]) == []
-
-
-def test_a_truncated_text_is_indexed_again():
-    drafter = Suffix()
-    propose(drafter, [1, 2, 3, 1, 2, 4, 1])
-    drafter.truncate(5)
-    text = [1, 2, 3, 1, 2, 3, 1, 2]
-    assert propose(drafter, text) == proposed(text)
-
-
 def test_suffix_decoding_continues_tokens_of_other_drafters():
     class Two:
         name = "two"
@@ -251,14 +202,6 @@ def test_the_source_with_the_best_rate_is_drafted_from():
     right = EarlierOutputs()
     right.add(part)
     assert propose(Suffix(right), part[:9], 3) == [9, 10, 11]
-
-
-def test_drafts_read_earlier_outputs_and_add_nothing_to_them():
-    earlier = EarlierOutputs()
-    earlier.add([1, 2, 3, 4])
-    names = [dict(index._names) for index in earlier.indexes]
-    propose(Suffix(earlier), [7, 1, 2, 8, 1, 2])
-    assert [index._names for index in earlier.indexes] == names
 
 
 def test_the_latest_outputs_are_kept_up_to_a_limit(monkeypatch):

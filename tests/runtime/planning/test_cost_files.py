@@ -1,7 +1,5 @@
 """Cost tables in memory and on disk."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 
@@ -157,12 +155,6 @@ def test_costs_without_a_draft_model_are_of_the_target_only():
     assert (set(without.draft), without.catch_up(9)) == ({0.0}, 0.0)
 
 
-def test_the_first_complete_measurement_is_used_by_all_processes(key):
-    assert cost_files.write_first(key, table(0.1)) == table(0.1)
-    assert cost_files.write_first(key, table(0.2)) == table(0.1)
-    assert os.listdir(key.path.parent) == [key.path.name]
-
-
 def test_processes_that_measure_at_once_agree(key, monkeypatch):
     """Whoever loses the race between looking and writing takes the winner's table."""
     link = os.link
@@ -184,12 +176,6 @@ def test_file_systems_without_hard_links_store_the_first_measurement_too(key, mo
     monkeypatch.setattr(os, "link", refuse)
     assert cost_files.write_first(key, table(0.1)) == table(0.1)
     assert cost_files.write_first(key, table(0.2)) == table(0.1)
-
-
-def test_a_damaged_file_is_replaced_by_the_next_measurement(key):
-    cost_files.write(key, table(0.1)).write_text("{", "utf-8")
-    assert cost_files.write_first(key, table(0.2)) == table(0.2)
-    assert cost_files.read(key) == (table(0.2), None)
 
 
 def test_files_of_older_formats_are_ignored_silently(key, monkeypatch):

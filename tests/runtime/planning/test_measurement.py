@@ -1,7 +1,5 @@
 """Pass costs as they are measured: what becomes of a scripted clock's readings."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The table that a bundle is planned with: stored, measured at load, tuned, or assumed."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The planner against fixed settings, in virtual time: arithmetic, no clock."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -37,8 +35,8 @@ def test_a_draft_of_a_fifth_that_is_seldom_accepted_costs_less_than_two_percent(
     assert auto <= 1.02 * seconds(costs, constant(0.3), tokens=600, fixed=PLAIN)
 
 
-@pytest.mark.parametrize("tokens", [32, 128, 600, 2000])
-@pytest.mark.parametrize("draft", [0.05, 0.09, 0.2, 0.5])
+@pytest.mark.parametrize("tokens", [32, 600, 2000])
+@pytest.mark.parametrize("draft", [0.05, 0.5])
 def test_a_wrong_estimate_costs_little_more_than_the_budget(draft, tokens):
     for costs in (table(draft, prior={"model": 0.9}), untuned(draft)):
         request = VirtualRequest(costs, constant(0.0), tokens=tokens)
@@ -61,7 +59,7 @@ def test_a_tuned_pair_is_near_the_best_fixed_setting(draft, alpha):
     assert auto <= 1.03 * best
 
 
-@pytest.mark.parametrize("alpha", [0.6, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("alpha", [0.6, 0.9])
 def test_an_untuned_pair_adapts_quickly(alpha):
     costs = untuned()
     auto = seconds(costs, constant(alpha), tokens=400)

@@ -1,7 +1,5 @@
 """Planned rounds: what they record, that a replay repeats them, and what a table decides."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 
@@ -155,14 +153,6 @@ def test_long_rounds_are_always_planned():
     assert copies.asked == 50
 
 
-def test_correct_guesses_that_were_not_drafted_are_used_later():
-    target = TableModel(lambda text: [0, 0, 0, 1])
-    plan = auto(table(row=0.2, prior={"suffix": 0.0}), suffix=Copies(3))
-    rounds = run(plan, target)
-    assert rounds[0].drafter == "plain"
-    assert rounds[-2].drafter == "suffix"
-
-
 def test_wrong_copies_stay_within_the_exploration_budget():
     target = TableModel(lambda text: [0, 0, 0, 1])
     plan = auto(table(prior={"suffix": 0.5}), suffix=Copies(2))
@@ -301,7 +291,7 @@ def test_a_custom_drafter_at_a_fixed_k_can_be_replayed(pipeline):
     assert again.plan == run.plan
 
 
-def test_suffix_decoding_is_planned_by_the_acceptance_of_its_own_tokens():
+def test_correct_guesses_that_were_not_drafted_are_used_later():
     plan = auto(table(row=0.2, prior={"suffix": 0.0}), suffix=Copies(3))
     rounds = run(plan, TableModel(lambda text: [0, 0, 0, 1]))
     assert [rounds[0].drafter, rounds[-2].drafter] == ["plain", "suffix"]

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fakes import logits_of
 from specedge.runtime.sampling.distribution import Distribution
@@ -51,28 +49,6 @@ def test_min_p_is_a_share_of_the_likeliest():
     np.testing.assert_allclose(probs, [0.625, 0.375, 0, 0])
 
 
-@given(
-    st.integers(0, 2**32 - 1),
-    st.floats(0.1, 5),
-    st.integers(0, 60),
-    st.floats(0.01, 1),
-    st.floats(0, 1),
-)
-def test_filters_agree_with_transformers(seed, temperature, top_k, top_p, min_p):
-    torch = pytest.importorskip("torch", reason="needs the export extra")
-    process = pytest.importorskip("transformers.generation.logits_process")
-    logits = np.random.default_rng(seed).normal(0, 3, 50)
-    scores = torch.tensor(logits)[None]
-    warpers = [process.TemperatureLogitsWarper(temperature)]
-    warpers += [process.TopKLogitsWarper(top_k)] if top_k else []
-    warpers += [process.TopPLogitsWarper(top_p)] if top_p < 1 else []
-    warpers += [process.MinPLogitsWarper(min_p)] if min_p else []
-    for warper in warpers:
-        scores = warper(None, scores)
-    ours = distribution(logits, Sampling(temperature, top_k, top_p, min_p))
-    np.testing.assert_allclose(ours, scores.softmax(-1)[0].numpy(), rtol=1e-9, atol=1e-12)
-
-
 def by_sorting(logits, sampling):
     """The rules spelled out over whole rows."""
     scaled = (logits - logits.max()) / logits.dtype.type(sampling.temperature)
@@ -87,7 +63,7 @@ def by_sorting(logits, sampling):
     return probs / probs.sum()
 
 
-@pytest.mark.parametrize("size", [3, 63, 64, 65, 6400, 6463])
+@pytest.mark.parametrize("size", [3, 64, 65, 6463])
 @pytest.mark.parametrize("kind", ["random", "ties", "infinities"])
 @pytest.mark.parametrize(
     "sampling",
@@ -96,7 +72,6 @@ def by_sorting(logits, sampling):
         Sampling(0.7, top_k=99, top_p=0.9),
         Sampling(1.3, top_k=2000, min_p=0.01),
         Sampling(1.0, top_p=0.95),
-        Sampling(1.0, top_p=0.3),
         Sampling(1.0, top_k=1),
     ],
 )
@@ -125,7 +100,7 @@ def test_a_filtered_row_samples_kept_tokens_only():
     assert [filtered.pick(u) for u in (0.0, 0.57, 0.58, 0.99)] == [1, 1, 3, 3]
 
 
-@pytest.mark.parametrize("place", [0, 63, 64, 127, 128, 200])
+@pytest.mark.parametrize("place", [0, 63, 64, 200])
 def test_pick_finds_the_only_token_in_any_block(place):
     weights = np.zeros(201)
     weights[place] = 0.3

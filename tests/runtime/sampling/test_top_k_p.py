@@ -57,10 +57,10 @@ def weights_of(kind, seed, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("share", [1e-6, 0.1, 0.5, 0.95, 0.999, 1 - 1e-9])
+@pytest.mark.parametrize("share", [1e-6, 0.5, 0.95, 1 - 1e-9])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_top_p_equals_a_full_sort(kind, share, dtype):
-    for seed in range(3):
+    for seed in range(2):
         weights = weights_of(kind, seed, dtype)
         before = weights.copy()
         kept = nucleus(weights, share)
@@ -77,7 +77,7 @@ def test_top_p_equals_a_full_sort(kind, share, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
+@pytest.mark.parametrize("share", [0.1, 0.95])
 def test_typical_p_keeps_every_tie(kind, share):
     weights = weights_of(kind, 7, np.float64)
     distances = np.abs(np.log(np.maximum(weights, 1e-300)) + 3)
@@ -99,7 +99,7 @@ def test_the_sampled_threshold_is_rarely_wrong(monkeypatch):
         return last(values, goal)
 
     monkeypatch.setattr(selection, "_last_weight", counting)
-    for seed in range(60):
+    for seed in range(30):
         for kind in (flat, peaked):
             nucleus(weights_of(kind, seed, np.float32), 0.95)
     assert np.mean(np.array(looked_at) > SIZE / 8) < 0.05
@@ -107,7 +107,7 @@ def test_the_sampled_threshold_is_rarely_wrong(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [1, 50, 700, 900, SIZE - 1])
+@pytest.mark.parametrize("k", [1, 700, SIZE - 1])
 def test_top_k_equals_a_full_sort_with_ties(kind, k):
     logits = np.log(np.maximum(weights_of(kind, 3, np.float32), 1e-30))
     kth = np.sort(logits)[-k]

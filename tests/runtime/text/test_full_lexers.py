@@ -7,9 +7,6 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-pytest.importorskip("llguidance", reason="needs the grammar extra")
-
 import specedge
 from specedge.bundle import store
 from specedge.errors import OptionError, SpecEdgeError
@@ -69,21 +66,10 @@ def test_drafts_that_fill_the_lexer_do_not_end_a_text(pipeline, monkeypatch):
     assert drafted[-1] == 1  # by the text's own mask; they are followed no more
 
 
-def test_a_recompiled_matcher_belongs_to_one_request(pipeline):
-    kept = Grammars(pipeline.bundle, pipeline.tokenizer)
-    first, beside = (kept.constraint(GenerationRequest(regex="[ab]*")) for _ in range(2))
-    assert first._fresh is beside._fresh
-    renewed = first._renew()
-    later = kept.constraint(GenerationRequest(regex="[ab]*"))
-    assert len({id(one) for one in (first._fresh, renewed, later._fresh)}) == 3
-    first._fresh, _ = renewed, first._renew()
-    assert kept.constraint(GenerationRequest(regex="[ab]*"))._fresh is later._fresh
-
-
 FILLING = {"temperature": 1.0, "seed": 3, "num_draft_tokens": 4, "regex": FULL}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair():
     return specedge.load(store.embedded_folder(), slots=2)
 
@@ -92,7 +78,7 @@ def pair():
 def compiling_again(pair, monkeypatch):
     """Let few states fit into a lexer, and call a function before a grammar is compiled again."""
 
-    def compile_again(before):
+    def compile_again(before, pair=pair):
         monkeypatch.setattr(grammars, "_LIMITS", {**grammars._LIMITS, "max_lexer_states": 2500})
         monkeypatch.setattr(pair, "grammars", Grammars(pair.bundle, pair.tokenizer))
         compiled, texts = grammars.compiled, []
@@ -148,10 +134,11 @@ def test_recompilation_allows_two_reading_threads(pair, compiling_again):
     assert stream.generation.tokens == expected.tokens
 
 
-def test_closing_a_pipeline_ends_a_recompiling_stream(pair, compiling_again):
-    compiling_again(pair.close)
+def test_closing_a_pipeline_ends_a_recompiling_stream(compiling_again):
+    closing = specedge.load(store.embedded_folder())
+    compiling_again(closing.close, closing)
     with pytest.raises(SpecEdgeError, match="this pipeline is closed"):
-        pair.generate("a", 30, **FILLING)
+        closing.generate("a", 30, **FILLING)
 
 
 def test_recompilation_has_a_budget(pair, compiling_again, monkeypatch):

@@ -2,12 +2,11 @@
 
 import json
 
+import jsonschema
+import llguidance
 import pytest
 
 from specedge.runtime.text.schemas import FORMATS, simplify
-
-jsonschema = pytest.importorskip("jsonschema", reason="needs the test extra")
-llguidance = pytest.importorskip("llguidance", reason="needs the grammar extra")
 
 
 def is_taken(schema):

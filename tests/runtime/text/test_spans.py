@@ -1,7 +1,6 @@
 """Each piece of text is marked with what became of its token, however late it is passed on."""
 
 import dataclasses
-from itertools import product
 
 import numpy as np
 import pytest
@@ -104,7 +103,7 @@ def test_a_stop_string_inside_a_token_cuts_its_mark(pipeline):
     assert made.spans == [TextSpan("re", A)]
 
 
-@pytest.mark.parametrize(("k", "temperature"), list(product((0, 1, 4), (0.0, 1.0))))
+@pytest.mark.parametrize(("k", "temperature"), [(0, 0.0), (1, 1.0), (4, 0.0)])
 def test_spans_join_to_the_text_and_agree_with_the_counts(pipeline, k, temperature):
     options = {"temperature": temperature, "seed": 3, "num_draft_tokens": k, "ignore_eos": True}
     stream = pipeline.stream("def read_config(path):", 80, **options)
