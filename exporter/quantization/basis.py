@@ -252,22 +252,21 @@ def change_graph(model: ir.Model, basis: Basis, excluded: Set[int], store: Weigh
     graph = model.graph
     foldable = folded_norms(graph, excluded)
     stream = residual_stream(graph, excluded) if basis.rotation is not None else ResidualStream()
-    tables = {stored.offset: node for node, stored in embeddings(graph)}
     editor = GraphEditor(graph, store)
     for group in matrix_groups(graph, excluded):
         norm = producer(group.value, RMS_NORM)
-        is_tied = any(matrix.offset in tables for matrix in group.matrices)
+        is_rotated, block = norm in stream.norms, 0
         gain: np.ndarray | None = None
-        if norm is not None and norm in foldable and (norm in stream.norms or not is_tied):
+        if norm is not None and is_rotated:
             gain = constant_vector(norm.inputs[1])
             assert gain is not None
             ones = add_constant(graph, np.ones_like(gain), f"{norm.outputs[0].name}.ones")
             norm.replace_input_with(1, ones)
-        is_rotated, block = norm in stream.norms, 0
         if group.key[0] in basis.tied_blocks:
             _mix_tied_head(editor, group, basis)
             continue
-        if not is_rotated and (gain is not None or reads_nonlinearity(group)):
+        # Elsewhere a norm keeps its gain, which reduces the large channels of Gemma.
+        if not is_rotated and (norm in foldable or reads_nonlinearity(group)):
             block = hadamard_size(group)
             if block:
                 _mix_input(editor, group, block)
