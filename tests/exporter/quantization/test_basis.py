@@ -59,7 +59,8 @@ class Changed:
         self.before = traced(with_gains(model), folder, ops)
         self.folder = folder.with_name("changed")
         self.folder.mkdir()
-        path = self.before.path("decoder")
+        path = folder / self.before.lengths["decoder"].source.file(ops)
+        self.original = path
         self.basis = change(basis.choose_basis([ir.load(path).graph], set()))
         model = ir.load(path)
         with basis.WeightStore(self.folder) as store:
@@ -83,7 +84,7 @@ class Changed:
 
     def difference(self):
         """Return the largest relative difference from the outputs in the original basis."""
-        before, after = (self.outputs(path) for path in (self.before.path("decoder"), self.path))
+        before, after = (self.outputs(path) for path in (self.original, self.path))
         assert before.keys() == after.keys()
         return max(
             float(np.abs(after[name] - value).max() / np.abs(value).max())
