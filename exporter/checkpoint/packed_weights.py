@@ -137,7 +137,7 @@ def dequantize_state(
         if module in tensors and part not in ("weight", "bias"):
             raise CheckpointError(
                 f"{where}: {key} is a part of a weight in an unsupported format; "
-                "give the original checkpoint"
+                "specify the original checkpoint"
             )
     return result
 
@@ -328,7 +328,7 @@ class _Reader:
         )
         return CheckpointError(
             f"{self.where}: the parts of {module} do not fit each other ({shapes}); download it "
-            "again, or give the original checkpoint"
+            "again, or specify the original checkpoint"
         )
 
     def _group_size(self, module: str, size: int, num_groups: int) -> int:
@@ -339,7 +339,7 @@ class _Reader:
                 return number
         raise CheckpointError(
             f"{self.where}: {module} has {num_groups} groups of {size} inputs, an unknown layout; "
-            "give the original checkpoint"
+            "specify the original checkpoint"
         )
 
     def _input_order(self, key: str, size: int, group_size: int) -> np.ndarray | None:
@@ -355,7 +355,7 @@ class _Reader:
         if not np.array_equal(numbers[order], expected):
             raise CheckpointError(
                 f"{self.where}: {key} does not name {expected[-1] + 1} groups of {group_size} "
-                "inputs; download it again, or give the original checkpoint"
+                "inputs; download it again, or specify the original checkpoint"
             )
         return None if np.array_equal(numbers, expected) else order
 

@@ -336,7 +336,7 @@ def test_variants_that_cannot_be_read_are_refused_by_name(config, name, tmp_path
     edit(folder / "config.json", quantization_config=config)
     message = refusal(folder)
     assert name in message
-    assert "give the original checkpoint" in message
+    assert "specify the original checkpoint" in message
 
 
 def test_scales_of_quantized_activations_are_left_out(tmp_path):
