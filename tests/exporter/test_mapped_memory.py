@@ -11,7 +11,7 @@ import torch
 from specedge.exporter import mapped_memory
 from specedge.exporter.checkpoint import weight_files
 
-SIZE = 32 << 20
+SIZE = 128 << 20
 
 
 @pytest.fixture
