@@ -53,7 +53,7 @@ def test_unsupported_quantization_methods_are_refused_by_name(config, name, tmp_
     assert name in message
     assert "the original checkpoint" in message
     (folder / "README.md").write_text("---\nbase_model: some/original\n---\n", "utf-8")
-    assert "give some/original, which it was made from" in refusal(folder)
+    assert "specify the original checkpoint some/original" in refusal(folder)
 
 
 def test_every_mxfp4_number_is_what_transformers_makes_of_it():
