@@ -112,7 +112,7 @@ def test_memory_counts_the_target_only(bundle):
 def test_a_draft_device_is_refused(bundle):
     import specedge
 
-    with pytest.raises(DeviceError, match="draft_device=cpu is for a draft model"):
+    with pytest.raises(DeviceError, match="draft_device=cpu requires a draft model"):
         specedge.load(bundle.folder, draft_device="cpu")
 
 

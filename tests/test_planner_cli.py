@@ -64,7 +64,7 @@ def test_json_has_the_plan_and_replay_repeats_it(tmp_path):
     first = run("generate", PROMPT, *options, "--json")
     file = tmp_path / "run.json"
     file.write_text(first.stdout, "utf-8")
-    key = cost_files.cost_key(Bundle.read(store.embedded_folder()), Device(), Device(), "gqa")
+    key = cost_files.cost_key(Bundle.read(store.embedded_folder()), Device(), Device(), "gqa, gqa")
     cost_files.write(key, table(draft=1.0))
     again = run("generate", PROMPT, *options, "--replay", file, "--json")
     one, two = json.loads(first.stdout), json.loads(again.stdout)
@@ -81,7 +81,7 @@ def test_a_replay_needs_the_rounds_to_fit(tmp_path):
 
 
 def test_a_damaged_table_is_one_note_and_no_error():
-    key = cost_files.cost_key(Bundle.read(store.embedded_folder()), Device(), Device(), "gqa")
+    key = cost_files.cost_key(Bundle.read(store.embedded_folder()), Device(), Device(), "gqa, gqa")
     path = cost_files.write(key, table())
     path.write_text("{", "utf-8")
     result = run("generate", PROMPT, "-n", 20)

@@ -36,7 +36,7 @@ def client():
     with serving(pair) as port:
 
         def code(language):
-            clients = PAGE.read_text("utf-8").partition("## Clients")[2].partition("\n## ")[0]
+            clients = PAGE.read_text("utf-8").partition("## Examples")[2].partition("\n## ")[0]
             (found,) = re.findall(rf"```{language}\n(.*?)```", clients, re.DOTALL)
             assert found.count(":8000/v1") == 1
             return found.replace(":8000/v1", f":{port}/v1")

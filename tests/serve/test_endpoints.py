@@ -80,7 +80,7 @@ def test_refused_request_is_one_line_with_its_field(port, caplog):
         ask(port, "POST", "/v1/completions", SHORT | {"temperature": -1}, X_Request_Id="id-1")
         until(lambda: caplog.records)
     (record,) = caplog.records
-    assert "refused POST /v1/completions 400 id-1" in record.message
+    assert "rejected POST /v1/completions 400 id-1" in record.message
     assert "['temperature']" in record.message
     assert "\n" not in record.message
 

@@ -241,7 +241,7 @@ def test_schema_that_cannot_be_followed_is_named(port, schema, reason):
     fields = {"tools": [good, tool], "tool_choice": "required"}
     status, _, answer = post(port, "chat/completions", {"messages": [USER]} | fields)
     assert (status, answer["error"]["param"]) == (400, "tools")
-    assert "the function 'bad' is refused" in answer["error"]["message"]
+    assert "the function 'bad' is rejected" in answer["error"]["message"]
     assert reason in answer["error"]["message"]
     assert "arguments_" not in answer["error"]["message"]
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": whole}}

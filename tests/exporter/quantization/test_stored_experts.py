@@ -95,7 +95,7 @@ def test_a_block_that_rounding_would_spoil_stays_as_it_is(weights, x, tmp_path):
     choice, found = rounded(weights, x, tmp_path)
     assert choice.num_parts == 0
     assert choice.plain_error > schemes.MAX_ERROR
-    assert "not quantized, because rounding would cost it" in choice.reason
+    assert "not quantized, because quantization would cause" in choice.reason
     assert error(found, x @ weights) < 1e-6
 
 

@@ -88,11 +88,11 @@ def test_a_mask_is_computed_once_for_draft_and_target(monkeypatch):
     [
         ({"regex": "(a"}, "regex is rejected by llguidance: .*unclosed group"),
         ({"grammar": "start: rest"}, "grammar is rejected by llguidance: .*unknown name"),
-        ({"grammar": "start: " + "(" * 10**5}, "grammar is refused.*too deeply nested"),
+        ({"grammar": "start: " + "(" * 10**5}, "grammar is rejected.*too deeply nested"),
         ({"json_schema": {"type": "strin"}}, "json_schema is rejected by llguidance: Invalid type"),
         ({"json_schema": {"not": {}}}, r"json_schema is rejected by llguidance: .*not"),
         ({"json_schema": '{"minLength": 5, "maxLength": 2, "type": "string"}'}, "Unsatisfiable"),
-        ({"json_schema": {"$ref": "http://localhost:1/x"}}, "json_schema is refused"),
+        ({"json_schema": {"$ref": "http://localhost:1/x"}}, "json_schema is rejected"),
     ],
 )
 def test_an_impossible_grammar_is_refused_before_anything_runs(pipeline, options, reason):
