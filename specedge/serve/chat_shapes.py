@@ -288,11 +288,21 @@ class CompletionShaper(_ChunkShaper):
     def _choice(self, index: int, choice: ResponseChoice) -> dict[str, Any]:
         text, logprobs = self._echo(index, choice)
         start = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))
-        new = self._format_logprobs(choice.logprobs, start)
+        new = self._format_logprobs(self._new_logprobs(choice), start)
         if logprobs is not None and new is not None:
             new = {name: logprobs[name] + new[name] for name in new}
         entry = {"text": text + choice.text, "logprobs": new}
         return self._ending(index, choice) | entry | self._prompt_fields(choice)
+
+    def _new_logprobs(self, choice: ResponseChoice) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the new tokens, with `echo` also that of an end token.
+
+        lm-evaluation-harness takes the last one for that of the only new token.
+        """
+        generation = choice.generation
+        if not self._request.echo or generation.logprobs is None:
+            return choice.logprobs
+        return generation.logprobs[: len(generation.tokens)]
 
     def _echo(self, index: int, choice: ResponseChoice) -> tuple[str, dict[str, Any] | None]:
         """Return the text of the prompt and its log-probabilities, if they begin the response."""

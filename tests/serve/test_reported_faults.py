@@ -115,6 +115,19 @@ def test_forced_call_of_a_function_without_parameters_streams_an_object(port, pa
     assert calls[0]["function"]["name"] == "f"
 
 
+@pytest.mark.parametrize("bias", [{}, {"0": 100}])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_has_a_log_probability_for_each_token_also_of_the_end(port, pair, bias, max_tokens):
+    """lm-evaluation-harness leaves the last one out, as that of the only new token."""
+    pair.text = None
+    prompt = [60, 61, 62, 63]
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logit_bias": bias}
+    _, _, answer = post(port, "completions", body | {"logprobs": 1, "echo": True})
+    logprobs = answer["choices"][0]["logprobs"]
+    assert len(logprobs["token_logprobs"]) == len(prompt) + max_tokens
+    assert len(logprobs["tokens"]) == len(prompt) + max_tokens
+
+
 def allowed_tools(path, mode, *names):
     """OpenAI's choice among some tools: nested in chats, flat in /v1/responses."""
     if path == "responses":
