@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import site
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -54,7 +55,9 @@ class Client:
 
 
 CLIENTS = [
-    Client.read(path) for path in sorted((HERE / "sessions").glob("*.*")) if path.stem != "steps"
+    Client.read(path)
+    for path in sorted((HERE / "sessions").iterdir())
+    if path.suffix in (".py", ".mjs") and path.stem != "steps"
 ]
 
 
@@ -146,16 +149,29 @@ def write_rows(rows: dict[str, str]) -> None:
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1)
 @click.option("--bundle", required=True, help="Bundle of a chat model, SmolLM2-135M-Instruct's.")
+@click.option("--float-bundle", help="Bundle of the same model in float32, to compare scores.")
+@click.option("--gguf", help="GGUF file of the same model, for transformers' own scores.")
 @click.option("--no-write", is_flag=True, help="Leave docs/clients.md as it is.")
-def main(names: tuple[str, ...], bundle: str, no_write: bool) -> None:
+def main(
+    names: tuple[str, ...], bundle: str, float_bundle: str | None, gguf: str | None, no_write: bool
+) -> None:
     stems = [client.path.stem for client in CLIENTS]
     if unknown := set(names) - set(stems):
         raise click.UsageError(f"no session {', '.join(unknown)}; there are {', '.join(stems)}")
     bundle = str(Path(bundle).resolve())
-    text = ("-m", "specedge", "serve", "--served-model-name", "smollm2", "--bundle", bundle)
+    serve = ("-m", "specedge", "serve", "--served-model-name", "smollm2", "--bundle")
     rows, failed = {}, 0
-    with server(*text) as text_url, server(str(HERE / "scripted.py"), "--bundle", bundle) as tools:
-        urls = {"TEXT_URL": text_url, "TOOLS_URL": tools, "BUNDLE": bundle}
+    with ExitStack() as stack:
+        urls = {
+            "TEXT_URL": stack.enter_context(server(*serve, bundle)),
+            "TOOLS_URL": stack.enter_context(server(str(HERE / "scripted.py"), "--bundle", bundle)),
+            "BUNDLE": bundle,
+            "EXPORTER_PATH": os.pathsep.join(site.getsitepackages()),
+        }
+        if float_bundle:
+            urls["FLOAT_URL"] = stack.enter_context(server(*serve, float_bundle))
+        if gguf:
+            urls["GGUF"] = str(Path(gguf).resolve())
         for client in CLIENTS:
             if names and client.path.stem not in names:
                 continue
