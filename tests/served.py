@@ -33,7 +33,7 @@ def chat_pair(slots, folder=None, template=CHATML):
     bundle = dataclasses.replace(pipeline.bundle, chat_template=template).at(pipeline.bundle.folder)
     first, *more = pipeline.slots.all
     more = [(slot.target, slot.draft) for slot in more]
-    return Pipeline(bundle, pipeline.tokenizer, first.target, first.draft, more_models=more)
+    return Pipeline(bundle, pipeline.tokenizer, first.target, first.draft, more=more)
 
 
 @contextmanager

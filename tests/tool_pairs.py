@@ -81,4 +81,4 @@ def scripted_pair(template, added=(), slots=1):
     tokenizer = renamed(pipeline.tokenizer, dict(added))
     first, *more = pipeline.slots.all
     more = [(slot.target, slot.draft) for slot in more]
-    return Writing(bundle, tokenizer, first.target, first.draft, more_models=more)
+    return Writing(bundle, tokenizer, first.target, first.draft, more=more)

@@ -51,7 +51,7 @@ class Pipeline:
         draft: Draft model of the first slot, None if the bundle has none.
         costs: Pass costs for the planner.
         note: Note of the self-test at load about this machine.
-        more_models: Target and draft model of each further slot.
+        more: Target and draft model of each further slot.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Pipeline:
         draft: ClosableModel | None,
         costs: PassCosts | None = None,
         note: str | None = None,
-        more_models: Iterable[tuple[TargetModel, ClosableModel | None]] = (),
+        more: Iterable[tuple[TargetModel, ClosableModel | None]] = (),
     ) -> None:
         self.bundle = bundle
         self.tokenizer = tokenizer
@@ -74,7 +74,7 @@ class Pipeline:
         self.note = note
         more_slots = [
             Slot(target_model, draft_model, self.noise.for_model(target_model))
-            for target_model, draft_model in more_models
+            for target_model, draft_model in more
         ]
         self.slots = Slots([Slot(target, draft, self.noise), *more_slots])
         self.prompts = Prompts(bundle, tokenizer)

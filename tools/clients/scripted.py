@@ -124,7 +124,7 @@ def main(bundle: str, port: int) -> None:
     tokenizer = load_tokenizer(loaded)
     models = [ScriptedModel(tokenizer, loaded.target.vocab_size) for _ in range(4)]
     pipeline = Pipeline(
-        scripted, tokenizer, models[0], None, more_models=[(model, None) for model in models[1:]]
+        scripted, tokenizer, models[0], None, more=[(model, None) for model in models[1:]]
     )
     listening = listen("127.0.0.1", port)
     serve(make_app(pipeline, ServerSettings(model="scripted")), listening, grace=1)
