@@ -14,7 +14,6 @@ import onnx_ir as ir
 import torch
 from filelock import FileLock
 from onnx_ir.tensor_adapters import TorchTensor
-from onnxscript.optimizer._constant_folding import DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from specedge.exporter.tracing import tracer
@@ -59,60 +58,21 @@ def remembered(folder: Path):
         yield
 
 
-class _Optimized(torch.onnx.ONNXProgram):
-    """Program from the cache, whose graph was optimized before it was stored."""
-
-    def optimize(self):
-        pass
-
-
-class _Storing(torch.onnx.ONNXProgram):
-    """Program that stores its graph once it is optimized."""
-
-    path: Path
-
-    def optimize(self):
-        super().optimize()
-        _store(self.model, self.path)
-
-
 def _remembering(folder):
     def program(whole, geometry):
         if _is_changed(whole):
             return TRANSLATED(whole, geometry)
         form = repr((_form(whole), geometry, _CODE))
         path = folder / f"{hashlib.sha256(form.encode()).hexdigest()}.onnx"
-        optimized = folder / f"{path.stem[:32]}-{_digest(whole)}.onnx"
         with FileLock(path.with_suffix(".lock")):
-            if optimized.exists():
-                return _Optimized(_filled(optimized, whole), None)
             if not path.exists():
-                model = TRANSLATED(whole, geometry).model
-                _store(model, path)
-            else:
-                model = _filled(path, whole)
-        storing = _Storing(model, None)
-        storing.path = optimized
-        return storing
+                traced = TRANSLATED(whole, geometry)
+                ir.save(traced.model, path.with_suffix(".part"))
+                path.with_suffix(".part").rename(path)
+                return traced
+        return torch.onnx.ONNXProgram(_filled(path, whole), None)
 
     return program
-
-
-def _store(model, path):
-    part = path.with_suffix(f".{os.getpid()}")
-    ir.save(model, part)
-    part.rename(path)
-
-
-def _digest(whole):
-    """Return a hash of the weights that are small enough to be folded into constants."""
-    digest = hashlib.sha256()
-    for name, tensor in _weights(whole).items():
-        if tensor.numel() <= DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT:
-            value = tensor.detach().contiguous().view(-1)
-            digest.update(f"{name} {value.dtype}".encode())
-            digest.update(value.view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _form(whole):

@@ -33,7 +33,6 @@ def test_report_includes_the_rounded_inputs_of_massive_activations(tmp_path, mon
         patch.setattr(onnxruntime, "SessionOptions", FloatProducts)
         exact = report("exact")
     assert rounded.divergence > exact.divergence
-    assert rounded.agreement < exact.agreement
 
 
 @pytest.mark.slow
