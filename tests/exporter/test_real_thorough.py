@@ -8,7 +8,7 @@ from real import LENGTH, Real
 from specedge.cli import main
 
 pytestmark = pytest.mark.slow(exhaustive=True)
-MOST = {"int8-block": 0.016, "int4": 0.2}  # mean KL of prose, chat and code
+MOST = {"int8-block": 0.016, "int4": 0.142}  # mean KL of prose, chat and code
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_greedy_text_of_gemma_is_that_of_transformers(gemma):
 
 def test_gemma_in_int8_is_within_its_bound(gemma, tmp_path):
     gemma.check_every_k("int8", gemma.prompts()[::3])
-    assert gemma.divergence("int8", tmp_path) <= 0.026
+    assert gemma.divergence("int8", tmp_path) <= 0.006
 
 
 def test_whole_audit_passes(smollm2):
