@@ -11,7 +11,6 @@ import pytest
 from hypothesis import settings
 
 from specedge.bundle import store
-from specedge.cpu_count import cpu_count
 from virtual import table
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -30,12 +29,6 @@ def pytest_addoption(parser):
         action="store_true",
         help="Collect the slow tests of every model family, checkpoint format and option, too.",
     )
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers():
-    """Return one worker more than cores, since tests of the command line wait for processes."""
-    return cpu_count() + 1
 
 
 @pytest.hookimpl(tryfirst=True)
