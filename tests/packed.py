@@ -23,7 +23,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs of a word, from its lowest bits
 
 @dataclass(frozen=True)
 class Scheme:
-    """How matrices are quantized, and in which format they are stored."""
+    """Quantization scheme and storage format of matrices."""
 
     how: str = "gptq"
     bits: int = 4

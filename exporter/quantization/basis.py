@@ -4,14 +4,14 @@ A residual stream that is read through RMS norms alone and written by matrices a
 rotated (QuaRot, Ashkboos et al. 2024): norm gains are folded into the matrices behind them, and the
 rotation into matrices, tables and biases, at no cost at run time. The input of an MLP's last matrix
 is behind a nonlinearity and gets a block-diagonal Hadamard matrix in the graph, whose inverse is
-folded into the matrix. Matrices behind other RMS norms get Hadamard blocks, too; so does an
-embedding that is also the LM head, which its lookup undoes.
+folded into the matrix. Matrices behind other RMS norms get Hadamard blocks, too. A tied embedding
+behind such a norm is stored with Hadamard blocks, which its lookup undoes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -97,8 +97,8 @@ class Basis:
     Attributes:
         rotation: Rotation of the residual stream, if it can be rotated.
         reason: Reason why it is not rotated.
-        tied_blocks: Size of the Hadamard matrices on each table that is the LM head, too, by
-            offset, where the stream is not rotated.
+        tied_blocks: Hadamard block size of each tied embedding by its offset, if the residual
+            stream is not rotated.
     """
 
     rotation: Rotation | None
@@ -115,8 +115,10 @@ def choose_basis(graphs: Iterable[ir.Graph], excluded: Set[int]) -> Basis:
             _, table = next(embeddings(graph))
             size = int(table.tensor.shape.numpy()[1])
     except NotRotatableError as error:
-        tied = {k: v for graph in graphs for k, v in _tied_blocks(graph, excluded).items()}
-        return Basis(None, str(error), tied)
+        tied_blocks: dict[int, int] = {}
+        for graph in graphs:
+            tied_blocks |= _tied_blocks(graph, excluded)
+        return Basis(None, str(error), tied_blocks)
     return Basis(Rotation(size))
 
 
@@ -207,7 +209,7 @@ def _add_writer(
 
 
 def _tied_blocks(graph: ir.Graph, excluded: Set[int]) -> dict[int, int]:
-    """Return the size of Hadamard matrices by offset of tables that are LM heads behind a norm."""
+    """Return the Hadamard block size of each tied embedding behind an RMS norm, by offset."""
     tables = {stored.offset for _, stored in embeddings(graph)}
     return {
         group.key[0]: block
@@ -329,7 +331,7 @@ def _mix_tied_head(editor: GraphEditor, group: MatrixGroup, basis: Basis) -> Non
 
 
 def _restore_lookups(editor: GraphEditor, basis: Basis) -> None:
-    """Let lookups read changed tables, and undo the change: a Hadamard matrix is its inverse."""
+    """Redirect lookups to changed tables; a Hadamard matrix, its own inverse, undoes the change."""
     for node, stored in list(embeddings(editor.graph)):
         if stored.offset not in basis.tied_blocks:
             continue
@@ -342,19 +344,10 @@ def _restore_lookups(editor: GraphEditor, basis: Basis) -> None:
 
 
 def _mixed_table(editor: GraphEditor, stored: StoredTensor, basis: Basis) -> ir.Value:
-    rows = partial(_mix_table, stored, basis.tied_blocks[stored.offset])
+    apply = partial(rotation.apply_hadamard, block=basis.tied_blocks[stored.offset])
+    rows = partial(_change_table, stored, apply, undo=apply)
     key, name = ("mixed", stored.offset), f"{stored.tensor.name}.mixed"
     return editor.external(editor.store.array(key, rows, name))
-
-
-def _mix_table(table: StoredTensor, block: int) -> np.ndarray:
-    rows = tensor_data(table.tensor)
-    mixed = torch.empty(rows.shape)
-    for at in _row_strips(rows):
-        mixed[at] = rotation.apply_hadamard(rows[at], block)
-    some = _sampled_rows(mixed)
-    _check_inverse(rotation.apply_hadamard(mixed[some], block), rows[some].double(), table)
-    return mixed.numpy()
 
 
 def _insert_hadamard(editor: GraphEditor, value: ir.Value, block: int) -> ir.Value:
@@ -398,7 +391,7 @@ def _rotate_tables_and_biases(
     """Rotate tables and biases that are added to the residual stream."""
     for node, stored in embeddings(editor.graph):
         key, name = ("table", stored.offset), f"{stored.tensor.name}.table"
-        rows = partial(_rotate_table, stored, rotation_)
+        rows = partial(_change_table, stored, rotation_.apply, rotation_.undo)
         tensor = editor.store.array(key, rows, name)
         node.replace_input_with(0, editor.external(tensor))
         node.outputs[0].dtype = ir.DataType.FLOAT
@@ -414,14 +407,19 @@ def _rotate_tables_and_biases(
         )
 
 
-def _rotate_table(table: StoredTensor, rotation_: Rotation) -> np.ndarray:
+def _change_table(
+    table: StoredTensor,
+    apply: Callable[[torch.Tensor], torch.Tensor],
+    undo: Callable[[torch.Tensor], torch.Tensor],
+) -> np.ndarray:
+    """Return a table whose rows are in another basis, which `undo` restores."""
     rows = tensor_data(table.tensor)
-    turned = torch.empty(rows.shape)
+    changed = torch.empty(rows.shape)
     for at in _row_strips(rows):
-        turned[at] = rotation_.apply(rows[at])
-    some = _sampled_rows(turned)
-    _check_inverse(rotation_.undo(turned[some]), rows[some].double(), table)
-    return turned.numpy()
+        changed[at] = apply(rows[at])
+    some = _sampled_rows(changed)
+    _check_inverse(undo(changed[some]), rows[some].double(), table)
+    return changed.numpy()
 
 
 def change_matrix(stored: StoredTensor, change: MatrixChange, basis: Basis) -> np.ndarray:

@@ -89,15 +89,16 @@ class Kernels:
     """Mean KL of one GGUF type from its own weights in float32, which llama.cpp runs.
 
     Attributes:
-        llamacpp: Of llama.cpp's kernels.
-        keep: Of a bundle that keeps the type.
-        floating: Of the bundle's variant with float activations.
-        same_text: Prompts on which that variant's greedy text is the float32 model's, and all.
+        llamacpp: KL of llama.cpp's kernels.
+        keep: KL of a bundle that keeps the type.
+        keep_float: KL of the bundle's graph variant with float activations.
+        same_text: Number of prompts for which that variant's greedy text equals the float32
+            model's, and number of all prompts.
     """
 
     llamacpp: float
     keep: float
-    floating: float
+    keep_float: float
     same_text: tuple[int, int]
 
 

@@ -55,7 +55,7 @@ def _kernels(model: Figures) -> list[str]:
     lines = _header(["type", "llama.cpp", "specedge keep", "with float activations", "same text"])
     for name, row in model.kernels.items():
         same, count = row.same_text
-        cells = f"{row.llamacpp:.4f} | {row.keep:.4f} | {row.floating:.1e} | {same}/{count}"
+        cells = f"{row.llamacpp:.4f} | {row.keep:.4f} | {row.keep_float:.1e} | {same}/{count}"
         lines.append(f"| {name} | {cells} |")
     return lines
 
