@@ -32,6 +32,14 @@ def refusal(folder):
     return str(caught.value)
 
 
+def refusal_of_config(tmp_path, quantization_config):
+    """Return the folder of a checkpoint with this config, and the message that rejects it."""
+    folder, _ = make(tmp_path, "llama")
+    (folder / "model.safetensors").write_bytes(b"unread")
+    edit(folder / "config.json", quantization_config=quantization_config)
+    return folder, refusal(folder)
+
+
 def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
 

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from formats import edit, load, make, refusal, same, stored_numbers
+from formats import edit, load, make, refusal, refusal_of_config, same, stored_numbers
 from safetensors.torch import load_file, save_file
 
 import packed
@@ -331,10 +331,7 @@ def groups(**weights):
     ],
 )
 def test_variants_that_cannot_be_read_are_refused_by_name(config, name, tmp_path):
-    folder, _ = make(tmp_path, "llama")
-    (folder / "model.safetensors").write_bytes(b"unread")
-    edit(folder / "config.json", quantization_config=config)
-    message = refusal(folder)
+    _, message = refusal_of_config(tmp_path, config)
     assert name in message
     assert "specify the original checkpoint" in message
 

@@ -9,6 +9,7 @@ from formats import (
     quantise_fp8,
     quantise_mxfp4,
     refusal,
+    refusal_of_config,
     same,
     stored_numbers,
 )
@@ -46,10 +47,7 @@ def _all_are_large(monkeypatch):
     ],
 )
 def test_unsupported_quantization_methods_are_refused_by_name(config, name, tmp_path):
-    folder, _ = make(tmp_path, "llama")
-    (folder / "model.safetensors").write_bytes(b"unread")
-    edit(folder / "config.json", quantization_config=config)
-    message = refusal(folder)
+    folder, message = refusal_of_config(tmp_path, config)
     assert name in message
     assert "the original checkpoint" in message
     (folder / "README.md").write_text("---\nbase_model: some/original\n---\n", "utf-8")
