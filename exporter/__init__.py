@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "embed", "export"]
 
-_HOMES = {"embed": "hosts.host_graphs", "export": "bundle_export", "Progress": "progress"}
+_MODULES = {"embed": "hosts.host_graphs", "export": "bundle_export", "Progress": "progress"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'specedge.exporter' has no attribute '{name}'")
     import importlib
 
     try:
         with disabled_telemetry():
-            return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+            return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("specedge"):
             raise

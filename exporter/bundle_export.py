@@ -50,14 +50,14 @@ def export(
         draft: The request, or its draft model.
         target: Target model, unless `draft` is a request.
         output: Folder of the bundle, unless `draft` is a request.
-        progress: Gets notes and the steps' times.
+        progress: Receives notes and the durations of steps.
         options: Other fields of `ExportRequest`, unless `draft` is a request.
 
     Returns:
         The bundle.
 
     Raises:
-        SpecEdgeError: The models cannot be exported, or are no pair.
+        SpecEdgeError: The models cannot be exported, or are not compatible.
         ValueError: An option is invalid.
     """
     if isinstance(draft, ExportRequest):
@@ -91,7 +91,7 @@ def export(
 
 @dataclass(frozen=True)
 class _Models:
-    """Checkpoints of a target and its draft model, the target's own for a self-draft."""
+    """Checkpoints of target and draft model; a self-draft has the target's."""
 
     target: Checkpoint
     draft: Checkpoint | None
@@ -105,9 +105,9 @@ class _Models:
 
 @dataclass(frozen=True)
 class _Job:
-    """An export whose models are a pair, with what the export of each model needs.
+    """Validated export, before its models are loaded.
 
-    `draft_ids` are the ascending tokens of a reduced draft vocabulary.
+    `draft_ids` are the tokens of a reduced draft vocabulary, ascending.
     """
 
     request: ExportRequest
@@ -124,7 +124,7 @@ class _Job:
         return zip(self.models.separate, self.lengths, strict=False)
 
     def ids_of(self, checkpoint: Checkpoint) -> list[int] | None:
-        """Return the reduced vocabulary of a checkpoint's last model."""
+        """Return the reduced vocabulary of a checkpoint's draft model; None for all tokens."""
         drafts = checkpoint.role == "draft" or self.request.num_draft_layers is not None
         return self.draft_ids if drafts else None
 
@@ -146,8 +146,9 @@ def _find(request: ExportRequest) -> _Models:
         try:
             tracer.check_config(checkpoint.config, length, request.num_draft_tokens, request.ops)
         except ExportError as error:
-            about = f"{role} {name} ({checkpoint.kind})"
-            raise ExportError(f"{about} cannot be exported: {error}") from error
+            raise ExportError(
+                f"{role} {name} ({checkpoint.kind}) cannot be exported: {error}"
+            ) from error
         return replace(checkpoint, dtype=HALF_DTYPES.get(request.precision_of(role)))
 
     target = find("target", os.fspath(request.target), request.target_revision)
@@ -169,7 +170,7 @@ def _resolve(request: ExportRequest, models: _Models) -> ExportRequest:
             option = "--draft-precision" if checkpoint.role == "draft" else "--precision"
             raise ExportError(
                 f"{checkpoint.role} {checkpoint.name} has no quantized weights to keep; "
-                f"omit {option}, or specify another one"
+                f"omit {option}, or specify another precision"
             )
     precision = request.precision or (KEEP if target.is_quantized else "fp32")
     return replace(request, precision=precision)
@@ -182,7 +183,7 @@ def _check(
     work: Path,
     progress: Progress,
 ) -> _Job:
-    """Check that the models are a pair, and that memory and disks suffice; write the tokenizer."""
+    """Check compatibility of the models, memory and disk space; write the tokenizer."""
     target, draft = models.target, models.draft
     text = pair.check_pair(draft, target, progress)
     pair.write_tokenizer(text, target, work)
@@ -224,7 +225,7 @@ def _quantize(
     folder, suffixes = job.work / checkpoint.role, job.request.variant_suffixes
     precision, tensors = request.precision_of(checkpoint.role), loader.quantized_tensors(checkpoint)
     if precision == KEEP and not tensors:
-        precision = "fp32"  # of a draft model beside a quantized target
+        precision = "fp32"  # an unquantized draft model of a quantized target
     roles = dict(zip((checkpoint.role, "draft"), traced, strict=False))
     if earlier and request.selects_draft_precision and draft_precision.needs_selection(traced[0]):
         first = FloatModel("target", earlier[0], job.work / "target")
@@ -245,7 +246,7 @@ def _quantize(
 
 
 def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) -> None:
-    """Write the graphs for GPUs and the manifest."""
+    """Write the GPU graphs and the manifest."""
     request, work, progress = job.request, job.work, job.progress
     has_draft, target = job.models.draft is not None, job.models.target
     sizes = pair.vocab_sizes(job.text.num_tokens, [m.vocab_size for m in models], progress)
@@ -279,7 +280,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
 
 
 def _write_id_map(ids: list[int] | None, draft: ModelEntry, work: Path) -> str | None:
-    """Write the tokens of a reduced vocabulary next to the draft's first graph; return the name."""
+    """Write a reduced vocabulary's tokens next to the draft's graphs; return the file's name."""
     if ids is None:
         return None
     name = draft.graph("decoder", next(iter(draft.parity))).file
@@ -291,7 +292,7 @@ def _write_id_map(ids: list[int] | None, draft: ModelEntry, work: Path) -> str |
 def _describe_files(
     work: Path, hashes: dict[str, FileEntry], progress: Progress
 ) -> dict[str, FileEntry]:
-    """Return every file's size and hash; `hashes` are those computed while writing."""
+    """Return the size and hash of every file; `hashes` has those computed while writing."""
     paths = sorted(p for p in work.rglob("*") if p.is_file())
     names = [path.relative_to(work).as_posix() for path in paths]
     with progress.step("Hashing"):

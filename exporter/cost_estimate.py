@@ -1,7 +1,7 @@
 """Memory and compute estimates of mixture-of-experts models, from the config alone.
 
-Matrices are counted, in float32 as ONNX Runtime computes. H is the size of a row; of E experts with
-I inner values each row takes k.
+Only matrices are counted, in float32. H: hidden size; E: experts of intermediate size I, of which
+each token uses k.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from .tracing.families import count_experts
 from .tracing.geometry import Geometry
 
 _FLOAT, _DOUBLE = 4, 8  # bytes
-_PROCESS = 500_000_000  # bytes of Python and its libraries (measured: 0.44 GB)
+_PROCESS = 500_000_000  # resident bytes of Python and its libraries (measured: 0.44 GB)
 
 
 @dataclass(frozen=True)
 class ExpertDimensions:
     """Experts of one layer.
 
-    `fused` names the graph variants whose MoE node can compute them; `as_stored` is True where no
-    graph reads them in another order.
+    `fused` are the graph variants that compute them by a MoE node; `as_stored` is True if every
+    graph reads them in their stored layout.
     """
 
     number: int  # E
     chosen: int  # k
     inner_size: int  # I
-    num_matrices: int  # gates and ups: 2, or 1
+    num_matrices: int  # gate and up projections: 2, or 1
     row_size: int  # H
     fused: tuple[str, ...]
     as_stored: bool = False
@@ -52,16 +52,16 @@ class ExpertDimensions:
         return self.number * (self.num_matrices + 1) * self.inner_size * self.row_size
 
     def read(self, ops: str) -> int:
-        """Return the number of weights that a pass of one token reads."""
+        """Return the number of weights that a single-token pass reads."""
         return self.size * self.chosen // self.number if ops in self.fused else self.size
 
     def num_multiplied(self, ops: str) -> int:
-        """Return the weights that a token is multiplied with; the MoE node gets rows twice."""
+        """Return the number of weights multiplied per token; MoE nodes process each row twice."""
         return 2 * self.read(ops) if ops in self.fused else self.size
 
     def num_activations(self, length: int, ops: str) -> int:
-        """Return the number of activations between its matrices at the peak of a pass."""
-        if ops in self.fused:  # all rows with one expert
+        """Return the peak number of activations inside the layer in a pass of `length` tokens."""
+        if ops in self.fused:  # at worst all rows use one expert
             return 2 * length * (4 * self.row_size + (self.num_matrices + 1) * self.inner_size)
         return 2 * length * self.number * self.num_matrices * self.inner_size
 
@@ -79,7 +79,7 @@ class CostEstimate:
     shape: Geometry
     expert_layers: list[ExpertDimensions]
     num_parameters: int
-    num_looked_up: int  # of the embedding, where it is not the output matrix too
+    num_looked_up: int  # weights of the embedding; 0 if it is tied to the LM head
     num_heads: int
 
     @property
@@ -89,31 +89,31 @@ class CostEstimate:
 
     @property
     def export_memory(self) -> int:
-        """Peak memory of an export in bytes: one layer's experts in float64, and as joined."""
+        """Peak memory of an export in bytes: one layer's experts in float64 and in float32."""
         return (_DOUBLE + _FLOAT) * max(m.size for m in self.expert_layers) + _PROCESS
 
     def read(self, ops: str) -> int:
-        """Return the bytes of weights that a pass of one token reads."""
+        """Return the bytes of weights that a single-token pass reads."""
         return _FLOAT * (self._shared + sum(m.read(ops) for m in self.expert_layers))
 
     def operations(self, ops: str) -> int:
-        """Return the multiplications and additions with weights for one token."""
+        """Return the floating-point operations of matrix products per token."""
         return 2 * (self._shared + sum(m.num_multiplied(ops) for m in self.expert_layers))
 
     def peak(self, length: GraphFile, ops: str) -> int:
-        """Return a graph's peak memory in bytes, when it is loaded or in a pass."""
+        """Return a graph's peak memory in bytes: the larger of loading and running."""
         copies = sum(m.num_copied(ops) for m in self.expert_layers)
         return self.weights + _FLOAT * max(
             copies, self._caches + self._num_activations(length, ops)
         )
 
     def supports(self, ops: str) -> bool:
-        """Return True if the caches allow a graph variant; the layers decide, once observed."""
+        """Return True if cache sizes allow a graph variant; single layers may still exclude it."""
         return ops == "onnx" or all(x.key_size == x.value_size for x in self.shape.layers)
 
     @property
     def _shared(self) -> int:
-        """Number of weights outside the experts that each token is multiplied with."""
+        """Number of weights outside the experts that are multiplied with every token."""
         return self.num_parameters - self.num_looked_up - sum(m.size for m in self.expert_layers)
 
     @property
@@ -121,8 +121,8 @@ class CostEstimate:
         return sum(torch.Size(shape).numel() for shape in self.shape.cache_shapes())
 
     def _num_activations(self, length: GraphFile, ops: str) -> int:
-        """Return the number of activations between weights at the peak of a pass."""
-        rows = length.length or chunk_length(self.shape.capacity)  # the runtime reads texts so
+        """Return the peak number of activations in a pass."""
+        rows = length.length or chunk_length(self.shape.capacity)  # of the runtime's prefill
         logits = rows * self.shape.padded_vocab_size if length.logits and length.length else 0
         scores = (rows + 1) * self.num_heads * self.shape.capacity
         return max(logits, scores, *(m.num_activations(rows, ops) for m in self.expert_layers))
@@ -131,9 +131,9 @@ class CostEstimate:
 def check_costs(
     checkpoint: Checkpoint, context_length: int, num_draft_tokens: int, ops: str, progress: Progress
 ) -> None:
-    """Report the cost of a model with experts.
+    """Report the cost of a mixture-of-experts model.
 
-    The cost of running is reported and never refused: a bundle may run on another machine.
+    Only the export must fit into this machine: a bundle may run on another one.
 
     Raises:
         ExportError: This machine has too little memory for the export.
@@ -143,11 +143,7 @@ def check_costs(
     if estimate is None:
         return
     graphs = graph_files(num_draft_tokens, context_length)
-    graph_variants = [
-        graph_variant
-        for graph_variant in OPS
-        if ops == graph_variant or (ops == "auto" and estimate.supports(graph_variant))
-    ]
+    variants = [v for v in OPS if ops == v or (ops == "auto" and estimate.supports(v))]
     if estimate.export_memory > (available := system_memory().total):
         raise ExportError(
             f"{checkpoint.role} {checkpoint.name} has {estimate.num_parameters / 1e9:.1f} billion "
@@ -156,7 +152,7 @@ def check_costs(
             f"{_format_gigabytes(available)}; specify a smaller model, or export on a larger "
             "machine"
         )
-    costs = (describe_costs(estimate, graph_variant, graphs) for graph_variant in graph_variants)
+    costs = (describe_costs(estimate, variant, graphs) for variant in variants)
     layer = estimate.expert_layers[0]
     progress.note(
         f"{checkpoint.role}: {layer.chosen} of {layer.number} experts per token, "
@@ -166,7 +162,7 @@ def check_costs(
 
 
 def describe_costs(estimate: CostEstimate, ops: str, graphs: list[GraphFile]) -> str:
-    """Describe the costs of a graph variant: per token, and each graph's memory."""
+    """Describe a graph variant's cost per token and the peak memory of its graphs."""
     peaks: dict[str, list[str]] = defaultdict(list)
     for graph in graphs:
         peaks[_format_gigabytes(estimate.peak(graph, ops))].append(graph.name)
@@ -178,10 +174,10 @@ def describe_costs(estimate: CostEstimate, ops: str, graphs: list[GraphFile]) ->
 
 
 def estimate_costs(config: Any, context_length: int, num_draft_tokens: int) -> CostEstimate | None:
-    """Estimate the cost of a model with experts, built without weights; None for a dense model."""
+    """Estimate the cost of a model from its config; None for a dense model."""
     try:
         model = tracer.meta_model(config)
-    except ExportError:  # why, is said when it is loaded
+    except ExportError:  # loading the model reports the error
         return None
     llama4_modules = [
         module for module in model.modules() if type(module).__name__ == "Llama4TextMoe"

@@ -41,7 +41,7 @@ def destination(output: Path) -> Iterator[Path]:
 def _check(output: Path) -> None:
     """Refuse a destination that cannot hold a bundle, before any work."""
     if output == Path.cwd():
-        raise ExportError("--output is the current folder; specify another one")
+        raise ExportError("--output is the current folder; specify another folder")
     if _has_other_files(output):
         raise ExportError(
             f"{output} is not empty and not a bundle; specify another folder with --output"
@@ -50,7 +50,7 @@ def _check(output: Path) -> None:
         raise ExportError(f"{output} is a file; specify a folder with --output")
     if around := next((p for p in output.parents if (p / MANIFEST).is_file()), None):
         raise ExportError(
-            f"{output} is inside the bundle {around}; specify another one with --output"
+            f"{output} is inside the bundle {around}; specify another folder with --output"
         )
     existing = next(p for p in output.parents if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -58,7 +58,7 @@ def _check(output: Path) -> None:
 
 
 def _has_other_files(output: Path) -> bool:
-    """Return True if a folder has files and is no bundle; it may be renamed meanwhile."""
+    """Return True if a folder has files and is no bundle; another process may rename it."""
     try:
         return any(output.iterdir()) and not (output / MANIFEST).is_file() and output.is_dir()
     except (FileNotFoundError, NotADirectoryError):
@@ -66,7 +66,7 @@ def _has_other_files(output: Path) -> bool:
 
 
 def _is_file(output: Path) -> bool:
-    """Return True for a file; one call, as another export may rename the bundle meanwhile."""
+    """Return True for a file, by one system call: another export may rename the bundle."""
     try:
         return not stat.S_ISDIR(output.stat().st_mode)
     except OSError:
@@ -75,7 +75,7 @@ def _is_file(output: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(work: Path, output: Path) -> Iterator[None]:
-    """Hold the folder's lock: one export to a destination at a time."""
+    """Hold the folder's lock, so that one export at a time writes to a destination."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(staging.locked_folder(work))
@@ -89,7 +89,7 @@ def _locked(work: Path, output: Path) -> Iterator[None]:
 
 
 def _replace(bundle: Path, output: Path, aside: Path) -> None:
-    """Rename the bundle to its destination; no system renames onto a folder that has files."""
+    """Rename the bundle to its destination, from which a non-empty folder is moved first."""
     replaced = output.exists()
     if replaced:
         os.rename(output, aside)

@@ -1,8 +1,8 @@
 """Undocumented interfaces of other libraries that the exporter depends on.
 
-One function for each, with the versions that it was tested with, of transformers unless noted. The
-module-level replacements in families.py and the trace patterns in graphs.py are documented there.
-`TRIED` are the versions that pyproject allows.
+Each is one function, with the tested versions, of transformers unless noted. The replacements in
+tracing/families.py and the trace patterns in graph/graphs.py are documented there. `TESTED` are the
+versions that pyproject.toml allows.
 """
 
 from __future__ import annotations
@@ -28,39 +28,38 @@ from specedge.errors import CheckpointError, SpecEdgeError
 
 from .libraries import first_line, quiet, translate_errors
 
-# Of torch 2.13: functions of nested arguments. Of transformers: a cache of layers, and one layer of
-# a cache that grows.
+# The tree functions are torch's (2.13), the caches transformers'.
 __all__ = ["Cache", "DynamicLayer", "tree_any", "tree_map", "tree_map_only"]
-TRIED = {"transformers": ("5.17", "5.23"), "torch": ("2.13", "2.13"), "onnxscript": ("0.7", "0.7")}
+TESTED = {"transformers": ("5.17", "5.23"), "torch": ("2.13", "2.13"), "onnxscript": ("0.7", "0.7")}
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error inside these libraries: the exception's name, and the versions."""
+    """Describe an error inside these libraries, with the installed versions."""
     message = first_line(error)
     name = type(error).__name__
     return f"{name if message == name else f'{name}: {message}'}; {describe_versions()}"
 
 
 def translate_internal_errors(
-    kind: type[SpecEdgeError], context: str
+    error_type: type[SpecEdgeError], context: str
 ) -> contextlib.AbstractContextManager[None]:
     """Translate errors inside these libraries, with their versions."""
-    return translate_errors(kind, f"{context} (", ")", describe=describe_error)
+    return translate_errors(error_type, f"{context} (", ")", describe=describe_error)
 
 
 def describe_versions() -> str:
     """Describe the installed and the tested versions."""
     packages = (
-        f"{package} {metadata.version(package)} (tried: {' to '.join(dict.fromkeys(tried))})"
-        for package, tried in TRIED.items()
+        f"{package} {metadata.version(package)} (tested: {' to '.join(dict.fromkeys(tested))})"
+        for package, tested in TESTED.items()
     )
     return "with " + ", ".join(packages)
 
 
-def make_wrapper_tensor(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
+def make_wrapper_tensor(subclass: type[torch.Tensor], like: torch.Tensor) -> Any:
     """Create a tensor of a subclass with the shape, strides and type of another (torch 2.13)."""
     make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-    return make(kind, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype)
+    return make(subclass, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype)
 
 
 def register_functions(name: str, attention: Any, mask: Any, experts: Any) -> None:
@@ -71,7 +70,7 @@ def register_functions(name: str, attention: Any, mask: Any, experts: Any) -> No
 
 
 def is_meta_error(error: BaseException | None) -> bool:
-    """Return True if a computation failed because the meta device has shapes alone (torch 2.13)."""
+    """Return True if a computation failed because meta tensors have no data (torch 2.13)."""
     return isinstance(error, NotImplementedError) or (
         isinstance(error, RuntimeError) and "meta" in str(error)
     )
@@ -93,10 +92,7 @@ def implementation(model: torch.nn.Module, kind: str, name: str) -> Iterator[Non
 
 
 class FixedCacheLayer(CacheLayerMixin):
-    """Cache layer with fixed buffers, with all methods that transformers requires.
-
-    It has the abstract methods of 5.17 to 5.23; only `update` is left to subclasses.
-    """
+    """Cache layer with fixed buffers: the abstract methods of 5.17 to 5.23 except `update`."""
 
     is_compileable = True
     is_sliding = False
@@ -110,7 +106,7 @@ class FixedCacheLayer(CacheLayerMixin):
         """Do nothing: the buffers exist."""
 
     def get_seq_length(self) -> int:
-        """Return 0, because the mask counts from the positions that are passed."""
+        """Return 0: masks depend on the positions that are passed explicitly."""
         return 0
 
     def get_max_length(self) -> int:
@@ -120,12 +116,12 @@ class FixedCacheLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.23
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the mask's range: all S rows, from row 0."""
+        """Return the number of keys and the first key of a mask: all S rows."""
         return self.keys.shape[2], 0
 
 
 def is_stateful(model: torch.nn.Module) -> bool:
-    """Return True if transformers marks a model as one with a recurrent state (5.17 to 5.23)."""
+    """Return True if transformers marks a model as recurrent (5.17 to 5.23)."""
     return bool(getattr(model, "_is_stateful", False))
 
 
@@ -141,25 +137,25 @@ def has_key_values(layer: Any) -> bool:
 
 
 def dynamic_rotary_modules(model: torch.nn.Module) -> Iterator[tuple[Any, str | None]]:
-    """Yield rotary modules whose factors depend on a pass's last position, with the layer type.
+    """Yield rotary modules whose frequencies depend on the sequence length, with the layer type.
 
-    They are recognized by `rope_type`, a string or one for each type of layers (5.17 to 5.23).
+    They are recognized by `rope_type`, a string or a dictionary by layer type (5.17 to 5.23).
     """
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
-        kinds = rope_type if isinstance(rope_type, dict) else {None: rope_type}
-        for layer_type, kind in kinds.items():
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+        types = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+        for layer_type, name in types.items():
+            if isinstance(name, str) and ("dynamic" in name or name == "longrope"):
                 yield module, layer_type
 
 
 def inverse_frequencies(module: Any, layer_type: str | None) -> torch.Tensor:
-    """Copy a rotary module's factors: transformers 5.23 updates them in place. [D/2]"""
+    """Copy a rotary module's frequencies, which transformers 5.23 updates in place. [D/2]"""
     return getattr(module, f"{layer_type}_inv_freq" if layer_type else "inv_freq").clone()
 
 
 def freeze_frequencies(module: Any, layer_type: str | None) -> None:
-    """Keep a rotary module's current factors in every pass (5.17 to 5.23)."""
+    """Keep a rotary module's current frequencies in every pass (5.17 to 5.23)."""
     if layer_type is None:
         module.rope_type = "fixed"
     else:
@@ -167,15 +163,12 @@ def freeze_frequencies(module: Any, layer_type: str | None) -> None:
 
 
 def rotary_functions(code: ModuleType) -> list[str]:
-    """Return the names of a module's functions that apply rotary tables (5.17 to 5.23)."""
+    """Return the names of a module's functions that apply rotary embeddings (5.17 to 5.23)."""
     return [name for name in vars(code) if name.startswith("apply_") and "rotary" in name]
 
 
 def rename_keys(config: PreTrainedConfig, keys: list[str]) -> dict[str, str]:
-    """Map a multimodal checkpoint's published tensor names to transformers' names.
-
-    Of the conversions that transformers applies at loading, those of names are used (5.17 to 5.23).
-    """
+    """Map a multimodal checkpoint's tensor names to those of transformers' model (5.17 to 5.23)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -206,7 +199,7 @@ def build_multimodal_model(config: PreTrainedConfig) -> Any:
         raise CheckpointError(
             f"{config.model_type} is not a multimodal model ({describe_versions()})"
         )
-    context = f"transformers cannot build a {config.model_type} model of its config"
+    context = f"transformers cannot build a {config.model_type} model from its config"
     with translate_internal_errors(CheckpointError, context), torch.device("meta"), quiet():
         return model_class(copy.deepcopy(config)).eval()
 
@@ -214,16 +207,16 @@ def build_multimodal_model(config: PreTrainedConfig) -> Any:
 def gguf_tensor_mapping(
     model: torch.nn.Module, architecture: str
 ) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
-    """Return a model's names of GGUF tensors, and a function that arranges values (5.17 to 5.23).
+    """Return model names by GGUF tensor name, and a function that permutes values (5.17 to 5.23).
 
-    The function takes an array and its name in the file, not stacked experts.
+    The function takes an array and its name in the file; it does not support stacked experts.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as loading
 
     options = model.config.to_dict()  # type: ignore[union-attr,operator]
     processor = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)(options)
-    # It asks for the table of all names again for each module, which took most of the time to load.
+    # transformers builds the table of all names for each module, which dominated loading time.
     build_table = gguf.get_tensor_name_map
     gguf.get_tensor_name_map = functools.cache(build_table)
     try:
@@ -242,7 +235,7 @@ def gguf_tensor_mapping(
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
-    """Return True for types of masked language models and of image or audio classifiers."""
+    """Return True for configs of masked language models and of image or audio classifiers."""
     return any(
         type(config) in getattr(auto, f"MODEL_FOR_{task}_MAPPING")
         for task in ("MASKED_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")

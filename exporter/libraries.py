@@ -20,10 +20,9 @@ LIBRARIES = (
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence warnings, log lines, progress bars and prints of the exporter's libraries.
+    """Silence warnings, log messages, progress bars and prints of the exporter's libraries.
 
-    Other loggers stay as they are; while an export runs, warnings and prints of other threads are
-    silenced, too.
+    Warnings and prints of other threads are silenced as well.
     """
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -53,20 +52,28 @@ def _loggers() -> Iterator[logging.Logger]:
 
 @contextlib.contextmanager
 def translate_errors(
-    kind: type[SpecEdgeError],
+    error_type: type[SpecEdgeError],
     before: str,
     after: str = "",
     *,
     catch: tuple[type[Exception], ...] = (Exception,),
     describe: Callable[[Exception], str] | None = None,
 ) -> Iterator[None]:
-    """Translate other libraries' errors to an error of specedge with a one-line message."""
+    """Translate other libraries' errors to an error of specedge with a one-line message.
+
+    Args:
+        error_type: Type of the raised error.
+        before: Text before the description of the error.
+        after: Text after it.
+        catch: Exceptions to translate; errors of specedge pass unchanged.
+        describe: Returns the description; by default the first line of the error's message.
+    """
     try:
         yield
     except SpecEdgeError:
         raise
     except catch as error:
-        raise kind(f"{before}{(describe or first_line)(error)}{after}") from error
+        raise error_type(f"{before}{(describe or first_line)(error)}{after}") from error
 
 
 def first_line(error: BaseException) -> str:

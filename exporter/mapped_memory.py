@@ -1,9 +1,8 @@
-"""Resident memory of the files that an export maps.
+"""Limit of the resident memory of memory-mapped files.
 
-A checkpoint's file stays mapped while its matrices are read repeatedly. The system may drop such
-pages when it needs memory, yet they count as the process's own until it does. So pages of large
-mappings are dropped before they fill the memory that a user sees taken, but only those of mappings
-that were created here or registered with `register`.
+A checkpoint stays mapped while its matrices are read repeatedly. Its pages are reclaimable, but
+count towards the resident set size. Unmodified pages of large mappings that were created here or
+registered with `register` are therefore released before they exceed a limit.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ import torch
 
 LIMIT = 8 << 30  # bytes of mapped files that may remain resident
 LARGE = 64 << 20  # minimum bytes of a mapping to release
-PAUSE = 0.1  # seconds; a fast disk reads some hundred megabytes meanwhile
-_DONTNEED = 4
+PAUSE = 0.1  # seconds between checks, in which a fast disk reads a few hundred megabytes
+_DONTNEED = 4  # MADV_DONTNEED on Linux
 _STATUS, _MAPPINGS = Path("/proc/self/status"), Path("/proc/self/smaps")
 
-
-_registered: dict[int, tuple[weakref.ref[Any], int]] = {}  # what maps files, and an address therein
+_registered: dict[int, tuple[weakref.ref[Any], int]] = {}  # owners of mappings, with an address
 
 
 def map_file(path: Path, offset: int, size: int) -> np.memmap[Any, Any]:
-    """Map bytes of a file copy-on-write, as memory whose pages may be dropped."""
+    """Map bytes of a file copy-on-write and register the mapping. [size] of uint8"""
     array = np.memmap(path, np.uint8, "c", offset, (size,))
     _register(array, array.ctypes.data)
     return array
 
 
 def register(tensor: torch.Tensor) -> torch.Tensor:
-    """Register a tensor over a mapped file, whose pages may be dropped while it has views."""
+    """Register a memory-mapped tensor, whose pages may be released as long as it has views."""
     _register(tensor.untyped_storage(), tensor.data_ptr())
     return tensor
 
@@ -56,9 +54,9 @@ def system_memory() -> Any:
 
 @contextlib.contextmanager
 def limit_mapped_memory(limit: int = LIMIT, pause: float = PAUSE) -> Iterator[None]:
-    """Keep this process's resident pages of mapped files near a limit; on Linux alone.
+    """Keep the resident pages of mapped files near a limit, in bytes; Linux only.
 
-    Dropped pages are read again from the page cache, or from the file, when they are touched.
+    Released pages are read again, from the page cache or the file, on the next access.
     """
     if not _MAPPINGS.exists() or "RssFile:" not in _STATUS.read_text():
         yield
@@ -74,12 +72,11 @@ def limit_mapped_memory(limit: int = LIMIT, pause: float = PAUSE) -> Iterator[No
 
 
 def _drop_pages(limit: int, pause: float, done: threading.Event) -> None:
-    """Drop unmodified pages of registered large mappings while the limit is exceeded."""
+    """Release unmodified pages of registered large mappings while the limit is exceeded."""
     libc = ctypes.CDLL(None)
     while not done.wait(pause):
         if _mapped_bytes() > limit:
-            # The owners are held meanwhile, so that no mapping of theirs can end and its addresses
-            # become somebody else's memory.
+            # Strong references keep the mappings alive, so that their addresses are not reused.
             owned = [(ref(), address) for ref, address in [*_registered.values()]]
             addresses = [address for owner, address in owned if owner is not None]
             for start, end in _unmodified_mappings(addresses):
@@ -87,7 +84,7 @@ def _drop_pages(limit: int, pause: float, done: threading.Event) -> None:
 
 
 def _mapped_bytes() -> int:
-    """Return the bytes of this process's resident memory that are pages of files."""
+    """Return the bytes of this process's resident memory that are backed by files."""
     return 1024 * int(re.findall(r"RssFile:\s+(\d+)", _STATUS.read_text())[0])
 
 
@@ -95,8 +92,8 @@ def _unmodified_mappings(addresses: list[int]) -> Iterator[tuple[int, int]]:
     """Yield bounds of large file mappings at these addresses that have no modified page."""
     for mapping in psutil.Process().memory_maps(grouped=False):
         start, end = (int(address, 16) for address in mapping.addr.split("-"))
-        of_a_file = mapping.path.startswith("/") and "x" not in mapping.perms
-        is_own = any(start <= address < end for address in addresses)
-        is_unchanged = not mapping.anonymous and not mapping.swap
-        if is_own and of_a_file and end - start >= LARGE and is_unchanged:
+        is_file = mapping.path.startswith("/") and "x" not in mapping.perms
+        is_registered = any(start <= address < end for address in addresses)
+        is_unmodified = not mapping.anonymous and not mapping.swap
+        if is_registered and is_file and end - start >= LARGE and is_unmodified:
             yield start, end

@@ -1,4 +1,4 @@
-"""Export of one model: loaded, traced, written, and verified against PyTorch."""
+"""Export of one model: load, trace, write, and verify against PyTorch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Model during its export; `num_tokens` ids are real."""
+    """Model that is being exported; rows of its vocabulary behind `num_tokens` are padding."""
 
     role: str
     loaded: LoadedCheckpoint
@@ -76,16 +76,16 @@ def export_model(
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Write one checkpoint's graphs and weights to a new folder and verify them against PyTorch.
 
-    With a self-draft its first layers become a second model, whose graphs read the same weights.
+    A self-draft becomes a second model in the folder, whose graphs read the same weights.
 
     Args:
         checkpoint: Target or draft model.
-        context_length: Positions of the graphs.
-        num_tokens: Real token ids.
+        context_length: Context length of the graphs.
+        num_tokens: Number of the tokenizer's ids.
         request: Options of the export.
         folder: Folder of the model in the bundle.
-        progress: Gets notes and the steps' times.
-        draft_ids: Tokens of the last model's pruned LM head; None for all.
+        progress: Receives notes and the durations of steps.
+        draft_ids: Tokens of the draft model's pruned LM head; None for all.
 
     Returns:
         The models' manifest entries, and the entry of the weights file.
@@ -112,7 +112,7 @@ def export_model(
         sizes = [reference.num_parameters(part.model) for part in parts]
         written, file = write_models(parts, request.ops)
         references = [_references(part) for part in parts]
-        loaded.sources.close()  # ONNX Runtime reads the weights from now on
+        loaded.sources.close()  # verification reads the exported weights
         released = LoadedCheckpoint(torch.nn.Module(), loaded.dtype, WeightSources())
         parts = [replace(part, loaded=released) for part in parts]
         del loaded
@@ -136,9 +136,9 @@ def measure_model(
     progress: Progress,
     prefix: str = "",
 ) -> ModelExport:
-    """Measure the shape of a model's caches, and observe its layers.
+    """Measure a model's cache layout and observe its attention layers.
 
-    `prefix` begins its files' names if another model has the same folder.
+    `prefix` starts its file names if it shares the folder with another model.
     """
     unread = loaded.sources.materialized(loaded.model, only_shapes=True)
     with progress.step(f"Loading the {role}"), unread:
@@ -155,7 +155,7 @@ def cut_draft(
     num_draft_tokens: int,
     head: Sequence[int] | None = None,
 ) -> ModelExport:
-    """Return the target's first layers as a model of the same folder."""
+    """Return the target's first layers as a second model in the same folder. Raises ExportError."""
     try:
         loaded = self_draft.keep_layers(target.loaded, num_layers)
         loaded = loaded if head is None else draft_vocabulary.prune_head(loaded, head)
@@ -191,7 +191,7 @@ def write_models(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], F
 def _for_each_variant(
     part: ModelExport, graph_variants: Sequence[str], do: Callable[[str], T]
 ) -> dict[str, T]:
-    """Call `do` for each graph variant; note the graph variants that fail, and raise if all do."""
+    """Call `do` for each graph variant; note those that fail, and raise if all do."""
     done: dict[str, T] = {}
     refused: dict[str, ExportError] = {}
     for ops in graph_variants:
@@ -272,8 +272,8 @@ def _note_rotary(
 ) -> None:
     if freeze_rotary(loaded.model, context_length):
         progress.note(
-            f"{role}: its rotary factors are those of a context of {context_length} tokens at "
-            "every position; a smaller --max-length may select others"
+            f"{role}: its rotary frequencies are fixed to those of a context of {context_length} "
+            "tokens; a smaller --max-length may select others"
         )
 
 
@@ -302,8 +302,8 @@ def _verify(
     missing = sorted({*expected} - {*report.invariant_lengths})
     if missing == [1]:
         progress.note(
-            f"{name}: passes of one token are not bitwise equal to longer ones, so a single token "
-            "is run as two rows"
+            f"{name}: single-token passes are not bitwise equal to longer ones, so a single token "
+            "is padded to two"
         )
     elif missing:
         progress.note(

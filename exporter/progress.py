@@ -17,15 +17,15 @@ class Progress:
         self.seconds: dict[str, float] = {}
 
     def note(self, text: str) -> None:
-        """Record a message that the user should read and that stops nothing."""
+        """Record a message for the user that does not stop the export."""
         if text not in self.notes:
             self.notes.append(text)
 
     @contextlib.contextmanager
     def step(self, description: str, total: int | None = None) -> Iterator[Advance]:
-        """Time a long step; call the yielded function with the amount done of `total`.
+        """Time a step; call the yielded function with each amount of `total` that is done.
 
-        The seconds are added to those of earlier steps with the same description.
+        Steps with the same description are added up.
         """
         start = time.perf_counter()
         with self.shown(description, total) as advance:

@@ -1,4 +1,4 @@
-"""Request of an export, validated before anything is read."""
+"""Request of an export, validated before any file is read."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class ExportRequest:
         target: Folder or hub id of the target model.
         output: Folder of the bundle; None for one in the user's data folder, which becomes the
             default bundle.
-        num_draft_tokens: Most draft tokens of a round.
-        max_length: Most tokens of a text; None for the models' own, up to 4096.
+        num_draft_tokens: Maximum number of draft tokens per round.
+        max_length: Context length; None for that of the models, up to 4096.
         ops: Graph variant, "onnx" or "gqa"; "auto" for all that the models support.
-        tolerance: Float32 errors may be this share of an output's largest value, however large
-            PyTorch's own float32 errors are; None to bound them by PyTorch's.
+        tolerance: Maximum float32 error relative to the largest value of an output; None to bound
+            errors by PyTorch's own float32 errors.
         precision: Precision of the target. "keep" keeps the integers of a quantized checkpoint;
             "fp32" stores weights in the checkpoint's own type, or dequantized, and computes in
             float32; "fp16" and "bf16" convert matrices to that type first; "int8",
             "int8-block" and "int4" quantize weights, and their inputs to 8 bits. "int8" has one
-            scale per channel, which verifies fastest, the others are block-wise (block 32). None
-            for "keep" where the checkpoint is quantized, else "fp32".
-        draft_precision: Precision of the draft model; None for the fastest measured here that keeps
-            nine tenths of its acceptance rate (a tiny draft model has the target's).
-        draft_vocab: Tokens of a reduced draft vocabulary, the most frequent ones of the calibration
-            text: no other token is drafted, all are read, and passes are cheaper.
-        compute: Additional graph variants that compute in "fp16", "bf16" or, over quantized
-            weights, "fp32", for devices that support it: "onnx-fp16" in addition to "onnx". They
-        read the same weights, and are different functions. "qdq" is fp16 with quantized weights in
-        the form that TensorRT takes; block-wise weights are stored once more for it. The draft
-        model then has the target's precision. cache: Additional graph variants with caches of half
-        the size, "fp16": "gqa-kv16" in
-            addition to "gqa". They are different functions as well.
+            scale per channel, which has the fastest verify passes; the others are block-wise
+            (block 32). None for "keep" if the checkpoint is quantized, else "fp32".
+        draft_precision: Precision of the draft model; None for the fastest on this machine that
+            keeps 90% of its acceptance rate (a tiny draft model has the target's).
+        draft_vocab: Size of a reduced draft vocabulary, the most frequent tokens of the
+            calibration set. Other tokens are not drafted, and draft passes are cheaper.
+        compute: Additional graph variants that compute in "fp16", "bf16" or, with quantized
+            weights, "fp32", such as "onnx-fp16" in addition to "onnx". They read the same weights,
+            and their logits differ. "qdq" is fp16 with quantized weights in the form that TensorRT
+            requires, for which block-wise weights are stored twice. The draft model then has the
+            target's precision.
+        cache: Additional graph variants with "fp16" caches, such as "gqa-kv16" in addition to
+            "gqa". Their logits differ as well.
         calibrate: Text file of the calibration set; None for the built-in text.
         rounding: "gptq", or "nearest", which takes less time, for "int8" and "int4".
-        bits: Average bits per weight of "int4" in the layers, from 4 to 8: with more than 4 the
-            last matrices of MLPs have 8.
+        bits: Average bits per weight of the layers in "int4", from 4 to 8: above 4 some down
+            projections have 8 bits.
         draft_revision: Branch, tag or commit of the draft model on the hub.
         target_revision: Branch, tag or commit of the target model on the hub.
         adapter: LoRA adapter to merge into the target, a folder or a hub id.
@@ -111,7 +111,7 @@ class ExportRequest:
     @property
     def variant_suffixes(self) -> tuple[str, ...]:
         """Suffixes of the names of additional graph variants."""
-        return tuple(kind for kind in (self.compute, CACHE_TYPES.get(self.cache or "")) if kind)
+        return tuple(filter(None, (self.compute, CACHE_TYPES.get(self.cache or ""))))
 
     @property
     def average_bits(self) -> float:
@@ -120,11 +120,11 @@ class ExportRequest:
 
     @property
     def selects_draft_precision(self) -> bool:
-        """True if the draft's precision is measured on this device, not given for another one."""
+        """True if the draft's precision is selected by measurements on this machine."""
         return self.draft_precision is None and self.compute is None
 
     def precision_of(self, role: str) -> str:
-        """Return a model's precision, as far as it is known without the weights."""
+        """Return the requested precision of a model, "fp32" by default."""
         return (self.draft_precision if role == "draft" else None) or self.precision or "fp32"
 
     def adapter_of(self, role: str) -> str | None:
@@ -182,7 +182,7 @@ class ExportRequest:
         for option, value in options.items():
             if value is not None:
                 raise ExportError(
-                    f"{option} needs a draft model; specify --draft, or omit {option} out"
+                    f"{option} needs a draft model; specify --draft, or omit {option}"
                 )
 
     def _check_compute(self, precisions: set[str]) -> None:
@@ -209,8 +209,7 @@ class ExportRequest:
         if self.compute == QDQ and KEEP in quantized:
             raise ValueError(
                 f"compute {QDQ} does not support the block formats of a checkpoint; specify a "
-                "precision of "
-                f"{', '.join(p for p in QUANTIZED_DTYPES if p != KEEP)}"
+                f"precision of {', '.join(p for p in QUANTIZED_DTYPES if p != KEEP)}"
             )
         if self.compute == QDQ and self.ops == "gqa":
             raise ValueError(f"compute {QDQ} needs the graph variant onnx; omit ops")

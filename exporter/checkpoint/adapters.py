@@ -1,4 +1,4 @@
-"""LoRA adapters, merged by peft into one matrix at a time as it is read."""
+"""LoRA adapters, merged by peft into one matrix at a time when it is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .lazy_tensors import LazyTensor, materialize
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# What cannot be merged into a model's own matrices, or would change more of it than those.
+# Options that cannot be merged per matrix, or that change more than the matrices.
 _UNSUPPORTED = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -38,7 +38,7 @@ _BASE_CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 @dataclass
 class Adapter:
-    """LoRA adapter whose config is here, and whose weights are fetched later."""
+    """LoRA adapter with its config; weights are fetched later."""
 
     role: str
     name: str
@@ -57,13 +57,11 @@ def find(role: str, name: str, model: str) -> Adapter:
     where = f"{role} {name}"
     _check_peft(where)
     path = Path(name).expanduser()
-    remote = (
-        None
-        if path.is_dir()
-        else hub.find(
-            role, name, None, lambda folder, names: [w for w in WEIGHTS if w in names][:1]
-        )
-    )
+
+    def choose(folder: Path, names: set[str]) -> list[str]:
+        return [file for file in WEIGHTS if file in names][:1]
+
+    remote = None if path.is_dir() else hub.find(role, name, None, choose)
     folder = path if remote is None else remote.folder
     files = {p.name for p in folder.iterdir()} if remote is None else remote.names
     if CONFIG not in files or not set(WEIGHTS) & files:
@@ -73,7 +71,7 @@ def find(role: str, name: str, model: str) -> Adapter:
 
 
 def merge(adapter: Adapter, model: Any, progress: Progress) -> Any:
-    """Return the model with lazy matrices that peft merges, in float32, whenever they are read."""
+    """Return the model with lazy matrices that peft merges, in float32, when they are read."""
     import peft
 
     where = f"{adapter.role} {adapter.name}"
@@ -107,7 +105,7 @@ def merge(adapter: Adapter, model: Any, progress: Progress) -> Any:
 
 
 def _merge_layer(layer: Any, weight: torch.Tensor, lock: threading.Lock) -> LazyTensor:
-    """Return a layer's lazy matrix with its adapter; the layer never holds weights. [R, C]"""
+    """Return a layer's lazy merged matrix; the layer itself holds no weights. [R, C]"""
     weight = weight.detach()
 
     def read() -> torch.Tensor:
@@ -129,7 +127,7 @@ def _merge_layer(layer: Any, weight: torch.Tensor, lock: threading.Lock) -> Lazy
 
 
 def _load_replaced_modules(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Load modules that the adapter replaces whole, so that peft can copy into them."""
+    """Load modules that the adapter replaces as a whole, so that peft can copy into them."""
     whole = {key.replace(".base_layer", "").rpartition(".")[0] for key in weights}
     for name, module in model.named_modules():
         if name and any(module_name.endswith(f".{name}") for module_name in whole):
@@ -170,7 +168,7 @@ def _check(where: str, folder: Path, model: str) -> None:
 
 
 def _are_different_repositories(base: object, model: str) -> bool:
-    """Return True if both names are hub repositories and differ; a folder could hold any model."""
+    """Return True if both names are hub repositories and differ; local folders are accepted."""
     if not isinstance(base, str) or Path(model).expanduser().exists() or Path(base).exists():
         return False
     return base.count("/") == model.count("/") == 1 and base.lower() != model.lower()

@@ -1,4 +1,4 @@
-"""Checkpoints from a local folder or the hub; code in a checkpoint never runs."""
+"""Checkpoints from a local folder or the hub, whose code never runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from . import (
 )
 from .adapters import Adapter
 
-# Without one of these transformers makes an empty tokenizer of the config's class.
+# Without one of these files transformers creates an empty tokenizer of the config's class.
 _VOCABULARIES = {
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "qwen.tiktoken",
@@ -39,28 +39,41 @@ _VOCABULARIES = {
 class Checkpoint:
     """Checkpoint with its config and tokenizer; weights are fetched and read later.
 
-    `published` is the config as stored in the folder and `config` that of its text decoder; `raw`
-    is config.json as parsed, empty for a GGUF file, which has none.
+    Attributes:
+        role: "target" or "draft".
+        name: Name as the user typed it.
+        folder: Local folder, or the snapshot's in the hub's cache.
+        source: Source in the manifest.
+        published: Config of the whole checkpoint.
+        config: Config of its text decoder.
+        raw: Content of config.json; empty for a GGUF file.
+        tokenizer: Tokenizer of transformers.
+        generation: Content of generation_config.json.
+        weights: Names of the weight files.
+        remote: Snapshot on the hub; None for a local checkpoint.
+        adapter: Adapter to merge into the weights.
+        dtype: Type to convert matrices to; None to keep theirs.
+        is_quantized: True if it has integers that a bundle can keep.
     """
 
     role: str
     name: str
     folder: Path
     source: CheckpointSource
-    published: Any  # the config as it is in the folder, of which `config` is the text part's
+    published: Any
     config: Any
-    raw: dict[str, Any]  # the config as its file has it; empty of a GGUF file, which has none
+    raw: dict[str, Any]
     tokenizer: Any
     generation: dict[str, Any]
     weights: list[str]
     remote: hub.Snapshot | None
     adapter: Adapter | None
-    dtype: str | None = None  # what its matrices are to be rounded to
-    is_quantized: bool = False  # and its blocks can be kept
+    dtype: str | None = None
+    is_quantized: bool = False
 
     @property
     def kind(self) -> str:
-        """The architecture, as transformers names it."""
+        """Model type of transformers."""
         return str(self.config.model_type)
 
     @property
@@ -73,7 +86,14 @@ class Checkpoint:
 def find(role: str, name: str, revision: str | None, adapter: str | None = None) -> Checkpoint:
     """Find the config and tokenizer of a folder, a GGUF file or a hub id, without its weights.
 
-    An `adapter`, also a folder or a hub id, is merged into the weights when they are loaded.
+    Args:
+        role: "target" or "draft".
+        name: Folder, GGUF file or hub id.
+        revision: Branch, tag or commit on the hub.
+        adapter: Folder or hub id of an adapter to merge into the weights when they are loaded.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is not supported.
     """
     if not name:
         raise CheckpointError(f"no {role} is specified; specify a checkpoint folder or a hub id")
@@ -130,7 +150,7 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
 class _Contents:
     """Contents of a checkpoint's small files, or of a GGUF file's header.
 
-    Fields as in `Checkpoint`; `name` and `license` are those that a header states.
+    Fields as in `Checkpoint`; a header also has `name` and `license`.
     """
 
     published: Any
@@ -151,7 +171,7 @@ def _read(
     weights: list[str],
     files: set[str],
 ) -> _Contents:
-    """Read all but the weights."""
+    """Read everything except the weights."""
     where = f"{role} {name}"
     if not weights[0].endswith(".gguf"):
         raw = folders.read_json_object(where, folder / "config.json")
@@ -217,7 +237,7 @@ def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any]) -> Any
     config = _load_pretrained(AutoConfig.from_pretrained, f"{role} {name}: config.json", folder)
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     for part in (config, *parts):
-        vars(part).pop("quantization_config", None)  # what is built of it is widened
+        vars(part).pop("quantization_config", None)  # the loaded model is dequantized
     return config
 
 

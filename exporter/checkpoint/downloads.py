@@ -1,8 +1,8 @@
 """Downloads of single files to the hub's cache, with progress, resumed across processes.
 
-huggingface_hub 2 resumes a broken connection, but it discards a partial file when its process ends.
-So plain downloads are kept here until they are complete, and then moved to their place in its
-cache.
+huggingface_hub 2 resumes broken connections, but discards a partial file when its process ends.
+Plain downloads are therefore written to a partial file, which is moved into the cache when it is
+complete.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def progress_bar(advance: Callable[[int], None]) -> type[utils.tqdm]:
 
 
 def _resume(url: str, blob: Path, size: int, advance: Callable[[int], None]) -> None:
-    """Download the missing part of a file, which is renamed to `blob` when it is complete.
+    """Download the missing part of a file, and rename it to `blob` when it is complete.
 
-    A file whose SHA-256 is wrong is downloaded once more.
+    A file with a wrong SHA-256 is downloaded a second time. Raises CheckpointError.
     """
     part = blob.with_name(f"{blob.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def _resume(url: str, blob: Path, size: int, advance: Callable[[int], None]) -> 
 
 
 def _has_digest(path: Path, etag: str) -> bool:
-    """Return True unless a file's SHA-256 differs from an etag that is one (LFS)."""
+    """Return True if a file's SHA-256 is its etag, or if the etag is no SHA-256 (not LFS)."""
     if not re.fullmatch("[0-9a-f]{64}", etag):
         return True
     with path.open("rb") as file:

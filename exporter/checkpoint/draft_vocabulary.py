@@ -1,7 +1,6 @@
-"""Reduced draft vocabulary, `--draft-vocab N`: choice of the tokens, and the pruned LM head.
+"""Reduced draft vocabulary, `--draft-vocab N`: selection of tokens, and the pruned LM head.
 
-The embedding stays whole, so the model reads every token; a head that was tied to it becomes a
-separate matrix. N columns, ids [N] ascending.
+The embedding keeps all tokens; a tied LM head becomes a separate matrix. Ids [N] are ascending.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .loader import LoadedCheckpoint
 
 
 def lm_head(model: nn.Module) -> nn.Linear:
-    """Return a model's LM head, if it is one matrix with a row per token. Raises ExportError."""
+    """Return a model's LM head. Raises ExportError if it is not a single matrix."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise ExportError(
@@ -38,8 +37,8 @@ def prune_head(loaded: LoadedCheckpoint, ids: Sequence[int]) -> LoadedCheckpoint
     """Restrict the model's logits to these tokens. Raises ExportError."""
     head = lm_head(loaded.model)
     rows = torch.tensor(ids)
-    behind = loaded.sources.stored_matrix(head.weight)
-    weight = materialize(head.weight.detach() if behind is None else behind)[rows]
+    stored = loaded.sources.stored_matrix(head.weight)
+    weight = materialize(head.weight.detach() if stored is None else stored)[rows]
     smaller = nn.Linear(head.in_features, len(ids), head.bias is not None, device="meta")
     smaller.weight = nn.Parameter(loaded.sources.placeholder(weight), requires_grad=False)
     if head.bias is not None:
@@ -58,19 +57,19 @@ def most_frequent_tokens(
 ) -> list[int]:
     """Return the most frequent token ids of a text, ascending.
 
-    End tokens and special tokens are always among them. Ties go to lower ids, because a trained
-    tokenizer numbers frequent tokens first.
+    End tokens and special tokens are always included. Lower ids win ties, because BPE training
+    numbers frequent tokens first.
 
     Args:
-        count: Tokens to keep.
+        count: Number of tokens to keep.
         text: Name and content of the text.
         tokenizer: Path of tokenizer.json.
         ends: End tokens.
-        num_tokens: Ids that the draft model has.
-        progress: Gets a note of the share of the text that is kept.
+        num_tokens: Number of ids of the draft model.
+        progress: Receives a note of the text's coverage.
 
     Raises:
-        ExportError: The head would keep only the fixed tokens, or all of them.
+        ExportError: `count` leaves no token to select, or includes all of them.
     """
     name, content = text
     if count >= num_tokens:
@@ -91,8 +90,8 @@ def most_frequent_tokens(
     kept = sorted({*always, *rest[: count - len(always)].tolist()})
     share = counts[kept].sum() / max(1, counts.sum())
     progress.note(
-        f"the draft's head has {count} of {num_tokens} tokens, which are {share:.1%} of {name}; it "
-        "drafts no others"
+        f"the draft's LM head is reduced to {count} of {num_tokens} tokens, which cover "
+        f"{share:.1%} of {name}"
     )
     return kept
 

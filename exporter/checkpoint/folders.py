@@ -1,4 +1,4 @@
-"""Contents of a checkpoint's folder or repository, and advice where it is no checkpoint."""
+"""Contents of a checkpoint's folder or repository, and errors for folders without one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_path_like(name: str) -> bool:
 
 
 def check_layout(role: str, name: str, folder: Path, files: set[str]) -> None:
-    """Refuse a folder that holds something other than a checkpoint, with advice."""
+    """Refuse a folder that contains something other than a checkpoint. Raises CheckpointError."""
     where = f"{role} {name}"
     if not files:
         raise CheckpointError(f"{where} is an empty folder; specify one with a checkpoint")
@@ -94,5 +94,5 @@ def read_json_object(where: str, path: Path) -> dict[str, Any]:
 
 
 def printable_line(text: str | None) -> str | None:
-    """Return text as one printable line of at most 500 characters for the manifest."""
+    """Return text for the manifest: one printable line of at most 500 characters."""
     return text and "".join(c if c.isprintable() else "?" for c in text[:500])

@@ -1,7 +1,7 @@
 """Block-wise quantization types of ggml, unpacked to integers, scales and offsets.
 
-The layouts are those of ggml-common.h. A type with a minimum has values d * q - m, with q from 0:
-its integers are shifted to both sides of 0, and the rest is the offset of the block.
+The layouts are those of ggml-common.h. Types with a minimum have values d * q - m with unsigned q:
+their integers get the zero point of signed ones, and the difference becomes the block's offset.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
 
 
 def _bits(packed: np.ndarray, width: int) -> np.ndarray:
-    """Return bits 0, width ... of all bytes in turn. [..., n] -> [..., 8 / width, n]"""
+    """Return each byte's fields of `width` bits, lowest first. [..., n] -> [..., 8 / width, n]"""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return (packed[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
 
 
 def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
-    """Return the float16 number at a byte of each block as float32. [..., bytes] -> [..., 1]"""
+    """Return each block's float16 number at a byte offset, in float32. [..., bytes] -> [..., 1]"""
     return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16).astype(np.float32)
 
 
 def _fifth_bits(blocks: np.ndarray, start: int) -> np.ndarray:
-    """Return bit 4 of the 32 integers of each block, of four bytes. [..., bytes] -> [..., 32]"""
+    """Return bit 4 of each block's 32 integers, stored in four bytes. [..., bytes] -> [..., 32]"""
     return np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little") << 4
 
 
@@ -87,7 +87,7 @@ def _unpack_q5_k(blocks: np.ndarray) -> IntegerBlocks:
 
 
 def _nibbles_of_halves(packed: np.ndarray, size: int) -> np.ndarray:
-    """Return the nibbles of `size` bytes after those of the `size` before. [..., n] -> [..., 2n]"""
+    """Unpack nibbles in chunks of `size` bytes, low halves first. [..., n] -> [..., 2 * n]"""
     pieces = _nibbles(packed.reshape(*packed.shape[:-1], -1, size))
     return pieces.reshape(*packed.shape[:-1], -1)
 
@@ -130,8 +130,8 @@ LAYOUTS = {
 def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
     """Dequantize to float32 as gguf-py does. [..., bytes] -> [..., K]
 
-    gguf-py takes 16 rows at a time, which costs more than the arithmetic for narrow or
-    memory-mapped rows; here strips are given to it as single rows.
+    gguf-py processes 16 rows at a time, whose overhead dominates for narrow or memory-mapped rows;
+    here it gets each strip as a single row.
     """
     import gguf
 

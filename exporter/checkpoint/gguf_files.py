@@ -1,4 +1,4 @@
-"""GGUF files: tensors are memory-mapped, and dequantized one at a time when they are read."""
+"""GGUF files, whose tensors are memory-mapped and dequantized one at a time when read."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class GgufCheckpoint:
     """Opened GGUF file, or the parts of a split one in order.
 
     Attributes:
-        where: Role and name, which begin error messages.
+        where: Role and name, as in error messages.
         name: Name of the first file.
         fields: Fields of the first file's header.
-        tensors: Tensors of all files, as gguf-py describes them.
+        tensors: Tensors of all files, as gguf-py reads them.
     """
 
     where: str
@@ -83,17 +83,17 @@ class GgufCheckpoint:
 
     @property
     def stored_dtype(self) -> str:
-        """Type to store the weights in: their own, or float32 if they are quantized."""
+        """Type of the exported weights: their own, or float32 if they are quantized."""
         return FLOATS.get(self.main_type, "float32")
 
     @property
     def is_quantized(self) -> bool:
-        """True if some weights are in blocks that can be kept."""
+        """True if some weights are in blocks that a bundle can keep."""
         return not ggml_types.LAYOUTS.keys().isdisjoint(self._counts)
 
     @property
     def expansion(self) -> float:
-        """Bytes of a bundle in float per byte of the file."""
+        """Size of a float bundle relative to the file."""
         width = 4 if self.stored_dtype == "float32" else 2
         stored = sum(int(tensor.n_bytes) for tensor in self.tensors)
         return width * sum(self._counts.values()) / max(stored, 1)
@@ -115,11 +115,10 @@ class GgufCheckpoint:
         ]
 
     def complete_config(self, config: Any) -> None:
-        """Set what transformers does not read of a header; refuse what cannot be set.
+        """Set fields of a config that transformers does not read from the header (5.17 to 5.23).
 
-        It reads one part of a split file, and no rotary scaling (5.17 to 5.23; of gpt-oss it takes
-        the lengths of the keys for the values). Files may end after their headers, at
-        `header_size`.
+        It ignores rotary scaling and all but one part of a split file. Files may be truncated at
+        `header_size`. Raises CheckpointError for other rotary scaling than Llama 3.1's.
         """
         has_head = any(tensor.name == "output.weight" for tensor in self.tensors)
         if has_head and config.model_type not in ("falcon", "bloom"):
@@ -147,9 +146,9 @@ class GgufCheckpoint:
             )
 
     def state(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], int]:
-        """Return the tensors under the names of a model without weights, matrices lazily.
+        """Return a model's state, with lazy matrices, and the number of unused weights.
 
-        The second value is the number of weights that the model has no place for.
+        `model` has no weights. Raises CheckpointError if a tensor has another size.
         """
         expected = model.state_dict()
         names, process = gguf_tensor_mapping(model, self.architecture)
@@ -200,10 +199,10 @@ def open_files(where: str, files: Sequence[Path]) -> GgufCheckpoint:
 
 
 def parts_of(where: str, name: str, names: set[str]) -> list[str]:
-    """Return the parts of a split file in order; a file that is not split by itself.
+    """Return the parts of a split file in order, or a single file.
 
     Args:
-        where: Role and name, which begin error messages.
+        where: Role and name, as in error messages.
         name: Name of any part.
         names: Names of all files in the same folder.
     """
@@ -220,7 +219,7 @@ def header_size(file: Path) -> float:
     """Return the end of the header and rotary factors in a sparse file; infinite if truncated."""
     try:
         header = gguf_header.read_header(file)
-    except (OSError, ValueError):  # whatever it makes of zeros
+    except (OSError, ValueError):  # behind the downloaded bytes the file is zero
         return math.inf
     ends = [tensor.offset + tensor.size for tensor in header.tensors if _is_rotary_factor(tensor)]
     return max(header.data_offset, *ends, 0)
@@ -245,7 +244,7 @@ def _quantized_tensor(tensor: Any) -> QuantizedTensor:
 
 
 def _lazy(tensor: Any, shape: torch.Size, process: Any) -> torch.Tensor:
-    """Return a tensor of the file, to be read when it is used if it is a matrix."""
+    """Return a tensor of the file; a matrix is read lazily."""
     import gguf
 
     kind = tensor.tensor_type
@@ -274,7 +273,7 @@ def _is_rotary_factor(tensor: Any) -> bool:
 
 
 def _scaling_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Describe the header's fields of rotary scaling."""
+    """Describe the header's fields of rotary scaling that are not neutral."""
     plain = {
         "rope.scaling.type": "none",
         "rope.scaling.factor": 1,
@@ -292,7 +291,7 @@ def _scaling_fields(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _llama3_scaling(config: Any, factor: float) -> dict[str, Any]:
-    """Return the rotary scaling of Llama 3.1 and 3.2, whose values differ in the factor alone."""
+    """Return the rotary scaling of Llama 3.1 and 3.2, which differ only in the factor."""
     return {
         "rope_type": "llama3",
         "rope_theta": config.rope_parameters["rope_theta"],
@@ -304,7 +303,7 @@ def _llama3_scaling(config: Any, factor: float) -> dict[str, Any]:
 
 
 def _match(factors: np.ndarray, rope: dict[str, Any]) -> bool:
-    """Return True if the frequencies are divided as these parameters define. [D/2]"""
+    """Return True if the file's frequency divisors are those of these parameters. [D/2]"""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(len(factors)) / len(factors))
     turns = rope["original_max_position_embeddings"] / lengths
@@ -313,7 +312,7 @@ def _match(factors: np.ndarray, rope: dict[str, Any]) -> bool:
 
 
 def _open(where: str, file: Path) -> Any:
-    """Open a file whose header is valid, with its tensors memory-mapped. Raises CheckpointError."""
+    """Validate and open a file with memory-mapped tensors. Raises CheckpointError."""
     try:
         import gguf
     except ImportError as error:

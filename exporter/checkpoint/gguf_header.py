@@ -1,8 +1,8 @@
-"""Validation of a GGUF file's header, before a library reads it.
+"""Validation of a GGUF file's header before gguf-py reads it.
 
-gguf-py trusts counts and lengths: a wrong one costs it hours or the machine's memory. Everything is
-checked against the size of the file first. The format is that of ggml's docs/gguf.md, versions 2
-and 3.
+gguf-py trusts counts and lengths, so that a damaged header can exhaust time or memory. All of them
+are first checked against the size of the file. The format is specified in ggml's docs/gguf.md,
+versions 2 and 3.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OTHER_FILES = {
 
 @dataclass(frozen=True)
 class StoredRange:
-    """Place of a tensor's data in the file."""
+    """Byte range of a tensor's data in the file."""
 
     name: str
     offset: int
@@ -43,14 +43,14 @@ class StoredRange:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """End of the header, and where tensors are."""
+    """Offset of the data and byte ranges of the tensors."""
 
     data_offset: int
     tensors: tuple[StoredRange, ...]
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read and validate a header; raise ValueError with what is wrong and what to do."""
+    """Read and validate a header. Raises ValueError with the fault and advice."""
     size = path.stat().st_size
     if size == 0:
         raise ValueError("it is empty; download it again")
@@ -65,7 +65,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Scanner:
-    """Reads values in turn, each within the file."""
+    """Sequential reader of values with bounds checks."""
 
     def __init__(self, data: mmap.mmap, size: int) -> None:
         self._data, self._size, self._at = data, size, len(MAGIC)
@@ -135,8 +135,7 @@ class _Scanner:
         if count * min_size > self._size - self._at:
             raise ValueError(
                 f"it has {count} {description}, which do not fit into {self._size} bytes; "
-                "download it "
-                "again"
+                "download it again"
             )
 
     def _field(self, names: set[str]) -> None:

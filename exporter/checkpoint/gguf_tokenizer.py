@@ -1,8 +1,8 @@
 """Tokenizers of GGUF files, with the rules of llama.cpp.
 
-A file has a vocabulary, token types and, for byte-level BPE, merges. The rest is known by the names
-`tokenizer.ggml.model` and `tokenizer.ggml.pre`, as in llama.cpp's llama-vocab.cpp (0.3.36 of
-llama-cpp-python), whose ids are recorded for the tests of every name below.
+A file has a vocabulary, token types and, for byte-level BPE, merges. Everything else follows from
+the names `tokenizer.ggml.model` and `tokenizer.ggml.pre`, as in llama.cpp's llama-vocab.cpp
+(llama-cpp-python 0.3.36), with whose ids every name below is tested.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class PreTokenizerRules:
     """Splits of a byte-level BPE tokenizer.
 
     Attributes:
-        splits: Patterns that split in turn; what is between matches is a piece as well.
-        ignores_merges: True if pieces that are tokens need no merges.
-        adds_bos: True if texts begin with BOS unless the file specifies otherwise.
+        splits: Patterns that split text one after another; text between matches is kept.
+        ignores_merges: True if pieces in the vocabulary are tokens without merges.
+        adds_bos: True if BOS is prepended unless the file specifies otherwise.
     """
 
     splits: tuple[str, ...]
@@ -104,7 +104,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerRules] = {
         )
     ),
 }  # fmt: skip
-# Names that are control tokens whatever their type in a file says: ends of texts, and code infills.
+# Tokens that are control tokens regardless of their type: end of text, and fill-in-the-middle.
 _END_NAMES = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
@@ -118,14 +118,14 @@ _INFILL_NAMES = {
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "<|fim_repo|>", "<|repo_name|>",
     "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 }  # fmt: skip
-_NORMAL_END_MARKERS = {"<|tool_response>", "<|plamo:eos|>"}  # beside these </s> is a normal token
+_NORMAL_END_MARKERS = {"<|tool_response>", "<|plamo:eos|>"}  # with these </s> is a normal token
 
 
 def build_tokenizer(where: str, fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Build the tokenizer that a GGUF file's header describes. Raises CheckpointError.
 
     Args:
-        where: Role and name, which begin error messages.
+        where: Role and name, as in error messages.
         fields: Values of the header's fields.
     """
     vocabulary = _Vocabulary.read(where, fields)
@@ -184,7 +184,7 @@ def chat_template(fields: Mapping[str, Any]) -> str | None:
 
 
 def end_tokens(fields: Mapping[str, Any]) -> list[int]:
-    """Return the ids at which llama.cpp ends a text, the file's EOS first."""
+    """Return the end-of-generation tokens of llama.cpp, the file's EOS first."""
     tokens = fields.get("tokenizer.ggml.tokens") or []
     stated = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = [i for i in stated if isinstance(i, int) and i < len(tokens)]
@@ -254,7 +254,7 @@ def _byte_level_tokenizer(vocabulary: _Vocabulary, rules: PreTokenizerRules) -> 
 
 
 def _sentencepiece_tokenizer(vocabulary: _Vocabulary, adds_space: bool) -> Tokenizer:
-    """Build BPE of characters whose merges are ordered by the scores of their results."""
+    """Build character BPE whose merges are ordered by the score of the merged token."""
     tokenizer = Tokenizer(
         models.BPE(
             dict(vocabulary.ids),
@@ -286,7 +286,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
 
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, name: str) -> None:
-    """Add the tokens that are matched in a text before anything else."""
+    """Add the tokens that are matched before pre-tokenization."""
     strips = "phi-3" in name or "phi3" in name
     keeps_spaces = {"<unk>", "<s>", "<|endoftext|>"}
     added = []

@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face hub: small files first, weights once the pair is known to fit."""
+"""Checkpoints on the Hugging Face hub: small files are fetched before compatibility checks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .licenses import is_license_file
 
 TIMEOUT = 10.0
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "README.md")
-_TEMPLATE_FOLDER = "additional_chat_templates"  # the only one whose files are fetched
-# Which files of a repository hold its weights, by its names and the folder of its small files.
+_TEMPLATE_FOLDER = "additional_chat_templates"  # the only subfolder whose files are fetched
+# Returns the weight files of a repository, from the folder of its small files and all file names.
 Choose = Callable[[Path, set[str]], list[str]]
 
 
@@ -46,7 +46,11 @@ class Snapshot:
 
 
 def find(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot:
-    """Look up a repository and fetch its small files; from the cache if there is no network."""
+    """Fetch the small files of a repository, or find them in the cache if the hub is unreachable.
+
+    Raises:
+        CheckpointError: There is no such repository or revision, or access is denied.
+    """
     try:
         huggingface_hub.utils.validate_repo_id(name)
     except errors.HFValidationError as error:
@@ -84,7 +88,7 @@ def fetch_header(snapshot: Snapshot, file: str, folder: Path) -> None:
 
 
 def check_space(snapshots: list[Snapshot], destination: Path) -> None:
-    """Refuse a download that the disks of the hub's cache and of the bundle cannot hold."""
+    """Check the free space for downloads and for the bundle. Raises CheckpointError."""
     missing = {s.folder / file: size for s in snapshots for file, size in s.missing().items()}
     download = sum(missing.values())
     bundle = sum(s.growth * size for s in snapshots for size in s.weights.values())
@@ -98,8 +102,7 @@ def check_space(snapshots: list[Snapshot], destination: Path) -> None:
             raise CheckpointError(
                 f"{download / 1e9:.1f} GB are to be downloaded and {bundle / 1e9:.1f} GB written "
                 f"to the bundle, and {existing} has {free / 1e9:.1f} GB free; free disk space, "
-                "or set "
-                "HF_HOME or --output to a larger disk"
+                "or set HF_HOME or --output to a larger disk"
             )
 
 
@@ -107,16 +110,15 @@ def _find_online(role: str, name: str, revision: str | None, choose: Choose) -> 
     api = huggingface_hub.HfApi()
     info = api.model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT)
     everything = {f.rfilename: f.size or 0 for f in info.siblings or []}
-    names = {name.partition("/")[0] for name in everything}  # folders too
+    names = {name.partition("/")[0] for name in everything}  # of files and folders
     sizes = {name: size for name, size in everything.items() if "/" not in name}
-    # Licences have all kinds of names.
     licenses = [glob.escape(n) for n, size in sizes.items() if is_license_file(n, size)]
     with quiet():
-        # By its name and not its commit, so that the cache knows which one a branch led to.
+        # By revision, not by commit, so that the cache records the commit of a branch.
         bar = downloads.progress_bar(lambda amount: None)
         folders = names - sizes.keys() - {_TEMPLATE_FOLDER}
         folder = _fetch_small_files(name, revision, licenses, folders, tqdm_class=bar)
-    if folder.name not in (info.sha, revision):  # pushed to between the two questions
+    if folder.name not in (info.sha, revision):  # a commit was pushed between the two requests
         return _find_online(role, name, folder.name, choose)
     chosen = choose(folder, set(sizes))
     if lacking := [file for file in chosen if file not in sizes]:
@@ -135,7 +137,7 @@ def _fetch_small_files(
     folders: Collection[str] = (),
     **options: Any,
 ) -> Path:
-    """Fetch a repository's small files and return their folder; leave `folders` out."""
+    """Fetch a repository's small files except those in `folders`; return the snapshot's folder."""
     patterns = {
         "allow_patterns": [*_SMALL, *more_patterns],
         "ignore_patterns": [f"{glob.escape(folder)}/*" for folder in sorted(folders)],
@@ -169,7 +171,7 @@ def _find_cached(
 
 
 def _advice(role: str, name: str, revision: str | None, error: Exception) -> str | None:
-    """Return advice for an error that a retry would not change; None for other errors."""
+    """Return a message with advice for a permanent error; None for other errors."""
     where = f"{role} {name}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{where} has no revision '{revision or 'main'}' on the hub"
@@ -191,8 +193,7 @@ def _advice(role: str, name: str, revision: str | None, error: Exception) -> str
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return (
             f"{where}: no space left in {constants.HF_HUB_CACHE} while downloading; free disk "
-            "space, "
-            "or set HF_HOME to a larger disk, and run the export again to resume"
+            "space, or set HF_HOME to a larger disk, and run the export again to resume"
         )
     return None
 
@@ -200,7 +201,7 @@ def _advice(role: str, name: str, revision: str | None, error: Exception) -> str
 def _translate_download_errors(
     snapshot: Snapshot, file: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Translate download errors to one line."""
+    """Translate download errors to a CheckpointError with a one-line message."""
 
     def describe(error: Exception) -> str:
         return _advice(snapshot.role, snapshot.name, snapshot.revision, error) or (

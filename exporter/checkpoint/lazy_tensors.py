@@ -1,7 +1,7 @@
 """Lazy tensors whose values stay in files: views and concatenations are recorded, not computed.
 
-transformers renames, transposes and joins matrices as it loads a checkpoint. Lazy tensors pass
-through that without being read, and one is in memory only while it is used in a computation.
+transformers renames, transposes and concatenates matrices when it loads a checkpoint. Lazy tensors
+pass through that without being read; their values are in memory only during a computation.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _origins = itertools.count(1)
 
 
 class LazyTensor(torch.Tensor):
-    """Tensor with the values that `read` returns in type `stored`; its visible type is `dtype`.
+    """Tensor whose values `read` returns in type `stored`; its visible type is `dtype`.
 
     Operators without a lazy implementation read the values.
     """
 
     read: Callable[[], torch.Tensor]
-    in_stored_type: torch.dtype
+    stored: torch.dtype
     origin: int
-    mapped: bool  # reading it costs nothing: it is another tensor, or a view of one
+    mapped: bool  # True if reading is free: the values are an existing tensor or a view of one
 
     @staticmethod
     def __new__(
@@ -55,15 +55,15 @@ class LazyTensor(torch.Tensor):
         origin: int | None = None,
         mapped: bool = False,
     ) -> LazyTensor:
-        """Create one with the shape, strides and type of `like`, which may be a meta tensor."""
+        """Create a tensor with the shape, strides and type of `like`, possibly a meta tensor."""
         result: LazyTensor = make_wrapper_tensor(cls, like)
         result.read, result.stored, result.mapped = read, stored or like.dtype, mapped
-        # No address of real memory is so large, so it can be told from all others.
+        # Larger than any real address.
         result.origin = next(_origins) << 48 if origin is None else origin
         return result
 
     def data_ptr(self) -> int:
-        """Return an identity in place of an address: equal for the same values."""
+        """Return an identity in place of an address, equal for equal values."""
         return self.origin + self.storage_offset() * self.itemsize
 
     def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
@@ -87,7 +87,7 @@ class LazyTensor(torch.Tensor):
 
 
 def as_lazy(tensor: torch.Tensor) -> LazyTensor:
-    """Wrap a memory-mapped or resident tensor whose values are not needed yet."""
+    """Wrap a memory-mapped or resident tensor."""
     return LazyTensor(_meta(tensor), lambda: tensor, mapped=True)
 
 
@@ -97,7 +97,7 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_stored_type(tensor: LazyTensor) -> torch.Tensor:
-    """Return the tensor in its stored type, as a plain tensor where that costs nothing."""
+    """Return the tensor in its stored type, as a plain tensor if reading it is free."""
     if tensor.mapped:
         return tensor.read()
     return LazyTensor(_meta(tensor).to(tensor.stored), tensor.read, origin=tensor.origin)
@@ -126,7 +126,7 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the tensor in another type, lazily where that type is wide enough."""
+    """Return the tensor in another type, lazily if that type represents all stored values."""
     dtype = dtype or tensor.dtype
     if torch.promote_types(tensor.stored, dtype) != dtype:
         return tensor.read().to(dtype)
@@ -135,7 +135,7 @@ def _cast(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _copy(tensor: LazyTensor) -> LazyTensor:
-    """Return the same values in contiguous rows."""
+    """Return the same values with contiguous strides."""
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return LazyTensor(like, tensor.read, tensor.stored, mapped=tensor.mapped)
 
@@ -143,19 +143,19 @@ def _copy(tensor: LazyTensor) -> LazyTensor:
 def _join(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     parts, *rest = args
     like = func([_meta(part) for part in parts], *rest, **kwargs)
-    kinds = {part.stored if isinstance(part, LazyTensor) else part.dtype for part in parts}
-    kind = next(iter(kinds)) if len(kinds) == 1 else like.dtype
-    # One part that is no float is enough for the whole to be known as none.
-    odd = next((kind for kind in kinds if not kind.is_floating_point), kind)
+    dtypes = {part.stored if isinstance(part, LazyTensor) else part.dtype for part in parts}
+    dtype = next(iter(dtypes)) if len(dtypes) == 1 else like.dtype
+    # One part that is not a float is sufficient for `weight_files.check_types` to refuse the whole.
+    stored = next((dtype for dtype in dtypes if not dtype.is_floating_point), dtype)
     return LazyTensor(
-        like, lambda: func([materialize(part).to(kind) for part in parts], *rest, **kwargs), odd
+        like, lambda: func([materialize(part).to(dtype) for part in parts], *rest, **kwargs), stored
     )
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     views = func(_meta(tensor), *rest, **kwargs)
-    # A copy that was never made may lack the strides that a view needs.
+    # After a lazy clone the stored values may not have the strides that a view requires.
     do = _aten.reshape.default if func in _SHAPES else func
     mapped = tensor.mapped and func in _VIEWS
 

@@ -1,8 +1,8 @@
-"""Large matrices stay in the checkpoint's files: the model holds placeholders without memory.
+"""Placeholders of large matrices, whose values stay in the checkpoint's files.
 
-A placeholder [R, C] is a strided view of about R + C NaNs, so that a computation that reads it by
-mistake shows. Its address identifies the matrix, and the strides of a view of it identify the
-matrix's axes: so views are resolved with axes split, reordered, and one of them sliced.
+A placeholder [R, C] is a strided view of about R + C NaNs, so that accidental reads are detected.
+Its address identifies the matrix, and the strides of a view identify the matrix's axes: views are
+resolved even if axes are split or permuted, or one of them is sliced.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,27 +24,27 @@ from specedge.errors import ExportError
 from .lazy_tensors import LazyTensor, materialize
 
 SMALLEST = 1 << 20  # bytes in float32; smaller weights are loaded eagerly
-HUGE = 1 << 26  # numbers; larger matrices are widened some rows at a time
-PIECE = 1 << 20  # numbers of these: more are new pages of memory for each
+HUGE = 1 << 26  # elements; larger matrices are cast in chunks of rows
+PIECE = 1 << 20  # elements of a chunk; larger ones are allocated anew each time
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAN = 0x7FC00000
 _WIDTHS: dict[type, str] = {nn.Linear: "out_features", nn.Embedding: "embedding_dim", Conv1D: "nf"}
 
 
 class WeightSources:
-    """Stored matrices by the addresses of their placeholders."""
+    """Stored matrices by the address of their placeholder."""
 
     def __init__(self) -> None:
         self._addresses: list[int] = []  # sorted
         self._behind: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def placeholder(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the float32 placeholder of a stored matrix; a copy of a small one. [R, C]"""
+        """Return the float32 placeholder of a stored matrix, or a copy of a small one. [R, C]"""
         if matrix.ndim < 2 or matrix.dtype not in FLOATS or 4 * matrix.numel() < SMALLEST:
             return materialize(matrix).to(torch.float32, copy=True)
         strides = _placeholder_strides(matrix.shape)
-        size = 1 + sum((n - 1) * s for n, s in zip(matrix.shape, strides, strict=True))
-        # Each has bits of its own, so that no optimizer takes two of them for one tensor.
+        size = _num_elements(matrix.shape, strides)
+        # Different NaN payloads, so that no optimizer deduplicates two placeholders.
         bits = torch.full((size,), _NAN + len(self._behind) + 1, dtype=torch.int32)
         tensor = bits.view(torch.float32).as_strided(matrix.shape, strides)
         bisect.insort(self._addresses, tensor.data_ptr())
@@ -57,7 +57,7 @@ class WeightSources:
         self._behind.clear()
 
     def find(self, array: np.ndarray) -> torch.Tensor | None:
-        """Return the matrix behind a placeholder or a view of one; None for other arrays.
+        """Return the matrix of a placeholder, or of a view of one; None for other arrays.
 
         Raises ExportError for a view that cannot be resolved.
         """
@@ -65,12 +65,14 @@ class WeightSources:
         start = self._addresses[index] if index >= 0 else 0
         placeholder, matrix = self._behind.get(start, (None, None))
         offset = (array.ctypes.data - start) // 4
-        if placeholder is None or matrix is None or offset >= _num_elements(placeholder):
+        if placeholder is None or matrix is None:
+            return None
+        if offset >= _num_elements(placeholder.shape, placeholder.stride()):
             return None
         return _resolve_view(array, offset, placeholder, matrix)
 
     def stored_matrix(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the stored matrix behind a model's parameter."""
+        """Return the stored matrix of a model's parameter; None if it has no placeholder."""
         if parameter is None or parameter.dtype != torch.float32:
             return None
         return self.find(parameter.detach().numpy())
@@ -83,16 +85,19 @@ class WeightSources:
         at_once: bool = False,
         only_shapes: bool = False,
     ) -> Iterator[None]:
-        """Let the model compute with the stored values, in `dtype`, while the context lasts.
+        """Replace placeholders by the stored values, in `dtype`, while the context lasts.
 
-        Narrower values are cast for one module's call at a time, or all `at_once`. With
-        `only_shapes` files are not read: products with the matrices become zeros.
+        Args:
+            model: Model with placeholders.
+            dtype: Type to compute in.
+            at_once: Cast all matrices now, instead of each module's for the duration of its call.
+            only_shapes: Do not read files; matrix products return zeros.
         """
         memory, zeros = BufferPool(), functools.cache(torch.zeros)
         with contextlib.ExitStack() as stack:
             for module in model.modules():
-                behind = {n: self.stored_matrix(p) for n, p in module._parameters.items()}
-                stored_weights = {n: stored for n, stored in behind.items() if stored is not None}
+                matrices = {n: self.stored_matrix(p) for n, p in module._parameters.items()}
+                stored_weights = {n: matrix for n, matrix in matrices.items() if matrix is not None}
                 if only_shapes and type(module) in _WIDTHS and "weight" in stored_weights:
                     _return_zeros(module, stack)
                 elif only_shapes:
@@ -112,16 +117,16 @@ class WeightSources:
             yield
 
 
-def _num_elements(tensor: torch.Tensor) -> int:
-    """Return the number of elements of memory that a strided tensor covers."""
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+def _num_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements of memory that a strided tensor spans."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 def _placeholder_strides(shape: torch.Size) -> list[int]:
     """Return strides of a placeholder that identify its axes; the largest axis has stride 1.
 
-    An axis of n that is split has its own stride times divisors of n. No stride has a divisor in
-    common with those of the larger axes and their sizes.
+    Parts of a split axis of size n have its stride times divisors of n. Therefore each stride is
+    coprime to the strides and sizes of all larger axes.
     """
     strides, multiples = [0] * len(shape), 1
     for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
@@ -134,24 +139,27 @@ def _placeholder_strides(shape: torch.Size) -> list[int]:
 def _resolve_view(
     array: np.ndarray, offset: int, placeholder: torch.Tensor, matrix: torch.Tensor
 ) -> torch.Tensor:
-    """Return the part of a matrix that a view shows at an offset in its placeholder."""
+    """Return the part of a matrix that corresponds to a view of its placeholder.
+
+    `offset` is that of the view, in elements. Raises ExportError if the part is ambiguous.
+    """
     strides = placeholder.stride()
     smallest_first = sorted(range(matrix.ndim), key=lambda axis: -strides[axis])
-    seen: list[list[int]] = [[] for _ in strides]  # the array's axes, of each of the matrix's
+    axes_of: list[list[int]] = [[] for _ in strides]  # axes of the array, by axis of the matrix
     for i in sorted(range(array.ndim), key=lambda i: -array.strides[i]):
         if array.shape[i] > 1:
             steps = array.strides[i] // 4
-            seen[next(axis for axis in smallest_first if steps % strides[axis] == 0)].append(i)
-    lengths = [math.prod(array.shape[i] for i in axes) for axes in seen]
+            axes_of[next(axis for axis in smallest_first if steps % strides[axis] == 0)].append(i)
+    lengths = [math.prod(array.shape[i] for i in axes) for axes in axes_of]
     cut = [axis for axis, n in enumerate(matrix.shape) if lengths[axis] != n]
     axis = cut[0] if cut else 0
     first, rest = divmod(offset, strides[axis])
     expected = [
         math.prod([4 * strides[axis], *(array.shape[j] for j in axes[position + 1 :])])
-        for axis, axes in enumerate(seen)
+        for axis, axes in enumerate(axes_of)
         for position in range(len(axes))
     ]
-    order = [i for axes in seen for i in axes]
+    order = [i for axes in axes_of for i in axes]
     if (
         [array.strides[i] for i in order] != expected
         or len(cut) > 1
@@ -160,8 +168,8 @@ def _resolve_view(
         or first + lengths[axis] > matrix.shape[axis]
     ):
         raise ExportError(
-            f"its graph takes {list(array.shape)} of a matrix {list(matrix.shape)} in a form "
-            "that cannot be resolved to the checkpoint"
+            f"its graph reads a view {list(array.shape)} of a matrix {list(matrix.shape)} that "
+            "cannot be resolved to the checkpoint"
         )
     part = matrix.narrow(axis, first, lengths[axis]).reshape([array.shape[i] for i in order])
     part = part.permute([order.index(i) for i in sorted(order)])
@@ -176,16 +184,16 @@ _KINDS = {
 
 
 class BufferPool:
-    """Pool of buffers for cast matrices: new pages cost more than the cast."""
+    """Pool of buffers for cast matrices, as allocating pages takes longer than casting."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def borrow(self, size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Lend a buffer while the context lasts; huge ones are not kept. [size]"""
+        """Lend a buffer while the context lasts; huge ones are not reused. [size]"""
         fitting = [b for b in self._free if b.numel() >= size and b.dtype == dtype]
-        # Not `torch.empty`: for exact results that gives the model's own type.
+        # Not `torch.empty`, which `exact_model.Float64Mode` intercepts.
         kind = _KINDS.get(dtype, np.float32)
         new = torch.from_numpy(np.empty(0 if fitting else size, kind))
         buffer = min(fitting, key=torch.numel) if fitting else new
@@ -196,7 +204,7 @@ class BufferPool:
 
 
 def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a tensor can be computed with as it is."""
+    """Return True if a tensor needs neither reading nor casting."""
     return tensor.dtype == dtype and not isinstance(tensor, LazyTensor)
 
 
@@ -209,7 +217,7 @@ def _set_parameters(
 
 
 def _return_zeros(module: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Let a module return zeros in the shape of its output. [..., C] or [...] -> [..., R]"""
+    """Patch a module to return zeros in the shape of its output. [..., C] or [...] -> [..., R]"""
     width = getattr(module, _WIDTHS[type(module)])
 
     def zeros(input: torch.Tensor) -> torch.Tensor:
@@ -223,7 +231,7 @@ def _return_zeros(module: nn.Module, stack: contextlib.ExitStack) -> None:
 def _is_huge(
     module: nn.Module, stored_weights: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> bool:
-    """Return True for a vocabulary's matrix that is too large to be cast whole."""
+    """Return True for an embedding or LM head that is too large to be cast as a whole."""
     weight = stored_weights.get("weight")
     simple = type(module) in (nn.Linear, nn.Embedding) and list(stored_weights) == ["weight"]
     return simple and weight is not None and not _is_plain(weight, dtype) and weight.numel() > HUGE
@@ -232,10 +240,10 @@ def _is_huge(
 def _compute_in_chunks(
     module: nn.Module, weight: torch.Tensor, dtype: torch.dtype, stack: contextlib.ExitStack
 ) -> None:
-    """Let a module look up or multiply with a few rows of its matrix at a time. [R, C]"""
+    """Patch a module to cast a few rows of its matrix at a time. [R, C]"""
 
     def widened(rows: torch.Tensor) -> torch.Tensor:
-        # Not `to`: for exact results that asks for a constant, in the model's own type.
+        # Not `to`, which keeps constants in float32 in `exact_model.Float64Mode`.
         return rows.double() if dtype == torch.float64 else rows.to(dtype)
 
     def embedded(input: torch.Tensor) -> torch.Tensor:
@@ -258,7 +266,7 @@ def _set_parameters_per_call(
     stack: contextlib.ExitStack,
 ) -> None:
     calls: list[contextlib.ExitStack] = []
-    # What else a model has may be added to or divided by constants before it is exact.
+    # Other parameters may meet float32 constants before they are cast.
     products = {"weight"} if type(module) in (nn.Linear, Conv1D) else set()
 
     def before(*args: object) -> None:

@@ -1,4 +1,4 @@
-"""Licenses of a checkpoint, carried into the bundle."""
+"""Licenses of a checkpoint, which are copied to the bundle."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def front_matter(folder: Path) -> dict[str, Any]:
 
 
 def is_license_file(name: str, size: int) -> bool:
-    """Return True for a license file that is small enough to carry."""
+    """Return True for a license file that is small enough to copy."""
     return bool(LICENSE_FILE.match(name)) and size <= LARGEST
 
 
@@ -63,7 +63,7 @@ def copy_licenses(
 def _is_own_file(path: Path) -> bool:
     """Return True for a file of the checkpoint, or a link to the blobs of the hub's cache.
 
-    A link to another place could carry any file of this machine into a bundle.
+    Other links could copy any file of this machine into a bundle.
     """
     folder = path.parent.resolve()
     return path.is_file() and path.resolve().parent in (folder, folder.parent.parent / "blobs")

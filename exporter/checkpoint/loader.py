@@ -29,7 +29,7 @@ from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
 from .lazy_weights import WeightSources
 from .quantized_tensors import QuantizedTensor
 
-# Masks and tables of old versions; transformers knows those of some families.
+# Masks and tables that old versions of transformers saved.
 _OBSOLETE_BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq", "position_ids")
 
 
@@ -47,7 +47,7 @@ class LoadedCheckpoint:
 
 
 def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
-    """Load the model, with `dtype` the type that most of its weights are stored in."""
+    """Load the model; its `dtype` is the stored type of most weights. Raises CheckpointError."""
     where = f"{checkpoint.role} {checkpoint.name}"
     if checkpoint.remote is not None:
         hub.fetch_weights(checkpoint.remote, progress)
@@ -107,14 +107,14 @@ def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple
         weight_files.check_names(where, state, empty.state_dict())
         dtype = weight_files.stored_dtype(where, state)
     if any(tensor.dtype == torch.float64 for tensor in state.values()):
-        progress.note(f"{checkpoint.role}: its weights in float64 are converted to float32")
+        progress.note(f"{checkpoint.role}: its float64 weights are converted to float32")
     model, info = type(empty).from_pretrained(
         None,
         config=empty.config,
         state_dict={key: _make_lazy(tensor) for key, tensor in state.items()},
         dtype=torch.float32,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are refused with their names
+        ignore_mismatched_sizes=True,  # `_check_loaded` refuses them
     )
     return model, info, dtype
 
@@ -132,7 +132,7 @@ def _check_loaded(where: str, model: torch.nn.Module, info: Any) -> None:
 
 
 def _note_unused(role: str, names: list[str], progress: Progress) -> None:
-    """Note tensors that the model has no place for, except buffers of old versions."""
+    """Note tensors that the model does not use, except buffers of old versions."""
     if names := [name for name in names if not name.endswith(_OBSOLETE_BUFFERS)]:
         progress.note(
             f"{role}: the model does not use {len(names)} of its tensors, such as "
@@ -141,15 +141,17 @@ def _note_unused(role: str, names: list[str], progress: Progress) -> None:
 
 
 def _make_lazy(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a matrix lazy, to be renamed and joined unread; copy small tensors."""
+    """Make a matrix lazy, so that it is renamed and joined without being read; copy vectors.
+
+    Integers become lazy as well, to keep their stored type for `weight_files.check_types`.
+    """
     if isinstance(tensor, LazyTensor):
         return tensor
-    # Of what is no float it is remembered what it was.
     return as_lazy(tensor) if tensor.ndim > 1 or not tensor.is_floating_point() else tensor.clone()
 
 
 def _convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast matrices to a type when they are read; tied matrices stay tied."""
+    """Cast matrices to a type lazily; tied matrices stay tied."""
     replacements: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -161,7 +163,7 @@ def _convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _insert_placeholders(model: torch.nn.Module, sources: WeightSources) -> None:
-    """Replace large matrices by placeholders, smaller ones by their values; ties are kept."""
+    """Replace large matrices by placeholders and small ones by their values; keep ties."""
     replacements: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -209,7 +211,7 @@ def _note_gguf(role: str, main_type: str, num_unused: int, progress: Progress) -
 
 
 def _tie(model: Any, sources: WeightSources) -> None:
-    """Tie an LM head that is stored separately but equals the embedding."""
+    """Tie an LM head that equals the embedding but is stored separately."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if getattr(head, "weight", None) is getattr(table, "weight", None):
         return

@@ -1,12 +1,12 @@
-"""Matrices in groups of integers: GPTQ, AWQ, AutoRound, compressed-tensors, bitsandbytes' int8.
+"""Group-wise quantized matrices: GPTQ, AWQ, AutoRound, compressed-tensors, bitsandbytes int8.
 
 A group of inputs has a scale s and a zero point z for each output:
 
     W[n, k] = (q[n, k] - z[n, g(k)]) * s[n, g(k)]    N outputs, K inputs, G groups
 
 With float16 or bfloat16 scales these products are exact in float32. Integers of 4 or 8 bits are
-packed into words of 32, lowest bits first. Bits and sizes of groups are those of each matrix, as
-its tensors' shapes have them: a checkpoint may mix them.
+packed into 32-bit words, lowest bits first. Bits and group sizes are derived from the shapes of
+each matrix, since a checkpoint may mix them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMES = {
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 128  # block sizes of MatMulNBits; larger groups repeat scales
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # nibbles of a word in the order of its outputs
 _BITS = (4, 8)
-_INT8_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it
+_INT8_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes rounds it
 _AUTO_ROUND_LAYOUTS = {
     "auto_round": "gptq_v2",
     "auto_round:gptqmodel": "gptq_v2",
@@ -45,7 +45,7 @@ _AUTO_ROUND_LAYOUTS = {
     "auto_round:auto_awq": "gemm",
 }
 _INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
-# Of quantized activations and caches, which a bundle quantizes in its own way.
+# Scales of activations and caches are ignored: a bundle quantizes activations dynamically.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 _CACHE_PARTS = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
 State = Mapping[str, torch.Tensor]
@@ -83,7 +83,7 @@ def quantized_tensors(
     """Return the quantized matrices of a checkpoint by their modules' names.
 
     Args:
-        where: Role and name, which begin error messages.
+        where: Role and name, as in error messages.
         method: Quantization method, one of `NAMES`.
         config: Quantization config of the checkpoint.
         state: Tensors of the checkpoint.
@@ -108,8 +108,8 @@ def quantized_tensors(
             tensors[module] = reader.gptq(module, is_first_version=layout == "gptq")
     if not tensors:
         raise CheckpointError(
-            f"{where}: its config.json says {NAMES[method]}, and its files hold no such weights; "
-            "download it again"
+            f"{where}: its config.json says {NAMES[method]}, and its files contain no such "
+            "weights; download it again"
         )
     return tensors
 
@@ -120,10 +120,10 @@ def dequantize_state(
     """Replace quantized matrices by lazy float32 ones. Raises CheckpointError.
 
     Args:
-        where: Role and name, which begin error messages.
+        where: Role and name, as in error messages.
         tensors: Quantized matrices by their modules' names.
         state: Tensors of the checkpoint.
-        transposed: Last names of modules whose matrices are [K, N] in the model.
+        transposed: Last parts of the names of modules whose matrices are [K, N] in the model.
     """
     result = {key: tensor for key, tensor in state.items() if not key.endswith(_CACHE_PARTS)}
     for module, tensor in tensors.items():
@@ -165,7 +165,7 @@ def _layout(method: str, config: Mapping[str, Any]) -> Any:
 
 
 def _transform(config: Mapping[str, Any]) -> str | None:
-    """Return the name of a config's entry by which activations are transformed."""
+    """Return the key of a config's activation transform; None without one."""
     keys = ("transform_config", "rotation_config", "hadamard_config")
     return next((key for key in keys if config.get(key)), None)
 
@@ -272,7 +272,7 @@ class _Reader:
         return self._tensor(module, bits, (width, size), scales, points, groups, read)
 
     def bitsandbytes(self, module: str) -> QuantizedTensor:
-        """Read int8 weight [N, K] in rows, and SCB [N], the largest values of rows."""
+        """Read int8 weight [N, K] in row layout, and SCB [N], the largest value of each row."""
         matrix = self._part(f"{module}.weight")
         largest = self._part(f"{module}.SCB", is_float=True)
         layout = self.state.get(f"{module}.weight_format", torch.zeros(()))
@@ -332,7 +332,7 @@ class _Reader:
         )
 
     def _group_size(self, module: str, size: int, num_groups: int) -> int:
-        """Return the inputs of a group: the config's number if the number of groups fits it."""
+        """Return the group size: the config's if it fits the number of groups."""
         stated = self.config.get("group_size", self.config.get("q_group_size"))
         for number in (stated, size // max(num_groups, 1)):
             if isinstance(number, int) and number > 0 and -(-size // number) == num_groups:
@@ -343,7 +343,7 @@ class _Reader:
         )
 
     def _input_order(self, key: str, size: int, group_size: int) -> np.ndarray | None:
-        """Return the inputs in the order of their groups; None if that is their own order. [K]"""
+        """Return the inputs sorted by group; None if they are already in that order. [K]"""
         groups = self.state.get(key)
         if groups is None or bool((groups == -1).all()):
             return None
@@ -376,8 +376,8 @@ class _Reader:
             bits: Bits of an integer.
             shape: N and K.
             scales: Scales, [N, G].
-            zeros: Unsigned zero points, [N, G]; None for those in the middle.
-            groups: Name of the tensor of inputs' groups, if there may be one.
+            zeros: Unsigned zero points, [N, G]; None for 2 ** (bits - 1).
+            groups: Name of the tensor of group indices by input, if the format has one.
             read: Return integers of rows, [n, K].
         """
         size, num_groups = shape[1], scales.shape[1]
@@ -411,7 +411,7 @@ class _Reader:
             result[:, order] = ordered
             return result
 
-        # Experts are dequantized, and so are blocks that MatMulNBits does not read.
+        # Experts are dequantized, and so are blocks that MatMulNBits does not support.
         is_kept = block_size >= _SMALLEST_BLOCK and ".experts." not in f"{module}."
         grouping = f"groups of {group_size}" if num_groups > 1 else "per channel"
         return QuantizedTensor(
@@ -427,7 +427,7 @@ class _Reader:
 
 
 def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
-    """Return the integers of words, lowest bits first. [..., n] -> [..., n * 32 / bits]"""
+    """Unpack words, lowest bits first. [..., n] -> [..., n * 32 / bits]"""
     data = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return data
@@ -435,20 +435,20 @@ def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _unpack_rows(words: np.ndarray, bits: int) -> np.ndarray:
-    """Return the integers of words of a column, transposed. [n, N] -> [N, n * 32 / bits]"""
+    """Unpack the words of each column to a row. [n, N] -> [N, n * 32 / bits]"""
     per_word = 32 // bits
     integers = _unpack(words, bits).reshape(*words.shape, per_word)
     return integers.transpose(1, 0, 2).reshape(words.shape[1], -1)
 
 
 def _unpack_awq(words: np.ndarray) -> np.ndarray:
-    """Return the integers of AWQ's words, transposed. [n, N / 8] -> [N, n]"""
+    """Unpack AWQ's words of eight outputs, transposed. [n, N / 8] -> [N, n]"""
     integers = _unpack(words, 4).reshape(*words.shape, 8)[..., _AWQ_ORDER]
     return integers.reshape(len(words), -1).T
 
 
 def _lazy(tensor: QuantizedTensor) -> torch.Tensor:
-    """Return a matrix that is dequantized when it is read, [N, K] of float32."""
+    """Return a float32 matrix that is dequantized when it is read. [N, K]"""
 
     def read() -> torch.Tensor:
         values = np.empty(tensor.shape, np.float32)

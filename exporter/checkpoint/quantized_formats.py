@@ -1,8 +1,8 @@
-"""Quantized checkpoints: groups of integers are kept, other known formats are dequantized.
+"""Quantized checkpoints: integer formats can be kept, floating-point formats are dequantized.
 
-Those are mxfp4, fp8, and bitsandbytes' nf4 and fp4, whose values are on no grid of integers. Others
-are refused by name. One matrix is dequantized at a time, exactly. R rows and C columns of a matrix;
-G blocks of 32 in a row of mxfp4; E experts.
+Floating-point formats are mxfp4, fp8, and bitsandbytes' nf4 and fp4; other formats are refused by
+name. Matrices are dequantized exactly, one at a time. R rows and C columns of a matrix; G blocks of
+32 in a row of mxfp4; E experts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _NAMES = {
     "quanto": "Quanto",
     "torchao": "torchao",
 }
-# Open Compute Project, Microscaling Formats 1.0: four bits, two of exponent and one of mantissa.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_PIECE = 1 << 20  # numbers that are dequantized at a time
-_EXACT = 100  # powers of two up to this one times any number of eight bits are in bfloat16
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats (MX) 1.0
+_PIECE = 1 << 20  # elements that are dequantized at a time
+_EXACT = (
+    100  # up to this exponent, products of a power of two and an fp8 number are exact in bfloat16
+)
 
 
 def method(raw: Mapping[str, Any]) -> str | None:
@@ -55,12 +56,12 @@ def method(raw: Mapping[str, Any]) -> str | None:
 
 
 def is_packed(raw: Mapping[str, Any]) -> bool:
-    """Return True if the weights are in groups of integers, which a bundle can keep."""
+    """Return True if the weights are integers that a bundle can keep."""
     return method(raw) in packed_weights.NAMES
 
 
 def read_old_config(where: str, raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a config.json with the quantization config of AutoGPTQ's or AutoAWQ's own file."""
+    """Return config.json with the quantization config of AutoGPTQ's or AutoAWQ's separate file."""
     if method(raw) is not None:
         return raw
     if (folder / "quantize_config.json").exists():
@@ -97,9 +98,9 @@ def check(where: str, raw: Mapping[str, Any], original: str | None) -> None:
 
 
 def expansion(raw: Mapping[str, Any]) -> float:
-    """Return the most bytes of the bundle per byte of the weights."""
+    """Return the maximum size of the bundle relative to the weight files."""
     if is_packed(raw):
-        return 8.0  # float32 of 4 bits
+        return 8.0  # 4 bits in float32
     return {"mxfp4": 64 / 17, "fp8": 4.0, "bitsandbytes": 8.0}.get(method(raw) or "", 1.0)
 
 
@@ -123,7 +124,7 @@ def dequantize_state(
 ) -> dict[str, torch.Tensor]:
     """Replace quantized tensors by lazy dequantized ones. Raises CheckpointError.
 
-    `transposed` are the last names of modules whose matrices are [K, N] in the model.
+    `transposed` are the last parts of the names of modules whose matrices are [K, N] in the model.
     """
     method_name = method(raw)
     if is_packed(raw):
@@ -142,7 +143,7 @@ def dequantize_state(
 
 
 def _quantization_configs(raw: Mapping[str, Any]) -> list[Any]:
-    """Return the quantization configs of a config.json and of its text part."""
+    """Return the quantization configs of a config.json and of its text config."""
     inner = raw.get("text_config")
     configs = (raw, inner if isinstance(inner, dict) else {})
     return [p.get(key) for p in configs for key in ("quantization_config", "compression_config")]
@@ -154,7 +155,7 @@ def _config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _fp8_block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return rows and columns per fp8 scale, 0 for all; None for an unknown layout."""
+    """Return the rows and columns per fp8 scale, 0 for all; None for an unknown layout."""
     config = _config(raw) or {}
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return None
@@ -180,13 +181,13 @@ def _dequantize_all_mxfp4(where: str, state: dict[str, torch.Tensor]) -> dict[st
         ):
             raise CheckpointError(f"{where}: {key} and its scales do not fit; download it again")
         matrix = dequantize_mxfp4(blocks, scales)
-        # gpt-oss keeps its experts [E, R, C], and multiplies from the left.
+        # gpt-oss multiplies by experts from the right: its parameters are [E, C, R].
         result[name] = matrix.transpose(1, 2) if matrix.ndim == 3 else matrix
     return result
 
 
 def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Dequantize blocks of 32 four-bit numbers, two a byte, with shared exponents, to bfloat16.
+    """Dequantize blocks of 32 four-bit numbers with shared exponents to bfloat16.
 
     [..., R, G, 16] and [..., R, G] -> [..., R, 32 G]
     """
@@ -208,7 +209,7 @@ _STATE_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
 def _dequantize_all_four_bit(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Replace matrices of bitsandbytes' nf4 and fp4, whose tables are beside them."""
+    """Replace matrices in bitsandbytes' nf4 or fp4 by dequantized ones."""
     result = dict(state)
     damaged = (KeyError, TypeError, ValueError, RecursionError)
     for key in state:
@@ -223,7 +224,7 @@ def _dequantize_all_four_bit(where: str, state: dict[str, torch.Tensor]) -> dict
             result[name] = _dequantize_four_bit(result[name], parts, stated)
     if len(result) == len(state):
         raise CheckpointError(
-            f"{where}: its config.json says bitsandbytes, and its files hold no such weights; "
+            f"{where}: its config.json says bitsandbytes, and its files contain no such weights; "
             "download it again"
         )
     return result
@@ -232,10 +233,10 @@ def _dequantize_all_four_bit(where: str, state: dict[str, torch.Tensor]) -> dict
 def _dequantize_four_bit(
     matrix: torch.Tensor, parts: Mapping[str, torch.Tensor], stated: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Dequantize 4-bit indices in a table of 16 numbers, with a scale per block, to float32.
+    """Dequantize 4-bit indices into a table of 16 numbers, with a scale per block, to float32.
 
-    Two indices are in a byte, the first in its high half. Scales may be indices in a table of 256
-    numbers, with scales of their own and a common offset. [R, C]
+    A byte has two indices, the first in its high half. With double quantization scales are indices
+    into a table of 256 numbers, with scales and a common offset. [R, C]
     """
     shape, size = tuple(map(int, stated["shape"])), int(stated["blocksize"])
     count = math.prod(shape)
@@ -290,10 +291,10 @@ def _dequantize_all_fp8(
 
 
 def dequantize_fp8(matrix: torch.Tensor, scales: torch.Tensor, block: list[int]) -> torch.Tensor:
-    """Dequantize fp8 numbers with a scale per block; blocks at the edges may be cut.
+    """Dequantize fp8 numbers with a scale per block (DeepSeek-V3); edge blocks may be partial.
 
-    DeepSeek-V3's layout. Scales that are powers of two give exact bfloat16, others one rounding to
-    float32. [..., R, C] and [..., R / block, C / block] -> [..., R, C]
+    The result is exact in bfloat16 if all scales are powers of two, else rounded to float32.
+    [..., R, C] and [..., R / block, C / block] -> [..., R, C]
     """
     factors = _to_float(scales)
     exponents = factors.abs().frexp()
@@ -314,5 +315,5 @@ def dequantize_fp8(matrix: torch.Tensor, scales: torch.Tensor, block: list[int])
 
 
 def _to_float(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32; a byte is the exponent of a power of two."""
+    """Return scales in float32; bytes are e8m0 exponents."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()

@@ -1,4 +1,4 @@
-"""Matrices of a checkpoint that are stored in blocks of integers."""
+"""Block-wise quantized matrices of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_STRIP_SIZE = 1 << 18  # numbers that are dequantized at a time, so that they stay in caches
+_STRIP_SIZE = 1 << 18  # elements that are dequantized at a time, to stay in the CPU's cache
 
 
 @dataclass(frozen=True)
 class BlockLayout:
     """Layout of block-wise weights: integers of `bits`, with a scale for each `block_size` along K.
 
-    With zero points each block has an integer that represents 0, otherwise 2 ** (bits - 1) does.
-    With offsets each block has a number that is added to its dequantized values.
+    Without zero points the zero point is 2 ** (bits - 1). Offsets are added to dequantized values.
     """
 
     bits: int
@@ -51,9 +50,9 @@ class QuantizedTensor:
         shape: N and K.
         num_bytes: Size in the checkpoint.
         layout: Layout of its blocks; None for types without one, which are dequantized.
-        dequantize: Return rows in float32, as the format defines them.
-        unpack: Return rows as integers, by their indices, with the inputs in `order`.
-        order: Inputs in the order of the blocks, [K]; None if that is their own order.
+        dequantize: Return a slice of rows in float32, [n, K].
+        unpack: Return rows by index as integers, with the inputs in `order`.
+        order: Permutation of the inputs that sorts them by block, [K]; None for the identity.
     """
 
     name: str
@@ -67,6 +66,6 @@ class QuantizedTensor:
 
 
 def strips(num_rows: int, size: int) -> Iterator[slice]:
-    """Yield slices of rows of bounded size."""
+    """Yield slices of rows of bounded size. `size` is that of a row."""
     step = max(1, _STRIP_SIZE // size)
     return (slice(at, at + step) for at in range(0, num_rows, step))

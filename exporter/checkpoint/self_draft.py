@@ -1,7 +1,7 @@
 """Self-draft, `--draft self:N`: the target's own first N layers as a draft model.
 
-Early exit, as in LayerSkip (Elhoushi et al. 2024), of a target that was not trained for it: the
-first N layers, then the final norm and the LM head.
+Early exit, as in LayerSkip (Elhoushi et al. 2024), but of a target that was not trained for it: the
+first N layers, the final norm and the LM head.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse_num_layers(draft: str, revision: str | None, adapter: str | None = Non
 
 
 def check_num_layers(num_layers: int, target: Checkpoint) -> None:
-    """Refuse a draft that is no smaller than the target. Raises CheckpointError."""
+    """Refuse a draft with as many layers as the target. Raises CheckpointError."""
     whole = getattr(target.config.get_text_config(), "num_hidden_layers", None)
     if type(whole) is not int:
         raise CheckpointError(
@@ -65,9 +65,9 @@ def source(target: CheckpointSource, num_layers: int) -> CheckpointSource:
 
 
 def keep_layers(loaded: LoadedCheckpoint, num_layers: int) -> LoadedCheckpoint:
-    """Copy the model with its first layers alone; all tensors are shared with the model.
+    """Return a copy of the model with its first layers, which shares all tensors.
 
-    Raises ExportError if the layers are not in one list.
+    Raises ExportError if the layers are not in one module list.
     """
     model = loaded.model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -1,6 +1,6 @@
-"""Text decoder of a checkpoint: the whole model in most, a part of a multimodal one.
+"""Text decoder of a checkpoint: usually the whole model, or a part of a multimodal model.
 
-Checkpoints without one are refused by type, before their weights are fetched.
+Checkpoints without a decoder are refused by model type, before weights are fetched.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from specedge.errors import CheckpointError
 from .. import internals
 
 T = TypeVar("T")
-# Text parts without a separate class: M-RoPE's three positions are equal for text, plain RoPE.
+# Text models without a separate class: for text, M-RoPE is plain RoPE.
 _TEXT_ARCHITECTURES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-_INHERITED = ("tie_word_embeddings", "eos_token_id")  # text parts do not repeat it
+_INHERITED = ("tie_word_embeddings", "eos_token_id")  # fields that text configs may lack
 _M_ROPE = ("mrope_section", "mrope_interleaved")
 
 
 def decoder_config(where: str, config: Any) -> Any:
-    """Return the config of the text decoder in a config. Raises CheckpointError."""
+    """Return the text decoder's config. Raises CheckpointError if there is no decoder."""
     about = f"{where} ({config.model_type})"
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         problem = "is an encoder-decoder" if config.is_encoder_decoder else "attends to an encoder"
@@ -54,9 +54,9 @@ def decoder_config(where: str, config: Any) -> Any:
 
 
 def decoder_tensors(published: Any, config: Any, tensors: dict[str, T]) -> dict[str, T]:
-    """Select a checkpoint's tensors of its text decoder, under the decoder's names.
+    """Select the text decoder's tensors of a checkpoint, renamed to the decoder's names.
 
-    `published` is the checkpoint's own config, `config` that of its text decoder.
+    `published` is the config of the checkpoint, `config` that of its text decoder.
     """
     if config is published:
         return tensors
@@ -95,7 +95,7 @@ def _text_config(about: str, config: Any) -> Any:
 
 
 def _prefixes(published: Any, config: Any) -> dict[str, str]:
-    """Map prefixes of the text decoder and its LM head in the whole model to its own."""
+    """Map name prefixes of decoder and LM head in the multimodal model to the decoder's own."""
     whole, text = internals.build_multimodal_model(published), internals.build_decoder(config)
     text_config = whole.config.get_text_config()
     candidates = {

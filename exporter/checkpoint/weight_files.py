@@ -21,7 +21,7 @@ from .lazy_weights import FLOATS
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# What quantized weights and adapters consist of; $ is a name's end.
+# Parts of names of quantized weights and adapters; $ marks the end of a name.
 _QUANTIZED_NAMES = (
     "_scale_inv$", "_scales$", ".scales$", ".qweight$", ".qzeros$", ".g_idx$", "weight_packed$",
     ".weight_scale$", ".weight_zero_point$", ".weight_shape$", ".weight_g_idx$", ".absmax$",
@@ -36,10 +36,9 @@ _DTYPES = {
 
 
 def select_files(where: str, folder: Path, names: set[str]) -> list[str]:
-    """Select the weight files among all files of a folder or a repository.
+    """Select the weight files among all file names of a folder or a repository.
 
-    An index is read in `folder`. Raises CheckpointError if it is damaged, or for several GGUF
-    files.
+    Raises CheckpointError for a damaged index in `folder`, or for several GGUF files.
     """
     for single, index in (SAFE, PICKLED):
         if single in names:
@@ -58,7 +57,7 @@ def select_files(where: str, folder: Path, names: set[str]) -> list[str]:
 
 
 def shards(index: Path) -> list[str]:
-    """Return the files that a checkpoint's index names."""
+    """Return the files that a checkpoint's index lists. Raises CheckpointError."""
     damaged = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
     with translate_errors(
         CheckpointError, f"{index} cannot be read (", "); download it again", catch=damaged
@@ -72,7 +71,7 @@ def shards(index: Path) -> list[str]:
 
 
 def read_tensors(where: str, files: list[Path]) -> dict[str, torch.Tensor]:
-    """Map every tensor by its name. Raises CheckpointError for a damaged file."""
+    """Return the memory-mapped tensors of files by name. Raises CheckpointError."""
     state: dict[str, torch.Tensor] = {}
     for file in files:
         try:
@@ -84,14 +83,13 @@ def read_tensors(where: str, files: list[Path]) -> dict[str, torch.Tensor]:
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{where}: {file.name} contains objects other than tensors, which specedge does "
-                "not load; "
-                "specify a checkpoint with model.safetensors"
+                "not load; specify a checkpoint with model.safetensors"
             ) from error
     return state
 
 
 def stored_dtype(where: str, state: dict[str, torch.Tensor]) -> str:
-    """Return the type of most weights."""
+    """Return the type of most weights. Raises CheckpointError if it is not supported."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in state.values():
         kind = tensor.stored if isinstance(tensor, LazyTensor) else tensor.dtype
@@ -110,7 +108,7 @@ def stored_dtype(where: str, state: dict[str, torch.Tensor]) -> str:
 def check_names(where: str, state: dict[str, torch.Tensor], model_names: Iterable[str]) -> None:
     """Refuse tensors of an unknown quantized format. Raises CheckpointError.
 
-    `own` are the names of the model's tensors: a model may have separate scales.
+    `model_names` are the names of the model's tensors, which may include scales.
     """
     forms = [
         form for form in _QUANTIZED_NAMES if not any(form in f"{name}$" for name in model_names)
@@ -153,7 +151,7 @@ def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
     except RuntimeError as error:
         if "mmap can only be used" not in str(error):
             raise
-        # torch.save of before version 1.6 wrote no file that can be mapped.
+        # Files of torch.save before PyTorch 1.6 cannot be memory-mapped.
         state = torch.load(file, map_location="cpu", weights_only=True)
         is_mapped = False
     if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):

@@ -85,7 +85,7 @@ def test_note_says_how_much_of_text_is_kept(tokenizer):
     most_frequent_tokens(30, TEXT, tokenizer, (0,), 515, progress)
     (note,) = progress.notes
     assert "30 of 515 tokens" in note
-    assert "of a text; it drafts no others" in note
+    assert note.endswith("of a text")
 
 
 def test_tokenizer_without_added_tokens_has_no_special_ones(tokenizer, tmp_path):

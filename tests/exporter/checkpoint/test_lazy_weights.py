@@ -212,7 +212,7 @@ def test_float64_weights_are_rounded_to_float32_and_that_is_said(tmp_path):
     progress = Progress()
     loaded = loader.load(checkpoints.find("target", str(folder), None), progress)
     assert loaded.dtype == "float32"
-    assert progress.notes == ["target: its weights in float64 are converted to float32"]
+    assert progress.notes == ["target: its float64 weights are converted to float32"]
 
 
 def test_output_matrix_that_is_stored_twice_is_tied(tmp_path):

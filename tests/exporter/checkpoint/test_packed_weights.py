@@ -292,7 +292,7 @@ def test_truncated_file_is_refused(tmp_path):
 def test_float_weights_with_a_quantization_config_are_refused(tmp_path):
     folder, _ = make(tmp_path, "llama")
     edit(folder / "config.json", quantization_config=Scheme().quantization_config)
-    assert "says GPTQ, and its files hold no such weights" in refusal(folder)
+    assert "says GPTQ, and its files contain no such weights" in refusal(folder)
 
 
 CHANNEL = Scheme("int-quantized", bits=8, group_size=-1).quantization_config
