@@ -1,9 +1,12 @@
-"""Number of CPUs available to this process, which may be fewer than the machine has."""
+"""Processor, and the number of CPUs available to this process."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +25,20 @@ def cpu_count() -> int:
     else:
         allowed = os.cpu_count() or 1
     return min([allowed, *(max(1, math.ceil(quota)) for quota in cpu_quotas())])
+
+
+def processor_name() -> str:
+    """Return the processor's name and the number of CPUs available, as in "AMD EPYC, 2 cores"."""
+    name = platform.processor()
+    with suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        if sys.platform == "darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            name = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+        else:
+            lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+            fields = ("model name", "Hardware", "Model")
+            name = next((s.partition(":")[2] for s in lines if s.startswith(fields)), name)
+    return f"{' '.join(name.split()) or platform.machine()}, {cpu_count()} cores"
 
 
 def default_threads() -> int:

@@ -69,7 +69,7 @@ def test_process_confined_to_one_cpu_runs_and_is_measured_with_one_thread():
         import specedge
         from specedge.bundle import store
         from specedge.runtime.backend.sessions import Device
-        from specedge.runtime.planning.cost_files import processor_name
+        from specedge.cpu_count import processor_name
         assert processor_name().endswith(", 1 cores"), processor_name()
         bundle = specedge.Bundle.read(store.embedded_folder())
         session = Device().open(bundle.path(bundle.draft.graph("step", "onnx").file))

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specedge.bundle import MANIFEST, Bundle, store
-from specedge.cpu_count import cpu_count
+from specedge.cpu_count import processor_name
 from specedge.errors import SpecEdgeError
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.strict_json import JsonError, build, parse, to_plain
@@ -111,13 +110,18 @@ class PassCosts:
                     self.table = write_first(self._key, self.table)
 
     def store(self, table: CostTable) -> Path:
-        """Replace the table in use and the stored one; return its path. Raises SpecEdgeError."""
+        """Replace the table in use and the stored one; return its path.
+
+        Raises:
+            SpecEdgeError: The pipeline was not loaded from a bundle.
+            OSError: The file cannot be written.
+        """
         path = write(self._stored_key, table)
         self.table = table
         return path
 
     def store_as_default(self, table: CostTable) -> Path:
-        """Store a table for the default thread count; return its path. Raises SpecEdgeError."""
+        """Store a table for the default thread count; return its path. Raises as `store`."""
         return write(replace(self._stored_key, threads=0), table)
 
     @property
@@ -190,14 +194,3 @@ def gpu_names(devices: Iterable[Device]) -> str:
         for i in indices
     ]
     return f"{' and '.join(names)}, driver {state.get('version') or state.get('cuda') or 'unknown'}"
-
-
-def processor_name() -> str:
-    """Return the processor's name and the number of cores that this process may use."""
-    name = platform.processor()
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # only source on Linux
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith(("model name", "Hardware", "Model")):
-                name = line.partition(":")[2]
-                break
-    return f"{' '.join(name.split()) or platform.machine()}, {cpu_count()} cores"

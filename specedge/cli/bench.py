@@ -246,9 +246,8 @@ def _conditions(
     request: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the conditions of the benchmark."""
-    from specedge.cpu_count import cpu_count
+    from specedge.cpu_count import cpu_count, processor_name
     from specedge.runtime.backend.ort import onnxruntime
-    from specedge.runtime.planning.cost_files import processor_name
     from specedge.version import __version__
 
     bundle = pipeline.bundle

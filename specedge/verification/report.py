@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform
-import subprocess
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from specedge.cpu_count import cpu_count
+from specedge.cpu_count import processor_name
 from specedge.version import __version__
 
 PASSED, FAILED, SHORT, SKIPPED = "passed", "FAILED", "too little time", "not run"
@@ -100,23 +97,6 @@ def machine() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "machine": f"{_processor()}, {cpu_count()} cores, {platform.platform(terse=True)}",
+        "machine": f"{processor_name()}, {platform.platform(terse=True)}",
         "versions": ", ".join(versions),
     }
-
-
-def _processor() -> str:
-    """Return the name of the processor."""
-    name = ""
-    try:
-        if sys.platform == "darwin":
-            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            name = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
-        elif sys.platform != "win32":
-            for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-                if line.lower().startswith("model name"):
-                    name = line.partition(":")[2]
-                    break
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        name = ""
-    return " ".join(name.split()) or platform.processor() or platform.machine()
