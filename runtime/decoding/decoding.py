@@ -55,8 +55,8 @@ class SpeculativeDecoder:
         """Yield rounds until `max_new_tokens` tokens are committed.
 
         Above temperature 0 the last round may commit one token too many, which the caller drops.
-        A round consumes 2K + 1 uniforms even if it uses fewer: K draws, K acceptance tests, and one
-        for the recovered or bonus token. So the random numbers of a round do not depend on others.
+        A round consumes 2K + 1 uniforms even if it uses fewer (K draws, K acceptance tests, and one
+        for the recovered or bonus token), so its random numbers do not depend on earlier outcomes.
 
         Args:
             prompt: Tokens to continue.

@@ -1,4 +1,4 @@
-"""Pass-length invariance (batch invariance): noise of logits between passes of other lengths.
+"""Pass-length invariance (batch invariance), and the noise of logits where it does not hold.
 
 A pass length T is invariant if the logits of a token are bitwise identical in passes of T tokens
 and of one. T tokens per pass, V vocabulary entries, n tokens of text.
@@ -18,7 +18,7 @@ from .protocols import LanguageModel, TargetModel
 
 MIN_ROWS = 16  # minimum number of compared rows
 BLOCK = 64  # kernels change block sizes near its multiples, where noise often begins
-UNBOUNDED = float(np.finfo(np.float32).max)  # noise if the routing to experts may change
+UNBOUNDED = float(np.finfo(np.float32).max)  # noise if the routing to experts can change
 SAFETY_FACTOR = 4  # over windows of a noisy model, the largest difference varied 2 to 7 times
 
 
@@ -35,8 +35,8 @@ def measure_noise(
 ) -> NoiseMeasurement:
     """Compare the logits of passes of T tokens with those of single tokens; 0.0 is bitwise equal.
 
-    The passes of T build on rows that passes of T wrote, as in a request. The tokens before them
-    are prefilled, alike for every T. The cache is empty afterwards.
+    As in a request, each pass of T reads cache rows written by passes of T. Earlier tokens are
+    prefilled in the same way for every T. The cache is empty afterwards.
 
     Args:
         model: Model to measure.
@@ -64,7 +64,7 @@ def _max_difference(logits: Floats, plain: Floats) -> float:
 
 
 class LogitNoise:
-    """Bound of the difference between plain decoding's logits and those of longer passes."""
+    """Bound of the difference between the logits of plain decoding and of longer passes."""
 
     def __init__(self, target: TargetModel, context_length: int) -> None:
         self._target = target
@@ -99,8 +99,8 @@ class LogitNoise:
         measured = max((by_length[t] for t in ends), default=0.0)
         if measured and self._target.num_experts:
             return UNBOUNDED
-        # Two correct passes are each as far from exact as the export measured, so twice that from
-        # each other; noise may begin where nothing was measured.
+        # The measured text may show no noise. Two correct passes can differ by twice the float32
+        # error that the export measured.
         largest = max((m.largest for m in self._measurements), default=0.0)
         lower = 2 * self._target.float32_error * largest
         return max(SAFETY_FACTOR * measured, lower) if ends else 0.0
@@ -111,10 +111,10 @@ class LogitNoise:
 
 
 def is_invariant(length: int, tested: Collection[int]) -> bool:
-    """Return True if a pass length is invariant, by the invariant ones among those tested.
+    """Return True if a pass length is invariant, given the invariant lengths that were tested.
 
-    A length that was not tested counts as invariant if a shorter one and one of at most twice that
-    length are: kernels process rows in groups, so changes occur at the group sizes.
+    An untested length counts as invariant if a shorter length and a length of at most twice the
+    shorter one are: kernels process rows in groups, so changes occur at the group sizes.
     """
     below = max((t for t in tested if t <= length), default=0)
     return 1 in tested and any(length <= t <= 2 * below for t in tested)

@@ -1,8 +1,7 @@
 """Near-ties: greedy choices that the pass length could change, and their exact resolution.
 
-Plain decoding is one token per pass. A longer pass may give logits that differ from plain
-decoding's by up to a `noise`; two tokens whose logits differ by less than twice the noise are a
-near-tie.
+Plain decoding runs one token per pass. The logits of a longer pass may differ from its logits by
+up to `noise`; two tokens whose logits differ by less than twice the noise are a near-tie.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class NearTieResolver:
     target: LanguageModel
     noise: float
     exact: bool
-    _num_plain: int = field(default=0, init=False)  # cache rows that plain decoding would write
+    _num_plain: int = field(default=0, init=False)  # cache rows equal to those of plain decoding
 
     def begin(self, num_rows: int) -> None:
         """Begin a request whose first `num_rows` cache rows are those of plain decoding.
@@ -119,10 +118,10 @@ class NearTieResolver:
         for i in range(self._num_plain, len(tokens)):
             row: Row = self.target.forward([tokens[i]])[0]
             before = History(tokens[:num_prompt], tokens[num_prompt : i + 1])
-            with suppress(OptionError):  # a grammar that is followed no more says nothing of noise
+            with suppress(OptionError):  # after a grammar violation there is no expected token
                 if i + 1 < len(tokens) and greedy_token(row, sampling, before) != tokens[i + 1]:
                     raise SpecEdgeError(
-                        f"new token {i + 1 - num_prompt} is not plain decoding's: the noise of "
+                        f"new token {i + 1 - num_prompt} differs from plain decoding: the noise of "
                         f"this device exceeds the measured {self.noise:.1e}; use 0 draft tokens"
                     )
         self._num_plain = len(tokens)

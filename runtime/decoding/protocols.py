@@ -37,10 +37,7 @@ class LanguageModel(Protocol):
         """Append any number of tokens to the cache without computing logits."""
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        """Keep the longest prefix that the cache shares with `tokens`; return its length.
-
-        This is prefix cache reuse.
-        """
+        """Keep the longest common prefix of the cache and `tokens`; return its length."""
 
     def truncate(self, length: int) -> None:
         """Roll the cache back to its first `length` tokens."""
@@ -128,7 +125,7 @@ class Drafter(Protocol):
 
 
 def draft_sources(drafter: Drafter, draft: Draft) -> tuple[str, ...]:
-    """Return the drafter's name of each draft token. -> [n]"""
+    """Return the name of each draft token's drafter. -> [n]"""
     return tuple(draft.sources) or (drafter.name,) * len(draft.tokens)
 
 
@@ -139,7 +136,7 @@ class NearTie:
     Attributes:
         position: Index among the new tokens, from 0.
         token: Chosen token.
-        runner_up: second most likely token.
+        runner_up: Second most likely token.
         margin: Difference of their logits in the pass that decided.
     """
 

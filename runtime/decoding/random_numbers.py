@@ -1,16 +1,16 @@
 """Counter-based random numbers of a request, reproducible in any language.
 
-Uniforms are splitmix64's (Steele, Lea and Flood 2014), a pure function of a stream's seed and an
-index. They have 53 bits, not fewer: a token of probability p is drawn with an error of at most
-2^-53, which keeps the tail of a large vocabulary right.
+Uniforms are computed by splitmix64 (Steele, Lea and Flood 2014), a pure function of a stream's seed
+and an index. They have 53 bits: a token of probability p is drawn with an error of at most 2^-53,
+which is accurate for the tail of a large vocabulary.
 
-Gumbel coupling (Daliri, Musco and Suresh 2024, "Coupling without communication and
-drafter-invariant speculative decoding") has draft and target choose a token by the same noise. The
-noise of token v at a position of the text is E(v), exponentially distributed and a pure function of
-seed, choice, position and v. A model with distribution p chooses the token of least E(v) / p(v),
+With Gumbel coupling (Daliri, Musco and Suresh 2024, "Coupling without communication and
+drafter-invariant speculative decoding"), draft and target choose tokens by the same noise. The
+noise of token v at a position is E(v), exponentially distributed and a pure function of seed,
+choice, position and v. A model with distribution p chooses the token with the smallest E(v) / p(v),
 which has distribution p; it is the argmax of log p(v) + g(v) with Gumbel noise g(v) = -log E(v). A
-draft token is accepted if it is the target's own choice, so that the text is plain decoding's with
-any drafter, and P(accept) >= (1 - TV) / (1 + TV).
+draft token is accepted if it is the target's choice, so the text equals plain decoding for any
+drafter, and P(accept) >= (1 - TV) / (1 + TV).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _STEP = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _UNIT = 2.0**-53
-_UNIFORM_BLOCK = 256  # uniforms that are computed at a time
-_NOISE_BLOCK = 2**14  # ids whose noise is computed at a time, in the processor's cache
-_MARGIN = 1 + 2.0**-20  # exceeds the float32 rounding of a bound and its limit
+_UNIFORM_BLOCK = 256  # uniforms computed at a time
+_NOISE_BLOCK = 2**14  # ids whose noise is computed at a time, to fit the CPU cache
+_MARGIN = 1 + 2.0**-20  # more than the float32 rounding error of a bound
 
 
 def word(stream: int, index: int) -> int:
@@ -41,7 +41,7 @@ def word(stream: int, index: int) -> int:
 
 
 def words(stream: int, indexes: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
-    """Return the numbers of these indexes of a stream, as `word` does. [n] -> [n]"""
+    """Return the numbers at these indices of a stream, as `word` does. [n] -> [n]"""
     z = indexes.astype(np.uint64)
     z += np.uint64(1)
     z *= np.uint64(_STEP)
@@ -85,8 +85,7 @@ class GumbelNoise:
 
         x = (word(word(word(seed, choice), i), v) >> 11 | 1) 2^-53    in [2^-53, 1 - 2^-53]
 
-    and E(v) = -log(1 - x). Nothing depends on which other tokens' noise is computed, so that every
-    model, filter and draft vocabulary has the same numbers.
+    and E(v) = -log(1 - x). It does not depend on the model, the filters or the draft vocabulary.
     """
 
     def __init__(self, seed: int, choice: int = 0) -> None:
@@ -94,10 +93,10 @@ class GumbelNoise:
         self._bounds: dict[int, Floats] = {}  # by position, of the tokens from 0 on
 
     def choose(self, distribution: Distribution, position: int) -> int:
-        """Return the token of the least E(v) / p(v), the lowest id on ties.
+        """Return the token with the smallest E(v) / p(v), the lowest id on ties.
 
-        As E(v) > x(v), only tokens whose x(v) / p(v) is below a known score need a logarithm, and
-        only those whose p lets x = 2^-53 reach that score need noise at all.
+        Since E(v) > x(v), a logarithm is needed only for tokens whose x(v) / p(v) is below the best
+        score so far, and noise only for those that could reach that score with x = 2^-53.
         """
         weights, ids = distribution.weights, distribution.ids
         stream = word(self._stream, position)
@@ -123,7 +122,7 @@ class GumbelNoise:
         return best
 
     def _bounds_of_all(self, position: int, stream: int, count: int) -> Floats:
-        """Return the bounds of tokens 0 to `count` - 1, which draft and target share. [count]"""
+        """Return the bounds of tokens 0 to `count` - 1, cached for draft and target. -> [count]"""
         bounds = self._bounds.get(position, np.zeros(0, np.float32))
         if len(bounds) < count:
             bounds = np.concatenate([bounds, _noise_bounds(stream, np.arange(len(bounds), count))])
@@ -136,17 +135,17 @@ class GumbelNoise:
 
 
 def _reach(weights: Floats, score: float) -> Floats:
-    """Return the largest bounds with which tokens may have at most that score. [n] -> [n]"""
+    """Return the largest bound with which each token can reach a score. [n] -> [n]"""
     return weights * weights.dtype.type(score * _MARGIN / _UNIT)
 
 
 def exponential(stream: int, token: int) -> float:
-    """Return E of a token for the stream of its position."""
+    """Return E(v) of a token, from the stream of its position."""
     return -math.log(1 - (word(stream, token) >> 11 | 1) * _UNIT)
 
 
 def _noise_bounds(stream: int, ids: Ids) -> Floats:
-    """Return x / 2^-53 of tokens, rounded; E is above x. [n] -> [n]"""
+    """Return x / 2^-53 of tokens in float32, a lower bound of E up to rounding. [n] -> [n]"""
     bounds = np.empty(len(ids), np.float32)
     for start in range(0, len(ids), _NOISE_BLOCK):
         z = words(stream, ids[start : start + _NOISE_BLOCK])

@@ -38,7 +38,7 @@ class Stopwatch:
 
 
 class _Part:
-    """Context of a part: a class, since each round enters several and a generator costs more."""
+    """Context manager of a part; a class, which has less overhead than a generator."""
 
     def __init__(self, stopwatch: Stopwatch, name: str) -> None:
         self._stopwatch, self._name = stopwatch, name
@@ -54,7 +54,7 @@ class _Part:
 class TimedModel:
     """Language model whose passes are counted and timed as one part of a request.
 
-    A pass that also reads the end of a prompt counts as "prefill".
+    A pass that includes prompt tokens counts as "prefill".
     """
 
     def __init__(self, model: LanguageModel, stopwatch: Stopwatch, part: str) -> None:
@@ -67,11 +67,9 @@ class TimedModel:
 
     @property
     def length(self) -> int:
-        """Number of tokens in the cache."""
         return self.model.length
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
-        """Run a pass, as `LanguageModel.forward`."""
         self.num_passes += 1
         begin = time.perf_counter()
         reads_prompt = num_rows is not None and num_rows < len(tokens)
@@ -87,9 +85,9 @@ class TimedModel:
 
     @property
     def seconds_of_first(self) -> float:
-        """Verify time within the pass that also read the end of the prompt.
+        """Verify time within the pass that included prompt tokens.
 
-        The mean of the other passes, or if there are none the round's share of the tokens.
+        It is the mean of the other passes or, without any, proportional to the rows with logits.
         """
         if not self._other_pass_seconds:
             return self._prompt_pass_share
@@ -103,7 +101,7 @@ class TimedModel:
         sampling: Sampling,
         uniforms: Floats,
     ) -> Draft | None:
-        """Draft on the device where the model can; this counts as `count` passes."""
+        """Draft on the device if the model supports it, which counts as `count` passes."""
         if not hasattr(self.model, "draft"):
             return None
         with self._stopwatch.part(self._part):
@@ -118,9 +116,7 @@ class TimedModel:
             self.model.prefill(tokens)
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        """Keep the longest cached prefix of `tokens`; return its length."""
         return self.model.reuse(tokens)
 
     def truncate(self, length: int) -> None:
-        """Roll the cache back."""
         self.model.truncate(length)

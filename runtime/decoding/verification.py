@@ -2,9 +2,9 @@
 
 Notation: V vocabulary entries, n draft tokens; t is the target's distribution of a token (p in the
 paper), d the draft's (q), u a uniform random number in [0, 1), passed as an argument. Row i of a
-model's logits predicts the token after the i-th token of the pass, so that n draft tokens take
-n + 1 rows of the target. `row_distribution` computes all distributions: the draft's, the target's
-and plain decoding's.
+model's logits predicts the token after the i-th token of the pass, so n draft tokens need n + 1
+rows of the target. `row_distribution` computes the distributions of draft, target and plain
+decoding.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _verify_choices(
 
 
 def _choose(row: Row, sampling: Sampling, history: History) -> int:
-    """Return a model's choice: the greedy token, or the one selected by Gumbel noise."""
+    """Return the greedy token, or the token selected by Gumbel noise."""
     if sampling.noise is None:
         return greedy_token(row, sampling, history)
     return sampling.noise.choose(row_distribution(row, sampling, history), history.length)

@@ -28,7 +28,6 @@ class Chain:
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        """Draft up to `max_tokens` tokens, as `Drafter.propose`."""
         tokens: list[int] = []
         probs: list[Distribution | None] = []
         sources: list[str] = []
@@ -50,6 +49,5 @@ class Chain:
         return Draft(tokens, probs, sources)
 
     def truncate(self, length: int) -> None:
-        """Roll all drafters back."""
         for drafter in self.drafters:
             drafter.truncate(length)

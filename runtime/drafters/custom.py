@@ -1,4 +1,4 @@
-"""Validation of a caller's own drafter."""
+"""Validation of custom drafters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..sampling.history import History
 
 @dataclass(eq=False)
 class CustomDrafter:
-    """Wrapper that validates the drafts of a caller's own drafter.
+    """Wrapper that validates the drafts of a custom drafter.
 
     An invalid draft would change the distribution of the text.
 
@@ -30,13 +30,11 @@ class CustomDrafter:
 
     @property
     def name(self) -> str:
-        """Name of the drafter in statistics."""
         return self.drafter.name
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        """Draft up to `max_tokens` tokens, as `Drafter.propose`."""
         draft = self.drafter.propose(history, max_tokens, sampling, uniforms)
         tokens = [self._token(token) for token in draft.tokens]
         if len(tokens) > max_tokens:
@@ -51,7 +49,6 @@ class CustomDrafter:
         return Draft(tokens, draft.probs or None, draft.sources)
 
     def truncate(self, length: int) -> None:
-        """Roll the drafter back."""
         self.drafter.truncate(length)
 
     def _token(self, token: object) -> int:

@@ -53,7 +53,6 @@ class DraftModel:
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        """Draft up to `max_tokens` tokens, as `Drafter.propose`."""
         if not max_tokens:
             return Draft([])
         pending, limit = self._catch_up(history)
@@ -89,7 +88,6 @@ class DraftModel:
         return length - end, start + self.context_length - length + 1
 
     def truncate(self, length: int) -> None:
-        """Roll the cache back to the first `length` tokens of the text; 0 begins another text."""
         self._is_new_text = self._is_new_text or length <= self._start
         if not self._is_new_text:
             self.model.truncate(min(length - self._start, self.model.length))

@@ -1,4 +1,4 @@
-"""N-gram drafter: counts of the tokens that followed one or two others, and drafts from them.
+"""N-gram drafter: counts of the successors of one and two tokens, and drafts from them.
 
 Notation: V vocabulary entries; B distinct pairs of tokens; N distinct triples.
 """
@@ -90,9 +90,7 @@ class NGramTables:
 
 
 def count(texts: Iterable[Sequence[int]], vocab_size: int, order: int = MAX_ORDER) -> NGramTables:
-    """Count the n-grams, n up to `order`, of token texts; none spans two texts.
-
-    It takes some 60 bytes of memory a token.
+    """Count the n-grams, n up to `order`, within token texts, in about 60 bytes per token.
 
     Raises:
         ValueError: The texts are empty, or three tokens of the vocabulary do not fit into 64 bits.
@@ -142,7 +140,7 @@ def _starts(rows: NDArray[np.signedinteger[Any]], num_rows: int) -> Counts:
 class NGramDrafter:
     """Drafter from n-gram tables.
 
-    Log-probabilities are its logits, so that temperature and filters apply as to the target.
+    Temperature and filters apply to its log-probabilities as to the target's logits.
     """
 
     name = "ngram"
@@ -153,8 +151,6 @@ class NGramDrafter:
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        """Draft up to `max_tokens` tokens, as `Drafter.propose`."""
-
         def next_row(drafted: list[int]) -> Row:
             distribution = self._tables.distribution([*history.last(2), *drafted])
             with np.errstate(divide="ignore"):
@@ -163,4 +159,4 @@ class NGramDrafter:
         return draw_draft(next_row, history, max_tokens, sampling, uniforms)
 
     def truncate(self, length: int) -> None:
-        """Keep no state to roll back."""
+        """Do nothing: there is no state."""

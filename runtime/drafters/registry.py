@@ -1,4 +1,4 @@
-"""Drafters of a request, by name or a caller's own."""
+"""Creation of a request's drafters, by name or from a custom drafter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DrafterRegistry:
             self._read(drafter.removeprefix(NGRAM))
 
     def create(self, request: GenerationRequest, model: LanguageModel | None) -> dict[str, Drafter]:
-        """Return the drafters that a request may use, by name, the one that it names first.
+        """Return the drafters that a request may use, by name; the named one comes first.
 
         Args:
             request: Request with drafter and match lengths.
@@ -59,7 +59,7 @@ class DrafterRegistry:
         name, sizes = request.drafter, self._bundle.draft
         if not isinstance(name, str):
             custom = CustomDrafter(name, self._bundle.target.vocab_size)
-            return {f"own {custom.name}": custom}  # its name may be a built-in one
+            return {f"own {custom.name}": custom}  # its name may be that of a built-in drafter
         self.check(name)
         suffix = self._suffix(request)
         drafters: list[Drafter]
@@ -110,7 +110,7 @@ class DrafterRegistry:
 
 
 class RandomDrafter:
-    """Drafter of uniformly random tokens, the lower bound of any drafter."""
+    """Drafter of uniformly distributed tokens, which shows the cost of rejected drafts."""
 
     name = DrafterName.RANDOM
 
@@ -120,9 +120,8 @@ class RandomDrafter:
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        """Draft `max_tokens` tokens, as `Drafter.propose`."""
         tokens = [self._distribution.pick(float(uniforms[i])) for i in range(max_tokens)]
         return Draft(tokens, [self._distribution] * max_tokens)
 
     def truncate(self, length: int) -> None:
-        """Keep no state to roll back."""
+        """Do nothing: there is no state."""

@@ -1,8 +1,8 @@
 """Suffix decoding, and prompt lookup as suffix decoding with fixed match lengths.
 
-The method follows SuffixDecoding (Oliaro et al. 2024), which counts the continuations of each run
-of tokens in a suffix tree. Here, acceptance rates are measured on the text itself instead of being
-derived from the counts.
+The method follows SuffixDecoding (Oliaro et al. 2024), which counts the continuations of each token
+sequence in a suffix tree. Here, acceptance rates are measured on the text itself instead of being
+derived from the counts. A run is a sequence of 1, 2, 4, 8 or 16 tokens.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class Suffix:
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        """Draft up to `max_tokens` tokens, as `Drafter.propose`."""
         prediction = self._state.predict(history, max_tokens)
         count = prediction.num_before_model if self._before_model else prediction.num_standalone
         return Draft(prediction.tokens[: min(count, max_tokens)])
@@ -161,7 +160,7 @@ class _SuffixState:
             rates.append(rate)
             num_standalone += is_standalone
             num_before_model += is_before_model
-            if readers is self._readers:  # copied late, as most predictions end before this line
+            if readers is self._readers:  # copied late: most predictions end earlier
                 readers = [reader.ahead(()) for reader in readers]
             for reader in readers:
                 reader.read(token)
@@ -221,7 +220,7 @@ class _Reader:
         return follower and (follower[0], self._first_class + follower[1])
 
     def ahead(self, tokens: Sequence[int]) -> _Reader:
-        """Return a reader behind these further tokens, which are not added to the index."""
+        """Return a reader after these further tokens, which are not added to the index."""
         recent = self._recent[-HALVES[-1] :]
         reader = _Reader(self._index, self._levels, self._first_class, recent=recent)
         for token in tokens:
@@ -243,7 +242,7 @@ class ClassRates:
         self._tested = [PRIOR_TESTS] * len(self._accepted)
 
     def rate(self, follower_class: int) -> float:
-        """Return the rate of a class."""
+        """Return the acceptance rate of a class."""
         return self._accepted[follower_class] / self._tested[follower_class]
 
     def record(self, follower_class: int, is_accepted: bool) -> None:

@@ -25,7 +25,7 @@ from .plans import FixedPlan
 LENGTH = 64  # cache length at load
 SECONDS, MIN_SWEEPS = 0.12, 2  # time limit at load
 PATIENCE = 3  # factor of the time limit while other programs use the cores
-SLOW_SECONDS = 0.5  # if the self-test's passes took longer, they are not timed again
+SLOW_SECONDS = 0.5  # if the passes of the self-test took longer, they are not timed again
 PASS_LENGTHS = (1, 2, 3, 5, 9)  # in addition to the longest; kernels use tiles of a few rows
 DRAFT_LENGTHS, DRAFT_LENGTHS_IF_SLOW = (1, 4), (2,)  # K of timed rounds with the draft model
 NUM_ROUNDS = 1  # timed rounds for each K and mode in a sweep, after one warm-up round
@@ -82,11 +82,11 @@ def measure(
 ) -> Measurement:
     """Time the passes and the host work of a bundle. Both caches are empty afterwards.
 
-    Target passes are timed separately, and complete rounds in the decoding loop, plain and with the
+    Target passes are timed alone, and complete rounds in the decoding loop, with and without the
     draft model: a target pass takes longer after draft passes, and the difference is attributed to
-    these. Each sweep times everything once, so that other load affects all costs alike. A cost is
-    the minimum over sweeps, rounded to a grid: the first passes of a process take up to twice as
-    long.
+    the draft. Each sweep times everything once, so that other load affects all costs alike. A cost
+    is the minimum over sweeps, rounded to a grid, since the first passes of a process take up to
+    twice as long.
 
     Args:
         models: Models to measure, with contexts of at least MIN_CONTEXT tokens.

@@ -171,8 +171,8 @@ class Planner:
     def choose(self, options: Sequence[DraftOption], length: int) -> RoundChoice:
         """Return the best option, or K = 0, at `length` tokens in the target's cache.
 
-        The choice does not depend on the number of tokens still wanted, so that a seed's text does
-        not depend on where a request ends.
+        The choice does not depend on the number of remaining tokens, so that a seed's text does not
+        depend on where a request ends.
         """
         costs = self.last_costs = self.costs(length)
         best: RoundChoice | None = None
@@ -234,10 +234,11 @@ class Planner:
     ) -> RoundChoice | None:
         """Return the best K above 0 of an option, or None.
 
-        Tokens with acceptance rates a, b, ... give 1 + a + ab + ... expected tokens. A model's
-        catch-up is amortized over the tokens still expected; its prefill of the free tokens is a
-        cost of this round. K is limited so that a round without accepted tokens loses at most the
-        exploration budget and the time saved so far. `assume_accepted` sets all rates to 1.
+        Tokens with acceptance rates a, b, ... give 1 + a + ab + ... expected tokens. The draft
+        model's catch-up is amortized over the expected remaining tokens; its prefill of the free
+        tokens is a cost of this round. K is limited so that a round without accepted tokens loses
+        at most the exploration budget and the time saved so far. `assume_accepted` sets all rates
+        to 1.
         """
         num_free = option.num_free
         limit = min(self.max_draft_tokens, num_free + option.max_model_tokens)
@@ -300,7 +301,7 @@ class Planner:
         return estimate.rates(option.num_free)
 
     def _probe(self, option: DraftOption, costs: RoundCosts) -> RoundChoice | None:
-        """Return a probe of one draft token; None if it exceeds the budget or cannot pay.
+        """Return a probe of one draft token; None if it exceeds the budget or cannot give a gain.
 
         Suffix decoding needs no probes: its predictions are compared with the text in every round.
         """

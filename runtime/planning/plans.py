@@ -61,23 +61,21 @@ class FixedPlan:
         self._round_plan = RoundPlan(name, drafter, num_draft_tokens)
 
     def next(self, history: History, num_left: int) -> RoundPlan:
-        """Return the plan of the next round."""
         return self._round_plan
 
     def record(self, round_: Round) -> None:
         """Ignore the outcome."""
 
     def truncate(self, length: int) -> None:
-        """Roll the drafter back."""
         self.drafter.truncate(length)
 
 
 class AutoPlan:
     """Adaptive plan: a planner selects the draft model, suffix decoding, a chain of both, or none.
 
-    In every planned round the prediction of suffix decoding is compared with the text, which costs
-    no pass. While no draft pays and rounds are short relative to the planning time, rounds are
-    plain without planning (exponential back-off).
+    In every planned round the prediction of suffix decoding is compared with the text, which needs
+    no pass. While no draft is faster and rounds are short relative to the planning time, rounds are
+    plain and not planned (exponential back-off).
 
     Attributes:
         changes: Choices that differ from the previous one, with the round's number.
@@ -100,7 +98,6 @@ class AutoPlan:
         self._num_read = 0  # length of the text when the model drafted the last tested token
 
     def next(self, history: History, num_left: int) -> RoundPlan:
-        """Return the plan of the next round."""
         self._length = history.length
         if self._num_unplanned and self._round_plan is not None:
             self._num_unplanned, self._suffix_tokens = self._num_unplanned - 1, []
@@ -119,7 +116,6 @@ class AutoPlan:
         return self._round_plan
 
     def record(self, round_: Round) -> None:
-        """Update the planner with the outcome of a round."""
         assert self._choice is not None
         if not self._suffix_tokens and not round_.num_drafted:
             self.planner.record(self._choice, (), 0)
@@ -150,7 +146,6 @@ class AutoPlan:
         return num_accepted
 
     def truncate(self, length: int) -> None:
-        """Roll the drafters back."""
         if length and self._choice is not None and self._choice.reason == ChoiceReason.PLAIN:
             return  # no drafter has cached draft tokens
         self._num_read = min(self._num_read, length)
@@ -161,8 +156,8 @@ class AutoPlan:
         """Return the drafts that the drafters could propose.
 
         If the model's context is full, a chain has the tokens of suffix decoding only. If suffix
-        decoding predicts none, a chain is the model's draft, followed by matches that the model's
-        tokens may lead to; so it is preferred to the model if these are accepted as often.
+        decoding predicts none, a chain is the model's draft followed by matches of its tokens, and
+        is preferred to the model if suffix decoding is accepted at least as often.
         """
         max_tokens = self.planner.max_draft_tokens
         num_unread = max_model_tokens = 0
@@ -216,9 +211,9 @@ class AutoPlan:
 class ReplayPlan:
     """Plan with the rounds of an earlier request.
 
-    Rounds of `lookup` come from version 0.1, whose prompt lookup drafted other tokens than suffix
-    decoding. They are replayed only if the text does not depend on drafts, and the last round is
-    repeated if fewer tokens are accepted.
+    Rounds of `lookup` were recorded by version 0.1, whose prompt lookup drafted other tokens. They
+    are replayed only if the text does not depend on drafts, and the last round is repeated if fewer
+    tokens are accepted.
     """
 
     def __init__(
@@ -249,7 +244,6 @@ class ReplayPlan:
         self._num_done = 0
 
     def next(self, history: History, num_left: int) -> RoundPlan:
-        """Return the plan of the next round."""
         if self._num_done == len(self._rounds) and self._repeats_last:
             self._num_done -= 1
         if self._num_done == len(self._rounds):
@@ -266,7 +260,6 @@ class ReplayPlan:
         """Ignore the outcome."""
 
     def truncate(self, length: int) -> None:
-        """Roll the drafters back."""
         for drafter in self._drafters.values():
             drafter.truncate(length)
 

@@ -1,7 +1,7 @@
 """Logits of a pass.
 
-These classes hold arrays in host memory; a device that keeps the rest to itself derives its own
-from them. T rows of n columns, one for each of the V vocabulary entries unless a draft model has a
+These classes hold arrays in host memory; subclasses keep logits in device memory until they are
+read. T rows of n columns, one for each of the V vocabulary entries unless a draft model has a
 reduced vocabulary (pruned LM head).
 """
 
@@ -14,7 +14,7 @@ from .top_k_p import top
 
 
 class Row:
-    """One row of logits [n], of the tokens `ids` [n], ascending, without ids 0 to n - 1."""
+    """Row of logits [n] of the tokens `ids` [n], which are ascending; None means 0 to n - 1."""
 
     def __init__(self, logits: Floats, ids: Ids | None = None) -> None:
         self._logits = logits
@@ -50,8 +50,8 @@ class Row:
 class Logits:
     """Logits of a pass [T, n], valid until the next pass with the same weights.
 
-    Twins may share memory on a device. Arrays that were fetched are the host's: they are valid
-    until the next pass of this model itself. `ids` [n] are the columns' tokens, as in a row.
+    Models with the same weights may share device memory. Arrays in host memory are valid until the
+    next pass of this model. `ids` [n] are the token ids of the columns, as in `Row`.
     """
 
     def __init__(self, logits: Floats, ids: Ids | None = None) -> None:

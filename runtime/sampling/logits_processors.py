@@ -1,7 +1,7 @@
 """Logits processors: penalties, biases and bans, in this order, then the grammar's mask.
 
-Repetition penalty, bad words and withheld end tokens are transformers'; presence and frequency
-penalties and the bias by token are OpenAI's and vLLM's.
+Repetition penalty, bad words and suppressed end tokens follow transformers; presence penalty,
+frequency penalty and logit bias follow OpenAI's API and vLLM.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .history import History
 def process_logits(
     logits: Floats, sampling: Sampling, history: History, ids: Ids | None = None
 ) -> Floats:
-    """Return a row of logits after all processors; the row itself is not changed. [n] -> [n]
+    """Return a row of logits after all processors, in a new array if there are any. [n] -> [n]
 
-    Options may name tokens that the row lacks.
+    Tokens that the row lacks are ignored.
 
     Args:
         logits: Logits of the tokens `ids`. [n]

@@ -15,9 +15,9 @@ from .logits import Logits, Row
 class TokenLogprobs:
     """Natural log-probability of a token, and those of the most likely tokens.
 
-    They are of the softmax of the model's own logits, before any option of the request, as in
-    vLLM's default. `top` has (token, log-probability), most likely first, the lower id first on
-    ties; tokens of probability 0 are left out.
+    They are computed from the logits before any sampling option, as in vLLM by default. `top` has
+    (token, log-probability), most likely first, the lower id first on ties, without tokens of
+    probability 0.
     """
 
     token: int

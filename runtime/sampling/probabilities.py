@@ -1,8 +1,7 @@
 """Distribution of the next token: the function that draft, target and plain decoding share.
 
-V vocabulary entries. A round has up to 2K + 1 rows of 50,000 tokens or more. So a distribution is
-unnormalized weights, filters write zeros over the tokens that they drop, and only top-k, which
-keeps few, makes a list of them.
+V vocabulary entries. A round has up to 2K + 1 rows of 50,000 tokens or more, so weights are not
+normalized, and filters set weights to zero. Only top-k, which keeps few tokens, selects their ids.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ NOTHING_LEFT = (
 def probabilities(
     logits: Floats, sampling: Sampling, history: History, ids: Ids | None = None
 ) -> Distribution:
-    """Return the distribution that a row of logits gives, above temperature 0. [n]
+    """Return the distribution of a row of logits [n] above temperature 0.
 
     Penalties, biases and bans, then temperature, top-k, top-p, min-p and typical-p, in the order of
     transformers; top-k keeps every logit that ties with the k-th. Computed in the type of the
@@ -67,7 +66,7 @@ def probabilities(
 
 
 def row_distribution(row: Row, sampling: Sampling, history: History) -> Distribution:
-    """Return the distribution of a row, fetching no more of the row than the options need."""
+    """Return the distribution of a row above temperature 0; with top-k only, fetch few logits."""
     if sampling.top_k and not sampling.edits:
         row = row.for_top_k(sampling.top_k)
     return probabilities(row.array(), sampling, history, row.ids)
@@ -76,7 +75,7 @@ def row_distribution(row: Row, sampling: Sampling, history: History) -> Distribu
 def most_likely(row: Row, count: int, sampling: Sampling, history: History) -> tuple[Ids, Floats]:
     """Return the `count` largest processed logits, as `Row.largest` does.
 
-    Without logits processors no more than these are fetched from the row.
+    Without logits processors, only these are fetched from the device.
     """
     if sampling.edits:
         scores = process_logits(row.array(), sampling, history, row.ids)
@@ -96,7 +95,7 @@ def greedy_token(row: Row, sampling: Sampling, history: History) -> int:
 def _weights(scores: Floats, largest: float, temperature: float) -> Floats:
     """Return softmax weights, 1 for the most likely token.
 
-    A temperature out of the range of the logits' type still means argmax or uniform.
+    Temperatures are clipped to the range of the logits' type.
     """
     weights: Floats = scores - largest
     if temperature != 1:
@@ -118,10 +117,10 @@ def _largest(scores: Floats, logits: Floats) -> Any:
 
 
 def _typical(weights: Floats, typical_p: float) -> Floats:
-    """Keep the weights of tokens whose surprise is nearest to the entropy. [n] -> [n]
+    """Apply locally typical sampling (Meister et al. 2022). [n] -> [n]
 
-    As many as reach `typical_p`, and every one as near as the last of them. The distance of two
-    surprises is that of the weights' logarithms.
+    Keeps the tokens whose surprisal is closest to the entropy until their probability reaches
+    `typical_p`, with ties. Differences of log-weights equal those of surprisals.
     """
     logs = np.log(np.maximum(weights, np.finfo(weights.dtype).tiny))
     expected = (weights * logs).sum() / weights.sum()

@@ -1,6 +1,6 @@
 """Top-k, nucleus and typical selection without sorting: a sort of 50,000 tokens takes 1 ms.
 
-A sample of a row estimates which part of it needs sorting. V vocabulary entries.
+A sample of a row estimates the part that must be sorted. V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _indices(mask: NDArray[np.bool_]) -> Ids:
 def nucleus(weights: Floats, share: float) -> Floats:
     """Keep the fewest largest weights with this share of the sum, the first on ties. [n] -> [n]
 
-    Others become 0. After Floyd and Rivest 1975: a sample gives two values that the last kept
-    weight is most likely between, so that only weights between them are sorted.
+    Others become 0. As in the selection algorithm of Floyd and Rivest (1975), a sample gives likely
+    bounds of the last kept weight, and only the weights between them are sorted.
     """
     total = float(weights.sum())
     goal = share * total
@@ -64,7 +64,7 @@ def nucleus(weights: Floats, share: float) -> Floats:
 
 
 def nearest(weights: Floats, distances: Floats, share: float) -> Floats:
-    """Keep the weights at the least distances with this share of the sum, with ties. [n] -> [n]"""
+    """Keep the weights with the smallest distances up to this share, with ties. [n] -> [n]"""
     return weights * (distances <= -_last(weights, -distances, share * float(weights.sum()))[0])
 
 
@@ -91,7 +91,7 @@ def _bracket(weights: Floats, total: float, rest: float) -> tuple[float, Floats,
 
 
 def _last_weight(values: Floats, goal: float) -> tuple[float, int]:
-    """Return `_last` of values that are their own keys."""
+    """Return `_last` for weights that are sorted by their own values."""
     if len(values) > _FEW:
         return _last(values, values, goal)
     ordered = np.sort(values)[::-1]

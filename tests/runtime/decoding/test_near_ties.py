@@ -205,7 +205,7 @@ def test_exact_costs_nothing_without_near_ties():
 
 
 def test_noise_above_the_measurement_is_an_error():
-    with pytest.raises(SpecEdgeError, match=r"not plain decoding's.*noise"):
+    with pytest.raises(SpecEdgeError, match=r"differs from plain decoding.*noise"):
         [generate(seed, 4, exact=True, bound=BOUND / 20) for seed in range(NUM_TEXTS)]
 
 
