@@ -1,4 +1,4 @@
-"""Arrays that a session's passes read and write in place, on the device that computes."""
+"""Arrays in device memory that a session's passes read and write in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Array = NDArray[Any]
 
 
 class Buffers(Protocol):
-    """Allocator of one session's arrays, each with the type of its device's memory."""
+    """Allocator of one session's arrays."""
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
-        """Allocate an array that passes are bound to."""
+        """Allocate an array of zeros that passes are bound to."""
 
     def persistent(self, shape: Sequence[int], dtype: str) -> Any:
         """Allocate an array whose contents outlast any number of passes, such as a cache."""
@@ -37,7 +37,7 @@ class Buffers(Protocol):
         """Bind arrays to a session's inputs and outputs by tensor name."""
 
     def run_options(self, captured: bool) -> Any:
-        """Return ONNX Runtime's options for the runs of one binding."""
+        """Return ONNX Runtime's run options of one binding."""
 
     def run(self, session: Any, binding: Any, options: Any) -> None:
         """Run one pass and wait for its end."""
@@ -47,7 +47,7 @@ class Buffers(Protocol):
 
 
 class HostBuffers:
-    """Arrays of a session on the CPU, in host memory: none is copied."""
+    """Arrays in host memory, which sessions on the CPU use without copies."""
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Array:
         return np.zeros(shape, dtype)

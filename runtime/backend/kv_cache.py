@@ -1,4 +1,4 @@
-"""Key-value cache of a model: buffers of fixed shape, and the tokens whose rows they hold."""
+"""Key-value cache of a model: buffers of fixed shape, and the tokens of their rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .buffers import Array, Buffers
 
 
 class KeyValueCache:
-    """Key-value cache of fixed capacity, [1, H, S, D] for each layer, by the end of graph names.
+    """Key-value cache of fixed capacity: buffers [1, H, S, D], named "{layer}.key" and ".value".
 
     Row i belongs to `tokens[i]` and depends on no later token. Rows past `length` are stale and
     never read, so a rollback costs nothing.

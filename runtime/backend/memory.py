@@ -1,8 +1,8 @@
-"""Memory of a pair: predicted peak, available memory, and the error if it is exceeded.
+"""Memory of a pair: estimated peak, available memory, and the error if it is exceeded.
 
-ONNX Runtime holds a matrix once, packed for its kernels, and drops the pages that it came from. A
-table of which only rows are gathered stays memory-mapped, unless it is cast: then all of it is an
-array. Figures are of the CPU; docs/benchmarks.md compares them with measurements.
+ONNX Runtime packs each matrix for its kernels and releases the memory-mapped original. A table that
+is only gathered from stays memory-mapped, unless the graph casts it. Estimates are for the CPU;
+docs/benchmarks.md compares them with measurements.
 """
 
 from __future__ import annotations
@@ -22,22 +22,18 @@ from specedge.bundle.manifest import ModelEntry, chunk_length
 from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.errors import DeviceError
 
-PROCESS = 90 * 10**6  # Python, numpy, ONNX Runtime and this package, whatever the pair
-TOKENIZER = 11  # a loaded tokenizer in its file's size, measured with 150,000 entries
-SAFETY_FACTOR = 0.9  # a prediction may be too large by the rest
+PROCESS = 90 * 10**6  # Python, NumPy, ONNX Runtime and this package, without models
+TOKENIZER = 11  # loaded size relative to the file's, measured with 150,000 entries
+SAFETY_FACTOR = 0.9  # estimates may be 10% too large
 CONTEXT_STEP = 256  # granularity and minimum of suggested context lengths
-# Products that are not named so, or hold more than a weight, with eighths of it: of integers that
-# are widened ONNX Runtime makes MatMulNBits, which has a scale for 32 of them. Packed blocks of 4
-# bits have a sum beside each scale, and the scales stay as they were: 28 bytes where 20 lay.
+# Packed size of a weight in eighths of its size, by operator (8 for other products). ONNX Runtime
+# fuses DequantizeLinear into MatMulNBits, with a scale per block of 32. A packed block of 4 bits
+# takes 28 instead of 20 bytes: it has a sum beside each scale, and the original scales remain.
 _PACKED_EIGHTHS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11, "QMoE": 11}
 _LOOKUPS = ("Gather", "GatherBlockQuantized")  # operators that read rows of memory-mapped tables
-_PACKED_BYTES = {
-    "int8": 1.0,
-    "int8-block": 1.4,
-    "int4": 0.7,
-    "keep": 1.0,
-}  # bytes of a packed number; of floats 4
-_ROW_VALUES = 4.0  # values of a row that a layer's pass holds, in the root of its matrices' numbers
+# Bytes of a packed weight by type; 4 for floating point.
+_PACKED_BYTES = {"int8": 1.0, "int8-block": 1.4, "int4": 0.7, "keep": 1.0}
+_ROW_VALUES = 4.0  # intermediate values per token, relative to the square root of a layer's weights
 _OUT_OF_MEMORY = (
     "bad_alloc",
     "bad allocation",
@@ -55,7 +51,7 @@ class ModelMemory:
         packed: Matrices, packed for kernels.
         unpacked: Weights that kernels read unpacked, without memory-mapped tables.
         opening: Extra bytes while the session opens: its largest matrix before packing.
-        caches: Keys and values of the whole context, of every slot.
+        caches: Key-value caches of all slots, for the whole context.
         passes: Logits, and intermediate values of a pass and of sampling.
     """
 
@@ -130,12 +126,12 @@ class PairMemory:
 
     @property
     def running(self) -> int:
-        """Peak while it generates."""
+        """Peak during generation."""
         return self.process + self.tokenizer + sum(model.running for model in self.models)
 
     @property
     def peak(self) -> int:
-        """Peak at any time."""
+        """Peak of loading and running."""
         return max(self.opening, self.running)
 
     @property
@@ -160,7 +156,7 @@ class PairMemory:
         return self._each(ModelMemory.with_float16_caches)
 
     def with_context_below(self, limit: int) -> PairMemory:
-        """Return the pair with the longest context that keeps the peak below a limit, if any."""
+        """Return the pair with the longest context whose peak is below a limit, else itself."""
         share = (limit - self.running + self.caches) / self.caches
         length = int(self.context_length * share) // CONTEXT_STEP * CONTEXT_STEP
         if not CONTEXT_STEP <= length < self.context_length:
@@ -179,15 +175,15 @@ class PairMemory:
 def pair_memory(
     bundle: Bundle, ops: Mapping[str, str], slots: int = 1, max_length: int | None = None
 ) -> PairMemory:
-    """Predict the memory of loading and running a pair from its files.
+    """Estimate the memory of loading and running a pair from its files.
 
-    Rows of a cache past `max_length` take none: the system allocates pages when they are written.
+    Cache rows beyond `max_length` take no memory, since pages are committed on the first write.
 
     Args:
         bundle: The bundle.
         ops: Graph variants by role.
-        slots: Number of requests at a time.
-        max_length: Longest text, by default the context.
+        slots: Number of concurrent requests.
+        max_length: Longest text in tokens; None is the context length.
 
     Raises:
         BundleError: A graph cannot be read.
@@ -211,12 +207,12 @@ def pair_memory(
 def model_memory(
     bundle: Bundle, model: ModelEntry, ops: str, slots: int = 1, max_length: int | None = None
 ) -> ModelMemory:
-    """Predict the memory of one model from its manifest entry and its decoder's file.
+    """Estimate the memory of one model from its manifest entry and its decoder.
 
     Raises:
         BundleError: The graph cannot be read.
     """
-    largest = bundle.files[model.weights].size  # what claims to be more, ONNX Runtime refuses
+    largest = bundle.files[model.weights].size  # ONNX Runtime rejects tensors beyond the file
     weight_uses = weights_of(bundle, model.graph("decoder", ops).file)
     fitting = (weight for weight in weight_uses if weight.size <= largest)
     is_16_bit = compute_dtype(ops) != "float32"
@@ -242,14 +238,14 @@ def model_memory(
 def _weight_bytes(
     weight: WeightUse, is_16_bit: bool = False, is_32_bit: bool = False
 ) -> Iterator[tuple[int, bool]]:
-    """Yield the bytes that a session holds of a weight, and True if a kernel packs them.
+    """Yield the bytes that a session allocates for a weight, and True if a kernel packs them.
 
     ONNX Runtime casts 16-bit matrices to float32 on the CPU; float32 weights need no cast.
     """
     for steps, readers in weight.forms:
         size = weight.size * (2 if "Cast" in steps and not is_32_bit else 1)
         products = [op for op in readers if "MatMul" in op or op in _PACKED_EIGHTHS]
-        for op in products:  # each packs its own
+        for op in products:  # each packs a copy
             is_cast = (
                 is_16_bit and not is_32_bit and op in ("MatMul", "Gemm") and "Cast" not in steps
             )
@@ -263,21 +259,20 @@ def _pass_bytes(
 ) -> int:
     """Return the bytes of a pass over a chunk of a prompt.
 
-    They are attention scores, [heads, T, S], values as wide as a layer's matrices, logits of every
-    pass up to the verify pass in each slot, and two distributions of its rows.
+    These are attention scores [heads, T, S], a layer's intermediate values, the logits of all pass
+    lengths up to the verify pass for each slot, and two distributions per row of the verify pass.
 
-    The manifest has neither the hidden size nor the number of query heads. So the largest matrix
-    whose size is not repeated in every layer is taken for the LM head, all of whose rows have the
-    hidden size, and the others for the layers', whose experts may be larger.
+    The manifest states neither the hidden size nor the number of query heads. They are derived from
+    the LM head, which is assumed to be the largest matrix whose size does not occur in each layer.
     """
     size, num_layers = _PACKED_BYTES.get(model.weights_dtype, 4.0), len(model.cache.layers)
-    unlike = [num_bytes for num_bytes, count in Counter(packed).items() if count % num_layers]
-    head = max(unlike or packed, default=0)
-    hidden = head / size / model.padded_vocab_size
-    of_layer = (sum(packed) - head) / size / num_layers
+    single = [num_bytes for num_bytes, count in Counter(packed).items() if count % num_layers]
+    head = max(single or packed, default=0)
+    hidden_size = head / size / model.padded_vocab_size
+    layer_weights = (sum(packed) - head) / size / num_layers
     length = chunk_length(model.cache.capacity)
-    heads = hidden / model.cache.layers[0].key_size
-    prompt = length * (heads * capacity + _ROW_VALUES * of_layer**0.5)
+    heads = hidden_size / model.cache.layers[0].key_size
+    prompt = length * (heads * capacity + _ROW_VALUES * layer_weights**0.5)
     rows = num_draft_tokens + 1
     logits = model.padded_vocab_size * (slots * rows * (rows + 1) // 2 + 4 * rows)
     return int(4 * (prompt + logits))
@@ -287,42 +282,40 @@ def check_memory(need: PairMemory) -> None:
     """Check that a pair fits into the available memory.
 
     Raises:
-        DeviceError: It does not.
+        DeviceError: It does not fit.
     """
-    left = available_bytes()
-    if left is not None and SAFETY_FACTOR * (need.peak - need.process) > left:
+    available = available_bytes()
+    if available is not None and SAFETY_FACTOR * (need.peak - need.process) > available:
         models = need.target.id if need.draft is None else f"{need.target.id} and its draft"
         raise DeviceError(
             f"not enough memory for {models}: loading needs about {format_bytes(need.peak)} "
-            f"({_format_parts(need.parts)}), {format_bytes(left)} are available; "
-            f"free memory, or {_advice(need, left + need.process)}"
+            f"({', '.join(f'{name} {format_bytes(size)}' for name, size in need.parts.items())}), "
+            f"{format_bytes(available)} are available; free memory, or "
+            f"{_advice(need, available + need.process)}"
         )
 
 
 def _advice(need: PairMemory, limit: int) -> str:
     """Return the export options that keep the peak within a limit."""
-    rounded, halved = need.with_int8_weights(), need.with_float16_caches()
-    fp16_caches = rounded.with_float16_caches()
-    integers, caches = (
-        "--precision int8",
-        f"--cache fp16, for --ops {need.ops}-{CACHE_TYPES['fp16']}",
-    )
-    single = {
+    quantized = need.with_int8_weights()
+    smallest = quantized.with_float16_caches()
+    int8, caches = "--precision int8", f"--cache fp16, for --ops {need.ops}-{CACHE_TYPES['fp16']}"
+    one_option = {
         _max_length_option(need, limit): need.with_context_below(limit),
-        integers: rounded,
-        caches: halved,
+        int8: quantized,
+        caches: need.with_float16_caches(),
     }
-    pairs = {
-        f"{integers} {_max_length_option(rounded, limit)}": rounded.with_context_below(limit),
-        f"{integers} {caches}": fp16_caches,
+    two_options = {
+        f"{int8} {_max_length_option(quantized, limit)}": quantized.with_context_below(limit),
+        f"{int8} {caches}": smallest,
     }
-    max_length = _max_length_option(fp16_caches, limit)
-    all_options = {f"{integers} {max_length} {caches}": fp16_caches.with_context_below(limit)}
-    for alternatives in (single, pairs, all_options):
+    max_length = _max_length_option(smallest, limit)
+    three_options = {f"{int8} {max_length} {caches}": smallest.with_context_below(limit)}
+    for alternatives in (one_option, two_options, three_options):
         options = [
-            f"{o} (about {format_bytes(w.peak)})"
-            for o, w in alternatives.items()
-            if w.peak <= limit
+            f"{option} (about {format_bytes(pair.peak)})"
+            for option, pair in alternatives.items()
+            if pair.peak <= limit
         ]
         if options:
             return f"export the pair again with {' or '.join(options)}"
@@ -339,8 +332,8 @@ def enough_memory(need: Callable[[], ModelMemory], device: str = "cpu") -> Itera
     try:
         yield
     except MemoryError as error:
-        left, model = available_bytes() if device == "cpu" else None, need()
-        available = "less is available" if left is None else f"{format_bytes(left)} are available"
+        size, model = available_bytes() if device == "cpu" else None, need()
+        available = "less is available" if size is None else f"{format_bytes(size)} are available"
         where = "" if device == "cpu" else f" on {device}"
         raise DeviceError(
             f"not enough memory{where} for {model.id}: it needs about "
@@ -351,7 +344,7 @@ def enough_memory(need: Callable[[], ModelMemory], device: str = "cpu") -> Itera
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an ONNX Runtime error, which has no such type, is out of memory."""
+    """Return True if an error is out of memory; ONNX Runtime has no exception type for it."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(sign in text for sign in _OUT_OF_MEMORY)
 
@@ -361,15 +354,11 @@ def format_bytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def _format_parts(parts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-
-
 def available_bytes() -> int | None:
-    """Return the memory available to this process, if known.
+    """Return the memory available to this process in bytes; None if it is unknown.
 
-    It is the least of what the system, the process's limit and its control group leave. Swap
-    counts, and page cache that would be reclaimed.
+    This is the minimum over the system, the limit of the process and its control groups, with swap
+    and reclaimable page cache.
     """
     limits = []
     with suppress(OSError, ValueError, KeyError):
@@ -393,7 +382,7 @@ def available_bytes() -> int | None:
 
 
 def available_cgroup_bytes(group: Path) -> int:
-    """Return the memory that a control group leaves.
+    """Return the memory available within a control group in bytes.
 
     Raises:
         ValueError: The group has no limit.
@@ -405,17 +394,16 @@ def available_cgroup_bytes(group: Path) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Parse lines of a name and a number."""
+    """Parse a file whose lines have a name and a number."""
     lines = (line.replace(":", " ").split() for line in path.read_text("utf-8").splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) > 1}
 
 
 def return_freed_memory() -> None:
-    """Return free pages of glibc's heap to the system.
+    """Return free pages of glibc's heap to the system; do nothing with other allocators.
 
-    While a session packs weights, pages of the unpacked ones remain between the packed ones: 420 MB
-    beside 1.1 GB. No option of malloc is changed, which would apply to the whole process. Other
-    allocators are left alone.
+    While a session packs weights, freed pages of unpacked ones remain between the packed ones: 420
+    MB for 1.1 GB of weights. Options of malloc would apply to the whole process.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

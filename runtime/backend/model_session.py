@@ -29,12 +29,12 @@ from .memory import enough_memory, model_memory
 from .ort import translated_errors
 from .sessions import Device
 
-ORT_TYPES = {"float32": "float", "float64": "double"}  # where its name is another
-STAGED = ("tokens", "past_length", *SAMPLING_INPUTS)  # what the host writes before a pass
+ORT_TYPES = {"float32": "float", "float64": "double"}  # names that differ from NumPy's
+STAGED = ("tokens", "past_length", *SAMPLING_INPUTS)  # inputs that the host writes before a pass
 
 
 class ModelSession:
-    """Open graph of a model; passes are bound to buffers on its device."""
+    """ONNX Runtime session of a graph; passes are bound to buffers on its device."""
 
     def __init__(
         self,
@@ -91,21 +91,19 @@ class ModelSession:
     def bind(
         self, cache: KeyValueCache, length: int, num_logits: int, captured: bool = False
     ) -> BoundPass:
-        """Bind a pass of `length` tokens over a cache, whose buffers are inputs and outputs.
+        """Bind a pass of `length` tokens to a cache, whose buffers are inputs and outputs.
 
-        A graph for any length gives logits of the last `num_logits` rows. A GPU replays a
+        A graph for any length returns logits of the last `num_logits` rows. A GPU replays a
         `captured` pass as a CUDA graph from the second run on.
         """
         signature = self._signature
         with self._translated():
-            new = BoundPass(
-                self._session.io_binding(), cache, self.buffers.run_options(captured), length
-            )
-            sizes = length, num_logits
-            new.inputs = {t.name: self._array(t, new, *sizes) for t in signature.inputs}
-            new.outputs = {t.name: self._array(t, new, *sizes) for t in signature.outputs}
-            self.buffers.bind(new.binding, new.inputs, new.outputs)
-        return new
+            options, sizes = self.buffers.run_options(captured), (length, num_logits)
+            bound = BoundPass(self._session.io_binding(), cache, options, length)
+            bound.inputs = {t.name: self._array(t, bound, *sizes) for t in signature.inputs}
+            bound.outputs = {t.name: self._array(t, bound, *sizes) for t in signature.outputs}
+            self.buffers.bind(bound.binding, bound.inputs, bound.outputs)
+        return bound
 
     def _array(self, tensor: TensorSpec, bound: BoundPass, length: int, num_logits: int) -> Any:
         """Return a buffer of the cache, or allocate an array of the pass."""
@@ -126,7 +124,7 @@ class ModelSession:
     ) -> None:
         """Run a pass over tokens: append their cache rows and compute the pass's logits.
 
-        A longer pass is padded; rows behind those of the tokens are stale.
+        Shorter texts are padded; cache rows after those of the tokens are stale.
 
         Args:
             bound: Pass to run.
@@ -142,12 +140,12 @@ class ModelSession:
             self.buffers.run(self._session, bound.binding, bound.options)
             bound.cache.extend(tokens)
         except Exception:
-            with self._translated():  # entered here alone: every pass would pay for it
+            with self._translated():  # entered on failure only, to save time in every pass
                 raise
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turn ONNX Runtime's errors of a pass, out of memory included, into ours."""
+        """Convert ONNX Runtime's errors in a pass, including out of memory, to ours."""
         action = f"a pass of {self.model.source.id}"
         with self._enough_memory(), translated_errors(action):
             yield
@@ -156,8 +154,8 @@ class ModelSession:
 class BoundPass:
     """Binding for one pass length.
 
-    `inputs` and `outputs` keep every bound array by tensor name, as the binding has addresses
-    alone. `arrays` has them by role, and weight rows, which are several, by name.
+    `inputs` and `outputs` reference every bound array by tensor name, since the binding has only
+    addresses. `arrays` has them by role, or by name for the repeated role "weights".
     """
 
     def __init__(self, binding: Any, cache: KeyValueCache, options: Any, length: int) -> None:
@@ -173,8 +171,12 @@ class BoundPass:
 def choose_ops(model: ModelEntry, ops: str = "auto", device: Device | None = None) -> str:
     """Return the graph variant to run.
 
-    On the CPU, "auto" never selects a graph variant with a compute type: those are for GPUs, and
-    the CPU runs them on request only.
+    On the CPU, "auto" never selects a graph variant with a compute type, which is for GPUs.
+
+    Raises:
+        ValueError: There is no graph variant of that name.
+        BundleError: The bundle does not have it.
+        DeviceError: The GPU does not support it.
     """
     if ops not in ("auto", *GRAPH_VARIANTS):
         raise ValueError(f"ops must be one of auto, {', '.join(GRAPH_VARIANTS)}, got {ops!r}")
@@ -212,7 +214,7 @@ def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
 
 
 def _export_hint(model: ModelEntry, ops: str) -> str:
-    """Return the export options that give a graph variant, if there are any."""
+    """Return a hint with the export options that add a graph variant; empty if there are none."""
     plain, _, suffix = ops.partition("-")
     if suffix in (("bf16",) if model.weights_dtype in QUANTIZED_DTYPES else ("fp32", QDQ)):
         return ""
@@ -220,23 +222,22 @@ def _export_hint(model: ModelEntry, ops: str) -> str:
     if plain != "gqa" or plain in map(attention_ops, model.parity):
         return f", or export the pair with --ops {plain} {option}".rstrip()
     if any(layer.key_size != layer.value_size for layer in model.cache.layers):
-        return ""  # no GroupQueryAttention has that
+        return ""  # GroupQueryAttention requires equal sizes
     options = f"--ops auto {option}".rstrip()
     return f", or export the pair with {options}, which adds {ops} if the model supports it"
 
 
 def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path: Path) -> None:
-    """Refuse a graph whose inputs or outputs differ from the manifest."""
+    """Raise BundleError for a graph whose inputs or outputs differ from the manifest."""
     if unknown := signature.unknown:
         raise BundleError(
             f"{path}: the role of input {unknown[0]} is unknown to this version of "
             "specedge; upgrade specedge, or export the pair again"
         )
-    promised = (
+    for values, tensors in (
         (session.get_inputs(), signature.inputs),
         (session.get_outputs(), signature.outputs),
-    )
-    for values, tensors in promised:
+    ):
         actual = {value.name: _describe(value.type, value.shape) for value in values}
         expected = {tensor.name: _expected(tensor, entry) for tensor in tensors}
         for name in sorted(expected.keys() | actual.keys()):

@@ -1,4 +1,4 @@
-"""Language model on ONNX Runtime: passes over a cache in place, rollback by length."""
+"""Language model on ONNX Runtime: passes that update a cache in place, and rollback."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OrtModel:
     ) -> None:
         """Open one of the model's graphs, or use `session`.
 
-        A fixed-shape graph runs passes of its length alone.
+        A fixed-shape graph runs passes of its length only.
         """
         self._session = session or ModelSession(bundle, model, device, ops, graph)
         self.ops = self._session.ops
@@ -55,17 +55,17 @@ class OrtModel:
         self.invariant_lengths = parity.invariant_lengths if device.is_cpu else ()
         self.float32_error = parity.logits_error
         self.num_experts = model.num_experts
-        bits = model.weights_dtype
-        self.rounds_inputs = bits in QUANTIZED_DTYPES and not has_compute_type(self.ops)
-        # MatMulNBits of 8 bits widens the whole matrix on CUDA beyond 5 rows.
-        narrow = not device.is_cpu and bits in ("int8", "int8-block")
-        self.fast_length = 5 if narrow else sys.maxsize
+        dtype = model.weights_dtype
+        self.rounds_inputs = dtype in QUANTIZED_DTYPES and not has_compute_type(self.ops)
+        # On CUDA, 8-bit MatMulNBits dequantizes the whole matrix for more than 5 rows.
+        is_limited = not device.is_cpu and dtype in ("int8", "int8-block")
+        self.fast_length = 5 if is_limited else sys.maxsize
         self._chunk_length = chunk_length(model.cache.capacity)
         self._num_columns = model.num_columns
         self._longest = bundle.num_draft_tokens + 1
-        self._forget_all()
+        self._reset()
 
-    def _forget_all(self) -> None:
+    def _reset(self) -> None:
         self.cache = self._session.cache()
         self._passes: dict[int, BoundPass] = {}
         self._draft_graphs: list[DraftGraph] = []
@@ -77,7 +77,7 @@ class OrtModel:
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         length = len(tokens)
         num_logits = length if num_rows is None else num_rows
-        if num_logits < length and length > self._longest:  # a prompt's: not kept for reuse
+        if num_logits < length and length > self._longest:  # end of a prompt; not reused
             rows = max(num_logits, self._session.min_length)
             bound = self._session.bind(self.cache, length, rows)
             self._session.run(bound, tokens)
@@ -105,9 +105,9 @@ class OrtModel:
     def pad_single_tokens(self) -> None:
         """Run single tokens in passes of two rows, the second of which is discarded.
 
-        Twins share the setting. MatMulNBits of 4 bits has its own kernel for one row on CPUs
-        without VNNI, with other last bits (onnxruntime issue 29853); a pass of two costs 1.1 to
-        1.2 times the time of a pass of one.
+        Models with the same session share the setting. On CPUs without VNNI, 4-bit MatMulNBits has
+        a separate kernel for one row, which rounds differently (onnxruntime issue 29853); a pass of
+        two rows takes 1.1 to 1.2 times as long as a pass of one.
         """
         self._session.min_length = 2
 
@@ -127,7 +127,7 @@ class OrtModel:
     def unroll(self, bundle: Bundle, model: ModelEntry, device: Device) -> str | None:
         """Enable multi-step draft graphs that are correct and faster, as measured.
 
-        They need memory for their own copies of the weights. Empties the cache.
+        They need memory for further copies of the weights. Empties the cache.
 
         Returns:
             A note if a graph cannot be run.
@@ -150,7 +150,7 @@ class OrtModel:
         return SampledDraftGraph(session, self.cache, self._ids)
 
     def _drafts_equal_tokens(self, call: DraftGraph) -> bool:
-        """Return True if a draft graph drafts the tokens of passes; empties the cache."""
+        """Return True if a draft graph gives the same tokens as passes; empties the cache."""
         numbers = np.linspace(0.05, 0.95, call.num_steps)
         for sampling in call.examples:
             draft = call.draft([0], len(numbers), History([0]), sampling, numbers)
@@ -160,7 +160,7 @@ class OrtModel:
         return True
 
     def unroll_as(self, other: OrtModel) -> None:
-        """Enable the draft graphs of another model of the same weights; empties the cache."""
+        """Enable the draft graphs of another model with the same weights; empties the cache."""
         self._draft_graphs = [call.over(self.cache) for call in other._draft_graphs]
         for call in self._draft_graphs:
             call.warm_up()
@@ -194,7 +194,7 @@ class OrtModel:
         for start in range(0, len(tokens), self._chunk_length):
             chunk = tokens[start : start + self._chunk_length]
             length = max(len(chunk), self._session.min_length)
-            # One row of logits, which is not used: without one ONNX Runtime 1.28 makes no products.
+            # One row of unused logits: ONNX Runtime 1.28 cannot multiply an empty matrix.
             self._session.run(self._session.bind(self.cache, length, 1), chunk)
 
     def shared(self, tokens: Sequence[int]) -> int:
@@ -207,13 +207,13 @@ class OrtModel:
         self.cache.truncate(length)
 
     def cache_rows(self, start: int, end: int) -> list[Array]:
-        """Copy a range of rows from every cache buffer. -> [H, end - start, D] each"""
+        """Copy a range of cache rows, as `KeyValueCache.rows`."""
         return self.cache.rows(start, end)
 
     def with_new_cache(self) -> OrtModel:
         """Return a model with the same weights and a new cache."""
         model = copy.copy(self)
-        model._forget_all()
+        model._reset()
         return model
 
     def close(self) -> None:

@@ -44,16 +44,16 @@ def inference_session(source: Any, options: Any, providers: list[Any] | None = N
     """Open a session, in the shared thread pool if the process has one.
 
     Raises:
-        Exception: What ONNX Runtime raises.
+        Exception: ONNX Runtime's error.
     """
-    make = onnxruntime().InferenceSession
+    open_session = onnxruntime().InferenceSession
     try:
-        return make(source, options, providers, enable_fallback=False)
+        return open_session(source, options, providers, enable_fallback=False)
     except Exception as error:
         if not needs_shared_threads(error):
             raise
     options.use_per_session_threads = False
-    return make(source, options, providers, enable_fallback=False)
+    return open_session(source, options, providers, enable_fallback=False)
 
 
 def needs_shared_threads(error: Exception) -> bool:
@@ -70,7 +70,7 @@ def _was_interrupted(error: BaseException | None) -> bool:
 
 @contextmanager
 def translated_errors(action: str) -> Iterator[None]:
-    """Turn an exception of ONNX Runtime, and no other, into ours or a MemoryError."""
+    """Convert exceptions of ONNX Runtime, and no others, to SpecEdgeError or MemoryError."""
     try:
         yield
     except Exception as error:
@@ -82,9 +82,9 @@ def translated_errors(action: str) -> Iterator[None]:
 
 
 def is_onnxruntime_error(error: Exception) -> bool:
-    """Return True if ONNX Runtime raised an error: by its type, or for built-in types by its frame.
+    """Return True if ONNX Runtime raised an error, by its type or by the frame that raised it.
 
-    An app's signal handler also runs inside a call, but in a separate frame.
+    A signal handler of the application that runs during a call has a frame of its own.
     """
     if _is_onnxruntime_module(type(error).__module__):
         return True

@@ -1,4 +1,4 @@
-"""Self-test of pass lengths and int8 products on this machine; exports may be from another one.
+"""Self-test of pass lengths and int8 products on this machine, at load.
 
 T tokens per pass, K and N the sizes of a matrix.
 """
@@ -23,9 +23,9 @@ from .onnx_model import OrtModel
 from .ort import onnxruntime, translated_errors
 from .sessions import Device
 
-LONGEST = 18  # longest tested pass; longer ones process prompts, or drafts on request
-STEP = 7  # between tokens; equal ones choose the same experts, whose kernels then see many rows
-PASTS = (0, 512)  # rows of the cache before it, on a GPU, whose kernels may split long ones
+LONGEST = 18  # longest tested pass; longer ones are for prompts, or for drafts on request
+STEP = 7  # between tokens, which then select different experts
+PASTS = (0, 512)  # cache rows before a pass on a GPU, whose kernels may split long caches
 KNOWN_CAUSES = {
     "int8-block": "MatMulNBits may round differently at one row: onnxruntime issue 29853",
     "int4": "MatMulNBits may round differently at one row: onnxruntime issue 29853",
@@ -44,9 +44,7 @@ def verify_lengths(
     longest: int,
     seconds: dict[int, float] | None = None,
 ) -> str | None:
-    """Set the pass lengths at which a target is pass-length-invariant on its device.
-
-    Empties the cache.
+    """Set the invariant pass lengths of a target on its device; empties the cache.
 
     Args:
         model: The target.
@@ -66,7 +64,7 @@ def verify_lengths(
 def verify_cpu_lengths(
     model: OrtModel, entry: ModelEntry, seconds: dict[int, float] | None = None
 ) -> str | None:
-    """Test the lengths that the export recorded as invariant; keep those that are so here.
+    """Test the lengths that the export recorded as invariant; keep those that are invariant here.
 
     If passes of two tokens are invariant and passes of one are not, here or at the export, single
     tokens are padded to passes of two. Empties the cache.
@@ -107,15 +105,15 @@ def _varying_lengths(
 
 
 def _steps(entry: ModelEntry) -> tuple[int, ...]:
-    """Return the steps between tokens to test: equal tokens choose equal experts."""
+    """Return the steps between tokens to test: with step 0, all rows select the same experts."""
     return (STEP, 0) if entry.num_experts else (STEP,)
 
 
 def longest_invariant_length(model: OrtModel, entry: ModelEntry) -> int:
     """Return the longest pass length up to which rows are bitwise equal here, at least LONGEST.
 
-    It tests lengths that the export recorded and `verify_cpu_lengths` does not: first passes that
-    read a prompt together with a draft. Empties the cache.
+    Tests recorded lengths beyond those of `verify_cpu_lengths`, for first passes over a prompt
+    together with a draft. Empties the cache.
     """
     recorded = entry.parity[model.ops].invariant_lengths
     tested = [t for t in recorded if LONGEST <= t <= entry.context_length]
@@ -129,7 +127,7 @@ def longest_invariant_length(model: OrtModel, entry: ModelEntry) -> int:
 
 
 def _known_cause(entry: ModelEntry, ops: str) -> str:
-    """Return the known cause of length-dependent rows."""
+    """Return the likely cause of length-dependent rows."""
     installed, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME["experts"]
     has_qmoe = (
         entry.num_experts
@@ -209,7 +207,7 @@ def _invariant_lengths(
 
 
 def exact_device(models: Iterable[ModelEntry], device: Device) -> Device:
-    """Return the device with options that make products of bytes exact for these models.
+    """Return the device with options that make int8 products exact for these models.
 
     Raises:
         DeviceError: No option makes them exact.
@@ -228,7 +226,7 @@ def exact_device(models: Iterable[ModelEntry], device: Device) -> Device:
 
 @cache
 def _products_are_right(device: Device) -> bool:
-    """Return True if products of extreme bytes equal NumPy's, for one row and several."""
+    """Return True if int8 products of extreme values equal NumPy's."""
     session = device.open(int8_products.PRODUCT_GRAPH)
     with translated_errors("an int8 product"):
         return int8_products.are_exact(lambda x: session.run(None, {"x": x})[0])

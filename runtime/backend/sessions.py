@@ -26,9 +26,9 @@ from .memory import is_out_of_memory, return_freed_memory
 from .ort import first_line, is_onnxruntime_error, needs_shared_threads, onnxruntime
 
 CUDA = "CUDAExecutionProvider"
-# Products of dequantized weights on the CPU, whose inputs are rounded to 8 bits by default.
+# By default, the CPU rounds the inputs of products with dequantized weights to 8 bits.
 FLOAT_PRODUCTS = "session.qdq_matmulnbits_accuracy_level", "0"
-DEVICES = {  # and what ONNX Runtime calls them
+DEVICES = {  # execution providers by device
     "cpu": "CPUExecutionProvider",
     "cuda": CUDA,
     "tensorrt": tensorrt.PROVIDER,
@@ -40,18 +40,18 @@ DEVICES = {  # and what ONNX Runtime calls them
 class Device:
     """Device that sessions run on.
 
-    Worker threads of a session's own pool spin after a pass and would occupy the cores of the other
-    model's, so they are stopped at its end. `share_threads` uses one pool for every session
-    instead, which is faster for passes of a few milliseconds. It lives as long as the process, in
-    which no session can have its own pool from then on.
+    After a pass, the threads of a session's own pool stop spinning, since they would occupy the
+    cores that the other model's session needs. With `share_threads`, all sessions use one pool,
+    which is faster for passes of a few milliseconds; it exists until the process ends, and later
+    sessions cannot have their own pools.
 
     Attributes:
-        name: "cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number as in "cuda:1".
-        threads: CPU threads; None for one a core that this process may use.
+        name: "cpu", "cuda", "tensorrt" or "rtx", optionally with a GPU number, as in "cuda:1".
+        threads: CPU threads; None for one per available core.
         share_threads: Share one thread pool in the process.
         default_threads: CPU threads if `threads` is None and no pool exists.
-        unsigned: Convert int8 products to unsigned ones: exact on AVX2 without VNNI, which
-            saturates otherwise, and half as fast where there is VNNI.
+        unsigned: Compute int8 products unsigned: exact on AVX2 without VNNI, which saturates
+            otherwise, but half as fast with VNNI.
 
     Raises:
         DeviceError: The device or the number of threads does not exist.
@@ -67,8 +67,7 @@ class Device:
         if not re.fullmatch(r"cpu|(cuda|tensorrt|rtx)(:\d{1,2})?", self.name):
             raise DeviceError(
                 f"device must be one of {', '.join(DEVICES)}, for a GPU optionally with its "
-                "number, as "
-                f"in 'cuda:1', got '{self.name}'"
+                f"number, as in 'cuda:1', got '{self.name}'"
             )
         if self.threads is not None:
             try:
@@ -119,7 +118,7 @@ class Device:
         halves = tuple(f"{ops}-{dtype}" for dtype in HALF_DTYPES for ops in attentions)
         if self.supports_engines:
             halves = (f"onnx-{QDQ}", *halves)
-        if self.type == "rtx":  # which has no attention in float32
+        if self.type == "rtx":  # has no float32 attention
             return halves
         return (*halves, "onnx-fp32", "onnx")
 
@@ -179,8 +178,8 @@ class Device:
         if self.unsigned:
             options.add_session_config_entry(UNSIGNED_OPTION, "1")
         options.add_session_config_entry(*FLOAT_PRODUCTS)
-        # A pattern is a block for all of a pass, beside those of the first pass without it: 27 MB
-        # of 135 million parameters in int8, for no time that could be measured.
+        # A memory pattern allocates one more block for a whole pass, 27 MB for 135 million int8
+        # parameters, without a measurable speed-up.
         options.enable_mem_pattern = False
         providers = ["CPUExecutionProvider"]
         if not self.share_threads:
@@ -191,12 +190,12 @@ class Device:
             except Exception as error:
                 if not needs_shared_threads(error):
                     raise
-        _make_pool(ort, self.threads, self.default_threads)
+        _create_pool(ort, self.threads, self.default_threads)
         options.use_per_session_threads = False
         return ort.InferenceSession(path, options, providers, enable_fallback=False)
 
 
-_pool_threads: list[int | None] = []  # of the process's pool; None is the default, or not known
+_pool_threads: list[int | None] = []  # of the process's pool; None is the default or unknown
 _pool_lock = threading.Lock()
 
 
@@ -205,7 +204,7 @@ def has_pool() -> bool:
     return bool(_pool_threads)
 
 
-def _make_pool(ort: Any, threads: int | None, fallback: int | None) -> None:
+def _create_pool(ort: Any, threads: int | None, fallback: int | None) -> None:
     """Create the process's thread pool once.
 
     Raises:

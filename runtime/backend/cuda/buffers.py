@@ -1,4 +1,4 @@
-"""Arrays in GPU memory, and pinned arrays that the host writes and kernels read in place."""
+"""Arrays in GPU memory, and in pinned memory that the host writes and kernels read in place."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from ..ort import onnxruntime
 from . import execution
 
 _NVIDIA = 0x10DE
-_PINNED = 5  # onnxruntime's OrtDevice::MemType of memory that the host and the device reach
-_BFLOAT16 = 16  # ONNX's number of a type that NumPy lacks
+_PINNED = 5  # OrtDevice::MemType of memory that host and device can access
+_BFLOAT16 = 16  # TensorProto.BFLOAT16, which NumPy lacks
 
 
 @dataclass(eq=False)
 class CudaArray:
     """Tensor that sessions are bound to.
 
-    `value` is an OrtValue, `host` its memory as the host sees it (pinned memory alone), `fetched`
-    the pinned copy that `fetch` reuses. `session` owns the memory: other sessions bind it by
-    address.
+    `value` is an OrtValue, `host` a view of its memory if it is pinned, `fetched` the pinned copy
+    that `fetch` reuses. `session` owns the memory; other sessions bind it by address.
     """
 
     value: Any
@@ -39,21 +38,21 @@ class CudaArray:
 
 @dataclass
 class CudaRunOptions:
-    """Options of a binding's runs; `captures` until its graph has been captured."""
+    """Run options of a binding; `captures` is True until its CUDA graph has been captured."""
 
     value: Any
     captures: bool
 
 
 class CudaBuffers:
-    """Allocator of one session's arrays on a GPU; the memory returns when the session is closed.
+    """Allocator of one session's arrays on a GPU, which are freed when the session is closed.
 
-    What the host writes is in pinned memory, which kernels read in place: no copy, and no call that
-    waits. NumPy arrays are never bound: ONNX Runtime would copy them once, at binding.
+    The host writes to pinned memory, which kernels read in place without copies and
+    synchronization. NumPy arrays are never bound, since ONNX Runtime would copy them at binding.
 
-    Replaying a captured pass writes the addresses of its capture, even after ONNX Runtime's arena
-    has given that memory to another array of the session. So persistent arrays belong to a session
-    that runs no pass, opened by `open_memory`. Without it arrays belong to the process.
+    A replayed pass writes to the addresses of its capture, even after ONNX Runtime's arena has
+    reused that memory for another array of the session. Therefore persistent arrays belong to a
+    session that runs no pass, opened by `open_memory`. Without it, arrays belong to the process.
     """
 
     def __init__(
@@ -64,15 +63,12 @@ class CudaBuffers:
         self._lock = execution.capture_lock(index)
 
     def persistent(self, shape: Sequence[int], dtype: str) -> CudaArray:
-        """Allocate an array that a replayed pass writes only where it is bound to write."""
+        """Allocate an array that replayed passes of other bindings cannot overwrite."""
         with self._lock.shared():
             return self._zeros(self._memory, shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> CudaArray:
-        """Allocate a zeroed array on the device.
-
-        Kernels read rows that no pass has written, and a NaN there would spread.
-        """
+        """Allocate zeros: kernels read unwritten rows, in which a NaN would propagate."""
         with self._lock.shared():
             return self._zeros(self._owner, shape, dtype)
 
@@ -92,18 +88,15 @@ class CudaBuffers:
         return CudaArray(value, tuple(shape), dtype, session=session or self._session)
 
     def staging(self, shape: Sequence[int], dtype: str) -> CudaArray:
-        """Allocate an array that the host writes before a pass."""
         with self._lock.shared():
             return self._pinned(shape, dtype) or self._zeros(self._owner, shape, dtype)
 
     def constant(self, values: Sequence[int], dtype: str) -> CudaArray:
-        """Return an array that kernels' host code reads."""
         host = np.array(values, dtype)
         value = onnxruntime().OrtValue.ortvalue_from_numpy(host)
         return CudaArray(value, host.shape, dtype, host)
 
     def write(self, array: CudaArray, values: Sequence[float] | Array) -> None:
-        """Set the contents of an array."""
         if array.host is not None:
             array.host.reshape(-1)[:] = values
         else:
@@ -111,7 +104,7 @@ class CudaBuffers:
                 array.value.update_inplace(np.array(values, array.dtype).reshape(array.shape))
 
     def fetch(self, array: CudaArray) -> Array:
-        """Copy an array to the host; the result is valid until it is fetched again."""
+        """Copy an array to the host; the result is valid until the next fetch."""
         with self._lock.shared():
             return self._fetch(array)
 
@@ -127,7 +120,6 @@ class CudaBuffers:
     def bind(
         self, binding: Any, inputs: Mapping[str, CudaArray], outputs: Mapping[str, CudaArray]
     ) -> None:
-        """Bind arrays to a session's inputs and outputs by tensor name."""
         for name, array in inputs.items():
             if array.session in (None, self._session):
                 binding.bind_ortvalue_input(name, array.value)
@@ -143,10 +135,7 @@ class CudaBuffers:
         return "cuda", self._index, _ort_type(array.dtype), array.shape, array.value.data_ptr()
 
     def run_options(self, captured: bool) -> CudaRunOptions:
-        """Return options that give a binding a separate CUDA graph, or none.
-
-        A captured graph runs whatever else is bound, so each binding needs its own number.
-        """
+        """Return run options with a separate CUDA graph id for each captured binding."""
         options = onnxruntime().RunOptions()
         self._num_graphs += captured
         number = self._num_graphs if captured else -1
@@ -154,13 +143,12 @@ class CudaBuffers:
         return CudaRunOptions(options, captured)
 
     def run(self, session: Any, binding: Any, options: CudaRunOptions) -> None:
-        """Run a pass in the thread of its GPU; the first run of a graph captures it."""
+        """Run a pass in the thread of its GPU; the first captured run holds the capture lock."""
         with self._lock.exclusive() if options.captures else nullcontext():
             execution.run(self._index, session, binding, options.value)
         options.captures = False
 
     def release(self) -> AbstractContextManager[None]:
-        """Return a context in which arrays and their session may be freed."""
         return self._lock.shared()
 
     @cached_property
@@ -180,10 +168,9 @@ class CudaBuffers:
 
     @cached_property
     def _allocate_pinned(self) -> Any:
-        """Allocator of a session's OrtValues in pinned memory, by private names of ONNX Runtime.
+        """Allocator of OrtValues in pinned memory, by private APIs of ONNX Runtime.
 
-        Memory by the public names of version 1.31 belongs to the process and outlives the
-        session.
+        Memory allocated by the public API of version 1.31 outlives the session.
         """
         ort = onnxruntime()
         try:

@@ -1,4 +1,4 @@
-"""Logits of a pass that stay on a device; the host fetches no more than it needs.
+"""Logits that stay on a device; the host fetches only what it needs.
 
 They are valid until the next pass with the same weights. A scored graph returns the best logits
 of each row, their columns, and whether all logits are finite. T rows of n columns.
@@ -51,7 +51,7 @@ class DeviceLogits(Logits):
 
 
 class DeviceRow(Row):
-    """Row of logits on a device, answered by the best logits where these suffice."""
+    """Row of logits on a device; the best logits are used where they suffice."""
 
     def __init__(self, logits: DeviceLogits, index: int) -> None:
         self._pass, self._index = logits, index
@@ -85,7 +85,7 @@ class DeviceRow(Row):
     def _best(self, count: int) -> tuple[Ids, Floats] | None:
         """Return columns and values of the `count` largest logits and of all ties with the last.
 
-        None if they are not all among the best logits, or a logit is not finite.
+        None if they are not all among the best logits, or if a logit is not finite.
         """
         row = self._pass.best[self._index]
         num = len(row) // 2

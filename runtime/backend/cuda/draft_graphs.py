@@ -1,8 +1,7 @@
-"""Multi-step draft graphs: K draft tokens in one call, over the cache that passes use.
+"""Multi-step draft graphs: K draft tokens in one call, with the same cache as passes.
 
-Drafting by passes makes a GPU and its host wait for each other twice per token: for the end of a
-pass and for its best logits. A multi-step graph needs no host between its steps. C columns of
-logits.
+Drafting by passes synchronizes GPU and host twice per token: at the end of a pass and for its best
+logits. A multi-step graph needs no host between its steps. C columns of logits.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _NON_FINITE = 1  # column of a step's summary that is set if logits are not fini
 class DraftGraph(ABC):
     """Session of a multi-step draft graph, bound to one cache."""
 
-    examples: Sequence[Sampling]  # one for each class of options whose passes cost alike
+    examples: Sequence[Sampling]  # one for each cost class of options
 
     def __init__(self, session: ModelSession, cache: KeyValueCache) -> None:
         self._session, self._cache = session, cache
         self._passes: dict[int, BoundPass] = {}
-        self._costs: dict[bool, float] = {}  # of a call in passes, by cost class of the options
+        self._costs: dict[bool, float] = {}  # of a call relative to a pass, by cost class
 
     def over(self, cache: KeyValueCache) -> Self:
         """Return the same graph bound to another cache."""
@@ -70,15 +69,12 @@ class DraftGraph(ABC):
     ) -> Draft | None:
         """Draft `count` tokens after `tokens`, the last 1 or 2 of a text.
 
-        All fed tokens are in the cache afterwards; the last draft token is not. Steps beyond
-        `count` run too, and their rows are stale. Returns None, without effect, on failure.
+        The cache then contains all tokens but the last draft token. Steps beyond `count` also run,
+        and their rows are stale. Returns None, without effect, on failure.
         """
 
     def is_faster(self, count: int, sampling: Sampling) -> bool:
-        """Return True if calls draft `count` tokens faster than passes.
-
-        Options whose cost class was not measured are drafted by passes.
-        """
+        """Return True if calls were measured to draft `count` tokens faster than passes."""
         num_calls = -(-count // self.num_steps)
         return num_calls * self._costs.get(self._cost_class(sampling), math.inf) < count
 
@@ -128,7 +124,7 @@ class DraftGraph(ABC):
 
 
 class GreedyDraftGraph(DraftGraph):
-    """Multi-step graph that takes the most probable token at each step."""
+    """Multi-step graph that selects the most probable token at each step."""
 
     examples = (Sampling(),)
 
@@ -182,14 +178,14 @@ class DeviceDistribution(Distribution):
 
 
 class SampledDraftGraph(DraftGraph):
-    """Multi-step graph that draws: it takes options and uniforms and returns 1 KB per token."""
+    """Multi-step graph that samples, with options and uniforms as inputs."""
 
     examples = (Sampling(temperature=1.0, top_k=20), Sampling(temperature=1.0))
 
     def __init__(self, session: ModelSession, cache: KeyValueCache, ids: Ids | None) -> None:
         super().__init__(session, cache)
         self._ids, self._size = ids, session.model.num_columns
-        # Shared by all caches: a call for one may overwrite the weights of another's.
+        # Shared by all caches: a call for one cache overwrites the weights of another.
         self._unread: list[weakref.ref[DeviceDistribution]] = []
 
     def supports(self, history: History, sampling: Sampling) -> bool:

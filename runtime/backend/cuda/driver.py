@@ -1,4 +1,4 @@
-"""NVIDIA driver: its version and GPUs, queried through libcuda and NVML; release of a Jetson."""
+"""NVIDIA driver: its version and GPUs, queried through libcuda and NVML; Jetson release."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 CUDA, MANAGEMENT = (
     ("nvcuda.dll", "nvml.dll") if sys.platform == "win32" else ("libcuda.so.1", "libnvidia-ml.so.1")
 )
-CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # attributes of a device
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 NO_DEVICE = 100
 TEGRA = Path("/etc/nv_tegra_release")
 
 
 class DriverError(Exception):
-    """Error number of a call of the driver."""
+    """Failed call of the driver, with its error number."""
 
     def __init__(self, call: str, number: int, text: str) -> None:
         super().__init__(f"{call} gave error {number}{f' ({text})' if text else ''}")
@@ -112,7 +112,7 @@ def _version() -> str | None:
 
 
 def _free(bus: bytes) -> int | None:
-    """Return the free bytes of a GPU; CUDA would have to allocate a context to tell."""
+    """Return the free bytes of a GPU, by NVML, since CUDA would need a context."""
     library, device, memory = _management(), ctypes.c_void_p(), _Memory()
     if (
         library is None

@@ -1,4 +1,4 @@
-"""Ahead-of-time build of a bundle's engines, for devices that run engines only."""
+"""Ahead-of-time build of a bundle's engines, for devices that run only engines."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def build_engines(
     Args:
         bundle: Folder of the bundle.
         device: "rtx" or "tensorrt".
-        gpu: GPU architecture, such as "sm89", by default this machine's.
+        gpu: GPU architecture, such as "sm89"; None is that of this machine.
         output: Folder for a copy of the bundle with its engines, for machines with the same GPU
             architecture; by default engines go to the cache folder.
         ops: Graph variant.
-        on_progress: Callback with the file of each graph before it is built.
+        on_progress: Called with the file of each graph before it is built.
 
     Raises:
         BundleError: There is no valid bundle.

@@ -27,7 +27,7 @@ FOLDER = "engines"  # in a bundle, and in the cache folder
 
 @dataclass(frozen=True)
 class EnginePlatform:
-    """Part of an engine's cache key that does not depend on its graph.
+    """Part of an engine's cache key that describes the platform.
 
     Attributes:
         device: Compiler, "rtx" or "tensorrt".

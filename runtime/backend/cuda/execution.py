@@ -1,8 +1,8 @@
 """Execution rules of CUDA graph capture: one thread for each GPU, and a lock around captures.
 
-ONNX Runtime's CUDA provider keeps captured graphs and cuBLAS handles by thread, and does not free
-those of a thread that has ended. With one thread per request, as servers have, every request would
-capture every pass length again; so all passes of a GPU run in one thread.
+ONNX Runtime's CUDA provider keeps captured graphs and cuBLAS handles per thread, and does not free
+those of threads that have ended. With one thread per request, every request would capture every
+pass length again, so all passes of a GPU run in one thread.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 _Result = SimpleQueue[BaseException | None]
 _Task = tuple[Any, Any, Any, _Result]
-_lock = threading.Lock()  # `cache` may call a function twice at once
+_lock = threading.Lock()  # `cache` may call a function concurrently
 
 
 class CaptureLock:
-    """Shared by any number of allocations and copies, or held by one capture.
+    """Lock that is shared by allocations and copies, and exclusive for a graph capture.
 
-    While any thread captures a graph, an allocation, a copy or the end of a session in another
-    thread fails, and the capture with it. Not reentrant: a waiting capture blocks new holders.
+    During a capture, an allocation, a copy or the end of a session in another thread fails and
+    invalidates the capture. Not reentrant: a waiting capture blocks new holders.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def run(index: int, session: Any, binding: Any, options: Any) -> None:
     tasks.put((session, binding, options, result))
     try:
         error = result.get()
-    except BaseException:  # an interrupt; the pass goes on, and uses memory
+    except BaseException:  # an interrupt; the pass continues and uses memory
         result.get()
         raise
     if error is not None:
@@ -97,13 +97,13 @@ def _serve(tasks: SimpleQueue[_Task]) -> None:
     while True:
         result, error = _run_task(*tasks.get())
         result.put(error)
-        del result, error  # with the session that its traceback references
+        del result, error  # its traceback references the session
 
 
 def _run_task(
     session: Any, binding: Any, options: Any, result: _Result
 ) -> tuple[_Result, BaseException | None]:
-    """Run one pass in a separate frame, so that nothing is referenced when it is reported."""
+    """Run one pass in a separate frame, which releases its references before the report."""
     try:
         session.run_with_iobinding(binding, options)
     except BaseException as error:

@@ -1,7 +1,7 @@
 """Language model on fixed-shape graphs, for devices that build an engine for each shape.
 
-A pass between two lengths is padded. Padding writes rows behind the text, which are never read: a
-cache has K + 1 rows beyond the context, K being the bundle's number of draft tokens.
+Passes are padded to the next length. Padding writes rows after the text, which are never read; a
+cache has K + 1 rows beyond the context, where K is the bundle's number of draft tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FixedShapeModel(OrtModel):
         del self._sessions, self._prefill
 
     def _parts(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Split a prompt into passes. Lazy: the cache length decides each next pass."""
+        """Split a prompt into passes, lazily: the next pass depends on the cache length."""
         start = 0
         while start < len(tokens):
             lengths = [*self._sessions]
@@ -77,7 +77,7 @@ class FixedShapeModel(OrtModel):
         return self.length + self._prefill_length <= self._capacity
 
     def _run(self, tokens: Sequence[int], wants_logits: bool = True) -> BoundPass:
-        """Run the shortest graph that takes all tokens."""
+        """Run the shortest graph that fits all tokens."""
         candidates = {n: s for n, s in self._sessions.items() if n >= len(tokens)}
         if not candidates:
             assert not wants_logits

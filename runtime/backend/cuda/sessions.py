@@ -29,7 +29,7 @@ def open_session(ort: Any, path: str, name: str, provider: str, index: int, opti
         DeviceError: The device does not work, or has no kernels for some nodes.
     """
     load_libraries(ort)
-    # Without its libraries ONNX Runtime prints messages before it fails.
+    # Without its libraries, ONNX Runtime prints messages before it fails.
     is_incomplete = provider not in ort.get_available_providers() or missing_libraries("cuda")
     if is_incomplete and (reason := why_not(name)):
         raise DeviceError(reason)
@@ -52,7 +52,7 @@ def open_session(ort: Any, path: str, name: str, provider: str, index: int, opti
 
 
 def open_memory(provider: str, index: int) -> Any:
-    """Open a session that runs no pass: no replayed pass writes into its arrays."""
+    """Open a session that runs no pass, so that no replayed pass writes to its arrays."""
     options = onnxruntime().SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
@@ -60,21 +60,22 @@ def open_memory(provider: str, index: int) -> Any:
 
 
 def load_libraries(ort: Any, cudnn: bool = False) -> None:
-    """Load CUDA from NVIDIA's Python packages, which no search path includes.
+    """Load CUDA from NVIDIA's Python packages, which are not on the library search path.
 
-    ONNX Runtime prints the libraries that no package has; they may be installed elsewhere.
+    Output is suppressed: ONNX Runtime prints libraries without a package, which may be installed
+    elsewhere.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         ort.preload_dlls(cudnn=cudnn)
 
 
 def _provider_options(index: int) -> dict[str, str]:
-    """Options for float32 sums without TF32, kernels without cuDNN, and no spare memory.
+    """Return provider options without TF32, cuDNN and excess memory.
 
-    From compute capability 9.0 on attention selects cuDNN where its library is installed, even if
-    it is disabled, and fails; naming the attention kernels excludes it.
+    From compute capability 9.0 on, attention selects cuDNN if it is installed, even if disabled,
+    and fails; `sdpa_kernel` excludes it.
     """
-    number = {"device_id": str(index)} if index else {}  # ONNX Runtime warns of an explicit 0
+    number = {"device_id": str(index)} if index else {}  # ONNX Runtime warns about an explicit 0
     return number | {
         "use_tf32": "0",
         "enable_cudnn": "0",

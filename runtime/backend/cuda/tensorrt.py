@@ -25,12 +25,12 @@ from .engines import EnginePlatform, cache_folder
 from .sessions import load_libraries
 
 PROVIDER = "TensorrtExecutionProvider"
-VERSIONS = ((10, 15), (10, 16))  # before, TensorScatter is no layer; ONNX Runtime links 10
+VERSIONS = ((10, 15), (10, 16))  # TensorScatter needs 10.15; ONNX Runtime links version 10
 _LIBRARY = "nvinfer_10.dll" if os.name == "nt" else "libnvinfer.so.10"
 
 
 def platform(ort: Any, index: int) -> EnginePlatform:
-    """Return the engine platform of this machine's GPU; TensorRT builds for no other."""
+    """Return the engine platform of this machine's GPU, the only one TensorRT builds for."""
     state = driver.query()
     gpus = state.get("gpus", [])
     if PROVIDER not in ort.get_available_providers() or index >= len(gpus):
@@ -70,15 +70,15 @@ def build_options(index: int, ops: str, engine: Path) -> dict[str, str]:
     return run_options(index) | {
         "trt_fp16_enable": "1" if compute_type == "float16" else "0",
         "trt_bf16_enable": "1" if compute_type == "bfloat16" else "0",
-        "trt_int8_enable": "1" if is_qdq(ops) else "0",  # else DequantizeLinear is refused
+        "trt_int8_enable": "1" if is_qdq(ops) else "0",  # required by DequantizeLinear
         "trt_layer_norm_fp32_fallback": "1",
         "trt_engine_cache_enable": "1",
-        "trt_engine_cache_path": ".",  # beside the model that names it
+        "trt_engine_cache_path": ".",  # relative to the EPContext model
         "trt_timing_cache_enable": "1",
         "trt_timing_cache_path": os.fspath(cache_folder() / "timing"),
         "trt_dump_ep_context_model": "1",
         "trt_ep_context_file_path": os.fspath(engine),
-        "trt_ep_context_embed_mode": "0",  # embedded, an engine ends at 2 GB
+        "trt_ep_context_embed_mode": "0",  # embedded engines are limited to 2 GB
     }
 
 
@@ -111,7 +111,7 @@ def open_session(ort: Any, path: str, index: int) -> Any:
 
 
 def _session(ort: Any, path: str, provider: Mapping[str, str]) -> Any:
-    load_libraries(ort, cudnn=True)  # cuDNN is linked by the provider
+    load_libraries(ort, cudnn=True)  # the provider links cuDNN
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors arrive as exceptions
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")

@@ -1,4 +1,4 @@
-"""TensorRT-RTX: NVIDIA's plug-in provider, its engines (for any supported GPU) and sessions."""
+"""TensorRT-RTX: NVIDIA's plug-in provider, its engines and sessions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def devices(ort: Any) -> list[Any]:
     module = importlib.import_module(MODULE)
     if not _registered_devices(ort):
         folder = Path(module.get_library_path()).parent
-        # The wheel has CUDA's runtime under a name that no loader searches for.
+        # The wheel contains the CUDA runtime under a name that loaders do not search for.
         for library in folder.glob("libcudart.so.*"):
             with contextlib.suppress(OSError):
                 ctypes.CDLL("libcudart.so.13")
@@ -49,7 +49,7 @@ def _registered_devices(ort: Any) -> list[Any]:
 
 
 def versions() -> tuple[str, str]:
-    """Return the versions of the plug-in and of its TensorRT-RTX."""
+    """Return the versions of the plug-in and of the TensorRT-RTX library in it."""
     folder = Path(importlib.import_module(MODULE).get_library_path()).parent
     libraries = [
         match[1]
@@ -87,9 +87,9 @@ def compile_graph(
         if not is_onnxruntime_error(error):
             raise
         raise DeviceError(
-            f"{graph}: TensorRT-RTX cannot compile it ({first_line(error)}); it supports the op "
-            "sets onnx-fp16, onnx-bf16 and, for integers, onnx-qdq: export the bundle again with "
-            "--compute fp16, bf16 or qdq"
+            f"{graph}: TensorRT-RTX cannot compile it ({first_line(error)}); it supports the "
+            "graph variants onnx-fp16, onnx-bf16 and, for integer weights, onnx-qdq: export the "
+            "bundle again with --compute fp16, bf16 or qdq"
         ) from error
 
 
