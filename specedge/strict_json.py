@@ -26,7 +26,14 @@ class JsonError(ValueError):
 
     def __init__(self, message: str) -> None:
         shown = message if len(message) <= 400 else message[:397] + "..."
-        super().__init__("".join(map(_printable, shown)))
+        super().__init__(escape_unprintable(shown))
+
+
+def escape_unprintable(text: str) -> str:
+    """Escape unprintable characters, such as control sequences and bidirectional marks."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def parse(text: str) -> Any:
@@ -180,10 +187,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise JsonError(f"key '{name}' appears twice")
         result[name] = value
     return result
-
-
-def _printable(character: str) -> str:
-    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def _constant(name: str) -> NoReturn:

@@ -14,7 +14,8 @@ def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
 
     Bisection compares slices, which is faster than comparing tokens of long texts.
     """
-    first, second = list(first), list(second)  # slices of other sequences may not compare equal
+    # Slices of sequences of different types are not equal.
+    first, second = (text if isinstance(text, list) else list(text) for text in (first, second))
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -15,7 +15,11 @@ from .tokenizer import encode
 
 
 def resolve_sampling(request: GenerationRequest, bundle: Bundle, tokenizer: Tokenizer) -> Sampling:
-    """Return the sampling options of a request. Raises OptionError for a token out of range."""
+    """Return the sampling options of a request.
+
+    Raises:
+        OptionError: A token is out of range, or a bad word cannot be encoded.
+    """
     words = dict.fromkeys(
         tokens for word in request.bad_words for tokens in _sequences(tokenizer, word)
     )
@@ -35,8 +39,8 @@ def resolve_sampling(request: GenerationRequest, bundle: Bundle, tokenizer: Toke
 def _sequences(tokenizer: Tokenizer, word: str | Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield the token sequences of a bad word.
 
-    Text is banned with and without a space before it, which have other tokens in most tokenizers,
-    unless it begins with white space.
+    Text that does not begin with white space is banned with and without a preceding space, which
+    most tokenizers encode differently.
     """
     if not isinstance(word, str):
         yield tuple(word)

@@ -1,6 +1,6 @@
 """Chat templates: the target's Jinja template, rendered as transformers does.
 
-A template comes with a checkpoint and is untrusted code: it runs in Jinja's sandbox and sees plain
+A template comes with a checkpoint and is untrusted code: it runs in Jinja's sandbox with JSON
 values only.
 """
 
@@ -22,10 +22,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, PromptError
+from specedge.strict_json import escape_unprintable
 
 from .messages import TemplateOptions, plain, plain_messages
 
-_CURE = "export the pair again from a checkpoint whose template works, or omit --chat"
+_REMEDY = "export the pair again from a checkpoint whose template works, or omit --chat"
 _DEFAULTS = TemplateOptions()
 _MARKER = "specedge-marker-5f1c"
 _ROLES = ("system", "user", "assistant", "tool")
@@ -42,19 +43,19 @@ def render(
 ) -> str:
     """Render messages, each with a "role" and a "content", with the bundle's chat template.
 
-    Contents are text; they become lists of parts for roles whose contents the template takes only
-    so. Arguments of calls are mappings; a template that fails on them gets JSON text.
+    Contents are text, and are converted to lists of parts for roles for which the template requires
+    that. Arguments of calls are mappings; a template that fails on them gets JSON text.
 
     Args:
         bundle: The bundle with the template.
         messages: The conversation.
         tools: Functions that the assistant may call, as transformers passes them.
         options: Variables and other options of the template.
-        check_visible: True to refuse a conversation of which the template leaves out a message.
+        check_visible: Raise an error if the template omits a message.
 
     Raises:
-        PromptError: The template refuses the messages, fails, or leaves out one of them.
-        BundleError: The template is broken.
+        PromptError: The template rejects the messages, fails, or omits one of them.
+        BundleError: The template is invalid.
     """
     load_template(bundle)
     chat = plain_messages(messages)
@@ -86,14 +87,14 @@ def render(
 
 
 def _render_chat(bundle: Bundle, chat: Sequence[Mapping[str, Any]], values: dict[str, Any]) -> str:
-    """Render messages with text as contents, in the forms that the template takes."""
+    """Render messages with text as contents, in a form that the template supports."""
     template, text = load_template(bundle), bundle.chat_template or ""
     key = next((key for key in _REASONING_KEYS if re.search(rf"\b{key}\b", text)), None)
     parts_roles = _parts_roles(text, tuple(sorted(bundle.special_tokens.items())))
-    formed = [_formed(message, parts_roles, key) for message in chat]
+    converted = [_convert(message, parts_roles, key) for message in chat]
 
     def attempt(arguments_of: Callable[[Any], Any]) -> str:
-        messages = [_with_arguments(message, arguments_of) for message in formed]
+        messages = [_with_arguments(message, arguments_of) for message in converted]
         return template.render(bundle.special_tokens | {**values, "messages": messages})
 
     try:
@@ -117,17 +118,17 @@ def _render_chat(bundle: Bundle, chat: Sequence[Mapping[str, Any]], values: dict
         raise error
 
 
-def _formed(
+def _convert(
     message: Mapping[str, Any], parts_roles: Collection[str], reasoning_key: str | None
 ) -> dict[str, Any]:
     """Return a message with its content in parts if its role is one of `parts_roles`."""
-    formed = dict(message)
+    converted = dict(message)
     if message["role"] in parts_roles:
-        formed["content"] = [{"type": "text", "text": message["content"]}]
-    if reasoning_key and (reasoning := formed.get("reasoning_content")) is not None:
-        del formed["reasoning_content"]
-        formed[reasoning_key] = reasoning
-    return formed
+        converted["content"] = [{"type": "text", "text": message["content"]}]
+    if reasoning_key and (reasoning := converted.get("reasoning_content")) is not None:
+        del converted["reasoning_content"]
+        converted[reasoning_key] = reasoning
+    return converted
 
 
 def _with_arguments(message: dict[str, Any], arguments_of: Callable[[Any], Any]) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def _with_arguments(message: dict[str, Any], arguments_of: Callable[[Any], Any])
 
 
 class _JsonText(str):
-    """Text that is JSON already, which the filter `tojson` does not quote again."""
+    """JSON text, which the filter `tojson` does not quote again."""
 
 
 def _json_text(arguments: Any) -> _JsonText:
@@ -171,7 +172,7 @@ def _parts_roles(text: str, special_tokens: tuple[tuple[str, str], ...]) -> froz
 
     def shows(role: str, parts_roles: Collection[str]) -> bool:
         messages = [
-            _formed(m | ({"content": _MARKER} if m["role"] == role else {}), parts_roles, None)
+            _convert(m | ({"content": _MARKER} if m["role"] == role else {}), parts_roles, None)
             for m in chats[role]
         ]
         values = {"messages": messages, "add_generation_prompt": True, "tools": None}
@@ -189,12 +190,12 @@ def _parts_roles(text: str, special_tokens: tuple[tuple[str, str], ...]) -> froz
 
 @dataclass(frozen=True)
 class ToolSupport:
-    """Parts of conversations with tools that a chat template shows; True where it fails on them.
+    """Parts of conversations with tools that a chat template renders; True if it fails on them.
 
     Attributes:
-        tools: True if it shows the variable `tools`.
-        message_tools: True if it shows the key "tools" of a system message, as JSON text.
-        calls: True if it shows the calls of assistants' messages.
+        tools: True if it renders the variable `tools`.
+        message_tools: True if it renders the key "tools" of a system message, as JSON text.
+        calls: True if it renders the calls of assistant messages.
     """
 
     tools: bool
@@ -203,15 +204,15 @@ class ToolSupport:
 
 
 def tool_support(bundle: Bundle, has_tools: bool) -> ToolSupport:
-    """Return the parts of conversations with tools that a bundle's chat template shows.
+    """Return the parts of conversations with tools that a bundle's chat template renders.
 
     Args:
         bundle: The bundle with the template.
-        has_tools: True if the conversation has tools, without which templates may show less.
+        has_tools: True if the conversation has tools, without which templates may omit calls.
 
     Raises:
-        BundleError: The template is broken.
-        PromptError: There is none.
+        BundleError: The template is invalid.
+        PromptError: The bundle has no template.
     """
     load_template(bundle)
     special_tokens = tuple(sorted(bundle.special_tokens.items()))
@@ -230,9 +231,9 @@ def _tool_support(
     system, user = {"role": "system", "content": "x"}, {"role": "user", "content": "x"}
 
     def shows(messages: list[dict[str, Any]], tools: Any) -> bool | None:
-        """Return True if the marker is shown, None if the template fails."""
-        formed = [_formed(message, parts_roles, None) for message in messages]
-        values = {"messages": formed, "add_generation_prompt": True, "tools": tools}
+        """Return True if the marker is rendered, None if the template fails."""
+        converted = [_convert(message, parts_roles, None) for message in messages]
+        values = {"messages": converted, "add_generation_prompt": True, "tools": tools}
         try:
             return _MARKER in template.render(dict(special_tokens) | values)
         except Exception:
@@ -260,12 +261,12 @@ def _tool_support(
 def _hidden_message(
     bundle: Bundle, chat: Sequence[Mapping[str, Any]], values: dict[str, Any]
 ) -> int | None:
-    """Return the index of a message that the template does not show, None if it shows all."""
+    """Return the index of a message that the template omits, None if it renders all."""
     markers = {i: f"{_MARKER}-{i}-" for i, m in enumerate(chat) if m["content"].strip()}
     marked = [{**m, "content": markers[i]} if i in markers else m for i, m in enumerate(chat)]
     try:
         text = _render_chat(bundle, marked, values)
-    except Exception:  # it looks into contents, so markers prove nothing
+    except Exception:  # the template reads contents, so markers prove nothing
         return None
     hidden = [i for i in markers if markers[i] not in text and chat[i]["role"] in _ROLES]
     return next((i for i in hidden if not _shows_calls(chat[i], text)), None)
@@ -273,26 +274,30 @@ def _hidden_message(
 
 def _shows_calls(message: Mapping[str, Any], text: str) -> bool:
     """Return True if a text has the name of a function that a message calls."""
-    calls = message.get("tool_calls") or []
-    return any(call["function"]["name"] in text for call in calls if isinstance(call, dict))
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return False
+    functions = (call.get("function") for call in calls if isinstance(call, dict))
+    names = (function.get("name") for function in functions if isinstance(function, dict))
+    return any(isinstance(name, str) and name in text for name in names)
 
 
 def load_template(bundle: Bundle) -> jinja2.Template:
     """Return the compiled chat template of a bundle.
 
     Raises:
-        BundleError: The template is broken.
-        PromptError: There is none.
+        BundleError: The template is invalid.
+        PromptError: The bundle has no template.
     """
     name, text = bundle.target.source.id, bundle.chat_template
     if text is None:
         raise PromptError(f"{name} has no chat template; omit --chat")
     try:
         return _compile(text)
-    except Exception as error:  # what Jinja makes of a template is Python, with Python's errors
+    except Exception as error:  # Jinja compiles templates to Python, with Python's errors
         line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise BundleError(
-            f"{name}'s chat template is invalid: {_one_line(error)}{line}; {_CURE}"
+            f"{name}'s chat template is invalid: {_one_line(error)}{line}; {_REMEDY}"
         ) from error
 
 
@@ -309,7 +314,7 @@ def _compile(template: str) -> jinja2.Template:
     helpers: dict[str, Callable[..., Any]] = {
         "raise_exception": _raise,
         "strftime_now": lambda form: datetime.now().strftime(form),
-        # Functions, so that a template cannot reach the attributes of a class.
+        # Functions, so that a template cannot access the attributes of a class.
         "dict": lambda *args, **kwargs: dict(*args, **kwargs),
         "namespace": _namespace,
     }
@@ -318,7 +323,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it shows its body."""
+    """Tag `{% generation %}`, which marks assistant text for training; renders its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -329,7 +334,7 @@ class _Generation(Extension):
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """Namespace that refuses names that could reach into Python, as in transformers."""
+    """Namespace that rejects names of Python internals, as in transformers."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -351,7 +356,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Dump JSON as transformers does: Jinja's own filter escapes HTML, unlike training data."""
+    """Serialize to JSON as transformers does; Jinja's own filter escapes HTML."""
     if isinstance(value, _JsonText):
         return str(value)
     return json.dumps(
@@ -368,5 +373,4 @@ def _raise(message: object) -> NoReturn:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300] or type(error).__name__
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return escape_unprintable(" ".join(str(error).split())[:300] or type(error).__name__)

@@ -1,6 +1,6 @@
 """Compilation of grammars in background threads.
 
-llguidance takes from a millisecond to minutes, cannot be stopped, and lets Python run meanwhile.
+llguidance takes from a millisecond to minutes, cannot be interrupted, and releases the GIL.
 """
 
 from __future__ import annotations
@@ -15,29 +15,26 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-NUM_AT_A_TIME = 2
-PATIENCE = 1.0  # seconds until a compilation no longer keeps the next one waiting
-MAX_OVERRUNS = 6  # compilations past their time limit that may run in addition
+MAX_CONCURRENT = 2
+PATIENCE = 1.0  # seconds until a compilation no longer delays the next one
+MAX_OVERRUNS = 6  # compilations beyond PATIENCE that may run in addition
 LOWEST_PRIORITY = 19
 
 
 class Compilations:
-    """Executor of `NUM_AT_A_TIME` compilations at a time, first in, first out.
+    """Executor of up to `MAX_CONCURRENT` compilations, first in, first out.
 
-    One that overruns `PATIENCE` seconds lets the next one begin and runs at the lowest priority (on
-    Linux, where threads have priorities). At most `MAX_OVERRUNS` do.
+    A compilation of more than `PATIENCE` seconds lets the next one begin and continues at the
+    lowest priority (on Linux, where threads have priorities). At most `MAX_OVERRUNS` may do so.
     """
 
     def __init__(self) -> None:
-        self.permits = threading.Semaphore(NUM_AT_A_TIME)
+        self.permits = threading.Semaphore(MAX_CONCURRENT)
         self.lock = threading.Lock()
         self.num_overruns = 0
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in a daemon thread.
-
-        Work whose future is cancelled before its turn comes is not begun.
-        """
+        """Run `work` in a daemon thread, unless its future is cancelled before it begins."""
         future: Future[T] = Future()
         threading.Thread(target=self._run, args=(work, future), daemon=True).start()
         return future
@@ -79,7 +76,7 @@ class _Permit:
         self._timer.start()
 
     def _overrun(self) -> None:
-        """Let the next compilation begin, or try again later where too many run."""
+        """Let the next compilation begin, or retry later if too many run."""
         with self._all.lock:
             if self._ended:
                 return

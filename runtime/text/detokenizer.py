@@ -1,7 +1,4 @@
-"""Text of generated tokens: whole characters, stop strings, finish reason and token outcomes.
-
-No I/O.
-"""
+"""Text of generated tokens: whole characters, stop strings, finish reason, token outcomes."""
 
 from __future__ import annotations
 
@@ -17,26 +14,26 @@ from specedge.option_specs import NameEnum
 from ..decoding.protocols import Round
 from .tokenizer import decode
 
-_CONTEXT = 8  # prompt tokens that are decoded, too, to preserve a leading space
+_CONTEXT = 8  # prompt tokens that are decoded as context, to preserve a leading space
 
 
 class FinishReason(NameEnum):
     """Reason that a text ends."""
 
-    LENGTH = "length"  # as many tokens as requested
+    LENGTH = "length"  # the requested number of tokens
     END = "end"  # an end token
     STOP = "stop"  # a stop string
     CONTEXT = "context"  # the context is full
-    UNFINISHED = "unfinished"  # it was closed early
+    UNFINISHED = "unfinished"  # the stream was closed early
 
 
 class TokenOutcome(NameEnum):
     """Origin of a committed token."""
 
     ACCEPTED = "accepted"  # a draft token that the target accepted
-    RECOVERED = "recovered"  # the target's own after a rejection
-    BONUS = "bonus"  # the target's own after it accepted the whole draft
-    PLAIN = "plain"  # the target's own without a draft
+    RECOVERED = "recovered"  # the target's token after a rejection
+    BONUS = "bonus"  # the target's token after full acceptance
+    PLAIN = "plain"  # the target's token without a draft
 
 
 @dataclass(frozen=True)
@@ -52,12 +49,12 @@ class TextSpan:
         return self.outcome
 
     def to_json(self) -> dict[str, str]:
-        """Return the fields under their names in JSON, where the outcome is the `fate`."""
+        """Return the fields by their JSON keys; the outcome is `fate`."""
         return {"text": self.text, "fate": self.outcome}
 
 
 def token_outcomes(round_: Round) -> list[TokenOutcome]:
-    """Return the outcome of each token of a round: accepted ones, and one of the target's own."""
+    """Return the outcome of each committed token of a round."""
     if not round_.num_drafted:
         last = TokenOutcome.PLAIN
     elif round_.num_accepted < round_.num_drafted:
@@ -136,7 +133,7 @@ class TextAssembler:
         return text
 
     def _flush(self) -> str:
-        """Return the text held back until now."""
+        """Return the text that was held back."""
         text = self._detokenizer.flush()
         self._buffer.add(text)
         text = self._stop_strings.feed(text)
@@ -149,7 +146,7 @@ class SpanBuffer:
     """Outcomes of text that is emitted later than its tokens were committed.
 
     A character belongs to the token that completed it. Text that is never emitted, such as a stop
-    string, gives no span.
+    string, has no span.
     """
 
     def __init__(self) -> None:
@@ -157,7 +154,7 @@ class SpanBuffer:
         self._last = TokenOutcome.PLAIN
 
     def add(self, text: str, outcome: TokenOutcome | None = None) -> None:
-        """Add the text that a token completed, or without an outcome the last token's rest."""
+        """Add the text that a token completed; without an outcome, the rest of the last token."""
         self._last = outcome or self._last
         self._pending.append(TextSpan(text, self._last))
 
@@ -178,9 +175,9 @@ class SpanBuffer:
 class Detokenizer:
     """Decoder of tokens into pieces of text that never split a character.
 
-    A piece is the text that a token adds to that of the tokens before it, held back while it ends
-    in an incomplete character. Pieces depend on the tokens alone, not on how they are grouped.
-    Special tokens have no text, except those that are `shown`.
+    A piece is the text that a token adds to the tokens before it, held back while it ends in an
+    incomplete character. Pieces do not depend on the grouping of tokens. Special tokens have no
+    text, except those that are `shown`.
     """
 
     def __init__(
@@ -231,7 +228,7 @@ class StopStrings:
         self.has_matched = False
 
     def feed(self, text: str) -> str:
-        """Return the text that no stop string can begin in; nothing after a stop string."""
+        """Return the text that cannot be part of a stop string; nothing after a match."""
         if self.has_matched:
             return ""
         self._held += text
@@ -248,12 +245,12 @@ class StopStrings:
         return text
 
     def flush(self) -> str:
-        """Return the text held back, once nothing can follow."""
+        """Return the text that was held back, at the end of the text."""
         text, self._held = self._held, ""
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,8 +1,8 @@
 """Constrained decoding: token masks of a JSON schema, regular expression or Lark grammar.
 
-llguidance computes the masks. A mask depends on the text alone, so that draft, target and plain
-decoding mask their logits alike, and the text follows the target's distribution under the mask,
-token by token. Only an end token follows a complete text that cannot continue. V tokens.
+llguidance computes the masks. A mask depends only on the text, so that draft, target and plain
+decoding apply the same one, and the text follows the target's masked distribution. A complete text
+that cannot continue is followed by an end token. V tokens.
 """
 
 from __future__ import annotations
@@ -26,27 +26,25 @@ from specedge.errors import MissingExtraError, OptionError
 from specedge.request import GenerationRequest
 from specedge.sampling_options import MAX_DRAFT_TOKENS
 
-from ..sampling.history import History
+from ..sampling.history import History, common_prefix_length
 from .compilation import Compilations
 from .schemas import simplify
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Renewals of a request's matcher, counted for its text and for its drafts or other texts: to fill a
-# lexer may take a second.
-MAX_RENEWALS = 8
-NUM_CACHED = 16  # compiled grammars: lines of a file and a request's choices share theirs
+MAX_RENEWALS = 8  # of a request's matcher, each for its text and its drafts; one may take a second
+NUM_CACHED = 16  # compiled grammars, for lines of a file and choices of a request
 COMPILE_SECONDS = 20.0  # limit per request; large grammars could take minutes
-# A state of the lexer takes one or two kilobytes. llguidance's own limit is 250,000.
+# A lexer state takes one or two kilobytes; llguidance's default limit is 250,000.
 _LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
-# Between two symbols of JSON: a space, or a new line with its indentation. JSON itself sets no
-# bound, and models may never stop.
+# White space between symbols of JSON: a space, or a line break with indentation; bounded, since
+# models may otherwise never stop.
 WHITE_SPACE = r" |\n[ \t]{0,20}"
 
 
 class Grammars:
-    """Cache of compiled grammars of a bundle. llguidance gets the tokenizer on first use."""
+    """Cache of compiled grammars of a bundle."""
 
     def __init__(self, bundle: Bundle, tokenizer: Tokenizer) -> None:
         self._bundle, self._tokenizer = bundle, tokenizer
@@ -58,7 +56,12 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, request: GenerationRequest) -> GrammarConstraint | None:
-        """Return the constraint of a request, if any. Raises OptionError if it is impossible."""
+        """Return the constraint of a request, or None.
+
+        Raises:
+            OptionError: The grammar is invalid or unsatisfiable, or takes too long to compile.
+            MissingExtraError: llguidance is not installed.
+        """
         grammar = request.grammar_option
         if grammar is None:
             return None
@@ -94,20 +97,19 @@ class Grammars:
                 self._running[key] = running
             self._num_waiting[key] += 1
         try:
-            return budget.wait(running)  # who comes meanwhile waits for the same one
+            return budget.wait(running)  # concurrent requests wait for the same compilation
         finally:
             with self._lock:
                 self._num_waiting[key] -= 1
                 if not self._num_waiting[key]:
                     del self._num_waiting[key]
-                    if running.cancel():  # it has not begun, and is no longer needed
+                    if running.cancel():  # not begun, and no longer needed
                         del self._running[key]
 
     def _renewed(self, full: LLMatcher, name: str, text: str, budget: _Budget) -> LLMatcher:
-        """Compile a matcher for a request alone.
+        """Compile a matcher for one request, and drop the full one from the cache.
 
-        Copies of a matcher have one lexer, whose states only grow. Nor does another request get
-        the full one.
+        Copies of a matcher share one lexer, whose states are never freed.
         """
         with self._lock:
             if self._compiled.get((name, text)) is full:
@@ -119,7 +121,7 @@ class Grammars:
             running.cancel()
 
     def _compile(self, name: str, text: str) -> LLMatcher:
-        """Compile a matcher and keep it."""
+        """Compile a matcher and cache it."""
         try:
             matcher = compiled(self._tokens, name, text)
         except BaseException:
@@ -145,7 +147,7 @@ class Grammars:
         ends = list(self._bundle.end_tokens)
         try:
             return llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
-        except Exception as error:  # without a specific type
+        except Exception as error:  # llguidance has no exception types
             raise OptionError(
                 f"{name} cannot be used with this bundle's tokenizer: {_one_line(str(error))}",
                 name,
@@ -159,7 +161,7 @@ class _Budget:
         self._option, self._total, self._left = option, seconds, seconds
 
     def wait(self, running: Future[LLMatcher]) -> LLMatcher:
-        """Return the compiled matcher. Raises OptionError if the budget is exceeded."""
+        """Return the compiled matcher; raise OptionError if the budget is exceeded."""
         begin = time.perf_counter()
         try:
             return running.result(max(0.0, self._left))
@@ -174,7 +176,7 @@ class _Budget:
 
 
 def compiled(tokens: Any, name: str, text: str) -> LLMatcher:
-    """Compile a matcher for a grammar. Raises OptionError if llguidance refuses it."""
+    """Compile a matcher for a grammar; raise OptionError if llguidance rejects it."""
     from llguidance import LLMatcher, LLParserLimits
 
     read = {
@@ -195,11 +197,11 @@ def compiled(tokens: Any, name: str, text: str) -> LLMatcher:
 
 
 def _schema_grammar(text: str) -> str:
-    """Return a schema's grammar, with bounded white space unless it has such settings."""
+    """Return a schema's grammar, with bounded white space unless the schema sets it."""
     from llguidance import LLMatcher
 
     schema = json.loads(text)
-    if (simple := simplify(schema)) != schema:  # other texts stay as they are
+    if (simple := simplify(schema)) != schema:  # else the text is unchanged
         text = json.dumps(simple, ensure_ascii=False)
     settings = schema.get("x-guidance")
     has_white_space = isinstance(settings, dict) and any(
@@ -213,15 +215,16 @@ def _schema_grammar(text: str) -> str:
 class GrammarConstraint:
     """Token masks of a text that follows a grammar after its prompt.
 
-    It follows drafts and rolls back to where another draft begins, and caches the masks of as many
-    positions as a round has, so that draft and target share them.
+    It reads drafts, rolls back to the position where another draft begins, and caches the masks of
+    the positions of a round for draft and target.
 
-    If llguidance's limits stop it, `renew` gives another matcher, since other texts, and drafts
-    that were rejected, may have filled the lexer of this one. The text has renewals of its own;
-    drafts that used up theirs are not followed any more.
+    If the matcher reaches llguidance's limits, `renew` returns another one, since the lexer may be
+    full of states of other texts and of rejected drafts. Renewals are limited separately for the
+    text and for drafts; once those for drafts are used up, drafts are no longer constrained.
 
     Attributes:
-        outside_turn: Context for a renewal within a pipeline's turn, since it may take seconds.
+        outside_turn: Context that suspends the pipeline's turn during a renewal, which may take
+            seconds.
 
     Args:
         matcher: Matcher without tokens; it is copied.
@@ -242,7 +245,7 @@ class GrammarConstraint:
         self._fresh, self._matcher = matcher, matcher.deep_copy()
         self._renew = renew
         self._num_renewals = {"text": 0, "mixed": 0}
-        self._mixed = True  # whether others than the text may have filled the matcher
+        self._mixed = True  # the lexer may have states of drafts or other texts
         self._ends = frozenset(ends)
         self._only_ends = np.ones(vocab_size, bool)
         self._only_ends[list(ends)] = False
@@ -254,7 +257,7 @@ class GrammarConstraint:
         """Return the mask of the tokens that cannot follow a text. -> [V]
 
         Raises:
-            OptionError: The text breaks the grammar, as a draft may.
+            OptionError: The text violates the grammar, as a draft may.
         """
         drafted = history.length > history.num_kept
         if drafted and self._num_renewals["mixed"] >= MAX_RENEWALS:
@@ -273,7 +276,7 @@ class GrammarConstraint:
         self._begin_anew()
         try:
             return self._after(new)
-        except _LimitError:  # which ends a matcher; but a draft may go where the text never does
+        except _LimitError:  # the matcher is unusable, but only a draft may have reached the limit
             self._begin_anew()
             raise
 
@@ -283,19 +286,20 @@ class GrammarConstraint:
         return self._mixed or self._num_renewals["text"] <= MAX_RENEWALS
 
     def _after(self, new: list[int]) -> NDArray[np.bool_]:
-        shared = _common_prefix_length(self._read, new)
+        shared = common_prefix_length(self._read, new)
         if shared < len(new) or shared not in self._masks:
-            self._go_back(shared)
+            self._rollback(shared)
             self._read_on(new[shared:])
             self._masks[len(new)] = self._mask()
             while (first := next(iter(self._masks))) <= len(new) - 2 * MAX_DRAFT_TOKENS:
-                del self._masks[first]  # they are in the order of their positions
+                del self._masks[first]  # keys are in the order of positions
         return self._masks[len(new)]
 
     def forced(self, history: History) -> int | None:
         """Return the forced token after a text; None if several may follow, or it has ended.
 
-        It follows from the mask: llguidance's forced bytes may have several spellings in tokens.
+        It is derived from the mask, since several token sequences may spell llguidance's forced
+        bytes.
         """
         banned = self.banned(history)
         if history.num_new_tokens and history.last(1)[0] in self._ends:
@@ -303,7 +307,7 @@ class GrammarConstraint:
         several = len(banned) - np.count_nonzero(banned) != 1
         return None if several else int(banned.argmin())
 
-    def _go_back(self, length: int) -> None:
+    def _rollback(self, length: int) -> None:
         if self._num_consumed > length:
             self._matcher.rollback(self._num_consumed - length)
             self._num_consumed = length
@@ -315,7 +319,7 @@ class GrammarConstraint:
         for token in tokens:
             if not self._ended and token not in self._ends:
                 if not self._matcher.try_consume_tokens([token]):
-                    self._mask()  # raises the error of a full lexer, which is reported late
+                    self._mask()  # raises the error of a full lexer, which llguidance reports late
                     raise OptionError("the text so far violates the grammar")
                 self._num_consumed += 1
             self._read.append(token)
@@ -343,19 +347,7 @@ class GrammarConstraint:
 
 
 class _LimitError(OptionError):
-    """Error at llguidance's limits, which may have been reached by other texts."""
-
-
-def _common_prefix_length(first: list[int], second: list[int]) -> int:
-    """Return the length of the common prefix by bisection, as both texts may be long."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """Limit of llguidance that was reached, possibly because of other texts."""
 
 
 def _one_line(reason: str) -> str:

@@ -1,4 +1,4 @@
-"""Validation of chat messages."""
+"""Chat messages and template options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class TemplateOptions:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of messages with a role and content each. Raises PromptError."""
+    """Return a copy of messages as JSON values.
+
+    Raises:
+        PromptError: A message has no role or content, or the list is empty.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise PromptError("messages must be a list of at least one {'role': ..., 'content': ...}")
     for i, message in enumerate(messages):
@@ -40,7 +44,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def plain(objects: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Return a copy of objects as JSON values. Raises PromptError with their name."""
+    """Return a copy of objects as JSON values; raise PromptError with their name."""
     try:
         copied: list[dict[str, Any]] = json.loads(json.dumps([dict(item) for item in objects]))
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Tokens of a prompt, which is text, token ids or chat messages."""
+"""Encoding of prompts: text, token ids or chat messages."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .messages import TemplateOptions, plain, plain_messages
 from .special_tokens import SpecialTokens
 from .tokenizer import encode
 
-Tools = Sequence[Mapping[str, Any]]  # what the assistant of a chat may call
-UserPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, tokens, or a chat
+Tools = Sequence[Mapping[str, Any]]  # functions that the assistant may call
+UserPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or messages
 _DEFAULTS = TemplateOptions()
-_LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
+_LONGEST_TOKEN = 1000  # characters; longer prompts are rejected before tokenization
 
 
 class Prompts:
     """Encoder of prompts for a bundle.
 
-    With `special_tokens` text that spells a special token is encoded as that token, else as text.
+    With `special_tokens`, text that spells a special token is encoded as that token, else as text.
     """
 
     def __init__(self, bundle: Bundle, tokenizer: Tokenizer) -> None:
@@ -32,11 +32,16 @@ class Prompts:
         self._special = SpecialTokens(tokenizer)
 
     def tokens(self, prompt: str | Sequence[int], special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a prompt. Raises PromptError or ContextLengthError."""
+        """Return the tokens of a prompt.
+
+        Raises:
+            PromptError: The prompt is empty, or has invalid text or token ids.
+            ContextLengthError: The prompt does not fit into the context.
+        """
         vocab_size, context = self._bundle.target.vocab_size, self._bundle.context_length
         if not isinstance(prompt, str):
             tokens = _ids(prompt)
-        elif not prompt:  # some tokenizers begin even no text with a token
+        elif not prompt:  # some tokenizers add a token even to empty text
             tokens = []
         else:
             self._check_text(prompt)
@@ -61,8 +66,8 @@ class Prompts:
     ) -> list[int]:
         """Return the tokens of a text with special tokens, as in rendered prompts.
 
-        A BOS token that both the text and the tokenizer begin with is there once. Of more than
-        `max_length` tokens the last ones are kept.
+        If both the text and the tokenizer add a BOS token, there is one. At most the last
+        `max_length` tokens are kept.
         """
         self._check_text(text)
         tokens = encode(self._tokenizer, text, add_special_tokens) if text else []
@@ -92,11 +97,11 @@ class Prompts:
         tools: Tools | None = None,
         options: TemplateOptions = _DEFAULTS,
     ) -> list[int]:
-        """Return the tokens of a chat. The template writes the special tokens, so none are added.
+        """Return the tokens of a chat; all special tokens are those of the template.
 
-        With `special_tokens` messages and tools may write them, too.
+        With `special_tokens`, messages and tools may also contain special tokens.
         """
-        from .chat import render  # plain prompts do without Jinja
+        from .chat import render  # other prompts do not need Jinja
 
         text = render(self._bundle, messages, tools, options)
         if not text:

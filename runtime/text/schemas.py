@@ -1,10 +1,10 @@
-"""Simplification of JSON schemas to the keywords that llguidance takes, without another meaning."""
+"""Simplification of JSON schemas to equivalent ones with the keywords that llguidance supports."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Others are annotations by the standard.
+# Enforced formats; others are annotations (JSON Schema 2020-12, section 7).
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
@@ -14,7 +14,7 @@ _SCHEMAS = (
     "items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else",
     "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
-# Values with which a keyword allows everything.
+# Values of keywords that allow everything.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -27,14 +27,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def simplify(schema: Any) -> Any:
-    """Return a schema for the same values without keywords that can be written otherwise.
+    """Return an equivalent schema with fewer keywords.
 
-    Formats that are annotations, and keywords with values that allow everything, are left out.
-    Names of properties by pattern or enumeration become properties.
+    Formats that are annotations, and keywords with values that allow everything, are removed.
+    `propertyNames` with a pattern or an enumeration is replaced by properties.
     """
     try:
         return _simplified(schema)
-    except RecursionError:  # llguidance refuses it
+    except RecursionError:  # llguidance rejects it
         return schema
 
 
@@ -61,7 +61,7 @@ def _simplified_part(key: str, value: Any) -> Any:
 
 
 def _without_property_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with properties instead of `propertyNames`, if there are no others."""
+    """Replace `propertyNames` by properties if the schema has no others."""
     names = schema.get("propertyNames")
     if not isinstance(names, dict) or "properties" in schema or "patternProperties" in schema:
         return schema

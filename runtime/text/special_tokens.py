@@ -19,7 +19,7 @@ from specedge.errors import PromptError
 
 from .tokenizer import encode, encoding, translated_panics
 
-Chat = list[Any]  # messages, or these and the tools, in plain values
+Chat = list[Any]  # messages and tools, as JSON values
 TokenSpan = tuple[int, int, int]  # start and end of a special token in a text, and its id
 
 # Private-use characters, of two planes of Unicode.
@@ -31,11 +31,11 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 class SpecialTokens:
     """Encoder of texts that may spell special tokens.
 
-    It is cached with the tokenizer, since copying a large tokenizer takes a second and 100 MB. The
-    tokenizer must not change afterwards.
+    The tokenizer must not change afterwards. Reuse the encoder, since it may copy the tokenizer,
+    which takes a second and 100 MB for a large one.
 
     Raises:
-        PromptError: The tokenizer has no other tokens for the text of a special one.
+        PromptError: The tokenizer cannot encode the text of a special token as text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -54,11 +54,10 @@ class SpecialTokens:
     def encode_chat(self, text: str, chat: Chat, render: Callable[[Chat], str]) -> list[int]:
         """Encode a chat that renders to `text`; messages contain no special tokens.
 
-        If strings of a chat spell special tokens, the chat is rendered again with these characters
-        replaced one for one by private-use characters, so that lengths, slices and white space do
-        not change. Special tokens in the result are those of the template. A template that searches
-        a message for a special token finds none. If the template composes a special token from two
-        strings, or from a part of one, it counts as the template's.
+        If strings of a chat spell special tokens, the chat is rendered again with each of these
+        characters replaced by a private-use character, so that lengths, slices and white space do
+        not change. Special tokens in the result are then those of the template, including any that
+        it composes from strings of the chat.
         """
         hidden, shown = self._hide(chat, text)
         if not shown:
@@ -81,7 +80,7 @@ class SpecialTokens:
     def _spans(self, text: str, encoded: Encoding) -> list[TokenSpan]:
         """Return the spans of special tokens in a text, without white space that they absorb.
 
-        Unknown text becomes a special token, too, but spells none.
+        Unknown text is encoded as a special token, but spells none.
         """
         name = self._names
         if name.keys().isdisjoint(encoded.ids):
@@ -91,7 +90,7 @@ class SpecialTokens:
         return [(a, b, t) for a, b, t in spans if t not in self._unknown or text[a:b] == name[t]]
 
     def _hide(self, chat: Chat, text: str) -> tuple[Chat, dict[int, str]]:
-        """Return a chat with private characters for special tokens' text, and their meanings."""
+        """Return a chat with private-use characters for special tokens, and the inverse mapping."""
         plain = json.dumps(chat)
         strings = {json.loads(string) for string in _STRING.findall(plain)}
         spelt = {string: spans for string in strings if (spans := self._spans_of(_valid(string)))}
@@ -115,8 +114,8 @@ class SpecialTokens:
 class PlainTextTokenizer:
     """Copy of a tokenizer that encodes the text of special tokens as plain text.
 
-    `names` are placeholders for the special tokens. A name is random, so that users cannot spell
-    it, and is matched by the same rules as its token (such as `lstrip`). A copy is needed because
+    `names` are placeholders for the special tokens. They are random, so that users cannot spell
+    them, and are matched by the rules of their tokens (such as `lstrip`). A copy is needed because
     the setting belongs to the tokenizer object, which threads share.
     """
 
@@ -153,16 +152,16 @@ def _renamed(token: AddedToken, name: str) -> AddedToken:
         lstrip=token.lstrip,
         rstrip=token.rstrip,
         normalized=token.normalized,
-        special=False,  # or it would be text too
+        special=False,  # special tokens would be encoded as text
     )
 
 
 def _unknown(tokenizer: Tokenizer) -> set[int]:
-    """Return the tokens of unknown text, which not every model type names."""
+    """Return the tokens of unknown text; not every model type states them."""
     try:
         with translated_panics():
             return {token.id for token in tokenizer.model.tokenize(_UNKNOWN)}
-    except Exception:  # it takes no unknown text
+    except Exception:  # unknown text is not supported
         return set()
 
 

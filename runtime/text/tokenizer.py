@@ -11,17 +11,15 @@ from tokenizers import Encoding, Tokenizer
 from specedge.bundle import Bundle
 from specedge.errors import BundleError
 
-# Held while a tokenizer is loaded and tried. Rust reports a panic on stderr before it is raised;
-# the command line hides that by a redirection, which the whole process sees, so a library must not.
+# Context in which a tokenizer is loaded and tried. Rust prints panics to stderr; the command line
+# hides them by redirecting stderr, which affects the whole process and is not done by the library.
 around_trial: Callable[[], AbstractContextManager[object]] = nullcontext
 
 _TRIAL = "A trial: def f(x):\n    return 'é'  # 1 + 2\n"
 
 
 def load_tokenizer(bundle: Bundle) -> Tokenizer:
-    """Load a bundle's tokenizer, without truncation and padding.
-
-    Those in its file are for training: they would truncate a prompt silently.
+    """Load a bundle's tokenizer, without truncation and padding, which are settings of training.
 
     Raises:
         BundleError: The tokenizer does not work.
@@ -40,7 +38,7 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Return the tokens of a text. Raises BundleError if the tokenizer panics."""
+    """Return the tokens of a text; raise BundleError if the tokenizer panics."""
     return list(encoding(tokenizer, text, add_special_tokens).ids)
 
 
@@ -51,13 +49,13 @@ def encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Return the text of tokens, without special tokens. Raises BundleError on a panic."""
+    """Return the text of tokens without special tokens; raise BundleError on a panic."""
     with translated_panics():
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def _try(tokenizer: Tokenizer, special: bool) -> None:
-    """Let a tokenizer panic now; missing characters are errors when they are encoded."""
+    """Run a tokenizer, so that it panics now; other errors occur again when it is used."""
     try:
         decode(tokenizer, encode(tokenizer, _TRIAL, special))
     except BundleError:
@@ -68,7 +66,7 @@ def _try(tokenizer: Tokenizer, special: bool) -> None:
 
 @contextmanager
 def translated_panics() -> Iterator[None]:
-    """Raise panics of Rust, which are no Exceptions and of no importable type, as BundleError."""
+    """Raise Rust panics, which are BaseExceptions without an importable type, as BundleError."""
     try:
         yield
     except BaseException as error:

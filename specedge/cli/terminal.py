@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specedge.strict_json import escape_unprintable
+
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
@@ -18,14 +20,11 @@ REPORT_INTERVAL = 10.0  # seconds
 
 
 def sanitize_line(text: str, longest: int = MAX_LINE_LENGTH) -> str:
-    """Return one line of printable characters, with the middle of a long one elided.
-
-    Other characters, such as escape sequences and bidirectional controls, are escaped as in Python.
-    """
+    """Return one line of printable characters, others escaped, with a long middle elided."""
     if len(text) > longest:
         end = longest // 4
         text = f"{text[: longest - end]} [...] {text[-end:]}"
-    return text if text.isprintable() else "".join(map(_visible, text))
+    return escape_unprintable(text)
 
 
 def sanitize(text: str) -> str:
@@ -36,10 +35,6 @@ def sanitize(text: str) -> str:
 def pluralize(number: int, noun: str) -> str:
     """Return a number with a noun in singular or plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _visible(character: str) -> str:
-    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 @contextmanager

@@ -187,6 +187,13 @@ def test_message_that_a_template_leaves_out_is_an_error():
     assert render(with_template(ASSISTANTLESS), TURNS_OF_THREE[:2]) == "Be kind.Hi"
 
 
+@pytest.mark.parametrize("calls", [1, "f", [None], [{}], [{"function": 1}], [{"function": {}}]])
+def test_left_out_message_with_malformed_calls_is_an_error(calls):
+    turns = [*TURNS_OF_THREE[:2], TURNS_OF_THREE[2] | {"tool_calls": calls}]
+    with pytest.raises(PromptError, match=r"drops messages\[2\]"):
+        render(with_template(ASSISTANTLESS), turns)
+
+
 CALLS_BY_ITEMS = "{% for k, v in call.arguments | items %}{{ k }}={{ v }};{% endfor %}"
 CALLS_BY_SUM = "{{ 'json ' + call.arguments }}"
 CALLS_BY_FILTER = "{{ call.arguments | tojson }}"

@@ -8,7 +8,7 @@ from specedge.runtime.text.compilation import Compilations
 
 
 def test_compilation_passes_its_permit_on_once_an_earlier_overrun_has_ended(monkeypatch):
-    for name, value in {"PATIENCE": 0.01, "NUM_AT_A_TIME": 1, "MAX_OVERRUNS": 1}.items():
+    for name, value in {"PATIENCE": 0.01, "MAX_CONCURRENT": 1, "MAX_OVERRUNS": 1}.items():
         monkeypatch.setattr(compilation, name, value)
     compilations, ends = Compilations(), [threading.Event() for _ in range(2)]
     has_begun = threading.Event()

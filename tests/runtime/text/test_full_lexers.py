@@ -163,7 +163,7 @@ def test_an_abandoned_grammar_is_not_compiled(pair, monkeypatch):
 
     monkeypatch.setattr(grammars, "compiled", compiling)
     kept = Grammars(pair.bundle, pair.tokenizer)
-    slow = [f"slow{i}" for i in range(compilation.NUM_AT_A_TIME)]
+    slow = [f"slow{i}" for i in range(compilation.MAX_CONCURRENT)]
     for text in [*slow, "left"]:
         with pytest.raises(OptionError, match="seconds to compile"):
             kept.constraint(GenerationRequest(regex=text))
