@@ -100,12 +100,10 @@ class CostEstimate:
         """Return the floating-point operations of matrix products per token."""
         return 2 * (self._shared + sum(m.num_multiplied(ops) for m in self.expert_layers))
 
-    def peak(self, length: GraphFile, ops: str) -> int:
+    def peak(self, graph: GraphFile, ops: str) -> int:
         """Return a graph's peak memory in bytes: the larger of loading and running."""
         copies = sum(m.num_copied(ops) for m in self.expert_layers)
-        return self.weights + _FLOAT * max(
-            copies, self._caches + self._num_activations(length, ops)
-        )
+        return self.weights + _FLOAT * max(copies, self._caches + self._num_activations(graph, ops))
 
     def supports(self, ops: str) -> bool:
         """Return True if cache sizes allow a graph variant; single layers may still exclude it."""
@@ -120,10 +118,10 @@ class CostEstimate:
     def _caches(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shape.cache_shapes())
 
-    def _num_activations(self, length: GraphFile, ops: str) -> int:
+    def _num_activations(self, graph: GraphFile, ops: str) -> int:
         """Return the peak number of activations in a pass."""
-        rows = length.length or chunk_length(self.shape.capacity)  # of the runtime's prefill
-        logits = rows * self.shape.padded_vocab_size if length.logits and length.length else 0
+        rows = graph.length or chunk_length(self.shape.capacity)  # of the runtime's prefill
+        logits = rows * self.shape.padded_vocab_size if graph.logits and graph.length else 0
         scores = (rows + 1) * self.num_heads * self.shape.capacity
         return max(logits, scores, *(m.num_activations(rows, ops) for m in self.expert_layers))
 

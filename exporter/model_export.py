@@ -53,7 +53,7 @@ class ModelExport:
     role: str
     loaded: LoadedCheckpoint
     shape: Geometry
-    lengths: list[graphs.GraphFile]
+    files: list[graphs.GraphFile]
     layers: list[LayerAttention]
     num_tokens: int
     folder: Path
@@ -144,9 +144,9 @@ def measure_model(
     with progress.step(f"Loading the {role}"), unread:
         shape = geometry.measure_geometry(loaded.model, context_length, num_draft_tokens)
         layers = tracer.observe(loaded.model, shape)
-    lengths = graphs.graph_files(num_draft_tokens, context_length, prefix)
+    files = graphs.graph_files(num_draft_tokens, context_length, prefix)
     num_tokens = min(num_tokens, loaded.num_tokens or shape.padded_vocab_size)
-    return ModelExport(role, loaded, shape, lengths, layers, num_tokens, folder, progress)
+    return ModelExport(role, loaded, shape, files, layers, num_tokens, folder, progress)
 
 
 def cut_draft(
@@ -225,8 +225,8 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> None:
         add_logits_from(traced.graph)
     with part.progress.step(f"Writing the {part.role}"):
         stored.attach(traced)
-        ir.save(traced, part.folder / part.lengths[0].source.file(ops))
-        graphs.write_graphs(traced, part.folder, part.lengths, ops)
+        ir.save(traced, part.folder / part.files[0].source.file_name(ops))
+        graphs.write_graphs(traced, part.folder, part.files, ops)
 
 
 def _model_entry(
@@ -252,7 +252,7 @@ def _model_entry(
         cache=cache,
         weights=f"{folder}/{FILE}",
         signatures=signatures(cache, part.shape.padded_vocab_size),
-        graphs=tuple(length.entry(folder, ops) for ops in reports for length in part.lengths),
+        graphs=tuple(file.entry(folder, ops) for ops in reports for file in part.files),
         parity=reports,
         quantization={},
     )
@@ -283,9 +283,9 @@ def _verify_all(
     """Verify each graph variant that was written, and remove the files of those that fail."""
     reports = _for_each_variant(part, written, partial(_verify, part, references, tolerance))
     for ops in {*OPS} - reports.keys():
-        for length in part.lengths:
-            for file in (length.file(ops), length.source.file(ops)):
-                (part.folder / file).unlink(missing_ok=True)
+        for file in part.files:
+            for name in (file.file_name(ops), file.source.file_name(ops)):
+                (part.folder / name).unlink(missing_ok=True)
     return reports
 
 
@@ -293,7 +293,7 @@ def _verify(
     part: ModelExport, references: list[Reference], tolerance: float | None, ops: str
 ) -> ParityReport:
     name, progress = f"{part.role} ({ops})", part.progress
-    runner = Runner(part.folder, part.lengths, part.shape, ops)
+    runner = Runner(part.folder, part.files, part.shape, ops)
     with progress.step(f"Comparing the {name}", runner.num_stages) as advance:
         report, differing = parity.verify(part.role, references, runner, tolerance, advance)
     if differing:

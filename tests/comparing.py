@@ -17,7 +17,7 @@ def traced(model, folder, ops="onnx", context=CONTEXT):
     loaded = LoadedCheckpoint(model, "float32", WeightSources())
     part = model_export.measure_model("target", loaded, context, 4, 512, folder, Progress())
     model_export.write_models([part], ops)
-    return Runner(folder, part.lengths, part.shape, ops)
+    return Runner(folder, part.files, part.shape, ops)
 
 
 def graph_of(model, ops):

@@ -1,6 +1,6 @@
-"""Decoder with the best logits of each row as an extra output, for devices with own memory.
+"""Decoder graph with the best logits of each row as an extra output, for GPUs.
 
-A row of 128,000 logits is half a megabyte to copy to the host, and most requests need few of them.
+A row of 128,000 logits is half a megabyte to copy to the host, and most requests need only a few.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .shared_bytes import share_int8_embeddings
 
 
 def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
-    """Write the graph in each variant that a GPU can run, and list it in the manifest.
+    """Write the graph for each variant that a GPU can run, next to the decoder.
 
-    It is stored next to the decoder in the bundle's `folder`.
+    Returns the model's entry with the graphs. `folder` is the bundle's.
     """
     entries, signatures = list(model.graphs), dict(model.signatures)
     for ops in filter(model.supports_gpu, model.parity):
@@ -38,7 +38,7 @@ def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
 def _append_best(decoder: ir.Model, model: ModelEntry) -> ir.Model:
     """Add the output: each row's best logits, descending, their columns, and a finiteness flag.
 
-    The flag is 0 if all logits are finite. [1, R, 2 * num_best + 1]
+    The flag is 0 if all logits of the row are finite. [1, R, 2 * num_best + 1]
     """
     graph = decoder.graph
     share_embeddings(graph)
@@ -65,9 +65,9 @@ def _append_best(decoder: ir.Model, model: ModelEntry) -> ir.Model:
 
 
 def share_embeddings(graph: ir.Graph) -> None:
-    """Multiply with a table that is also gathered from without a transposed copy of it.
+    """Multiply by a tied embedding without a transposed copy of it, in place.
 
-    On the CPU kernels pack it anyhow; a GPU then holds it once.
+    CPU kernels pack matrices in any case, but on a GPU the table is then in memory once.
     """
     for node in [n for n in graph if n.op_type == "MatMul"]:
         turned = producer(node.inputs[1], "Transpose")
@@ -83,7 +83,7 @@ def share_embeddings(graph: ir.Graph) -> None:
 
 
 def _is_table(value: ir.Value) -> bool:
-    """Return True for a stored matrix, or the result of casting one."""
+    """Return True for a stored matrix, or a cast of one."""
     cast = producer(value, "Cast")
     source = cast.inputs[0] if cast is not None else value
     return source is not None and isinstance(source.const_value, ir.ExternalTensor)

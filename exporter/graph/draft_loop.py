@@ -1,15 +1,15 @@
 """K draft steps as one graph, so that a GPU drafts in one call without its host.
 
-Each step's token is fed to the next: the most probable token (the lowest id on ties), or a sampled
-one. What steps make of a cache buffer are outputs, each to be bound to that buffer: every step then
-writes its rows where it reads the others, and nothing is copied.
+Each step's token is the input of the next one: the most probable token (the lowest id on ties), or
+a sampled one. The caches that a step writes are outputs, which the caller binds to the input
+buffers: all steps then update the same buffers without copies.
 
-Sampling has the arithmetic of `hosts/sampling_nodes.py`, without what only a CPU can run. No shape
-depends on a value, so settings that are off are computed like those that are on. The row is sorted,
-which takes a GPU a few passes over it. Sums are taken over blocks first, because CumSum adds up to
-each position from the start there.
+Sampling has the arithmetic of `hosts/sampling_nodes.py`, restricted to operators that GPUs run. No
+shape depends on a value, so disabled filters are computed as well. Rows are sorted, which takes a
+GPU a few passes over a row. Sums are computed by blocks first, because CUDA's CumSum recomputes
+the sum of each position from the start.
 
-T tokens to feed first, K draft tokens, C columns.
+T input tokens of the first step, K draft tokens, C columns.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _SIGNATURES = {UNROLLED: "drafted", SAMPLED: "drawn"}
 def add_draft_loops(
     draft: ModelEntry, folder: Path, num_draft_tokens: int, ids: Sequence[int] | None
 ) -> ModelEntry:
-    """Write the graphs in each variant that a GPU can run, and list them in the manifest.
+    """Write the graphs for each variant that a GPU can run, next to the draft model's decoder.
 
-    They are stored next to the draft's decoder in the bundle's `folder`. `ids` are the tokens of a
-    pruned head's columns.
+    Returns the draft model's entry with the graphs. `folder` is the bundle's; `ids` are the tokens
+    of a pruned LM head's columns.
     """
     entries, signatures = list(draft.graphs), dict(draft.signatures)
     for ops in filter(draft.supports_gpu, draft.parity):
@@ -117,7 +117,7 @@ class _GreedyChoice:
 
 
 class _SampledChoice:
-    """Sampling of each step's token with that step's uniform."""
+    """Sampled choice: each step's token by that step's uniform random number."""
 
     def __init__(self, nodes: GraphBuilder, draft: ModelEntry, inputs: dict[str, ir.Value]) -> None:
         settings = sampling_nodes.SamplingInputs(
@@ -125,21 +125,21 @@ class _SampledChoice:
         )
         self._nodes, self._uniforms, self._seen = nodes, inputs["uniforms"], inputs["seen"]
         self._draws = TokenSampler(nodes, settings, draft.num_columns)
-        self._made = list[SampledToken]()
+        self._samples = list[SampledToken]()
 
     def column(self, logits: ir.Value) -> ir.Value:
         """Sample a column. [1, C] -> [1, 1]"""
-        at = len(self._made)
+        at = len(self._samples)
         uniform = self._nodes("Slice", self._uniforms, [at], [at + 1], [0])
         draw = self._draws.draw(logits, self._seen, uniform)
         self._seen = draw.seen
-        self._made.append(draw)
+        self._samples.append(draw)
         return draw.column
 
     def outputs(self, drafted: list[ir.Value]) -> dict[str, ir.Value]:
         """Return the graph's outputs other than caches."""
-        rows = {step_output(i, "weights"): draw.weights for i, draw in enumerate(self._made)}
-        return {"drawn": self._nodes("Concat", *(d.summary for d in self._made), axis=0)} | rows
+        rows = {step_output(i, "weights"): draw.weights for i, draw in enumerate(self._samples)}
+        return {"drawn": self._nodes("Concat", *(d.summary for d in self._samples), axis=0)} | rows
 
 
 def _value_type(dtype: str, shape: Sequence[int | str]) -> tuple[ir.DataType, list[int | str]]:
@@ -147,13 +147,13 @@ def _value_type(dtype: str, shape: Sequence[int | str]) -> tuple[ir.DataType, li
 
 
 def _count_tokens(nodes: GraphBuilder, tokens: ir.Value) -> ir.Value:
-    """Count tokens without Shape, which would run on the CPU. [1, T] -> [1]"""
+    """Count tokens without a Shape node, which would run on the CPU. [1, T] -> [1]"""
     numbers = nodes("CumSum", nodes("Add", nodes("Mul", tokens, 0), 1), np.array(1))
     return nodes("Reshape", nodes("Slice", numbers, [-1], [END], [1]), [1])
 
 
 def _token_columns(nodes: GraphBuilder, logits: ir.Value, draft: ModelEntry) -> ir.Value:
-    """Slice the columns that are tokens. [1, 1, P] -> [1, C]"""
+    """Slice off padding columns. [1, 1, padded] -> [1, C]"""
     row = nodes("Reshape", logits, [1, draft.padded_vocab_size])
     if draft.num_columns == draft.padded_vocab_size:
         return row
@@ -167,8 +167,11 @@ _BLOCK = 512
 class SampledToken:
     """Sampled token and its distribution.
 
-    The column [1, 1], the columns seen after it [1, C], the weights it was drawn from [1, C], and
-    the summary of `sampled` in `specedge/bundle/gpu_signatures.py`.
+    Attributes:
+        column: Its column, [1, 1].
+        seen: Columns in the history including it, [1, C].
+        weights: Weights it was sampled from, [1, C].
+        summary: Row of the output `drawn` (`specedge/bundle/gpu_signatures.py`).
     """
 
     column: ir.Value
@@ -189,13 +192,13 @@ class TokenSampler:
         is_few = nodes("And", nodes("Greater", top_k, 0), nodes("Less", top_k, num_columns))
         self._last = nodes("Sub", nodes("Where", is_few, top_k, num_columns), 1)
         self._is_whole = nodes("GreaterOrEqual", settings.top_p, np.ones(1))
-        # Both are computed when the graph is loaded, and would be long in its file.
+        # ONNX Runtime folds both at loading; as initializers they would enlarge the file.
         self._zeros = nodes("Expand", 0.0, [1, num_columns])
         ones = nodes("Expand", 1, [1, num_columns])
         self._ranks = nodes("CumSum", ones, np.array(1), exclusive=1)
 
     def draw(self, logits: ir.Value, seen: ir.Value, uniform: ir.Value) -> SampledToken:
-        """Take the most probable token at temperature 0, else sample. [1, C], [1, C], [1]"""
+        """Return the most probable token at temperature 0, else sample. [1, C], [1, C], [1]"""
         nodes, settings = self._nodes, self._settings
         is_wrong = nodes("ReduceSum", nodes("Mul", logits, 0.0), [1])
         logits = sampling_nodes.apply_penalty(nodes, logits, seen, settings.penalty)
@@ -231,9 +234,10 @@ class TokenSampler:
     def _place(
         self, weights: ir.Value, share: ir.Value, is_short: str
     ) -> tuple[ir.Value, ir.Value]:
-        """Find the first position up to which weights sum to a share of the total, and the total.
+        """Return the first position whose cumulative weight reaches a share, and the total weight.
 
-        The sum there is no more `is_short` of the share. [1, C], [1] -> [1, 1], [1, 1] in double
+        `is_short` is the operator that compares cumulative weights that are too small with the
+        share of the total. [1, C], [1] -> [1, 1], [1, 1] in double
         """
         nodes = self._nodes
         blocks = nodes("Cast", weights, to=DOUBLE)
@@ -249,7 +253,7 @@ class TokenSampler:
         before = nodes("Gather", nodes("CumSum", totals, np.array(0), exclusive=1), block)
         inside = nodes("CumSum", nodes("Gather", blocks, block), np.array(1))
         short = nodes(is_short, inside, nodes("Sub", goal, before))
-        # Rounding may put the goal at the block's end: then it is the last place that adds to it.
+        # If rounding moves the goal behind the block, take the last position with a weight.
         less = nodes("Less", inside, nodes("Slice", inside, [-1], [END], [1]))
         counts = (nodes("ReduceSum", self._ones(x), [1]) for x in (short, less))
         within = nodes("Cast", nodes("Min", *counts), to=INT)

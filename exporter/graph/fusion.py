@@ -1,9 +1,9 @@
 """Fusion to ONNX Runtime's operators: fewer nodes for the same function.
 
-A node costs an ONNX Runtime session some microseconds whatever it computes, which is most of a pass
-of a small model. Every rewrite leaves alone what does not match. Only the graph variants of
-GroupQueryAttention in float32 are fused: they need the domain `com.microsoft` anyway, and further
-passes (quantization, half precision) start from the graph before fusion.
+Each node costs a few microseconds of overhead, which dominates passes of small models. Rewrites
+skip nodes that do not match. Only graph variants with GroupQueryAttention in float32 are fused:
+they need the domain `com.microsoft` in any case, and further passes (quantization, half precision)
+start from the graph before fusion.
 
 B = 1 sequence, T new tokens, S rows of cache; heads of size D.
 """
@@ -40,7 +40,7 @@ def is_fused(ops: str) -> bool:
 
 
 def fuse_attention(graph: ir.Graph) -> None:
-    """Let each attention node rotate its queries and keys, and read a joined QKV product."""
+    """Move rotary embedding and the split of a joined QKV product into attention nodes."""
     for node in [node for node in graph if node.op_type == "GroupQueryAttention"]:
         _rotate_inside(graph, node)
         _pack(node)
@@ -51,10 +51,10 @@ def fuse_attention(graph: ir.Graph) -> None:
 
 
 def _rotate_inside(graph: ir.Graph, node: ir.Node) -> None:
-    """Drop the rotary embedding of whole heads in front of a node, which then does it itself.
+    """Replace rotary embedding in front of an attention node by its attribute `do_rotary`.
 
-    It derives the positions, past length + 0, 1 ..., from `seqlens_k`. Of partial or interleaved
-    rotary embedding, and of positions that a model changes, nothing is dropped.
+    The node derives positions past_length, past_length + 1 ... from `seqlens_k`. Partial or
+    interleaved rotary embedding, and modified positions, are not replaced.
     """
     rows = [gather for value in node.inputs[:2] if (gather := producer(value, "Gather"))]
     rotations = [x for gather in rows if (x := producer(gather.inputs[0], "RotaryEmbedding"))]
@@ -79,7 +79,7 @@ def _rotate_inside(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _table(graph: ir.Graph, value: ir.Value | None) -> ir.Value | None:
-    """Return the table [S, D/2] whose rows are looked up by the positions of a pass's tokens."""
+    """Return the table [S, D/2] that is gathered by the positions of a pass's tokens."""
     gather = producer(value, "Gather")
     clip = producer(gather.inputs[1], "Clip") if gather is not None else None
     add = producer(clip.inputs[0], "Add") if clip is not None else None
@@ -94,7 +94,7 @@ def _table(graph: ir.Graph, value: ir.Value | None) -> ir.Value | None:
 
 
 def _pack(node: ir.Node) -> None:
-    """Let a node read the rows of one product [1, T, Q + K + V] that was split for it."""
+    """Let an attention node read a joined product [1, T, Q + K + V] instead of its parts."""
     rows = [gather for value in node.inputs[:3] if (gather := producer(value, "Gather"))]
     if len(rows) != 3 or len({gather.inputs[1] for gather in rows}) != 1:
         return
@@ -111,9 +111,9 @@ def _pack(node: ir.Node) -> None:
 
 
 def fuse_residual_norms(graph: ir.Graph) -> None:
-    """Replace each Add and the RMSNormalization of its sum by SkipSimplifiedLayerNormalization.
+    """Replace Add and RMSNormalization by SkipSimplifiedLayerNormalization.
 
-    The node's fourth output is the sum, for the residual stream's other readers.
+    The node's fourth output is the sum, for other readers of the residual stream.
     """
     for norm in [node for node in graph if node.op_type == "RMSNormalization"]:
         add = producer(norm.inputs[0], "Add")
@@ -158,7 +158,7 @@ def _replace_norm(graph: ir.Graph, add: ir.Node, norm: ir.Node) -> None:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product of bytes [..., T, N] and the nodes that multiply it by its scales."""
+    """Integer product [..., T, N] and the nodes that multiply it by its scales."""
 
     node: ir.Node
     rows: ir.Node
@@ -168,10 +168,10 @@ class _Product:
 def fuse_integer_products(graph: ir.Graph) -> None:
     """Fuse the quantization of rows, and the scales of the products that read them.
 
-    Rows x [..., T, K] are divided by their largest magnitude, so that one constant step, 1 / 127,
-    is every row's quantization scale; MatMulIntegerToFloat multiplies by that and by the columns'
-    scales. A row of zeros is 0 / 0 there, some byte each, and 0 again after the product with its
-    magnitude.
+    Rows x [..., T, K] are divided by their largest magnitude, so that the constant 1 / 127 is the
+    quantization scale of every row; MatMulIntegerToFloat multiplies by that and by the columns'
+    scales. In a row of zeros 0 / 0 is quantized to an arbitrary byte, and the product with the
+    row's magnitude is 0 again.
     """
     for node in [node for node in graph if node.op_type == "QuantizeLinear"]:
         divided = producer(node.inputs[0], "Div")
@@ -191,7 +191,7 @@ def fuse_integer_products(graph: ir.Graph) -> None:
 
 
 def _find_product(node: ir.Node, scale: ir.Value) -> _Product | None:
-    """Return the product that a MatMulInteger node begins, if its rows have this scale."""
+    """Return the scaled product of a MatMulInteger node, if its rows have this scale."""
     if node.op_type != "MatMulInteger":
         return None
     chain = [node]

@@ -20,16 +20,21 @@ from . import fusion
 from .lm_head import remove_logits_from
 from .nodes import add_constant, insert_node, producer
 
-# Shape arithmetic runs on the CPU, control flow stops CUDA graphs, and no device has fast doubles.
-SOURCE = "source"  # what a graph's file is called before fusion, during an export
+SOURCE = "source"  # file name, during an export, of a graph before fusion
+# Shape arithmetic runs on the CPU, and control flow prevents CUDA graph capture.
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
 
 
 @dataclass(frozen=True)
 class GraphFile:
-    """One graph file: its name, T (None: any), its logits, and its file name's prefix.
+    """Graph file of a model.
 
-    With `is_source` it is the graph before fusion, from which other graphs are derived.
+    Attributes:
+        name: Name of the graph.
+        length: T of a fixed-shape graph; None for any pass length.
+        logits: True if the graph returns logits.
+        prefix: Prefix of the file name.
+        is_source: True for the graph before fusion, from which other graphs are derived.
     """
 
     name: str
@@ -38,7 +43,7 @@ class GraphFile:
     prefix: str = ""
     is_source: bool = False
 
-    def file(self, ops: str) -> str:
+    def file_name(self, ops: str) -> str:
         """Return the file's name in a graph variant."""
         name = SOURCE if self.is_source and fusion.is_fused(ops) else self.name
         return f"{self.prefix}{name}{'' if ops == 'onnx' else f'-{ops}'}.onnx"
@@ -50,13 +55,13 @@ class GraphFile:
 
     def entry(self, folder: str, ops: str) -> GraphEntry:
         """Return the manifest's entry."""
-        file = f"{folder}/{self.file(ops)}"
+        file = f"{folder}/{self.file_name(ops)}"
         signature = variant_signature(signature_name(self.name), ops)
         return GraphEntry(self.name, ops, 1, self.length, signature, file)
 
 
 def variant_signature(kind: str, ops: str) -> str:
-    """Return a signature's name in a graph variant, whose caches may have another type."""
+    """Return the name of a signature in a graph variant, with its cache type unless float32."""
     dtype = cache_dtype(ops)
     return kind if dtype == FLOAT32.cache else f"{kind}_{dtype}"
 
@@ -70,11 +75,11 @@ def graph_files(num_draft_tokens: int, context_length: int, prefix: str = "") ->
         GraphFile("verify", num_draft_tokens + 1),
         GraphFile("prefill", min(PREFILL_LENGTH, context_length), logits=False),
     ]
-    return [replace(length, prefix=prefix) for length in files]
+    return [replace(file, prefix=prefix) for file in files]
 
 
 def strip_metadata(model: ir.Model) -> None:
-    """Remove everything from the graph that does not compute, and name its dimension T."""
+    """Remove metadata from the graph, and name its symbolic dimension T."""
     passes.ClearMetadataAndDocStringPass()(model)
     model.graph.doc_string = None
     model.graph.name = "decoder"
@@ -93,8 +98,8 @@ def strip_metadata(model: ir.Model) -> None:
 def expand_biases(graph: ir.Graph) -> None:
     """Give biases the rank of the values that they are added to. [N] -> [1, 1, N]
 
-    ONNX Runtime fuses MatMul and Add into Gemm where T is fixed and the bias is a vector, which is
-    no faster (measured) and breaks bitwise equality with the graph for any length.
+    ONNX Runtime fuses MatMul and Add into Gemm if T is fixed and the bias is a vector, which is no
+    faster (measured) and not bitwise equal to the graph for any pass length.
     """
     for node in graph:
         if node.op_type != "Add" or not any(producer(x, "MatMul") for x in node.inputs):
@@ -109,9 +114,9 @@ def expand_biases(graph: ir.Graph) -> None:
 
 
 def replace_shape_fills(model: ir.Model) -> None:
-    """Compute constants of T rows from the input itself: Shape would run on the CPU.
+    """Compute constants of T rows from the input ids, as Shape nodes would run on the CPU.
 
-    Replaces Expand and ConstantOfShape of the shape of a value that has T as one dimension.
+    Replaces Expand and ConstantOfShape of the shape of a value with one dimension T.
     """
     graph = model.graph
     for node in [n for n in graph if n.op_type == "Shape"]:
@@ -156,10 +161,10 @@ def _zeros_along(
 
 
 def isolate_norm_sums(graph: ir.Graph) -> None:
-    """Write the last sum before a norm as Sum, which ONNX Runtime does not fuse with it.
+    """Replace Add before a norm by Sum, which ONNX Runtime does not fuse with the norm.
 
-    It fuses Add if nothing else reads the sum: another Add in each file, so logits would differ
-    bitwise.
+    It fuses Add if the sum has no other reader, which depends on the file, so that logits of
+    different files would not be bitwise equal.
     """
     for node in graph:
         add = producer(node.inputs[0], "Add") if node.op_type.endswith("Normalization") else None
@@ -168,7 +173,7 @@ def isolate_norm_sums(graph: ir.Graph) -> None:
 
 
 def check_devices(model: ir.Model) -> None:
-    """Refuse nodes that some device could not run."""
+    """Refuse nodes that some devices cannot run efficiently. Raises ExportError."""
     for node in model.graph:
         if node.op_type in FORBIDDEN or any(
             a.type == ir.AttributeType.GRAPH for a in node.attributes.values()
@@ -182,31 +187,31 @@ def check_devices(model: ir.Model) -> None:
 
 
 def write_graphs(model: ir.Model, folder: Path, files: list[GraphFile], ops: str) -> None:
-    """Save one file for each length; all of them use the weights file in the same folder.
+    """Write the graph files of a graph variant next to their weights file.
 
-    Fuses nodes in place if the graph variant has operators for that.
+    The graph is fused in place if its variant allows that. Raises ExportError.
     """
     if fusion.is_fused(ops):
         fusion.fuse(model)
-    for length in files:
-        variant = model.clone() if length.length is None else _fix_length(model, length)
+    for file in files:
+        variant = model.clone() if file.length is None else _fix_length(model, file)
         isolate_norm_sums(variant.graph)
         check_devices(variant)
-        ir.save(variant, folder / length.file(ops))
+        ir.save(variant, folder / file.file_name(ops))
 
 
-def _fix_length(model: ir.Model, length: GraphFile) -> ir.Model:
-    assert length.length is not None
+def _fix_length(model: ir.Model, file: GraphFile) -> ir.Model:
+    assert file.length is not None
     model = model.clone()
     graph = model.graph
     remove_logits_from(graph)
-    if not length.logits:
+    if not file.logits:
         graph.outputs[:] = graph.outputs[1:]
     for value in _values(graph):
         if value.shape is not None:
-            value.shape = ir.Shape([_dimension_at(d, length.length) for d in value.shape])
-    _fold_positions(graph, length.length)
-    # The optimizer may not see the weights: it would fold their casts and copy them.
+            value.shape = ir.Shape([_dimension_at(d, file.length) for d in value.shape])
+    _fold_positions(graph, file.length)
+    # Nodes over external weights are excluded: folding would copy the weights into the graph.
     onnxscript.optimizer.fold_constants(
         model, onnx_shape_inference=False, should_fold=lambda n: None if _is_small(n) else False
     )
@@ -216,14 +221,16 @@ def _fix_length(model: ir.Model, length: GraphFile) -> ir.Model:
 
 
 def _fold_positions(graph: ir.Graph, length: int) -> None:
-    """Replace the only values that depend on T alone: 0, 1 ... T-1, counted along the input.
+    """Replace the count 1, 2 ... T along the input, which depends only on T, by a constant.
 
-    `TraceableModel` counts first of all; torch 2.13 with onnxscript 0.7.2 writes nodes in that
-    order.
+    It is the first CumSum: `TraceableModel` counts first, and torch 2.13 with onnxscript 0.7.2
+    keeps that order.
     """
     count = next((n for n in graph if n.op_type == "CumSum"), None)
     if count is None:
-        raise ExportError(f"the traced graph does not compute its positions; {describe_versions()}")
+        raise ExportError(
+            f"the traced graph does not compute its positions ({describe_versions()})"
+        )
     numbers = np.arange(1, length + 1, dtype=np.int64)[None]
     count.outputs[0].replace_all_uses_with(add_constant(graph, numbers, "count"))
 
@@ -239,9 +246,9 @@ def _values(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _rename_dimension(dim: str, symbol: str) -> str | None:
-    """Rename T and T + 1; ONNX Runtime fuses only values that are known to have one shape.
+    """Rename the dimensions T and T + 1, which ONNX Runtime's fusions compare; drop others.
 
-    Sums are spelled like that by torch 2.13 with onnxscript 0.7.2 and onnx-ir 1.0 to 1.1.
+    The spelling of sums is that of torch 2.13 with onnxscript 0.7.2 and onnx-ir 1.0 to 1.1.
     """
     return dim.replace(symbol, "T") if dim in (symbol, f"{symbol} + 1") else None
 

@@ -1,8 +1,8 @@
-"""Conversion of a float32 graph to 16-bit arithmetic, or to 16-bit caches, over its weights.
+"""Conversion of a float32 graph to 16-bit arithmetic, or to 16-bit caches, with the same weights.
 
-Caches and all values derived from tokens get the type. Values that depend on positions alone stay
-in float32, as 16 bits resolve few positions, and so do sums of squares, which overflow; they are
-cast where they meet the rest. Logits are cast to float32 at the end.
+Caches and all values derived from tokens get the 16-bit type. Values that depend only on positions
+stay in float32, as 16 bits represent few positions exactly, and so do sums of squares, which
+overflow; they are cast where they meet 16-bit values. Logits are cast to float32.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .weights import drop_unused
 
 _WIDE = ir.DataType.FLOAT
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-# What a spelled-out norm begins with. Norms that are one node add up in float32 by themselves.
+# Operators of decomposed norms. Kernels of fused norms accumulate in float32.
 _SUMS = {"Pow", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare"}
-# What hands caches on, or reads them, by kernels of 16 bits.
-_OF_CACHES = {
+# Operators between caches and attention, which have 16-bit kernels.
+_CACHE_OPS = {
     "Attention", "Expand", "GroupQueryAttention", "Reshape", "Slice", "TensorScatter", "Transpose",
     "Unsqueeze",
 }  # fmt: skip
@@ -50,10 +50,13 @@ def convert_graph(model: ir.Model, kind: ir.DataType) -> None:
 
 
 def convert_caches(model: ir.Model, kind: ir.DataType) -> None:
-    """Convert a model's caches to a 16-bit type; all but attention computes as before, in place."""
+    """Convert a model's caches to a 16-bit type, in place; only attention computes in it.
+
+    Raises ExportError if another node computes the caches.
+    """
     graph, casts = model.graph, _start(model.graph, kind)
     for node in list(graph):
-        _retype(node, casts, node.op_type in _OF_CACHES)
+        _retype(node, casts, node.op_type in _CACHE_OPS)
     for value in graph.outputs[1:]:
         if value.dtype != kind:
             raise ExportError(
@@ -82,7 +85,7 @@ def _finish(model: ir.Model, kind: ir.DataType) -> None:
 def _center_biases(graph: ir.Graph) -> None:
     """Shift position biases, such as ALiBi's, to 0 at the first new token.
 
-    Softmax is invariant to that, and 16 bits resolve positions near it.
+    Softmax is invariant to the shift, and 16 bits represent small biases accurately.
     """
     for bias in dict.fromkeys(filter(None, map(_position_bias, graph))):
         users = list(bias.uses())
@@ -143,14 +146,14 @@ def _follow_embedding(lookup: ir.Node) -> ir.Value:
 
 
 def _infer_type(node: ir.Node) -> ir.DataType | None:
-    """Infer the type of a node's output that a rewrite left without one: usually its input's."""
+    """Infer the type of a node's output that a rewrite left untyped: usually its input's."""
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())
     return next((x.dtype for x in node.inputs if x is not None), None)
 
 
 def _retype(node: ir.Node, casts: _CastCache, is_able: bool = True) -> None:
-    """Give a node's floats one type: the 16-bit type if one has it and the node supports it."""
+    """Cast a node's floats to one type: 16-bit if an input has it and the node supports it."""
     floats = [(i, x) for i, x in enumerate(node.inputs) if x is not None and _is_float(x)]
     read = {x.dtype for _, x in floats if not _is_constant(x)}
     squares = node.op_type == "Mul" and node.inputs[0] is node.inputs[1]
@@ -200,7 +203,7 @@ class _CastCache:
         return self._narrow[value]
 
     def _narrowed(self, value: ir.Value) -> ir.Value:
-        """Return a weight that is stored in the type itself, else a cast."""
+        """Return a weight without a cast if it is stored in the type, else a cast."""
         name, node = f"{value.name}.{self.kind.name.lower()}", value.producer()
         tensor = value.const_value
         if tensor is not None and not isinstance(tensor, ir.ExternalTensor):
@@ -211,7 +214,7 @@ class _CastCache:
         if node.op_type == "Cast":
             narrowed = source.dtype in _HALVES
             return self.narrow(source) if narrowed else _cast(self._graph, value, self.kind, name)
-        # What floats it reads, and so what it makes, are the weight's, or the scales of integers.
+        # Its float inputs, and so its output, are weights, or the scales of quantized weights.
         inputs = [x if x is None or not _is_float(x) else self.narrow(x) for x in node.inputs]
         narrow_node = ir.node(node.op_type, inputs, dict(node.attributes))
         return _insert(self._graph, node, narrow_node, value, self.kind, name)
@@ -230,7 +233,7 @@ def _insert(
     kind: ir.DataType,
     name: str | None,
 ) -> ir.Value:
-    """Insert a new node behind another, or first; its output has the shape of `like`."""
+    """Insert a new node after another, or first; its output has the shape of `like`."""
     output = node.outputs[0]
     output.name, output.shape, output.dtype = name, like.shape, kind
     if after is None:
@@ -253,7 +256,7 @@ def _is_float(value: ir.Value) -> bool:
 
 
 def _is_constant(value: ir.Value) -> bool:
-    """Return True for a stored value, or one computed from stored values."""
+    """Return True for an initializer, or a value computed from initializers."""
     node = value.producer()
     if node is None:
         return value.const_value is not None

@@ -1,6 +1,6 @@
-"""Restriction of the LM head, and of all that only logits need, to the rows with wanted logits.
+"""Restriction of the LM head, and of preceding row-wise nodes, to the rows whose logits are needed.
 
-T rows per pass; logits are of R = T - `logits_from` of them, the last ones. A prefill needs none.
+Of the T rows of a pass the last R = T - `logits_from` have logits; prefill graphs have none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from .nodes import add_constant, insert_node
 
 INPUT = "logits_from"
-# What makes each row, [1, T, N], out of the same row; Reshape and Split as `_by_rows` says.
+# Operators that compute each row [1, T, N] from that row, as far as `_is_row_wise` permits.
 _ROW_WISE = {
     "Abs", "Add", "Cast", "Clip", "Div", "Erf", "Exp", "Gelu", "LayerNormalization", "MatMul",
     "Max", "Min", "Mul", "Neg", "Pow", "RMSNormalization", "Reciprocal", "Relu", "Reshape",
@@ -20,10 +20,10 @@ _ROW_WISE = {
 
 
 def add_logits_from(graph: ir.Graph) -> None:
-    """Add an input with the first row whose logits are wanted.
+    """Add an input with the first row whose logits are computed.
 
-    Earlier rows are dropped as soon as one value is all that logits depend on: behind the last
-    layer's attention, if its matrices are plain.
+    Earlier rows are dropped where a single value determines all logits: usually behind the last
+    layer's attention.
     """
     value, users = _narrowest_value(graph)
     first = ir.Value(name=INPUT, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
@@ -51,7 +51,7 @@ def remove_logits_from(graph: ir.Graph) -> None:
 
 
 def _narrowest_value(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
-    """Find the first value that logits depend on alone, and the nodes between."""
+    """Return the first value that determines the logits by itself, and the nodes between."""
     row_values, users = {graph.outputs[0]}, set[ir.Node]()
     narrowest: tuple[ir.Value, set[ir.Node]] | None = None
     for node in reversed(graph):
@@ -83,11 +83,11 @@ def _is_row_wise(node: ir.Node) -> bool:
 
 
 def _has_rows(value: ir.Value) -> bool:
-    """Return True if a value is [1, T, N], as far as is known."""
+    """Return True if a value has shape [1, T, N], or an unknown one."""
     shape = value.shape
     return shape is None or (len(shape) == 3 and str(shape[1]) == "T")
 
 
 def _is_constant(value: ir.Value) -> bool:
-    """Return True if a value's shape shows that it depends on no row."""
+    """Return True if a value has a static shape, so that it depends on no row."""
     return value.shape is not None and value.shape.is_static()

@@ -1,4 +1,4 @@
-"""Nodes, constants and copies of whole graphs, put into a graph that exists or is being built."""
+"""Insertion of nodes, constants and copies of whole graphs into a graph."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def insert_node(
     domain: str = "",
     **attributes: ir.DataType | int | list[int],
 ) -> ir.Value:
-    """Insert a node before another; its output has the shape and type of `like`, if given."""
+    """Insert a node before another; its output has the shape and type of `like`."""
     node = ir.node(op_type, inputs, attributes, domain=domain)
     output = node.outputs[0]
     output.name = name
@@ -42,7 +42,7 @@ def insert_node(
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """Return the node that computes a value, if it has this type."""
+    """Return the node that computes a value, if it has this operator type."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type else None
 
@@ -80,7 +80,7 @@ class GraphBuilder:
         return node.outputs[1:]
 
     def put(self, node: ir.Node, prefix: str) -> None:
-        """Append a node of another graph; its outputs and their dimensions get unique names."""
+        """Append a node; its outputs and their symbolic dimensions get unique names."""
         node.name = f"{prefix}.{len(self.graph)}"
         for i, output in enumerate(node.outputs):
             output.name = f"{node.name}.{i}"
@@ -110,7 +110,7 @@ class GraphBuilder:
         return value
 
     def constant(self, x: ir.Value | np.ndarray | Sequence[int] | int | float) -> ir.Value:
-        """Return an operand as a value."""
+        """Return an operand as a value; equal constants are shared."""
         if isinstance(x, ir.Value):
             return x
         if isinstance(x, float):
@@ -126,16 +126,16 @@ class GraphBuilder:
         return self._constants[key]
 
 
-Rewrite = Callable[[ir.Node], ir.Value | None]  # what takes the place of a node's output
+Rewrite = Callable[[ir.Node], ir.Value | None]  # returns a replacement of a node's output
 
 
 class GraphTemplate:
-    """Graph file that can be copied into a larger graph repeatedly.
+    """Graph file that can be copied repeatedly into a larger graph.
 
-    Copies share its weights, by paths relative to the larger graph's folder, and the results of
-    casting them, which ONNX Runtime computes once, at loading. Without VNNI ONNX Runtime makes int8
-    weights unsigned on the CPU, node by node, under one name: there each copy has int8 weights of
-    its own, unless it `shares_bytes`.
+    Copies share its weights, by paths relative to the larger graph's folder, and casts of weights,
+    which ONNX Runtime folds at loading. On CPUs without VNNI ONNX Runtime converts int8 weights to
+    unsigned ones per node, under the initializer's name, so each copy has separate int8
+    initializers unless it `shares_bytes`.
     """
 
     def __init__(self, root: Path, file: str, shares_bytes: bool = False) -> None:
@@ -157,7 +157,7 @@ class GraphTemplate:
             is_unshared = value.dtype == ir.DataType.INT8 and not self._shares_bytes
             key = f"{prefix if is_unshared else self._file.with_suffix('')}.{name}"
             if key not in self._constants:
-                self._constants[key] = nodes.stored(self._placed(value), key)
+                self._constants[key] = nodes.stored(self._relocated(value), key)
             value.replace_all_uses_with(self._constants[key])
         for value in graph.inputs:
             value.replace_all_uses_with(inputs[str(value.name)])
@@ -166,7 +166,7 @@ class GraphTemplate:
         own_nodes = list(graph)
         graph.remove(own_nodes)
         for node in own_nodes:
-            if self._is_known(node):
+            if self._reuses_cast(node):
                 continue
             replacement = rewrite(node) if rewrite is not None else None
             if replacement is None:
@@ -177,8 +177,8 @@ class GraphTemplate:
             outputs |= {name: replacement for name, value in outputs.items() if value is gone}
         return outputs
 
-    def _is_known(self, node: ir.Node) -> bool:
-        """Return True if an earlier copy has cast these weights, and read that."""
+    def _reuses_cast(self, node: ir.Node) -> bool:
+        """Return True if an earlier copy casts the same weights, whose readers then use that."""
         if node.op_type != "Cast" or not (value := node.inputs[0]) or not value.is_initializer():
             return False
         key = f"{value.name} {node.attributes['to'].as_int()}"
@@ -188,8 +188,8 @@ class GraphTemplate:
         self._constants[key] = node.outputs[0]
         return False
 
-    def _placed(self, value: ir.Value) -> ir.TensorProtocol:
-        """Return a tensor relative to the larger graph's folder."""
+    def _relocated(self, value: ir.Value) -> ir.TensorProtocol:
+        """Return a tensor with a path relative to the larger graph's folder."""
         tensor = value.const_value
         assert tensor is not None
         if not isinstance(tensor, ir.ExternalTensor):

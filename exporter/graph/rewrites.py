@@ -1,12 +1,11 @@
-"""Small rewrites of a traced graph: fewer nodes, and exact sigmoids.
+"""Small rewrites of a traced graph: fewer nodes, and accurate sigmoids.
 
-Attention in the graph variant `gqa` takes [B, T, heads * D] rows, which models reshape to heads and
-transpose needlessly. A node costs some microseconds, which dominates a pass of a small draft model.
+GroupQueryAttention reads rows [B, T, heads * D], which models needlessly reshape to heads and
+transpose. Each node costs a few microseconds, which dominates passes of a small draft model.
 
-ONNX Runtime's Sigmoid on a CPU has an absolute error of 2e-7, so x * sigmoid(x) is off by 2% at -12
-and by several times its value at -17. All digits of Exp but the last are right, so sigmoids are
-written as 1 / (1 + exp(-x)), as PyTorch computes them. A nearly closed gate in front of a massive
-activation's large weight lets that error through otherwise.
+ONNX Runtime's Sigmoid has an absolute error of 2e-7 on CPUs, so x * sigmoid(x) is off by 2% at -12
+and by several times its value at -17, which large weights of massive activations amplify. Exp is
+accurate to one unit in the last place, so sigmoids become 1 / (1 + exp(-x)), as in PyTorch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SWAP = [0, 2, 1, 3]  # [B, T, H, D] to [B, H, T, D] and back
 
 
 def remove_transposes(graph: ir.Graph) -> None:
-    """Remove pairs of transpositions and reshapes, and rotate rows without transposing them."""
+    """Remove canceling transpositions and reshapes, also around rotary embedding."""
     for node in [n for n in graph if n.op_type == "RotaryEmbedding"]:
         _rotate_rows(graph, node)
     for node in [n for n in graph if n.op_type == "Transpose"]:
@@ -90,7 +89,7 @@ def _permutation(node: ir.Node) -> list[int]:
 
 def expand_sigmoids(model: ir.Model) -> None:
     """Replace every Sigmoid node in place; x * sigmoid(y) becomes x / (1 + exp(-y))."""
-    # One after the other: a set would replace the Sigmoid before it sees the product behind it.
+    # In this order: a single rule set would replace Sigmoid before it matches the product.
     _rewrite(model, _swish, lambda op, x, y: op.Div(x, _denominator(op, y)))
     _rewrite(model, _sigmoid, lambda op, y: op.Reciprocal(_denominator(op, y)))
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -98,7 +97,7 @@ def expand_sigmoids(model: ir.Model) -> None:
 
 
 def fuse_sigmoids(model: ir.Model) -> None:
-    """Replace the expanded form by Sigmoid in place, for types that round more than it errs."""
+    """Replace the expanded form by Sigmoid, in place, where other errors are larger."""
     _rewrite(model, lambda op, x, y: op.Div(x, op.Add(op.Exp(op.Neg(y)), 1.0)), _swish)
     _rewrite(model, lambda op, y: op.Reciprocal(op.Add(op.Exp(op.Neg(y)), 1.0)), _sigmoid)
 

@@ -1,9 +1,8 @@
-"""One copy of an int8 matrix on a GPU, for lookups and for matrix products.
+"""Int8 matrices that lookups and matrix products share on a GPU.
 
-MatMulNBits takes a matrix as [V, blocks, 32] unsigned bytes: those of the stored table in its
-order. ONNX Runtime's own fusion to MatMulNBits needs a DequantizeLinear node for each product;
-where a graph multiplies with a matrix more than once, it would keep a copy for each product, or
-dequantize the matrix in every pass.
+MatMulNBits reads unsigned bytes [V, blocks, 32] in the order of the stored table. ONNX Runtime's
+own fusion to MatMulNBits requires a DequantizeLinear node per product: if a graph multiplies by a
+matrix more than once, it keeps a copy for each product, or dequantizes the matrix in every pass.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _AppendingBuilder(GraphBuilder):
 
 
 def share_int8_embeddings(graph: ir.Graph) -> None:
-    """Let lookups read the matrix of the products, in place, where both use one int8 table."""
+    """Let lookups in a tied int8 embedding read the matrix of the LM head's product, in place."""
     nodes = _AppendingBuilder(graph, "shared")
     blocks = MatMulNBitsRewriter(nodes)
     lookups = [
@@ -86,7 +85,7 @@ def _replace_product(node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
 
 
 def _remove_unused(value: ir.Value | None) -> None:
-    """Remove the nodes of a value that nothing reads."""
+    """Remove the nodes that compute an unused value."""
     node = value.producer() if value is not None else None
     if node is None or any(output.uses() for output in node.outputs):
         return
@@ -98,7 +97,7 @@ def _remove_unused(value: ir.Value | None) -> None:
 
 
 def _product_matrix(table: ir.Value) -> ir.Value | None:
-    """Return the matrix of the products, [V, blocks, 32]; None if there is no product."""
+    """Return the matrix of a table's MatMulNBits products, [V, blocks, 32]; None without one."""
     for user, _ in table.uses():
         value = user.outputs[0] if user.op_type == "Cast" else None
         while value is not None and value.uses():
@@ -110,7 +109,7 @@ def _product_matrix(table: ir.Value) -> ir.Value | None:
 
 
 def _replace_lookup(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
-    """Gather unsigned rows in place of signed ones, which one cast reads."""
+    """Gather unsigned rows instead of signed ones, and subtract their zero point."""
     table, ids = node.inputs
     assert table is not None
     assert table.shape is not None
@@ -118,33 +117,33 @@ def _replace_lookup(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
     assert cast.op_type == "Cast"
     output, kind = cast.outputs[0], ir.DataType(cast.attributes["to"].as_int())
     assert output.shape is not None
-    kept, size = [0] * (len(output.shape) - 1), table.shape[1]
+    copied_dims, size = [0] * (len(output.shape) - 1), table.shape[1]
     assert isinstance(size, int)
     width = -(-size // BLOCK) * BLOCK
     taken = nodes("Cast", nodes("Gather", rows, ids), to=kind)
     centered = nodes("Sub", taken, np.array(128, kind.numpy()))
-    rows_found = nodes("Reshape", centered, [*kept, width])
+    gathered = nodes("Reshape", centered, [*copied_dims, width])
     if width > size:
-        rows_found = nodes("Slice", rows_found, [0], [size], [-1])
-    rows_found.shape, rows_found.dtype = output.shape, output.dtype
-    output.replace_all_uses_with(rows_found)
+        gathered = nodes("Slice", gathered, [0], [size], [-1])
+    gathered.shape, gathered.dtype = output.shape, output.dtype
+    output.replace_all_uses_with(gathered)
     assert node.graph is not None
     node.graph.remove([cast, node], safe=True)
 
 
-BLOCK = 32  # the rows that ONNX Runtime's fusion takes
-_ZERO = np.array(128, np.uint8)  # what a byte of 0 is without a sign
+BLOCK = 32  # block size of ONNX Runtime's fusion
+_ZERO = np.array(128, np.uint8)  # zero point of unsigned bytes
 
 
 class MatMulNBitsRewriter:
-    """Int8 products as MatMulNBits nodes, over matrices converted once, at loading."""
+    """Rewriter of int8 products to MatMulNBits nodes, with matrices converted at loading."""
 
     def __init__(self, nodes: GraphBuilder) -> None:
         self._nodes = nodes
-        self._made: dict[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
+        self._matrices: dict[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
     def rewrite(self, node: ir.Node) -> ir.Value | None:
-        """Rewrite a product with int8 weights; None if a node is no such product."""
+        """Return the rewritten product of a node; None if it has no per-channel int8 weights."""
         widened = producer(node.inputs[1], "DequantizeLinear") if node.op_type == "MatMul" else None
         if widened is None or "block_size" in widened.attributes:
             return None
@@ -155,10 +154,12 @@ class MatMulNBitsRewriter:
         source = turned.inputs[0] if turned is not None else matrix
         assert source is not None
         rows, columns = _static_shape(source)[:: -1 if turned is not None else 1]
-        if (source, scales) not in self._made:
-            self._made[source, scales] = self._blocks(source, scales, rows, columns, turned is None)
+        if (source, scales) not in self._matrices:
+            self._matrices[source, scales] = self._blocks(
+                source, scales, rows, columns, turned is None
+            )
         sizes = {"K": rows, "N": columns, "bits": 8, "block_size": BLOCK}
-        inputs = [node.inputs[0], *self._made[source, scales]]
+        inputs = [node.inputs[0], *self._matrices[source, scales]]
         product = ir.node("MatMulNBits", inputs, sizes, domain="com.microsoft")
         output = node.outputs[0]
         product.outputs[0].type, product.outputs[0].shape = output.type, output.shape
@@ -169,7 +170,7 @@ class MatMulNBitsRewriter:
     def _blocks(
         self, source: ir.Value, scales: ir.Value, rows: int, columns: int, turn: bool
     ) -> tuple[ir.Value, ir.Value]:
-        """Convert a matrix [K, N], or [N, K] untransposed, to bytes [N, blocks, 32] and scales."""
+        """Convert a matrix [K, N] (`turn`) or [N, K] to bytes [N, blocks, 32] and scales."""
         nodes, count = self._nodes, -(-rows // BLOCK)
         blocks = nodes("Transpose", source, perm=[1, 0]) if turn else source
         blocks = nodes("BitwiseXor", nodes("Cast", blocks, to=ir.DataType.UINT8), _ZERO)

@@ -1,4 +1,4 @@
-"""The weights file of a model: every tensor once, in the checkpoint's type, for all its graphs."""
+"""Weights file of a model, with each tensor once, in the checkpoint's type, for all graphs."""
 
 from __future__ import annotations
 
@@ -36,21 +36,20 @@ _PIECE = 8 << 20  # bytes per chunk of reading, conversion and writing
 
 
 class WeightsFile:
-    """Writer of `folder`/weights.bin for one graph after another; tensors are deduplicated.
+    """Writer of `folder`/weights.bin for several graphs, with deduplicated tensors.
 
-    A background thread writes, so that the next graph can be traced meanwhile; `finish` waits for
-    it.
+    A background thread writes while further graphs are traced; `finish` waits for it.
 
     A tensor that `dtype` cannot represent exactly stays in float32, and half-precision tensors are
-    cast to float32 in the graph. ONNX Runtime evaluates casts and transpositions of constants once,
-    when it loads a graph.
+    cast to float32 in the graph. ONNX Runtime folds casts and transpositions of constants when it
+    loads a graph.
     """
 
     def __init__(self, folder: Path, dtype: str, sources: WeightSources | None = None) -> None:
         self.folder = folder
         self._dtype = STORED[dtype][0]
         self._sources = sources or WeightSources()
-        self._places: dict[Any, ir.ExternalTensor] = {}
+        self._locations: dict[Any, ir.ExternalTensor] = {}
         self.size = 0  # size of the complete file
         self._thread = ThreadPoolExecutor(1)
         self._writing: list[Future[int]] = []
@@ -75,7 +74,7 @@ class WeightsFile:
         self._file.close()
 
     def attach(self, model: ir.Model) -> None:
-        """Move a graph's large float tensors to the file."""
+        """Move a graph's large float tensors to the file, in place."""
         graph = model.graph
         fold_transposes(graph)
         share_tied_embedding(graph)
@@ -94,7 +93,7 @@ class WeightsFile:
         drop_unused(graph)
 
     def _put(self, array: np.ndarray, name: str) -> ir.ExternalTensor:
-        """Schedule a tensor for writing, unless the file has it; return its location."""
+        """Schedule a tensor for writing, unless the file has it, and return its location."""
         source = self._sources.find(array)
         owned = array if array.flags.writeable or source is not None else array.copy()
         tensor = torch.from_numpy(owned) if source is None else source
@@ -106,30 +105,30 @@ class WeightsFile:
             for piece in chunks(tensor, dtype):
                 digest.update(_as_bytes(piece))
             key = (digest.digest(), dtype, shape)
-        if key not in self._places:
+        if key not in self._locations:
             kind = next(k for d, k in STORED.values() if d == dtype)
             offset = -(-self.size // ALIGNMENT) * ALIGNMENT
             size = tensor.numel() * dtype.itemsize
-            self._places[key] = ir.ExternalTensor(
+            self._locations[key] = ir.ExternalTensor(
                 FILE, offset, size, kind, shape=ir.Shape(shape), name=name, base_dir=self.folder
             )
             self.size = offset + size
             self._writing.append(self._thread.submit(self._write, tensor, dtype, name))
-        return self._places[key]
+        return self._locations[key]
 
     def _write(self, tensor: torch.Tensor, dtype: torch.dtype, name: str) -> int:
         start = self._file.align(ALIGNMENT)
         for piece in chunks(tensor, dtype):
             if torch.isnan(piece).any():
                 raise ExportError(
-                    f"{name} has values that are NaN; the checkpoint is damaged: download it again"
+                    f"{name} has NaN values; the checkpoint is damaged: download it again"
                 )
             self._file.write(_as_bytes(piece))
         return self._file.size - start
 
 
 class HashedFile:
-    """File that is hashed in a background thread while it is written."""
+    """File whose SHA-256 is computed in a background thread while it is written."""
 
     def __init__(self, path: Path) -> None:
         self.size, self.digest = 0, hashlib.sha256()
@@ -162,7 +161,7 @@ class HashedFile:
 
 
 def map_tensor(tensor: onnx.TensorProto, folder: Path) -> torch.Tensor:
-    """Memory-map a stored tensor in its own type."""
+    """Memory-map a tensor in its stored type."""
     where = {entry.key: entry.value for entry in tensor.external_data}
     size = int(where["length"])
     data = mapped_memory.map_file(folder / where["location"], int(where["offset"]), size)
@@ -170,7 +169,7 @@ def map_tensor(tensor: onnx.TensorProto, folder: Path) -> torch.Tensor:
 
 
 def fold_transposes(graph: ir.Graph) -> None:
-    """Store a matrix transposed if it is only ever used transposed."""
+    """Store a matrix transposed if all its readers use it transposed."""
     for node in [n for n in graph if n.op_type == "Transpose"]:
         source, output = node.inputs[0], node.outputs[0]
         if source is None or source.name not in graph.initializers or len(source.uses()) > 1:
@@ -182,7 +181,7 @@ def fold_transposes(graph: ir.Graph) -> None:
 
 
 def fold_reshapes(graph: ir.Graph) -> None:
-    """Store a tensor in the one other shape that it is read in: ONNX Runtime would keep both."""
+    """Store a tensor in the only shape that is read: ONNX Runtime would keep both in memory."""
     for node in [n for n in graph if n.op_type in ("Reshape", "Unsqueeze")]:
         source, output = node.inputs[0], node.outputs[0]
         cast = source.producer() if source is not None else None
@@ -198,7 +197,7 @@ def fold_reshapes(graph: ir.Graph) -> None:
 
 
 def cast_gathered_rows(graph: ir.Graph) -> None:
-    """Cast rows after gathering: ONNX Runtime keeps a copy of a table that is cast whole."""
+    """Cast rows after the lookup: ONNX Runtime would keep a float32 copy of the table."""
     for node in [n for n in graph if n.op_type == "Gather"]:
         cast = producer(node.inputs[0], "Cast")
         table = cast.inputs[0] if cast is not None else None
@@ -231,7 +230,7 @@ def view_tensor(
 
 
 def share_tied_embedding(graph: ir.Graph) -> None:
-    """Keep an embedding that is also the LM head's matrix once, as the embedding."""
+    """Let a tied LM head read the embedding, transposed in the graph."""
     for table in [n.inputs[0] for n in graph if n.op_type == "Gather"]:
         if table is None or not table.is_initializer():
             continue
@@ -264,7 +263,7 @@ def _array(value: ir.Value) -> np.ndarray:
 
 
 def _is_transposed(other: np.ndarray, table: np.ndarray) -> bool:
-    """Return True if matrices are transposes; placeholders share an address and are NaN."""
+    """Return True for a transposed matrix; placeholders, which are NaN, by their address."""
     if other.ndim != 2 or other.shape != table.shape[::-1]:
         return False
     same = (other.ctypes.data, other.strides) == (table.ctypes.data, table.strides[::-1])
@@ -282,7 +281,7 @@ def chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Yield a tensor in a type, in its order, chunk by chunk. [R, ...] -> [r, ...]"""
     tensor = materialize(tensor)
     for part in tensor.split(max(1, _PIECE * len(tensor) // tensor.nbytes)):
-        # Of a transposed matrix the strip is copied first: six times as fast as one go.
+        # Strips of transposed matrices are copied first, which is six times as fast.
         strip = part.T.contiguous().T if part.ndim == 2 and part.stride(0) == 1 else part
         yield strip.contiguous().to(dtype)
 
@@ -302,6 +301,6 @@ def _externalize(graph: ir.Graph, value: ir.Value, tensor: ir.ExternalTensor) ->
     value.replace_all_uses_with(wide)
     cast = wide.producer()
     assert cast is not None
-    cast.replace_input_with(0, value)  # it alone reads the file
+    cast.replace_input_with(0, value)  # its only reader
     value.const_value, value.dtype = tensor, tensor.dtype
     return wide

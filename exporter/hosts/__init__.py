@@ -1,1 +1,1 @@
-"""Host graphs, for apps that run a bundle by ONNX Runtime alone."""
+"""Host graphs, for applications that run a bundle with ONNX Runtime alone."""

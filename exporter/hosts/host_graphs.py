@@ -28,16 +28,16 @@ from .tokenizer_graphs import tokenizer_graphs
 
 LAYOUTS = ("auto", "fused", "split")
 GOLDEN = "golden.json"
-# Workers that spin after a run would take the cores of the next session's run.
+# Threads that spin after a run would occupy the cores of the next session's run.
 SESSION_OPTIONS = {"session.force_spinning_stop": "1"}
-# So that no host need know the processor: without it products of bytes are wrong on some.
-BYTES_OPTIONS = SESSION_OPTIONS | {UNSIGNED_OPTION: "1"}
+# On CPUs without VNNI products of signed and unsigned bytes saturate without this option.
+INT8_OPTIONS = SESSION_OPTIONS | {UNSIGNED_OPTION: "1"}
 Golden = Callable[[Bundle, Sequence[int]], str]
 
 
 @dataclass(frozen=True)
 class _HostGraphFile:
-    """Host graph with its file, its name and its K."""
+    """Host graph with its file name, its name and its K."""
 
     model: ir.Model
     file: str
@@ -53,41 +53,46 @@ def embed(
     layout: str = "auto",
     golden: Golden | None = None,
 ) -> Bundle:
-    """Add host graphs to a bundle, replacing earlier ones; to a copy of it in `output`.
+    """Add host graphs to a bundle, or to a copy of it; replace earlier ones.
+
+    A bundle without a draft model gets a round graph for plain decoding.
 
     Args:
         bundle: Name or folder of a bundle; the default bundle if None.
         output: Folder of the copy; None changes the bundle in place.
-        num_draft_tokens: K of each fused round graph, by default the bundle's own number.
-        layout: "fused" graphs are whole rounds, "split" graphs are for any K; "auto" is fused,
-            unless each draft step would copy large caches or packed weights.
-        golden: Returns golden transcripts of a bundle at these numbers of draft tokens, such as
+        num_draft_tokens: K of each fused round graph, by default the bundle's number.
+        layout: "fused" for one graph per round, "split" for separate graphs of draft steps and of
+            the accept rule, for any K; "auto" for fused graphs unless they would copy large caches
+            or packed weights in each draft step.
+        golden: Returns golden transcripts of a bundle for these K, such as
             `specedge.verification.transcripts.transcripts`; None for no transcripts.
 
-    A bundle without a draft model gets a fused round that decodes plainly.
+    Returns:
+        The bundle with host graphs.
 
     Raises:
         BundleError: The bundle is damaged.
-        ExportError: The graphs cannot be made; nothing is changed then.
+        ExportError: The graphs cannot be built; the bundle is unchanged.
+        ValueError: `layout` is unknown.
     """
     source = Bundle.read(store.find_bundle(bundle))
     store.verify_large_files(source)
-    making = _Embedding([*num_draft_tokens], layout, golden)
+    embedding = _Embedding([*num_draft_tokens], layout, golden)
     if output is None:
         if source.folder.resolve() == store.embedded_folder().resolve():
             raise ExportError("the embedded pair is part of specedge; specify --output FOLDER")
-        return making.write(source)
+        return embedding.write(source)
     with destination(Path(output)) as work:
         for name in (MANIFEST, *source.files):
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source.path(name), work / name)
-        result = making.write(Bundle.read(work))
+        result = embedding.write(Bundle.read(work))
     return result.at(Path(output))
 
 
 @dataclass(frozen=True)
 class _Embedding:
-    """Options of an embedding."""
+    """Options of `embed`."""
 
     num_draft_tokens: list[int]
     layout: str
@@ -129,7 +134,7 @@ class _Embedding:
             tuple(map(_host_graph_entry, host_graphs)),
             GOLDEN if self.golden else None,
             text if isinstance(text, str) else None,
-            BYTES_OPTIONS if has_integers else SESSION_OPTIONS,
+            INT8_OPTIONS if has_integers else SESSION_OPTIONS,
             onnxruntime.__version__,
             OLDEST_ONNXRUNTIME[kind],
         )
@@ -147,7 +152,7 @@ class _Embedding:
 
 
 def _has_experts(bundle: Bundle, ops: Mapping[str, str]) -> bool:
-    """Return True if a model has quantized experts, which QMoE reads."""
+    """Return True if a graph has quantized experts, in a QMoE node."""
     files = (model.graph("decoder", ops[role]).file for role, model in bundle.models.items())
     weights = (weight for file in files for weight in weights_of(bundle, file))
     return any("QMoE" in readers for weight in weights for _, readers in weight.forms)
@@ -156,10 +161,10 @@ def _has_experts(bundle: Bundle, ops: Mapping[str, str]) -> bool:
 def _fused_rounds(
     bundle: Bundle, ks: Iterable[int], ops: Mapping[str, str], or_none: bool
 ) -> list[_HostGraphFile] | None:
-    """Return fused rounds; None or an ExportError if they are impossible."""
+    """Return fused rounds. If they are not supported, return None or raise ExportError."""
     try:
-        if why := check_fused(bundle):
-            raise ExportError(why)
+        if obstacle := check_fused(bundle):
+            raise ExportError(obstacle)
         return [
             _HostGraphFile(
                 fused_round(bundle.folder, bundle, k, ops), _round_file(bundle, k), "round", k

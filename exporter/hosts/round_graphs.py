@@ -1,9 +1,9 @@
 """Graphs of a speculative round: K draft steps, the target's verify pass, and the accept rule.
 
-The fused graph is a whole round, for hosts that call `Run` once per round. The split graphs are one
-draft step and the accept rule, between which the host runs the target's own decoder: for hosts that
-vary K, run the models on two devices, or hold a packed draft model. Letters: N tokens to feed, K
-draft tokens, V the target's vocabulary entries, R rows.
+The fused graph is a whole round, for hosts that call `Run` once per round. The split graphs are a
+draft step and the accept rule, between which the host runs the target's decoder: for hosts that
+vary K, run the models on two devices, or have a packed draft model. N input tokens, K draft tokens,
+V entries of the target's vocabulary, R rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..graph.nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, GraphTemplate
 from . import sampling_nodes
 
 IR_VERSION = 10
-PLAIN_K = 1  # the smallest that a host's graph may have
+PLAIN_K = 1  # smallest K of a host graph
 _MAX_PACKED_BYTES = 8 << 20  # maximum bytes of packed weights per draft step
 
 
@@ -38,8 +38,7 @@ def fused_round(
 def plain_round(root: Path, bundle: Bundle, ops: str) -> ir.Model:
     """Build the round of a bundle without a draft model: one pass of the target, one token.
 
-    Its inputs and outputs are those of a fused round of `PLAIN_K` draft tokens, of which it accepts
-    none, so hosts run it like others.
+    Inputs and outputs are those of a fused round with `PLAIN_K` draft tokens that accepts none.
     """
     nodes, target = GraphBuilder("round"), bundle.target
     tokens = nodes.input("tokens", INT, [1, "N"])
@@ -104,7 +103,7 @@ class _RoundBuilder:
         return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
     def _draft(self, uniforms: list[ir.Value]) -> list[DraftStep]:
-        """Add K draft steps, each of which writes the buffers that the previous one returns."""
+        """Add K draft steps, each of which updates the caches that the previous one returns."""
         nodes, draft = self._nodes, self._bundle.draft_model
         part = GraphTemplate(self._root, draft.graph("decoder", self._ops["draft"]).file)
         buffers, settings, steps = self._caches["draft"], self._settings, list[DraftStep]()
@@ -127,7 +126,7 @@ class _RoundBuilder:
     def _verify(
         self, tokens: ir.Value, seen: ir.Value
     ) -> tuple[sampling_nodes.TokenWeights, dict[str, ir.Value]]:
-        """Add the verify pass: the target's rows after each draft token, and its outputs.
+        """Add the verify pass; return the distributions of K + 1 rows, and the pass's outputs.
 
         tokens [K, 1], seen [K + 1, V]
         """
@@ -147,9 +146,13 @@ class _RoundBuilder:
 
 @dataclass(frozen=True)
 class DraftStep:
-    """One draft step: its token [1, 1], its distribution [1, C], the tokens seen after it [1, V].
+    """Draft step.
 
-    `outputs` are all outputs of the draft's pass.
+    Attributes:
+        token: Its token, [1, 1].
+        weights: Distribution it was sampled from, [1, C].
+        seen: Tokens in the history including it, [1, V].
+        outputs: Outputs of the draft model's pass.
     """
 
     token: ir.Value
@@ -180,7 +183,7 @@ def draft_step(
 
 
 def check_fused(bundle: Bundle) -> str | None:
-    """Return the reason why a round cannot, or should not, be one graph; None if it can."""
+    """Return the reason why a round cannot, or should not, be one graph; None otherwise."""
     draft = bundle.draft_model
     if draft.context_length < bundle.target.context_length:
         return (
@@ -191,14 +194,13 @@ def check_fused(bundle: Bundle) -> str | None:
     if draft.weights_dtype in QUANTIZED_DTYPES and weights > _MAX_PACKED_BYTES:
         return (
             f"{draft.source.id} is in {draft.weights_dtype}: in one graph, each step would have "
-            "a copy of "
-            f"{weights >> 20} MB of weights"
+            f"a copy of {weights >> 20} MB of weights"
         )
     return None
 
 
 def cache_inputs(nodes: GraphBuilder, role: str, model: ModelEntry) -> dict[str, ir.Value]:
-    """Add inputs for a model's buffers, by the names in its own graphs."""
+    """Add inputs for a model's caches; return them by their names in its decoder."""
     inputs = {}
     for i, layer in enumerate(model.cache.layers):
         for kind, size in (("key", layer.key_size), ("value", layer.value_size)):
@@ -209,14 +211,14 @@ def cache_inputs(nodes: GraphBuilder, role: str, model: ModelEntry) -> dict[str,
 
 
 def output_name(name: str) -> str:
-    """Return the output name of a buffer."""
+    """Return the output name of a cache input."""
     return name.replace("past_key_values", "present")
 
 
 def add_cache_outputs(
     nodes: GraphBuilder, role: str, buffers: dict[str, ir.Value], written: dict[str, ir.Value]
 ) -> None:
-    """Add outputs for a model's buffers."""
+    """Add outputs for a model's caches."""
     for name, value in buffers.items():
         assert value.shape is not None
         output = written[output_name(name)]
@@ -226,7 +228,7 @@ def add_cache_outputs(
 def add_round_outputs(
     nodes: GraphBuilder, tokens: ir.Value, accepted: ir.Value, next_token: ir.Value
 ) -> None:
-    """Add outputs for the tokens of a round, [K + 1], and the number accepted.
+    """Add outputs: the tokens of a round, [K + 1], and the number of accepted draft tokens.
 
     tokens [K, 1], accepted [1], next_token [1, 1]
     """
@@ -259,7 +261,7 @@ def _replace_unknown(
 def _draft_weights(
     nodes: GraphBuilder, logits: ir.Value, bundle: Bundle, settings: sampling_nodes.SamplingInputs
 ) -> sampling_nodes.TokenWeights:
-    """Map a draft's row to all tokens of the target. [1, 1, C]"""
+    """Return the draft's distribution over the target's tokens. [1, 1, C]"""
     draft, size, seen = bundle.draft_model, bundle.target.vocab_size, settings.seen
     ids = bundle.ids_of(draft)
     if ids is not None:
@@ -286,7 +288,7 @@ def _draft_weights(
 
 
 def draft_graph(root: Path, bundle: Bundle, ops: str) -> ir.Model:
-    """Build a draft step: tokens to feed, and the next token with its distribution."""
+    """Build the graph of a draft step, which returns the next token and its distribution."""
     nodes, model, size = GraphBuilder("draft"), bundle.draft_model, bundle.target.vocab_size
     tokens = nodes.input("tokens", INT, [1, "N"])
     length = nodes.input("draft_length", INT, [1])
@@ -304,7 +306,7 @@ def draft_graph(root: Path, bundle: Bundle, ops: str) -> ir.Model:
 
 
 def accept_graph(bundle: Bundle) -> ir.Model:
-    """Build the accept rule over the logits of the target's pass, for any K."""
+    """Build the graph of the accept rule over the logits of the verify pass, for any K."""
     nodes, model, size = GraphBuilder("accept"), bundle.target, bundle.target.vocab_size
     logits = nodes.input("logits", FLOAT, [1, "R", model.padded_vocab_size])
     tokens = nodes.input("tokens", INT, ["K"])

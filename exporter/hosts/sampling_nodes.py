@@ -1,12 +1,11 @@
 """Distributions over tokens, sampling, and the accept rule, as ONNX nodes.
 
-The arithmetic of `runtime/sampling` and of the accept rule in `runtime/decoding/verification.py`,
-specified in docs/bundle.md: in float32, but sums that decide a sample in double. Letters: R rows, V
-vocabulary entries, K draft
-tokens, and C columns: V above temperature 0, and 1 at temperature 0, where nothing is sampled.
-There is no If: nodes of a setting that is off process the first column alone (`_some`), as ONNX
-Runtime before 1.31 fails on a TopK and on sums of nothing. Rows are not sorted whole, but where
-most of one ties.
+The arithmetic is that of `runtime/sampling` and of `runtime/decoding/verification.py`, as specified
+in docs/bundle.md: float32, with double sums where they decide a sample. R rows, V vocabulary
+entries, K draft tokens; C columns: V above temperature 0, and 1 at temperature 0, where nothing is
+sampled. There is no If node: nodes of a disabled filter process the first column (`_columns_if`),
+as TopK and sums of empty tensors fail in ONNX Runtime before 1.31. Only candidates for the
+nucleus's last token are sorted, not whole rows.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import onnx_ir as ir
 from ..graph.nodes import DOUBLE, END, FLOAT, INT, GraphBuilder
 
 _BUCKETS = 4096
-_UNDERFLOW = 104.0  # exp of less than minus this is 0 in float32
+_UNDERFLOW = 104.0  # exp(-104) is 0 in float32
 _LIMITS = np.finfo(np.float32)
 _INFINITY = np.array(np.inf, np.float32)
 
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """Inputs of a distribution other than logits, [1] each, and the tokens seen [1, V]."""
+    """Sampling options, [1] each, and the tokens in the history, [1, V]."""
 
     temperature: ir.Value
     top_k: ir.Value
@@ -38,7 +37,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """Most probable token of each row [R, 1], and weights to sample from [R, C]."""
+    """Most probable token of each row, [R, 1], and unnormalized probabilities, [R, C]."""
 
     argmax: ir.Value
     weights: ir.Value
@@ -57,7 +56,7 @@ def sampling_inputs(nodes: GraphBuilder, vocab_size: int) -> SamplingInputs:
 
 
 def _columns_if(nodes: GraphBuilder, rows: ir.Value, condition: ir.Value) -> ir.Value:
-    """Slice all columns where a condition [1] holds, else the first. -> [R, V or 1]"""
+    """Slice all columns if a condition [1] is true, else the first. -> [R, V or 1]"""
     return nodes("Slice", rows, [0], _end_if(nodes, condition), [1])
 
 
@@ -77,20 +76,20 @@ def select_columns(nodes: GraphBuilder, weights: ir.Value, settings: SamplingInp
 def restore_columns(
     nodes: GraphBuilder, weights: ir.Value, vocab_size: int, settings: SamplingInputs
 ) -> ir.Value:
-    """Pad to all columns, without meaning at temperature 0. [R, C] -> [R, V]"""
+    """Pad to all columns; values are meaningless at temperature 0. [R, C] -> [R, V]"""
     missing = nodes("Where", _is_sampled(nodes, settings), [0], [vocab_size - 1])
     return nodes("Pad", weights, nodes("Concat", [0, 0, 0], missing, axis=0))
 
 
 def mark_seen(nodes: GraphBuilder, seen: ir.Value, token: ir.Value) -> ir.Value:
-    """Mark one more token as seen. [1, V], [1, 1] -> [1, V]"""
+    """Add a token to the history. [1, V], [1, 1] -> [1, V]"""
     return nodes("ScatterElements", seen, token, np.ones((1, 1), bool), axis=1)
 
 
 def seen_before_each(nodes: GraphBuilder, tokens: ir.Value, settings: SamplingInputs) -> ir.Value:
-    """Return the tokens seen before each of these tokens and after the last.
+    """Return the history before each of these tokens, and after the last.
 
-    The first column alone if no penalty applies. [K, 1] -> [K + 1, V or 1]
+    Only the first column if no penalty applies. [K, 1] -> [K + 1, V or 1]
     """
     is_on = _has_penalty(nodes, settings)
     before = nodes("Cast", _columns_if(nodes, settings.seen, is_on), to=FLOAT)
@@ -112,7 +111,7 @@ def token_weights(
 ) -> TokenWeights:
     """Return the greedy choice and the weights to sample from. [R, V], [R, V or 1]
 
-    `is_one` is True if R is 1, which needs fewer nodes.
+    `is_one` is True if R is 1, which requires fewer nodes.
     """
     logits = _penalize(nodes, logits, seen, settings)
     argmax = nodes("ArgMax", logits, axis=1)
@@ -133,7 +132,7 @@ def _penalize(
 def apply_penalty(
     nodes: GraphBuilder, logits: ir.Value, seen: ir.Value, penalty: ir.Value
 ) -> ir.Value:
-    """Divide the logits of seen tokens by the repetition penalty. [R, C], [R, C], [1]"""
+    """Apply the repetition penalty to the logits of seen tokens. [R, C], [R, C], [1]"""
     penalty = nodes("Max", penalty, float(_LIMITS.tiny))
     smaller, larger = nodes("Div", logits, penalty), nodes("Mul", logits, penalty)
     changed = nodes("Where", nodes("Less", logits, 0.0), larger, smaller)
@@ -173,19 +172,19 @@ def apply_temperature(
 
 
 def apply_min_p(nodes: GraphBuilder, weights: ir.Value, min_p: ir.Value) -> ir.Value:
-    """Drop weights below a share of the most probable token's, which is 1."""
+    """Set weights below `min_p` to 0; the most probable token has weight 1."""
     return nodes("Where", nodes("Less", weights, min_p), 0.0, weights)
 
 
 def _nucleus(
     nodes: GraphBuilder, heights: ir.Value, share: ir.Value, is_on: ir.Value, is_one: bool
 ) -> ir.Value:
-    """Return 1 for the nucleus of these log weights: the fewest with this share, first on ties.
+    """Return the mask of the nucleus: the fewest tokens with this share, lower ids on ties.
 
-    Others are 0; one column of 1 where top-p is off. [R, C] -> [R, C or 1]
+    The mask is 1 or 0; a single column of 1 if top-p is off. [R, C] -> [R, C or 1]
 
-    Weights are summed in buckets of their heights. In the bucket where the sums reach the share the
-    largest come first, a few tokens of a row that is not flat.
+    Weights are summed in buckets by their logarithms `heights`. Only in the bucket where the sums
+    reach the share are tokens sorted, which are few unless the row is flat.
     """
     lowest = nodes("Where", is_on, -_UNDERFLOW, 0.0)
     heights = nodes("Max", _columns_if(nodes, heights, is_on), lowest)
@@ -209,7 +208,7 @@ def _nucleus(
     values = nodes("TopK", candidates, max_count, num_outputs=2)
     aheads = nodes("CumSum", nodes("Cast", values, to=DOUBLE), np.array(1), exclusive=1)
     is_wanted = nodes("Less", nodes("Add", aheads, before), goal)
-    if not is_one:  # the rows that have fewer candidates than another
+    if not is_one:  # rows may have fewer than the maximum number of candidates
         is_wanted = nodes("And", is_wanted, nodes("Greater", values, 0.0))
     kept, last = (nodes("Cast", x, to=FLOAT) for x in (nodes("Less", indices, at), is_wanted))
     columns = nodes.others(values)[0]
@@ -224,15 +223,18 @@ def _row_sums(nodes: GraphBuilder, rows: ir.Value) -> ir.Value:
 def choose_token(
     nodes: GraphBuilder, row: TokenWeights, uniform: ir.Value, settings: SamplingInputs
 ) -> ir.Value:
-    """Take the most probable token at temperature 0, else sample. 1 row, [1] -> [1, 1]"""
+    """Return the most probable token at temperature 0, else sample. 1 row, [1] -> [1, 1]"""
     drawn = _sample(nodes, row.weights, uniform)
     return nodes("Where", _is_sampled(nodes, settings), drawn, row.argmax)
 
 
 def _sample(nodes: GraphBuilder, weights: ir.Value, uniform: ir.Value) -> ir.Value:
-    """Find the first token where weights sum to more than a share. [1, C], [1] -> [1, 1]"""
+    """Sample by inversion: the first token whose cumulative weight exceeds a share of the total.
+
+    [1, C], [1] -> [1, 1]
+    """
     sums = nodes("CumSum", nodes("Cast", weights, to=DOUBLE), np.array(1))
-    # All of the largest number below 1 is below all of 1, so some sum is above.
+    # A uniform is below 1, so its product with the total is below the total.
     goal = nodes("Mul", nodes("Slice", sums, [-1], [END], [1]), uniform)
     return nodes("ArgMax", nodes("Cast", nodes("Greater", sums, goal), to=FLOAT), axis=1)
 
@@ -249,10 +251,10 @@ def accept_tokens(
 ) -> tuple[ir.Value, ir.Value]:
     """Return the number of accepted draft tokens [1], and the token after them [1, 1].
 
-    Leviathan et al. 2023, algorithm 1, on the first `limit` [1] tokens alone; at temperature 0 a
-    draft token is accepted if it is the target's own choice.
+    Algorithm 1 of Leviathan et al. 2023, on the first `limit` [1] draft tokens; at temperature 0 a
+    draft token is accepted if it is the target's most probable token.
 
-    drafted [K, 1], draft_weights [K, C], target of K + 1 rows, tests [K] and last [1] in double
+    drafted [K, 1], draft_weights [K, C], target of K + 1 rows, uniforms `tests` [K] and `last` [1]
     """
     totals, draft_totals = _row_sums(nodes, target.weights), _row_sums(nodes, draft_weights)
     is_drawn = _is_sampled(nodes, settings)

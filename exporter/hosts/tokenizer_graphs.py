@@ -1,7 +1,7 @@
-"""Tokenizer graphs for ONNX Runtime Extensions, emitted only if they are exact.
+"""Tokenizer graphs for ONNX Runtime Extensions, written only if they are exact.
 
-The library reads `tokenizer.json` in code of its own, which ignores some of its features. So its
-results for difficult texts and for every token are compared with those of the tokenizers library.
+The library's own implementation of `tokenizer.json` ignores some features. Its results for
+difficult texts and for every token are therefore compared with those of the tokenizers library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..verification.subgraph import open_session
 
 DOMAIN = "ai.onnx.contrib"
 IR_VERSION, OPSET = 8, 17
-# What tokenizers differ over: spaces, digits, accents in two forms, scripts, emoji, controls.
+# Spaces, digits, composed and decomposed accents, scripts, emoji and control characters.
 HARD_TEXTS = (
     "def read_config(path):\n    return {x: [1, 2]}\n\n\n",
     "The quick brown fox, 1234567890 times! It's they've I'd WE'LL you're 's 't",
@@ -48,16 +48,16 @@ def tokenizer_graphs(tokenizer_file: Path) -> dict[str, ir.Model] | str:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = json.loads(text)
-    # The library takes a token a line.
+    # The library's vocabulary has one token per line.
     tokens = [tokenizer.id_to_token(i) or "\n" for i in range(tokenizer.get_vocab_size())]
     if settings["model"]["type"] != "BPE" or not _is_byte_level(settings):
-        return "the tokenizer is not a BPE of bytes"
+        return "the tokenizer is not a byte-level BPE"
     if any("\n" in token for token in tokens):
         return "the tokenizer has ids without a token, or a token with a line break"
     special = {token["id"] for token in settings["added_tokens"] if token["special"]}
     models = {"encode": _encoder(settings), "decode": _decoder(settings, tokens, special)}
     sessions = {name: _open(model, extensions.get_library_path()) for name, model in models.items()}
-    # What a user writes is text, even where it spells a special token.
+    # Text of a user that spells a special token is encoded as text.
     tokenizer.encode_special_tokens = True
     added = [token["content"] for token in settings["added_tokens"]]
     return _find_difference(tokenizer, sessions["encode"], sessions["decode"], added) or models
@@ -70,14 +70,14 @@ def _open(model: ir.Model, library: str) -> ort.InferenceSession:
 
 
 def _is_byte_level(settings: dict[str, Any]) -> bool:
-    """Return True if the decoder only joins tokens whose characters represent bytes."""
+    """Return True if decoding only concatenates tokens whose characters represent bytes."""
     return (settings.get("decoder") or {}).get("type") == "ByteLevel"
 
 
 def _encoder(settings: dict[str, Any]) -> ir.Model:
     """Build the encoder: text [1] -> tokens [1, N], without added tokens.
 
-    The library loses the end of a text that begins like an added token.
+    With added tokens the library drops the end of a text that is a prefix of one.
     """
     plain = json.dumps(settings | {"added_tokens": []}, ensure_ascii=False)
     config = json.dumps({"tokenizer_class": "GPT2Tokenizer"})
@@ -86,7 +86,7 @@ def _encoder(settings: dict[str, Any]) -> ir.Model:
 
 
 def _decoder(settings: dict[str, Any], tokens: list[str], special: set[int]) -> ir.Model:
-    """Build the decoder: tokens [N] -> text [1], without special tokens, of any bytes."""
+    """Build the decoder: tokens [N] -> text [1], without special tokens."""
     attributes = {
         "id_vocab": "\n".join(tokens),
         "byte_decoder": "\n".join(f"{ord(c)}\t{byte}" for byte, c in _byte_characters().items()),
@@ -115,7 +115,7 @@ def _single_node_model(
 
 
 def _byte_characters() -> dict[int, str]:
-    """Return the character of each byte in a token: printable ones are themselves (GPT-2)."""
+    """Return the character that represents each byte in byte-level BPE (GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {
@@ -140,7 +140,7 @@ def _find_difference(
             return f"onnxruntime-extensions returns different tokens for {shown!a}"
         if _run_decoder(decode, expected) != tokenizer.decode(expected):
             return f"onnxruntime-extensions returns a different text for the tokens of {shown!a}"
-    # Half a character is U+FFFD here and bytes there, and text ends at NUL there.
+    # tokenizers replaces incomplete characters by U+FFFD, the library keeps bytes and ends at NUL.
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
     whole = [i for i, text in texts.items() if not {"\ufffd", "\0"} & {*text}]
     for start in range(0, len(whole), _BATCH):

@@ -147,7 +147,7 @@ def visit_inputs(
         value.dtype = ir.DataType.FLOAT
         if not value.is_graph_output():
             model.graph.outputs.append(value)
-    path = decoder.parent / _DECODER_FILE.file(ops)
+    path = decoder.parent / _DECODER_FILE.file_name(ops)
     ir.save(model, path)
     parts: defaultdict[tuple[int, ...], list[InputStatistics]] = defaultdict(list)
     sums: dict[str, torch.Tensor] = {}

@@ -145,7 +145,7 @@ def _measure_times(candidates: Sequence[DraftCandidate]) -> None:
     for candidate in candidates:
         written = FloatModel("draft", candidate.model, candidate.folder)
         path = candidate.folder / next(
-            x.file(written.ops[-1]) for x in written.lengths if x.length == 1
+            x.file_name(written.ops[-1]) for x in written.files if x.length == 1
         )
         options = ort.SessionOptions()
         options.add_session_config_entry("session.force_spinning_stop", "1")

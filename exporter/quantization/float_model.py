@@ -71,7 +71,7 @@ class FloatModel:
         ]
 
     @property
-    def lengths(self) -> list[GraphFile]:
+    def files(self) -> list[GraphFile]:
         """Graph files, the same in all graph variants."""
         return [
             GraphFile(
@@ -85,17 +85,17 @@ class FloatModel:
         ]
 
     def runner(self, folder: Path, ops: str) -> Runner:
-        return Runner(folder, self.lengths, self.geometry, ops)
+        return Runner(folder, self.files, self.geometry, ops)
 
     def decoder_runner(self, ops: str) -> Runner:
         """Return a runner of the source graph of a graph variant."""
-        lengths = [file.source for file in self.lengths if file.length is None]
-        return Runner(self.folder, lengths, self.geometry, ops)
+        files = [file.source for file in self.files if file.length is None]
+        return Runner(self.folder, files, self.geometry, ops)
 
     def decoder(self, ops: str) -> Path:
         """Return the path of a graph variant's source graph, which takes any pass length."""
-        (decoder,) = (file for file in self.lengths if file.length is None)
-        return self.folder / decoder.source.file(attention_ops(ops))
+        (decoder,) = (file for file in self.files if file.length is None)
+        return self.folder / decoder.source.file_name(attention_ops(ops))
 
     def write(self, graph_model: ir.Model, folder: Path, ops: str) -> None:
         """Write the graph files of a graph variant from its decoder."""
@@ -104,7 +104,7 @@ class FloatModel:
             convert_graph(graph_model, STORED[dtype][1])
         elif (dtype := cache_dtype(ops)) != "float32":
             convert_caches(graph_model, STORED[dtype][1])
-        graphs.write_graphs(graph_model, folder, self.lengths, ops)
+        graphs.write_graphs(graph_model, folder, self.files, ops)
 
     def with_reports(self, reports: dict[str, VariantReport], weights_dtype: str) -> ModelEntry:
         """Return the manifest entry with new weights or graph variants, and their reports."""
@@ -113,7 +113,7 @@ class FloatModel:
         entries, signatures_ = list(model.graphs), dict(model.signatures)
         for ops, (report, invariant) in reports.items():
             if ops not in parity:
-                entries += [length.entry(folder, ops) for length in self.lengths]
+                entries += [file.entry(folder, ops) for file in self.files]
             parity[ops] = replace(parity[attention_ops(ops)], invariant_lengths=invariant)
             quantization[ops] = report
             variant_signatures = signatures(model.cache_layout(ops), model.padded_vocab_size)

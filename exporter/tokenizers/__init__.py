@@ -1,1 +1,1 @@
-"""Compatibility of draft and target tokenizers, and the tokenizer data of a bundle."""
+"""Compatibility of draft and target tokenizers, and a bundle's tokenizer."""

@@ -1,7 +1,7 @@
 """Comparison of two tokenizers on ordinary text.
 
-Settings are those of a `tokenizer.json`. Added tokens (chat markers and the like) may differ: a
-draft that reads or guesses them wrongly costs speed, never exactness.
+Settings are those of `tokenizer.json`. Added tokens, such as chat markers, may differ: they affect
+acceptance rates, but not exactness.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ADVICE = "choose a draft of the target's family"
 _PARTS = {"normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer"}
 _RULES = {
     "post_processor": "adds different special tokens to a prompt",
-    "decoder": "decodes otherwise",
+    "decoder": "decodes differently",
 }
 
 
@@ -46,7 +46,7 @@ def _added_tokens(settings: TokenizerSettings) -> dict[int, dict[str, Any]]:
 
 
 def _vocabulary(settings: TokenizerSettings) -> dict[str, tuple[Any, ...]]:
-    """Return each token of the model with its id, for unigram models with its score too."""
+    """Return each token of the model with its id, and with its score in unigram models."""
     vocab = settings["model"].get("vocab") or {}
     if isinstance(vocab, dict):
         return {token: (id_,) for token, id_ in vocab.items()}
@@ -90,7 +90,7 @@ def _check_model(of_target: TokenizerSettings, of_draft: TokenizerSettings) -> N
             f"and {merges[1]} in the draft's; {_ADVICE}"
         )
     for key in sorted((of_target.keys() | of_draft.keys()) - {"merges", "vocab"}):
-        # None, false and "" all mean that there is no such thing.
+        # None, false and "" are equivalent.
         if (x := of_target.get(key) or None) != (y := of_draft.get(key) or None):
             raise PairError(
                 f"draft and target tokenize differently: {key}, {_show_both(x, y)}; {_ADVICE}"
@@ -98,7 +98,7 @@ def _check_model(of_target: TokenizerSettings, of_draft: TokenizerSettings) -> N
 
 
 def _without_offsets(value: Any) -> Any:
-    """Remove fields that only affect the offsets of tokens in the text."""
+    """Remove fields that affect only token offsets."""
     if isinstance(value, list):
         return [_without_offsets(x) for x in value]
     if isinstance(value, dict):
@@ -115,13 +115,11 @@ def _describe_added(
     target: TokenizerSettings, draft: TokenizerSettings, added: set[int]
 ) -> list[str]:
     """Describe differences of the added tokens, with counts and examples."""
-    names, flags = (
-        [_token_names(s) for s in (target, draft)],
-        [_added_tokens(s) for s in (target, draft)],
-    )
+    names, flags = map(_token_names, (target, draft)), map(_added_tokens, (target, draft))
+    (target_names, draft_names), (target_flags, draft_flags) = names, flags
     kinds: dict[str, list[str]] = {}
     for id_ in sorted(added):
-        of_target, of_draft = (n.get(id_) for n in names)
+        of_target, of_draft = target_names.get(id_), draft_names.get(id_)
         if of_draft is None:
             kinds.setdefault("only in the target's", []).append(f"{id_} {of_target}")
         elif of_target is None:
@@ -129,7 +127,7 @@ def _describe_added(
         elif of_target != of_draft:
             example = f"{id_} {of_target} in the target's and {of_draft} in the draft's"
             kinds.setdefault("with another name", []).append(example)
-        elif flags[0].get(id_) != flags[1].get(id_):
+        elif target_flags.get(id_) != draft_flags.get(id_):
             kinds.setdefault("with other flags", []).append(f"{id_} {of_target}")
     if not kinds:
         return []

@@ -22,7 +22,7 @@ from . import compatibility
 
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_CONTEXT = 4096
-DATE = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)  # current date for chat templates
+DATE = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)  # fixed date for chat templates
 SAMPLES = (
     "def read_config(path):\n    return path",
     "The quick brown fox, 1234567890 times!",
@@ -36,7 +36,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 
 @dataclass(frozen=True)
 class TextMetadata:
-    """Text metadata of the bundle, all of it the target's."""
+    """Text metadata of the bundle, which is the target's."""
 
     tokenizer: str
     num_tokens: int
@@ -45,7 +45,11 @@ class TextMetadata:
 
 
 def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress) -> TextMetadata:
-    """Check that both models tokenize ordinary text identically; note other differences."""
+    """Check that both models tokenize ordinary text identically; note other differences.
+
+    Raises:
+        PairError: The tokenizers differ.
+    """
     of_target, template = _tokenizer_settings(target), _chat_template(target)
     if draft is not None:
         for note in compatibility.compare(of_target, _tokenizer_settings(draft)):
@@ -68,7 +72,7 @@ def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress)
 
 
 def write_tokenizer(text: TextMetadata, target: Checkpoint, folder: Path) -> None:
-    """Write the tokenizer's file and check that it matches transformers."""
+    """Write tokenizer.json and compare it with transformers. Raises ExportError."""
     path = folder / TOKENIZER_FILE
     path.write_text(text.tokenizer, "utf-8")
     shipped = Tokenizer.from_file(str(path))
@@ -76,14 +80,13 @@ def write_tokenizer(text: TextMetadata, target: Checkpoint, folder: Path) -> Non
         actual, expected = shipped.encode(sample).ids, target.tokenizer(sample)["input_ids"]
         if actual != expected:
             raise ExportError(
-                f"the tokenizer's file gives {actual[:8]} for {sample!r}, "
-                f"transformers {expected[:8]}; tokenizer.json does not describe this "
-                "tokenizer completely"
+                f"tokenizer.json encodes {sample!r} as {actual[:8]}, transformers as "
+                f"{expected[:8]}; it does not describe this tokenizer completely"
             )
 
 
 def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Return the end tokens: from the generation config, else the config."""
+    """Return the end tokens of the generation config, else of the config. Raises ExportError."""
     stated = checkpoint.generation.get("eos_token_id")
     if stated is None:
         stated = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)
@@ -95,7 +98,10 @@ def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def default_sampling(target: Checkpoint) -> SamplingFilters:
-    """Return the sampling of the target's generation config; greedy without one."""
+    """Return the sampling options of the target's generation config; greedy without them.
+
+    Raises ExportError for invalid values.
+    """
     config = target.generation
     if not config.get("do_sample"):
         return SamplingFilters()
@@ -107,7 +113,7 @@ def default_sampling(target: Checkpoint) -> SamplingFilters:
     try:
         return SamplingFilters(
             temperature=number("temperature", 1.0),
-            top_k=int(number("top_k", 50)),  # what transformers takes where none is given
+            top_k=int(number("top_k", 50)),  # transformers' default
             top_p=number("top_p", 1.0),
             min_p=number("min_p", 0.0),
         )
@@ -118,20 +124,19 @@ def default_sampling(target: Checkpoint) -> SamplingFilters:
 def context_lengths(
     target: Checkpoint, draft: Checkpoint | None, limit: int | None, progress: Progress
 ) -> tuple[int, int]:
-    """Return the positions of the target and the draft, which needs no more than the target."""
+    """Return the context lengths of target and draft; the draft's is at most the target's."""
     of_target = context_length(target, limit, progress)
     of_draft = of_target if draft is None else context_length(draft, limit, progress)
     if of_draft < of_target:
         progress.note(
             f"the draft has {of_draft} positions, the target {of_target}; when its context is "
-            "full, the "
-            "draft continues with the last half of it"
+            "full, the draft continues with the last half of it"
         )
     return of_target, min(of_target, of_draft)
 
 
 def vocab_sizes(num_tokens: int, rows: Sequence[int], progress: Progress) -> list[int]:
-    """Return how many of the tokenizer's ids each model takes: the target, then a draft model.
+    """Return how many of the tokenizer's ids each model supports, the target first.
 
     Args:
         num_tokens: Ids of the tokenizer.
@@ -146,15 +151,14 @@ def vocab_sizes(num_tokens: int, rows: Sequence[int], progress: Progress) -> lis
         )
     if of_draft < of_target:
         progress.note(
-            f"the draft takes {of_draft} of the target's {of_target} ids; the others are never "
-            "drafted, "
-            "and are replaced in its input"
+            f"the draft supports {of_draft} of the target's {of_target} ids; the others are never "
+            "drafted, and are replaced in its input"
         )
     return [of_target, of_draft][: len(rows)]
 
 
 def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress) -> int:
-    """Return the positions that a model has, or as many as were requested."""
+    """Return the context length of a model, at most `limit`. Raises ExportError."""
     config = checkpoint.config.get_text_config()
     stated = [v for n in _POSITIONS if isinstance(v := getattr(config, n, None), int) and v > 0]
     if not stated and limit is None:
@@ -180,7 +184,7 @@ def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress
 
 
 def _scaled_positions(config: Any, positions: int) -> int:
-    """Return the positions that scaled rotary factors support, beyond those in the config."""
+    """Return the number of positions with rotary scaling."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor")
     if rope.get("rope_type") not in ("dynamic", "yarn") or not isinstance(factor, int | float):
@@ -199,9 +203,9 @@ def chat_writer(
 ) -> Callable[[list[dict[str, str]]], str] | None:
     """Return a function that renders a conversation with the chat template, if there is one.
 
-    A conversation that ends with the user's turn is rendered up to where the model answers. The
-    date that a template asks for is always the same: weights must not depend on the day. A template
-    that takes no plain text, as of a model of images, is noted and not used.
+    A generation prompt follows a user's turn. The current date in templates is fixed, so that
+    exports are reproducible. A template that fails on plain text, such as that of an image model,
+    is noted and not used.
     """
     template = _chat_template(checkpoint)
     if template is None:
@@ -230,7 +234,7 @@ def chat_writer(
 def _chat_template(checkpoint: Checkpoint) -> str | None:
     """Return the tokenizer's chat template, else the processor's; None if there is none."""
     template = chat_template_of(getattr(checkpoint.tokenizer, "chat_template", None))
-    if template is not None or not checkpoint.raw:  # a GGUF file has its template inside
+    if template is not None or not checkpoint.raw:  # a GGUF file has no other template
         return template
     path = checkpoint.folder / PROCESSOR_FILE
     if not path.is_file():

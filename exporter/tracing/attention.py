@@ -1,8 +1,8 @@
-"""Attention and KV caches of the graph, behind transformers' two extension points.
+"""Attention and KV caches of the graph, through transformers' two extension points.
 
-A Cache whose layers are fixed buffers, and attention and mask functions registered by name, replace
-the model's own while it is observed and traced. B sequences, T new tokens, S rows of cache; H query
-heads and G key-value heads of size D.
+While a model is observed and traced, a Cache with fixed buffers, and registered attention and mask
+functions, replace its own. B sequences, T new tokens, S rows of cache; H query heads and G
+key-value heads of size D.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from specedge.errors import ExportError
 from .. import internals
 
 OPSET = 24
-# What attention calls carry beside these changes nothing: dropout is off, the mask has the windows.
+# Options without effect: dropout is off, and the mask contains sliding windows.
 _IGNORED_OPTIONS = {"dropout", "sliding_window", "is_causal", "use_cache", "position_ids"}
 _SAMPLES = 64
 
 
 @dataclass
 class TracedPass:
-    """The pass that is being observed or traced, found here by the registered functions."""
+    """Context of the pass that is being observed or traced, for the registered functions."""
 
     ops: str  # "onnx", "gqa", or "none" while the model is only observed
     past_length: torch.Tensor
@@ -35,8 +35,8 @@ class TracedPass:
     capacity: int
     layers: list[LayerAttention] = field(default_factory=list)
     calls: int = 0
-    cache: BufferLayer | None = None  # the one that was written last, and with what
-    written: tuple[torch.Tensor, ...] = ()
+    cache: BufferLayer | None = None  # the layer that was written last
+    written: tuple[torch.Tensor, ...] = ()  # its new keys and values
     masks: dict[int, tuple[int | None, torch.Tensor]] = field(default_factory=dict)
 
     @property
@@ -48,8 +48,8 @@ class TracedPass:
     def rows(self) -> torch.Tensor:
         """Indices of the query rows: 0, 1 ... T - 1, T - 1. [T + 1]
 
-        The last row is repeated and the copy's output is dropped: for a single row ONNX Runtime
-        takes another path on the CPU, which is not bitwise equal.
+        The last row is duplicated and the duplicate's output dropped: for a single row ONNX Runtime
+        has another CPU kernel, which is not bitwise equal.
         """
         return torch.cat((self.offsets[0], self.offsets[0, -1:]))
 
@@ -59,7 +59,7 @@ _current: list[TracedPass] = []
 
 @contextlib.contextmanager
 def active_pass(traced_pass: TracedPass) -> Iterator[TracedPass]:
-    """Make a pass the one that the registered functions see."""
+    """Make a pass the current one while the context lasts."""
     _current.append(traced_pass)
     try:
         yield traced_pass
@@ -78,7 +78,7 @@ class BufferLayer(internals.FixedCacheLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, G, T, D] rows and return what attention reads, for `gqa` just the rows."""
+        """Write rows [B, G, T, D]; return the updated buffers, or in `gqa` the rows."""
         now = current_pass()
         if now.ops == "onnx":
             self.keys = _write_rows(self.keys, key_states, now.past_length)
@@ -95,9 +95,9 @@ def buffer_cache(caches: list[torch.Tensor]) -> Any:
 
 
 def attention_mask(mask_function: Any, **unused: Any) -> torch.Tensor:
-    """Evaluate the mask that a model asks for, causal or windowed. [B, 1, T + 1, S]
+    """Evaluate a model's mask, causal or windowed. [B, 1, T + 1, S]
 
-    `gqa` has its windows from the observed pass and gets a mask that hides nothing.
+    In `gqa` windows are attributes, known from the observed pass, and the mask is all True.
     """
     now = current_pass()
     if now.ops == "gqa":
@@ -109,7 +109,7 @@ def attention_mask(mask_function: Any, **unused: Any) -> torch.Tensor:
 
 
 def _sample_mask(mask_function: Any, now: TracedPass) -> torch.Tensor:
-    """Evaluate the mask at some positions, which identify it; on the meta device as well."""
+    """Evaluate the mask at sampled positions, which identify it; also on the meta device."""
     samples = min(_SAMPLES, now.capacity)
     queries = torch.linspace(0, now.capacity - 1, samples).long()[None]
     device = now.past_length.device
@@ -119,7 +119,7 @@ def _sample_mask(mask_function: Any, now: TracedPass) -> torch.Tensor:
     except ExportError:
         if device.type != "meta":
             raise
-        # Made of numbers that are not there yet, as llama4's is: seen when the weights are.
+        # The mask depends on data, as in llama4, and is evaluated again with the weights.
         seen, window = torch.zeros(1, 1, samples, now.capacity, dtype=torch.bool), None
     mask = seen.to(device)
     now.masks[id(mask)] = (window, mask)
@@ -217,7 +217,7 @@ def _attention_with_sinks(
     mask: torch.Tensor,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute attention of a scaled query in single steps: the Attention node has no sinks."""
+    """Compute attention with sinks, which the Attention node does not have, in single steps."""
     batch, heads, _, size = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, size)
     logits = torch.matmul(grouped, key.transpose(2, 3)).reshape(batch, heads, -1, key.shape[2])
@@ -239,9 +239,9 @@ def _group_query_attention(
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Add one GroupQueryAttention node, which writes the cache as well. -> [B, T, H, D]
+    """Add one GroupQueryAttention node, which also writes the cache. -> [B, T, H, D]
 
-    The copy of the last row is written behind the new rows, where the next pass overwrites it.
+    The duplicate of the last row is written behind the new rows, where the next pass overwrites it.
     """
     layer = now.layers[now.calls]
     now.calls += 1
@@ -262,7 +262,7 @@ def _group_query_attention(
     if bias is not None:
         bias = bias + torch.index_select(query[:, :1, :, :1], 2, now.rows) * 0
     last = (now.past_length + now.offsets[0, -1:] + 1).to(torch.int32)
-    # The capacity, a constant: a captured CUDA graph reads it on the host.
+    # The constant capacity, because CUDA graph capture requires a value on the host.
     total = torch.full((), now.capacity, dtype=torch.int32)
     inputs = (*rows, cache.keys, cache.values, last, total, None, None, None, bias, sinks)
     while inputs[-1] is None:
@@ -296,8 +296,8 @@ OTHER_MASK = -1  # marks a mask that is neither causal nor a window
 class LayerAttention:
     """Observed behavior of one attention call.
 
-    `window` is None for all rows; `as_cached` tells whether it reads the cache's own keys and
-    values.
+    `window` is None for full attention; `as_cached` is True if the keys and values are those that
+    were written to the cache.
     """
 
     window: int | None
@@ -305,7 +305,7 @@ class LayerAttention:
     kv_heads: int
     key_size: int
     value_size: int
-    as_cached: bool  # whether it reads the cache's own keys and values
+    as_cached: bool
 
     def gqa_obstacle(self) -> str | None:
         """Return the reason why GroupQueryAttention cannot compute this; None if it can."""
@@ -321,7 +321,7 @@ class LayerAttention:
 
 
 def detect_window(mask: torch.Tensor, queries: torch.Tensor) -> int | None:
-    """Return the window of a mask, each query included; None for causal. [n, S], [n] -> window"""
+    """Return the window of a mask including the query; None for causal. [n, S], [n] -> window"""
     keys = torch.arange(mask.shape[1])
     widths = mask.sum(1)
     width = int(widths.max())

@@ -1,9 +1,9 @@
-"""Mixtures of experts without gathering of experts' matrices by token.
+"""Mixtures of experts without gathering expert matrices by token.
 
-In `gqa` each row is multiplied with the matrices of its own experts, by ONNX Runtime's MoE node. It
-takes another path for an expert with a single row, which is not bitwise equal, so every row goes in
-twice. Elsewhere, and for experts that the node cannot compute, all of them are one wide MLP whose
-inner values are weighted by the router, most of them with 0: each matrix is read once per pass.
+In `gqa` ONNX Runtime's MoE node multiplies each row by the matrices of its experts. For an expert
+with a single row it has another kernel, which is not bitwise equal, so every row is passed twice.
+In other variants, and for unsupported activations, all experts are one wide MLP whose activations
+are weighted by the router, mostly with 0: each matrix is read once per pass.
 
 T rows of H values, E experts with I inner values, k experts a row.
 """
@@ -43,10 +43,10 @@ class Swiglu:
 
 
 class ExpertsModule:
-    """Experts module of transformers, by its private attributes (seen in 5.17 to 5.23).
+    """Experts module of transformers, by its private attributes (5.17 to 5.23).
 
-    Its gates and ups are one matrix an expert, in halves or in odd and even columns. Here they
-    alternate, [I, 2], or [I, 1] where there are no gates.
+    Gate and up projections are one matrix per expert, concatenated or interleaved. Here they are
+    interleaved, [I, 2], or [I, 1] without gates.
     """
 
     def __init__(self, module: Any) -> None:
@@ -77,7 +77,7 @@ class ExpertsModule:
         return self._module._apply_gate(order.flatten(-2))
 
     def swiglu(self) -> Swiglu | None:
-        """Fit the activation to the MoE node's form, by trying it; None if it has another one."""
+        """Fit the activation to the MoE node's SwiGLU numerically; None if it is another one."""
         if not self.gated:
             return None
         generator = torch.Generator("cpu").manual_seed(0)
@@ -92,7 +92,7 @@ class ExpertsModule:
         return None
 
     def _in_turn(self, first: torch.Tensor) -> torch.Tensor:
-        """Let gates and ups alternate. [E, 2 * I or I, ...] -> [E, I, 2 or 1, ...]"""
+        """Interleave gate and up projections. [E, 2 * I or I, ...] -> [E, I, 2 or 1, ...]"""
         if self.gated and not self._alternating:
             return first.unflatten(1, (2, -1)).transpose(1, 2)
         return first.unflatten(1, (-1, 1 + self.gated))
@@ -103,17 +103,16 @@ class ExpertsModule:
 
 
 def find_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules whose forward pass goes through transformers' interface for experts."""
+    """Return the modules that use transformers' experts interface."""
     return [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "down_proj")]
 
 
 def prepare_experts(
     model: torch.nn.Module, stack: contextlib.ExitStack
 ) -> Callable[..., torch.Tensor]:
-    """Return the experts function of a traced pass, as transformers calls it.
+    """Return the experts function of a traced pass, to register with transformers.
 
-    Matrices become buffers, until the stack is closed, in the order in which both graph variants
-    have them in the weights file.
+    Until the stack is closed, matrices are buffers in the layout that all graph variants share.
     """
     kinds = {}
     for module in find_experts(model):
@@ -146,7 +145,7 @@ def prepare_experts(
 
 
 def routing_weights(chosen: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
-    """Return every expert's weight, 0 for those not chosen. [T, k], [T, k] -> [T, E]"""
+    """Return the routing weight of every expert, 0 if not chosen. [T, k], [T, k] -> [T, E]"""
     hit = chosen[..., None] == torch.arange(number)
     return torch.where(hit, weights[..., None], 0.0).sum(1)
 
@@ -158,14 +157,14 @@ def _compute_dense(
     rows: torch.Tensor,
     routing: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiply with all experts side by side, [E * I * 2, H] and [E * I, H]."""
+    """Compute all experts as one wide MLP, [E * I * 2, H] and [E * I, H]."""
     number, size, width, _ = first.shape
     inner = torch.nn.functional.linear(rows, first.flatten(0, 2))
     inner = inner.reshape(-1, number, size, width)
     if (biases := experts.biases()) is not None:
         inner = inner + biases[0]
     inner = experts.activation(inner) * routing[..., None]
-    # What is transposed directly is stored so, and a second time for the other graph variant.
+    # Not `last.transpose`: `fold_transposes` would store the matrix once more for this variant.
     side_by_side = last[None].transpose(2, 3).reshape(number * size, -1)
     output = torch.matmul(inner.flatten(1), side_by_side)
     return output if biases is None else output + torch.matmul(routing, biases[1])
@@ -180,7 +179,7 @@ def _compute_sparse(
     routing: torch.Tensor,
     k: int,
 ) -> torch.Tensor:
-    """Add one MoE node over every row twice; it normalizes the weights' logarithms."""
+    """Add one MoE node over duplicated rows; it applies softmax to logarithms of the weights."""
     logits = torch.log(routing)
     twice = torch.stack((rows, rows)), torch.cat((logits, logits))
     matrices: tuple[torch.Tensor | None, ...] = (first.flatten(1, 2), None, last)

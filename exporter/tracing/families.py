@@ -1,8 +1,7 @@
-"""Adaptations of a few model families for tracing, the least that each needs.
+"""Minimal adaptations of a few model families for tracing.
 
-Most decoders go through transformers' attention interface. Those named below keep attention code of
-their own, which is replaced by a call of ours. Class names, methods and their arguments are those
-of transformers 5.17 to 5.23.
+Most decoders use transformers' attention interface. The families below have attention code of their
+own, which is replaced. Class names, methods and arguments are those of transformers 5.17 to 5.23.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NAME = "specedge"
 
 @contextlib.contextmanager
 def registered_functions(model: torch.nn.Module) -> Iterator[None]:
-    """Let the model use our attention, masks and experts while the context lasts."""
+    """Make the model use this package's attention, masks and experts while the context lasts."""
     with contextlib.ExitStack() as stack:
         internals.register_functions(
             NAME, attention, attention_mask, experts.prepare_experts(model, stack)
@@ -44,10 +43,9 @@ def registered_functions(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def eager_functions(model: torch.nn.Module) -> Iterator[None]:
-    """Let attention and experts compute in single PyTorch steps, which support every type.
+    """Select eager attention and experts, which support every type, while the context lasts.
 
-    Falcon's steps add ALiBi's biases a second time (transformers 5.23), which its fused attention,
-    the default, does not.
+    Falcon's eager attention adds ALiBi's biases twice (transformers 5.23), so it uses its default.
     """
     is_falcon = any(type(module).__name__ == "FalconAttention" for module in model.modules())
     steps = internals.implementation(model, "attn", "sdpa" if is_falcon else "eager")
@@ -57,7 +55,7 @@ def eager_functions(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def count_experts(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, int]]:
-    """Let experts compute nothing and report how many of them a row uses, on any device."""
+    """Replace experts by a function that records how many of them a row uses, on any device."""
     counts: dict[torch.nn.Module, int] = {}
 
     def count(
@@ -77,10 +75,7 @@ def _source_module(module: Any) -> Any:
 
 
 def _patch_alibi(code: Any) -> Callable[[], None]:
-    """Let a model build its biases for all rows of the cache, not for the new ones alone.
-
-    Newer versions of bloom do so themselves.
-    """
+    """Patch a model to build biases for all rows of the cache, as newer versions of Bloom do."""
     build = code.build_alibi_tensor
 
     def whole(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
@@ -124,7 +119,7 @@ def _falcon(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Replace Falcon's forward; with ALiBi the mask is a bias already."""
+    """Replace Falcon's forward; with ALiBi the mask contains the bias."""
     query, key, value = _falcon_heads(self, self.query_key_value(hidden_states))
     if alibi is None:
         rotate = _source_module(self).apply_rotary_pos_emb
@@ -168,9 +163,9 @@ def _mpt(
 
 
 def _mpt_alibi(self: Any, num_heads: int, length: int, **unused: Any) -> torch.Tensor:
-    """Return each row's integer distances, bitwise equal for any T. [B, H, T + 1, S]
+    """Return ALiBi's biases by distance to each row, bitwise equal for any T. [B, H, T + 1, S]
 
-    The model counts from the last key instead; softmax is invariant to that.
+    The model measures distances from the last key; softmax is invariant to the difference.
     """
     now = current_pass()
     slopes = -_source_module(self).build_mpt_alibi_tensor(num_heads, 2)[:, :, :1]
@@ -187,7 +182,7 @@ def _llama4(
     past_key_values: Any,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Replace Llama 4's forward, which asks the cache for the text's length."""
+    """Replace Llama 4's forward, which reads the sequence length from the cache."""
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(2, (-1, self.head_dim)) for part in parts)
     if self.use_rope:
@@ -206,7 +201,7 @@ def _llama4(
 def _llama4_experts(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute all experts as one wide MLP, so that results are bitwise equal for any T.
 
-    The router's sigmoid weighs an expert's input, or equally the output of its first matrix.
+    The router's weight is applied after the first matrix instead of before it.
     """
     rows = hidden_states.flatten(0, -2)
     scores, logits = self.router(rows)

@@ -21,7 +21,7 @@ _STATE = "a state that cannot be rolled back"
 
 @dataclass(frozen=True)
 class Geometry:
-    """S rows of cache for `context_length` tokens, one entry a layer, and V logits a row."""
+    """Cache layout of a model: `capacity` rows (S) for `context_length` tokens, by layer."""
 
     context_length: int
     capacity: int
@@ -34,7 +34,7 @@ class Geometry:
         return [f"past_key_values.{i}.{kind}" for i in range(len(self.layers)) for kind in kinds]
 
     def cache_shapes(self) -> list[tuple[int, int, int, int]]:
-        """Return [B, H, S, D] for each name."""
+        """Return the shape [B, H, S, D] of each cache, in the order of `cache_names`."""
         sizes = [(x.heads, d) for x in self.layers for d in (x.key_size, x.value_size)]
         return [(1, heads, self.capacity, size) for heads, size in sizes]
 
@@ -42,9 +42,9 @@ class Geometry:
 def measure_geometry(
     model: torch.nn.Module, context_length: int, num_draft_tokens: int
 ) -> Geometry:
-    """Run one pass and read the cache that it leaves.
+    """Run one pass and read the layout of its cache. Raises ExportError.
 
-    S has room for a padded pass at the end, and for the row that `gqa` writes behind it.
+    The capacity includes a padded pass at the end, and the row that `gqa` writes behind it.
     """
     output = _run_pass(model)
     kept = getattr(getattr(output, "past_key_values", None), "layers", ())
@@ -92,7 +92,7 @@ def _cache_layer(kind: str, index: int, layer: Any) -> CacheLayer:
 
 
 def _check_optimum(model: torch.nn.Module, layers: tuple[CacheLayer, ...]) -> None:
-    """Check optimum's description of an architecture against the measured shape."""
+    """Check the measured layout against optimum's normalized config. Raises ExportError."""
     try:
         from optimum.utils import NormalizedConfigManager
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""Replacement of modules that trace to many nodes by ones that trace to a single node.
+"""Replacement of modules that trace to many nodes by equivalent ones that trace to one node.
 
-A module is recognized by what it computes, not by its name: each is tried on random input first.
+Equivalence is tested numerically on sample inputs, not assumed by name.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _CLOSE = 1e-6
 
 
 def freeze_rotary(model: nn.Module, context_length: int) -> bool:
-    """Freeze factors that depend on a pass's last position, as they are at the context's end.
+    """Freeze rotary frequencies that depend on the sequence length, at the end of the context.
 
-    Returns True if shorter texts would have other factors (longrope).
+    Returns True if shorter sequences would have other frequencies (longrope).
     """
     changed = False
     for module, layer_type in list(internals.dynamic_rotary_modules(model)):
@@ -56,14 +56,14 @@ def patched_modules(
 
 
 def _replacement(module: nn.Module) -> nn.Module | None:
-    if isinstance(module, Conv1D):  # a Linear stored the other way round: MatMul and Add
+    if isinstance(module, Conv1D):  # a transposed Linear: MatMul and Add
         linear = nn.Linear(module.nx, module.nf, device="meta")
         linear.weight = nn.Parameter(module.weight.T, requires_grad=False)
         linear.bias = module.bias
         return linear
     if list(module.parameters()) or list(module.children()):
         return _rms_norm(module)
-    # The tanh GELU spelled out in steps becomes one node.
+    # A tanh GELU in single steps becomes one node.
     gelu = nn.GELU("tanh")
     is_gelu = "GELU" in type(module).__name__
     return gelu if is_gelu and _is_equal(module, gelu, torch.linspace(-8, 8, 4001)) else None
@@ -102,5 +102,5 @@ def _is_equal(module: Any, other: Any, x: torch.Tensor) -> bool:
     try:
         with torch.no_grad():
             return torch.allclose(module(x), other(x), rtol=_CLOSE, atol=_CLOSE)
-    except Exception:  # a module of another kind
+    except Exception:  # an unrelated module
         return False

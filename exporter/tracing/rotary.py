@@ -24,9 +24,10 @@ _CLOSE = 1e-6
 def patch_rotary(
     model: nn.Module, context_length: int, num_rows: int, stack: contextlib.ExitStack
 ) -> None:
-    """Replace rotary tables, and usual functions that apply them, until the stack is closed.
+    """Replace rotary modules by tables, and known functions that apply them by one node each.
 
-    Tables have `num_rows` rows; those behind the context's last position repeat it.
+    The originals are restored when the stack is closed. Tables have `num_rows` rows; those behind
+    the context repeat its last position.
     """
     positions = torch.arange(num_rows).clamp(max=context_length - 1)
     for parent in list(model.modules()):
@@ -46,7 +47,7 @@ def patch_rotary(
 def _replacements(
     module: nn.Module, code: ModuleType, names: list[str], positions: torch.Tensor
 ) -> tuple[nn.Module, dict[str, Callable[..., Any]]] | None:
-    """Return a table in a module's place, and the functions to replace in its code."""
+    """Return a table that replaces a module, and replacements of functions in its code."""
     if names == ["apply_rotary_emb"] and (pairs := _complex_table(module, positions)):
         apply = code.apply_rotary_emb  # type: ignore[attr-defined]
         axes = [axis for axis in (1, 2) if _rotates_pairs(apply, pairs, axis)]
@@ -61,7 +62,7 @@ def _replacements(
 
 
 class _RotaryTable(nn.Module):
-    """Lookup of cos and sin by position: computed in the graph, they would depend on T.
+    """Lookup of cos and sin by position, bitwise equal for any T.
 
     One pair [S, D] for each layer type of the model, or one for None.
     """
@@ -91,7 +92,7 @@ def _rotate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply two RotaryEmbedding nodes. 2 * [B, H, T, D], 2 * [B, T, D/2] -> 2 * [B, H, T, D]
 
-    If the tables are narrower than the heads, the rest of a head is unchanged.
+    If the tables are narrower than the heads, rotary embedding is partial.
     """
     if unsqueeze_dim != 1:
         raise ExportError(f"its rotary tables are unsqueezed at axis {unsqueeze_dim}, not 1")
@@ -105,7 +106,7 @@ def _rotate_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def _tabulate(module: nn.Module, positions: torch.Tensor) -> _RotaryTable | None:
-    """Tabulate the positions' cos and sin, [S, D], of a module that computes [B, T, D]."""
+    """Tabulate a rotary module's cos and sin by position, [S, D]; None for other modules."""
     kinds: list[str | None] = [None]
     parameters = list(inspect.signature(module.forward).parameters)
     if parameters == ["x", "position_ids", "layer_type"]:
@@ -124,7 +125,7 @@ def _tabulate(module: nn.Module, positions: torch.Tensor) -> _RotaryTable | None
 
 
 def _halve_table(table: _RotaryTable) -> _RotaryTable | None:
-    """Halve a table whose halves are equal. [S, D/2]"""
+    """Return one half of a table whose halves are equal, else None. [S, D] -> [S, D/2]"""
     tables: dict[str | None, tuple[torch.Tensor, ...]] = {}
     for kind, pair in table.tables.items():
         halves = [part.chunk(2, -1) for part in pair]
@@ -162,9 +163,9 @@ def _returns(expected: tuple[torch.Tensor, ...], apply: Any, *arguments: torch.T
 
 
 class _ComplexTable(nn.Module):
-    """Lookup of cos and sin as real and imaginary part, for all positions. [S, D/2, 2]
+    """Lookup of cos and sin by position as real and imaginary parts. [S, D/2, 2]
 
-    A graph has no complex numbers (torch 2.13).
+    torch 2.13 does not export complex numbers.
     """
 
     def __init__(self, table: torch.Tensor) -> None:
@@ -188,7 +189,7 @@ def _complex_table(module: nn.Module, positions: torch.Tensor) -> _ComplexTable 
 def _rotate_pairs(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate neighbors in a head; `axis` is that of the heads. 2 * [B, ..., D], [B, T, D/2, 2]"""
+    """Apply interleaved rotary embedding; `axis` is the heads'. 2 * [B, ..., D], [B, T, D/2, 2]"""
     cos, sin = table.unsqueeze(axis).unbind(-1)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -199,7 +200,7 @@ def _rotate_pairs(
 
 
 def _rotates_pairs(apply: Any, table: _ComplexTable, axis: int) -> bool:
-    """Return True if a function rotates neighbors by complex factors, with heads on this axis."""
+    """Return True if a function is interleaved rotary embedding with heads on this axis."""
     rows = min(3, len(table.table))  # type: ignore[arg-type]
     positions = torch.arange(rows)[None]
     pairs = table(torch.zeros(1), positions)

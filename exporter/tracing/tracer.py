@@ -28,7 +28,7 @@ EXAMPLE_LENGTH = 5
 class TraceableModel(torch.nn.Module):
     """Model with explicit caches.
 
-    input_ids [B, T], past_length [B], caches 2 * [B, H, S, D] a layer -> logits, caches
+    input_ids [B, T], past_length [B], caches 2 * [B, H, S, D] per layer -> logits, caches
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TraceableModel(torch.nn.Module):
         ) as now:
             output = self.model(
                 input_ids=input_ids,
-                # Rows that pad a pass may lie beyond the last position; Gather refuses those.
+                # Padding rows may lie beyond the last position, which Gather refuses.
                 position_ids=torch.clamp(now.positions, max=self.last),
                 past_key_values=cache,
                 use_cache=True,
@@ -60,7 +60,7 @@ class TraceableModel(torch.nn.Module):
 
 
 def observe(model: torch.nn.Module, geometry: Geometry) -> list[LayerAttention]:
-    """Observe each attention call of the model, in order."""
+    """Observe each attention call of the model, in order. Raises ExportError."""
     whole = TraceableModel(model, geometry.context_length, "none", [])
     context = f"{model.config.model_type} models cannot be run for tracing"
     with (
@@ -114,7 +114,7 @@ def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgr
 def example_inputs(
     geometry: Geometry, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return arguments of a pass with an empty cache: ids, past_length and caches."""
+    """Return the inputs of a pass with an empty cache: ids, past length and caches."""
     return (
         torch.zeros(1, EXAMPLE_LENGTH, dtype=torch.long, device=device),
         torch.zeros(1, dtype=torch.long, device=device),
@@ -124,7 +124,10 @@ def example_inputs(
 
 @contextlib.contextmanager
 def explain_refusal(model: Any) -> Iterator[None]:
-    """Translate errors of a model's export, or of a checkpoint's, to one line."""
+    """Translate unexpected errors to an ExportError with a one-line message.
+
+    `model` is a model or a checkpoint, whose config names the model type.
+    """
     try:
         yield
     except (SpecEdgeError, OSError):
@@ -144,8 +147,8 @@ def explain_refusal(model: Any) -> Iterator[None]:
 def check_config(config: Any, context_length: int, num_draft_tokens: int, ops: str) -> None:
     """Refuse a decoder that cannot be exported, or not in this graph variant. Raises ExportError.
 
-    A model that does not run on the meta device passes; it is checked again with its weights. But
-    experts that bypass transformers' interface and gather rows by index are refused.
+    A model that does not run on the meta device is checked later, with its weights, unless it has
+    experts that bypass transformers' interface.
     """
     num_layers = getattr(config, "num_hidden_layers", None)
     if isinstance(num_layers, int) and num_layers < 1:

@@ -42,7 +42,7 @@ def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, i
     turns, ends = (LARGE_TURNS, LARGE_ENDS) if runner.in_parts else (TURNS, ENDS)
     while at < end:
         for name in turns:
-            length = runner.lengths[name].length or 7
+            length = runner.files[name].length or 7
             if at + length + (attention_ops(runner.ops) == "gqa") > runner.geometry.capacity:
                 continue
             length = min(length, end - at)
@@ -51,7 +51,7 @@ def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, i
                 yield name, at, length, kept
             at += kept
     for name in ends if end == runner.geometry.context_length else ():
-        length = min(runner.lengths[name].length or 3, 2)
+        length = min(runner.files[name].length or 3, 2)
         if not runner.in_parts:
             yield name, end - length, length, length
         yield name, end - 1, 1, 1
@@ -59,7 +59,7 @@ def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, i
 
 def compared_lengths(runner: Runner) -> list[int]:
     """Return the pass lengths whose invariance is checked: a few, files', and a prefill's."""
-    used = {x.length for x in runner.lengths.values() if x.length is not None}
+    used = {x.length for x in runner.files.values() if x.length is not None}
     used.add(chunk_length(runner.geometry.capacity))
     longest = min(max(used), runner.geometry.context_length)
     return sorted(t for t in {*INDEPENDENT, *used} if t <= longest)
@@ -128,13 +128,13 @@ def segment_check(
     fixed_results: list[tuple[str, int]] = []
     for name, start, length, kept in schedule(runner, part.start, part.end):
         tokens = part.tokens[start - part.start :][:length]
-        tokens = np.pad(tokens, (0, (runner.lengths[name].length or length) - length))
+        tokens = np.pad(tokens, (0, (runner.files[name].length or length) - length))
         first = (
-            start > 0 and runner.lengths[name] in fixed_shapes
+            start > 0 and runner.files[name] in fixed_shapes
         )  # a lone row attends to itself anyhow
         after = functools.partial(compared, start, length, first)
         if first:
-            fixed_shapes.remove(runner.lengths[name])
+            fixed_shapes.remove(runner.files[name])
             fixed_results.append((name, len(actions)))
             actions += _paired_passes(name, tokens, start, after)
         else:
@@ -218,10 +218,10 @@ def check_standalone(runner: Runner, tokens: np.ndarray) -> tuple[tuple[int, ...
     all_checks = [invariance_check(runner, tokens, invariance)]
     all_checks += [
         fixed_shape_check(
-            length, tokens, lambda start: PassAction("decoder", tokens[:start], 0), differing
+            file, tokens, lambda start: PassAction("decoder", tokens[:start], 0), differing
         )
-        for length in runner.lengths.values()
-        if length.length is not None
+        for file in runner.files.values()
+        if file.length is not None
     ]
     results = iter(runner.run([action for actions, _ in all_checks for action in actions]))
     for actions, decide in all_checks:
@@ -230,14 +230,14 @@ def check_standalone(runner: Runner, tokens: np.ndarray) -> tuple[tuple[int, ...
 
 
 def fixed_shape_check(
-    length: GraphFile, tokens: np.ndarray, begin: Callable[[int], Action], differing: list[str]
+    file: GraphFile, tokens: np.ndarray, begin: Callable[[int], Action], differing: list[str]
 ) -> Check:
     """Compare a fixed-shape file that did not fit into a segment with the file for any length.
 
     `begin` fills the few rows before the pass, if there is room for them.
     """
-    assert length.length is not None
-    size = length.length
+    assert file.length is not None
+    size = file.length
     start = max(0, min(8, len(tokens) - size))
     real_tokens = tokens[start:][:size]
     tokens = np.pad(real_tokens, (0, size - len(real_tokens)))
@@ -245,10 +245,10 @@ def fixed_shape_check(
 
     def decide(results: list[Any]) -> None:
         if not _are_equal(results[2:]):
-            differing.append(length.name)
+            differing.append(file.name)
 
     first = begin(start) if start else stale
-    return [first, stale, *_paired_passes(length.name, tokens, start)], decide
+    return [first, stale, *_paired_passes(file.name, tokens, start)], decide
 
 
 def _paired_passes(

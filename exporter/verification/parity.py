@@ -86,7 +86,7 @@ def _run_checks(
         )
     differing: list[str] = []
     invariance: dict[int, bool] = {}
-    fixed_shapes = [length for length in runner.lengths.values() if length.length is not None]
+    fixed_shapes = [file for file in runner.files.values() if file.length is not None]
     all_checks += [
         checks.segment_check(runner, part, error_check, fixed_shapes, differing) for part in parts
     ]
@@ -97,7 +97,7 @@ def _run_checks(
         return FillCaches(lambda i: first.caches[i][:, :start])
 
     all_checks += [
-        checks.fixed_shape_check(length, first.tokens, rows, differing) for length in fixed_shapes
+        checks.fixed_shape_check(file, first.tokens, rows, differing) for file in fixed_shapes
     ]
     # All at once, because a model in parts is loaded for each run.
     partition_actions, depth_actions = (

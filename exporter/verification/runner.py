@@ -86,10 +86,10 @@ class Runner:
     """One graph variant of a model over caches [1, H, S, D]; a run begins by filling them."""
 
     def __init__(
-        self, folder: Path, lengths: list[GraphFile], geometry: Geometry, ops: str = "onnx"
+        self, folder: Path, files: list[GraphFile], geometry: Geometry, ops: str = "onnx"
     ) -> None:
         self.folder, self.geometry, self.ops = folder, geometry, ops
-        self.lengths = {length.name: length for length in lengths}
+        self.files = {file.name: file for file in files}
         self.in_parts = (folder / FILE).stat().st_size > WHOLE_BYTES
         self._dtype = cache_dtype(ops)
         self._shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
@@ -101,7 +101,7 @@ class Runner:
             first = partition.PartitionedGraph(
                 self.path("decoder"), passes_constants=passes_constants
             )
-            names = (name for name in self.lengths if name != "decoder")
+            names = (name for name in self.files if name != "decoder")
             self._splits = {"decoder": first} | {
                 name: partition.PartitionedGraph(self.path(name), first.first, passes_constants)
                 for name in names
@@ -129,7 +129,7 @@ class Runner:
 
     def path(self, name: str) -> Path:
         """Return the path of a graph's file."""
-        return self.folder / self.lengths[name].file(self.ops)
+        return self.folder / self.files[name].file_name(self.ops)
 
     def run(
         self,
@@ -183,13 +183,13 @@ class Runner:
 
     def check_files(self) -> None:
         """Load every file as it is, without copies of its weights."""
-        for name in self.lengths:
+        for name in self.files:
             self._check_file(name)
 
     def can_run(self) -> bool:
         """Load every file as well; return False if ONNX Runtime lacks nothing but kernels."""
         has_kernels = True
-        for name in self.lengths:
+        for name in self.files:
             try:
                 self._check_file(name)
             except ExportError as error:

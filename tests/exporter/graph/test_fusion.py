@@ -35,12 +35,12 @@ def load(runner, name):
 
 def test_residual_norms_and_rotary_embedding_are_fused_in_every_file(llama):
     _, runner = llama
-    for length in runner.lengths.values():
-        ops = ops_of(load(runner, length.file("gqa")))
+    for file in runner.files.values():
+        ops = ops_of(load(runner, file.file_name("gqa")))
         assert ops["RotaryEmbedding"] == 0
-        assert ops["SkipSimplifiedLayerNormalization"] == (3 if length.logits else 2)
+        assert ops["SkipSimplifiedLayerNormalization"] == (3 if file.logits else 2)
         # Of the embedding, and of the rows with logits.
-        assert ops["RMSNormalization"] == (2 if length.logits else 1)
+        assert ops["RMSNormalization"] == (2 if file.logits else 1)
     assert ops_of(load(runner, "source-gqa.onnx"))["RotaryEmbedding"] == 4
 
 
@@ -92,9 +92,9 @@ def no_rotation(graph):
 def test_fault_in_fused_operator_is_parity_error(fault, llama, references, tmp_path):
     model, runner = llama
     folder = shutil.copytree(runner.folder, tmp_path / "model")
-    runner = Runner(folder, list(runner.lengths.values()), runner.geometry, "gqa")
-    for length in runner.lengths.values():
-        path = runner.folder / length.file("gqa")
+    runner = Runner(folder, list(runner.files.values()), runner.geometry, "gqa")
+    for file in runner.files.values():
+        path = runner.folder / file.file_name("gqa")
         changed = ir.load(path)
         fault(changed.graph)
         ir.save(changed, path)

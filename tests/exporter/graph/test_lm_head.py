@@ -130,11 +130,11 @@ def first_rows(graph, node):
 def test_logits_of_wrong_rows_are_refused(fault, ops, llama, tmp_path):
     model, runners, references = llama
     folder = shutil.copytree(runners[ops].folder, tmp_path / "model")
-    runner = Runner(folder, list(runners[ops].lengths.values()), runners[ops].geometry, ops)
+    runner = Runner(folder, list(runners[ops].files.values()), runners[ops].geometry, ops)
     changed = ir.load(runner.path("decoder"))
     (node,) = (n for n in changed.graph if n.outputs[0].name == "logits_from.rows")
     fault(changed.graph, node)
     ir.save(changed, runner.path("decoder"))
-    runner = Runner(folder, list(runner.lengths.values()), runner.geometry, ops)
+    runner = Runner(folder, list(runner.files.values()), runner.geometry, ops)
     with pytest.raises((ParityError, ExportError), match=r"logits|cannot run decoder"):
         measure(model, runner, references=references)

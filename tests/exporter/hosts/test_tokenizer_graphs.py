@@ -66,4 +66,4 @@ def test_tokenizer_that_is_no_bpe_of_bytes_has_none(tokenizer, tmp_path):
     settings = json.loads(tokenizer.to_str())
     settings["decoder"] = None
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings), "utf-8")
-    assert tokenizer_graphs(tmp_path / "tokenizer.json") == "the tokenizer is not a BPE of bytes"
+    assert tokenizer_graphs(tmp_path / "tokenizer.json") == "the tokenizer is not a byte-level BPE"

@@ -59,7 +59,7 @@ class Changed:
         self.before = traced(with_gains(model), folder, ops)
         self.folder = folder.with_name("changed")
         self.folder.mkdir()
-        path = folder / self.before.lengths["decoder"].source.file(ops)
+        path = folder / self.before.files["decoder"].source.file_name(ops)
         self.original = path
         self.basis = change(basis.choose_basis([ir.load(path).graph], set()))
         model = ir.load(path)

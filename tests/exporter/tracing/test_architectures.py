@@ -47,7 +47,7 @@ def test_families_with_code_of_their_own_equal_pytorch_in_float64(name, tmp_path
     )
     assert references[0].logits.dtype == np.float64
     for ops in written:
-        runner = Runner(tmp_path, part.lengths, part.shape, ops)
+        runner = Runner(tmp_path, part.files, part.shape, ops)
         found, differing = parity.verify("target", references, runner)
         assert differing == []
         assert found.structure_error < 1e-12

@@ -203,7 +203,7 @@ def test_no_graph_gathers_matrices_and_file_holds_them_once(whole_model):
 @pytest.mark.slow
 @pytest.mark.parametrize("ops", OPS)
 def test_experts_in_parts_compute_what_whole_computes(whole_model, ops, in_parts, monkeypatch):
-    given = whole_model.folder, whole_model.lengths, whole_model.shape, ops
+    given = whole_model.folder, whole_model.files, whole_model.shape, ops
     split = Runner(*given)
     monkeypatch.setattr(runner, "WHOLE_BYTES", 1 << 40)
     zeros = [np.zeros(dims[1:], np.float32) for dims in whole_model.shape.cache_shapes()]

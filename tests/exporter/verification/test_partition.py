@@ -23,7 +23,7 @@ from specedge.int8_products import UNSIGNED_OPTION
 
 def verify_again(model, runner):
     """Verify files that were changed since they were run."""
-    runner = Runner(runner.folder, list(runner.lengths.values()), runner.geometry)
+    runner = Runner(runner.folder, list(runner.files.values()), runner.geometry)
     return parity.verify("target", computed(model, runner), runner)
 
 
