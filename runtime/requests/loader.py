@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from specedge.bundle import Bundle, store
-from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.manifest import PREFILL_LENGTH, ModelEntry, chunk_length
 from specedge.diagnosis.doctor import why_not
 from specedge.errors import DeviceError
 from specedge.option_specs import check_integer
@@ -19,6 +19,7 @@ from ..backend.memory import PairMemory, check_memory, pair_memory
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
+from ..decoding.invariance import longest_invariant
 from ..planning.cost_files import PassCosts, cost_key
 from ..planning.measurement import MIN_CONTEXT, MeasuredModels, measure
 from ..text.tokenizer import load_tokenizer
@@ -111,7 +112,19 @@ def load(
             draft_model.unroll_as(draft)
     shortened = _with_max_length(loaded, max_length)
     note = "; ".join(filter(None, notes)) or None
-    pipeline = Pipeline(shortened, load_tokenizer(loaded), target, draft, costs, note, more_models)
+    shared_chunk_length = None
+    if more_models and target_on.is_cpu:
+        shared_chunk_length = _shared_chunk_length(target, loaded.target)
+    pipeline = Pipeline(
+        shortened,
+        load_tokenizer(loaded),
+        target,
+        draft,
+        costs,
+        note,
+        more_models,
+        shared_chunk_length,
+    )
     models = MeasuredModels.from_bundle(loaded, target, draft)
     if models.context >= MIN_CONTEXT:
         max_draft_tokens = max(1, pipeline.max_planned_tokens)
@@ -122,6 +135,19 @@ def load(
             )
         )
     return pipeline
+
+
+def _shared_chunk_length(target: OrtModel, entry: ModelEntry) -> int | None:
+    """Return the length of a prompt's chunks if other requests wait for their end.
+
+    Only lengths that the export recorded as invariant replace the longest, so that a text does not
+    depend on the number of slots. Chunks of 64 take 4 to 9% more time than those of 256 in int8.
+    """
+    recorded = entry.parity[target.ops].invariant_lengths
+    longest = chunk_length(entry.cache.capacity)
+    is_tested = bool(target.invariant_lengths)
+    is_invariant = longest_invariant((1, *recorded), longest) == longest
+    return PREFILL_LENGTH if is_tested and is_invariant else None
 
 
 def devices_of(

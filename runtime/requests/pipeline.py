@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, Self, Unpack
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import chunk_length
+from specedge.bundle.manifest import chunk_length as longest_chunk_length
 from specedge.request import AUTO, Coupling, GenerationRequest, RequestOptions, build_request
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
@@ -52,6 +53,7 @@ class Pipeline:
         costs: Pass costs for the planner.
         note: Note of the self-test at load about this machine.
         more: Target and draft model of each further slot.
+        chunk_length: Length of a long prompt's chunks; by default the longest that memory allows.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Pipeline:
         costs: PassCosts | None = None,
         note: str | None = None,
         more: Iterable[tuple[TargetModel, ClosableModel | None]] = (),
+        chunk_length: int | None = None,
     ) -> None:
         self.bundle = bundle
         self.tokenizer = tokenizer
@@ -79,9 +82,9 @@ class Pipeline:
         self.slots = Slots([Slot(target, draft, self.noise), *more_slots])
         self.prompts = Prompts(bundle, tokenizer)
         self.grammars = Grammars(bundle, tokenizer)
-        self._chunk_length = chunk_length(bundle.target.cache.capacity)
-        lengths = target.invariant_lengths
-        self.max_first_length = longest_invariant(lengths, self._chunk_length)
+        longest_chunk = longest_chunk_length(bundle.target.cache.capacity)
+        self._chunk_length = chunk_length or longest_chunk
+        self.max_first_length = longest_invariant(target.invariant_lengths, longest_chunk)
 
     def generate(
         self,
@@ -194,10 +197,13 @@ class Pipeline:
                 chunk = tokens[start : min(start + SCORE_CHUNK, len(tokens) - 1)]
                 following = tokens[start + 1 : start + 1 + len(chunk)]
                 with self.slots.turns:
+                    begin = time.perf_counter()
                     if start == 0:
                         slot.target.truncate(0)
                     logits = slot.target.forward(chunk, len(chunk))
                     logprobs += token_logprobs(logits, following, num_logprobs) or []
+                    seconds = time.perf_counter() - begin
+                self.slots.share_turns(lease, seconds, is_cancelled)
         finally:
             lease.release()
         return logprobs

@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ import specedge
 from specedge.bundle import store
 from specedge.errors import SpecEdgeError
 from specedge.runtime.decoding.random_numbers import Uniforms
+from specedge.runtime.requests import loader
+from specedge.runtime.requests import pipeline as pipeline_module
 from specedge.runtime.requests import stream as stream_module
 from specedge.runtime.requests.slots import FairLock
 from threads import in_threads
@@ -119,20 +122,34 @@ def test_a_long_prompt_takes_turns_with_other_requests(slots):
     for _ in stream:
         pass
     thread.join()
-    assert seen[0] == 256 < num_tokens - 1
+    assert seen[0] == 64 < num_tokens - 1
     other.close()
 
 
-def test_others_have_twice_the_time_of_a_chunk(slots, monkeypatch):
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_others_have_twice_the_time_of_a_chunk(slots, monkeypatch, is_scored):
     waits, clock = [], itertools.count()
-    monkeypatch.setattr(stream_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    for module in (stream_module, pipeline_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(FairLock, "wait_for_others", lambda self, *call: waits.append(call[0]))
     slots.forget()
     other = slots.stream(PROMPTS[0], 4, **OPTIONS)
-    slots.generate(LONG, 1, **OPTIONS)
+    if is_scored:
+        slots.score(slots.prompts.tokens(LONG), 1)
+    else:
+        slots.generate(LONG, 1, **OPTIONS)
     other.close()
-    assert waits
+    assert len(waits) >= 4
     assert set(waits) == {2}
+
+
+def test_chunks_are_short_if_other_requests_may_wait_and_their_length_is_exact(alone, slots):
+    loaded = alone.bundle.target
+    parity = {ops: replace(one, invariant_lengths=(1, 2)) for ops, one in loaded.parity.items()}
+    varying = replace(loaded, parity=parity)
+    assert (alone._chunk_length, slots._chunk_length) == (256, 64)
+    assert loader._shared_chunk_length(alone.target, loaded) == 64
+    assert loader._shared_chunk_length(alone.target, varying) is None
 
 
 def test_a_chunked_prompt_reuses_its_cached_prefix(alone):
