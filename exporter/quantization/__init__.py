@@ -1,1 +1,1 @@
-"""A float graph and its weights into integers: what to round, how, and what that costs."""
+"""Quantization of exported float models: change of basis, calibration, rounding and reports."""

@@ -1,11 +1,11 @@
 """Change of basis of float graphs, in which quantization is more accurate.
 
-A residual stream that is read through RMS norms alone and written by matrices and tables alone is
-rotated (QuaRot, Ashkboos et al. 2024): norm gains are folded into the matrices behind them, and the
-rotation into matrices, tables and biases, at no cost at run time. The input of an MLP's last matrix
-is behind a nonlinearity and gets a block-diagonal Hadamard matrix in the graph, whose inverse is
-folded into the matrix. Matrices behind other RMS norms get Hadamard blocks, too. A tied embedding
-behind such a norm is stored with Hadamard blocks, which its lookup undoes.
+The residual stream is rotated (QuaRot, Ashkboos et al. 2024) if only RMS norms read it and only
+matrices and embeddings write it: norm gains are folded into the following matrices, and the
+rotation into matrices, embeddings and biases, at no cost at run time. The input of a down
+projection is behind a nonlinearity and gets an online block-diagonal Hadamard transform, whose
+inverse is folded into the matrix. So do matrices behind other RMS norms. A tied embedding behind
+such a norm is stored in the transformed basis, and lookups are transformed back.
 """
 
 from __future__ import annotations
@@ -44,19 +44,14 @@ from .rotation import Rotation
 from .weight_store import WeightStore
 
 RMS_NORM = "RMSNormalization"
-ROTATION_PROPERTY = (
-    "specedge.rotation"  # of a decoder: size and seed of its residual stream's rotation
-)
-MIN_HADAMARD_SIZE = 16  # channels; smaller Hadamard matrices spread little
-_STRIP_SIZE = 1 << 19  # numbers that are rotated at a time: what stays in a cache
+ROTATION_PROPERTY = "specedge.rotation"  # metadata of a decoder: size and seed of its rotation
+MIN_HADAMARD_SIZE = 16  # channels; smaller Hadamard matrices hardly reduce outliers
+_STRIP_SIZE = 1 << 19  # elements that are rotated at a time, to stay in the CPU's cache
 _NUM_CHECKED_ROWS = 64  # rows of a matrix that are rotated back to verify it
-_MAX_ROTATION_ERROR = 1e-6  # relative to a matrix's largest value; float32 rounding is allowed
-_ROW_OPS = ("Cast", "Reshape", "Slice")  # what the residual stream goes through, row by row
-_ROTATABLE_INPUTS = (
-    "Attention",
-    "GroupQueryAttention",
-    *NORMS,
-)  # behind them matrices can be rotated freely
+_MAX_ROTATION_ERROR = 1e-6  # relative to a matrix's largest value; above float32 rounding
+_ROW_OPS = ("Cast", "Reshape", "Slice")  # operators that may keep the channels of each row
+# Matrices behind these operators and products need no online transform.
+_ROTATABLE_INPUTS = ("Attention", "GroupQueryAttention", *NORMS)
 
 
 class NotRotatableError(Exception):
@@ -78,9 +73,9 @@ class MatrixChange:
     """Change of one stored matrix.
 
     Attributes:
-        gain: Norm gain of its input [K], as bytes.
+        gain: Norm gain that is folded into it, [K], as bytes.
         input: True if its input is the rotated residual stream.
-        block: Size of the Hadamard matrices on its input, 0 for none.
+        block: Size of the Hadamard matrices applied to its input, 0 for none.
         output: True if its output is added to the rotated residual stream.
     """
 
@@ -95,10 +90,9 @@ class Basis:
     """Basis that all graphs of a model share.
 
     Attributes:
-        rotation: Rotation of the residual stream, if it can be rotated.
-        reason: Reason why it is not rotated.
-        tied_blocks: Hadamard block size of each tied embedding by its offset, if the residual
-            stream is not rotated.
+        rotation: Rotation of the residual stream; None if it cannot be rotated.
+        reason: Reason why it cannot be rotated.
+        tied_blocks: Hadamard block size of tied embeddings by offset, without a rotation.
     """
 
     rotation: Rotation | None
@@ -107,7 +101,7 @@ class Basis:
 
 
 def choose_basis(graphs: Iterable[ir.Graph], excluded: Set[int]) -> Basis:
-    """Return the basis of graphs that share their weights: rotated if each can be."""
+    """Return the basis of graphs that share their weights: rotated if all can be rotated."""
     size, graphs = 0, list(graphs)
     try:
         for graph in graphs:
@@ -128,7 +122,7 @@ def write_models(
     """Write the decoders of models that share their weights in a new basis.
 
     Raises:
-        ParityError: If a changed matrix is not the same matrix in another basis.
+        ParityError: Transforming a changed matrix back does not restore it.
     """
     decoders = [(part, ops) for part in parts for ops in part.ops]
     graphs = (load_graph(part.decoder(ops), excluded).graph for part, ops in decoders)
@@ -145,7 +139,7 @@ def residual_stream(graph: ir.Graph, excluded: Set[int]) -> ResidualStream:
     """Return the readers and writers of the residual stream.
 
     Raises:
-        NotRotatableError: If the stream cannot be rotated.
+        NotRotatableError: The stream cannot be rotated.
     """
     stream_nodes = ResidualStream()
     foldable = folded_norms(graph, excluded)
@@ -220,7 +214,7 @@ def _tied_blocks(graph: ir.Graph, excluded: Set[int]) -> dict[int, int]:
 
 
 def _keeps_channels(node: ir.Node, index: int) -> bool:
-    """Return True if a node keeps or scales all channels of its input `index` alike."""
+    """Return True if a node keeps the channels of its input `index`, or scales them uniformly."""
     if node.op_type in ("Mul", "Div"):
         return len(node.inputs) == 2 and _is_scalar(node.inputs[1 - index])
     before, after = node.inputs[0], node.outputs[0]
@@ -234,7 +228,7 @@ def _is_scalar(value: ir.Value | None) -> bool:
 
 
 def folded_norms(graph: ir.Graph, excluded: Set[int]) -> dict[ir.Node, MatrixGroup]:
-    """Return the RMS norms whose gain can be folded into all their readers, with these."""
+    """Return the RMS norms whose gain can be folded into all their readers, with the readers."""
     foldable = {}
     for group in matrix_groups(graph, excluded):
         norm = producer(group.value, RMS_NORM)
@@ -267,7 +261,7 @@ def change_graph(model: ir.Model, basis: Basis, excluded: Set[int], store: Weigh
         if group.key[0] in basis.tied_blocks:
             _mix_tied_head(editor, group, basis)
             continue
-        # Elsewhere a norm keeps its gain, which reduces the large channels of Gemma.
+        # Other norms keep their gain, which reduces the outlier channels of Gemma.
         if not is_rotated and (norm in foldable or reads_nonlinearity(group)):
             block = hadamard_size(group)
             if block:
@@ -282,7 +276,7 @@ def change_graph(model: ir.Model, basis: Basis, excluded: Set[int], store: Weigh
     _restore_lookups(editor, basis)
     if basis.rotation is not None:
         _rotate_tables_and_biases(editor, stream, basis.rotation)
-        # Drafters that read hidden states need the model's own basis.
+        # For drafters that read hidden states in the original basis.
         model.metadata_props[ROTATION_PROPERTY] = json.dumps(asdict(basis.rotation))
     passes.RemoveUnusedNodesPass()(model)
     drop_unused(graph)
@@ -290,9 +284,9 @@ def change_graph(model: ir.Model, basis: Basis, excluded: Set[int], store: Weigh
 
 
 def reads_nonlinearity(group: MatrixGroup) -> bool:
-    """Return True if a group's input is behind a nonlinearity: no norm, attention or product.
+    """Return True if a group reads a nonlinearity, and not a norm, attention or a product.
 
-    Hadamard matrices and shape operators in between are skipped.
+    Hadamard transforms and shape operators in between are ignored.
     """
     value: ir.Value | None = group.value
     node = value.producer() if value is not None else None
@@ -331,7 +325,7 @@ def _mix_tied_head(editor: GraphEditor, group: MatrixGroup, basis: Basis) -> Non
 
 
 def _restore_lookups(editor: GraphEditor, basis: Basis) -> None:
-    """Redirect lookups to changed tables; a Hadamard matrix, its own inverse, undoes the change."""
+    """Redirect lookups to transformed tables, and transform the rows back."""
     for node, stored in list(embeddings(editor.graph)):
         if stored.offset not in basis.tied_blocks:
             continue
@@ -351,7 +345,7 @@ def _mixed_table(editor: GraphEditor, stored: StoredTensor, basis: Basis) -> ir.
 
 
 def _insert_hadamard(editor: GraphEditor, value: ir.Value, block: int) -> ir.Value:
-    """Insert the product of each block of channels and a Hadamard matrix before all readers."""
+    """Insert a block-diagonal Hadamard transform of a value before all readers."""
     assert value.shape is not None
     size, name = int(value.shape[-1]), f"{value.name}.hadamard"  # type: ignore[call-overload]
     channels, whole = [1, -1, size // block, block], [1, -1, size]
@@ -388,7 +382,7 @@ def _replace_matrix(
 def _rotate_tables_and_biases(
     editor: GraphEditor, stream: ResidualStream, rotation_: Rotation
 ) -> None:
-    """Rotate tables and biases that are added to the residual stream."""
+    """Rotate embeddings, and biases that are added to the residual stream."""
     for node, stored in embeddings(editor.graph):
         key, name = ("table", stored.offset), f"{stored.tensor.name}.table"
         rows = partial(_change_table, stored, rotation_.apply, rotation_.undo)
@@ -412,7 +406,7 @@ def _change_table(
     apply: Callable[[torch.Tensor], torch.Tensor],
     undo: Callable[[torch.Tensor], torch.Tensor],
 ) -> np.ndarray:
-    """Return a table whose rows are in another basis, which `undo` restores."""
+    """Return a table with transformed rows. Raises ParityError if `undo` does not restore them."""
     rows = tensor_data(table.tensor)
     changed = torch.empty(rows.shape)
     for at in _row_strips(rows):
@@ -423,17 +417,15 @@ def _change_table(
 
 
 def change_matrix(stored: StoredTensor, change: MatrixChange, basis: Basis) -> np.ndarray:
-    """Return a changed matrix in its stored axes.
+    """Return a changed matrix in its stored layout.
 
     Raises:
-        ParityError: If the inverse change does not restore it.
+        ParityError: The inverse change does not restore it.
     """
     columns = stored.data().T  # [N, K]
-    gain = (
-        1.0
-        if change.gain is None
-        else torch.from_numpy(np.frombuffer(change.gain, np.float32).copy())
-    )
+    gain: float | torch.Tensor = 1.0
+    if change.gain is not None:
+        gain = torch.from_numpy(np.frombuffer(change.gain, np.float32).copy())
     whole = torch.empty(columns.shape, dtype=torch.float64 if change.output else torch.float32)
     for at in _row_strips(columns):
         whole[at] = _change_input_basis(columns[at].double() * gain, change, basis)
@@ -453,7 +445,7 @@ def change_matrix(stored: StoredTensor, change: MatrixChange, basis: Basis) -> n
 def _change_input_basis(
     rows: torch.Tensor, change: MatrixChange, basis: Basis, undo: bool = False
 ) -> torch.Tensor:
-    """Return the columns of a matrix, as rows, in the basis of its input, or back."""
+    """Transform the columns of a matrix, given as rows, to the basis of its input, or back."""
     if change.input:
         assert basis.rotation is not None
         return basis.rotation.undo(rows) if undo else basis.rotation.apply(rows)
@@ -471,8 +463,7 @@ def _check_inverse(back: torch.Tensor, exact: torch.Tensor, stored: StoredTensor
     if not error <= _MAX_ROTATION_ERROR:
         raise ParityError(
             f"{stored.tensor.name}: after rotation and inverse rotation, it differs by "
-            f"{error:.1e} of its "
-            f"largest value, the limit is {_MAX_ROTATION_ERROR:g}"
+            f"{error:.1e} of its largest value, the limit is {_MAX_ROTATION_ERROR:g}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Statistics of the inputs of matrices, collected while a float graph runs a text."""
+"""Statistics of the inputs of matrices, collected while a float graph processes texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .texts import CalibrationTexts
 NUM_SAMPLE_ROWS = 48  # rows of the texts used to measure errors
 ANSWER_TOKENS = 48  # maximum tokens of a generated answer
 _TIMED_SIZE = 1024  # size of the matrices of the timed product
-_NUM_PASSES = 4  # over the report's text: float, a graph variant, and two formats of llama.cpp
+_NUM_PASSES = 4  # of the report: float graph, quantized graph, and two formats of llama.cpp
 _BYTES_PER_SECOND = 8e9  # read bandwidth of weights during generation
 _PASS_EFFICIENCY = 0.5  # throughput of passes relative to the timed product
 _GPTQ_EFFICIENCY = 0.4  # throughput of GPTQ relative to the timed product
@@ -69,12 +69,12 @@ def generate_answers(
 ) -> list[np.ndarray]:
     """Return prompts followed by the float graph's greedy answers. [T] each
 
-    The graph runs in one session over memory-mapped weights, without a copy of them.
+    The graph runs in one session over memory-mapped weights, without copying them.
     """
     shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
     options = unpacked_options()
     options.enable_cpu_mem_arena = False
-    # Folding would copy each transposed matrix; fusion with its product needs no copy.
+    # Constant folding would copy each transposed matrix; fusion with its product does not.
     folding = ["ConstantFolding"]
     session = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
     try:
@@ -119,16 +119,15 @@ def visit_inputs(
 ) -> None:
     """Run a graph over independent texts, [T] each, and visit the statistics of each group's input.
 
-    Groups are visited by key as soon as their part of a large model has run, so that only one
-    part's Hessians are held at a time. Expert layers are visited, too; groups that read a cache are
-    not.
+    Groups are visited as soon as their subgraph of a large model has run, so that only its Hessians
+    are in memory. Expert layers are visited as well; groups that read a cache are not.
 
     Args:
         decoder: Graph for any pass length.
         geometry: Sizes of the model.
         ops: Graph variant.
         texts: Tokens, [T] each.
-        visit: Callback.
+        visit: Called with the key and the statistics of each group.
         excluded: Weights that are in no group.
         hessians: Compute Hessians.
         keys_to_visit: Keys of the groups to visit; all if None.
@@ -183,7 +182,7 @@ def visit_inputs(
 
 
 def predict_seconds(model: FloatModel, texts: CalibrationTexts, rounding: str) -> float:
-    """Estimate the time of calibration, rounding and report from a product that is timed now."""
+    """Estimate the time of calibration, rounding and report from the time of a matrix product."""
     graph = load_graph(model.decoder(model.ops[0])).graph
     calibrated, compared = (sum(map(len, part)) for part in (texts.calibration, texts.evaluation))
     passes = hessians = rounded = weights = 0.0

@@ -1,7 +1,4 @@
-"""Data flow of a product's columns through a graph.
-
-Columns are followed through nodes that move numbers without changing them.
-"""
+"""Data flow of a product's columns through nodes that move values without changing them."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import onnx_ir as ir
 from ..graph.nodes import producer
 from .matrices import constant_vector
 
-NUM_ROWS = 7  # stands in for T; no reshape to a fixed number of rows uses it
+NUM_ROWS = 7  # stands for T; unlikely in a constant shape
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class FlowEnd:
 
 @dataclass(frozen=True)
 class FlowCache:
-    """Cache that columns are written to: graph input, and the column of each value, [heads, D]."""
+    """Cache that columns are written to: input name, and the column of each value, [heads, D]."""
 
     name: str
     columns: np.ndarray
@@ -62,7 +59,7 @@ def follow_columns(product: ir.Node, num_columns: int) -> ColumnFlow:
 
 
 def producing_product(value: ir.Value | None) -> ir.Node | None:
-    """Return the product whose columns a value may consist of."""
+    """Return the product whose columns a value may consist of; None if there is none."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type == "MatMul":
             return node
@@ -75,7 +72,7 @@ def producing_product(value: ir.Value | None) -> ir.Node | None:
 
 
 def _stop(node: ir.Node, index: int, columns: np.ndarray, flow: ColumnFlow) -> list[np.ndarray]:
-    """End the flow at an unknown node."""
+    """End the flow at an unsupported node."""
     return []
 
 
@@ -115,7 +112,7 @@ def _split(node: ir.Node, index: int, columns: np.ndarray, flow: ColumnFlow) -> 
 
 
 def _slice(node: ir.Node, index: int, columns: np.ndarray, flow: ColumnFlow) -> list[np.ndarray]:
-    """Follow columns through a slice of columns, or of rows, which are alike."""
+    """Follow columns through a slice of columns, or of rows, whose columns are equal."""
     bounds = [_numbers(node, i) for i in range(1, 5)]
     if index or any(part is None or len(part) != 1 for part in bounds):
         return []
@@ -172,14 +169,14 @@ def _grouped(node: ir.Node, index: int, columns: np.ndarray, flow: ColumnFlow) -
 
 
 def _cache(before: ir.Value | None, after: ir.Value) -> str | None:
-    """Return the name of a cache that one node reads and the caller gets."""
+    """Return the name of a cache that only one node reads, and that is a graph output."""
     if before is None or not before.is_graph_input() or not after.is_graph_output():
         return None
     return before.name if len(before.uses()) == 1 else None
 
 
 def _are_rows(columns: np.ndarray, axis: int) -> bool:
-    """Return True if an axis is that of tokens, along which columns are alike."""
+    """Return True if an axis is that of tokens, along which column numbers are constant."""
     return columns.shape[axis] == NUM_ROWS and bool((columns == columns.take([0], axis)).all())
 
 
@@ -197,7 +194,7 @@ def _numbers(node: ir.Node, index: int) -> list[int] | None:
 
 
 _Transfer = Callable[[ir.Node, int, np.ndarray, ColumnFlow], list[np.ndarray]]
-# What columns go through, by which input, and what comes out.
+# Operators that columns pass through: index of the input, and the columns of the outputs.
 _TRANSFER_FUNCTIONS: dict[str, tuple[int, _Transfer]] = {
     "Add": (0, _add),
     "Reshape": (0, _reshape),

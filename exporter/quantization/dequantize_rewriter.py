@@ -1,7 +1,7 @@
 """Rewriting of float graphs to graphs that dequantize weights and multiply in float.
 
-For devices without products of signed and unsigned bytes: ONNX Runtime fuses DequantizeLinear and
-MatMul to one product on CUDA. Integers and scales are those of the other graphs.
+For devices without kernels for integer products. On CUDA ONNX Runtime fuses DequantizeLinear and
+MatMul. Integers and scales are shared with the other graphs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from .schemes import Scheme
 
 
 class DequantizeRewriter(IntegerRewriter):
-    """Replaces products and embeddings in one graph; their inputs stay float.
+    """Rewriter of the products and embeddings of one graph; activations stay float.
 
-    Blocks are MatMulNBits here, too, since DequantizeLinear and MatMul would not be fused.
+    Block-wise products are MatMulNBits here as well, since ONNX Runtime would not fuse
+    DequantizeLinear and MatMul.
     """
 
     def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:
@@ -49,7 +50,7 @@ class DequantizeRewriter(IntegerRewriter):
         """Insert the dequantization of per-channel weights. [..., K, N]"""
         stored = scales.const_value
         assert isinstance(stored, ir.ExternalTensor)
-        if len(stored.shape) == 2:  # a scale a column: what ONNX Runtime knows how to fuse
+        if len(stored.shape) == 2:  # one scale per column, which ONNX Runtime fuses
             columns = ir.Shape([stored.size])
             scales = self.external(view_tensor(stored, columns, f"{stored.name}.columns"))
             sizes: dict[str, Any] = {"axis": 1}
@@ -66,7 +67,7 @@ class DequantizeRewriter(IntegerRewriter):
         inputs = [values, scales]
         if values.dtype != ir.DataType.INT4:
             assert scales.shape is not None
-            # Without it, or where it is shared, ONNX Runtime fails over
+            # Without zero points, or with shared ones, ONNX Runtime fails with
             # `session.x64quantprecision`.
             zeros = self.store.zeros(scales.shape.numpy())
             zero = f"{name.removesuffix('.wide')}.zero"

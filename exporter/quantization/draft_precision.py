@@ -1,6 +1,6 @@
 """Selection of a draft model's precision: the fastest that keeps most of the acceptance rate.
 
-Any draft gives the target's text, so that quantization of a draft affects speed alone.
+Quantization of a draft model affects speed only: the output is the target's with any draft.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .quantizer import add_variants, quantize
 from .report import compute_logits
 from .texts import CalibrationTexts
 
-MIN_PARAMETERS = 4_000_000  # below, the time of a pass depends on its nodes, not its weights
+MIN_PARAMETERS = 4_000_000  # of smaller models the node overhead determines the pass time
 MIN_KEPT_ACCEPTANCE = 0.9  # fraction of the acceptance rate of the unquantized draft
 CANDIDATE_PRECISIONS = ("int4", "int8")
 MAX_SECONDS, MAX_PASSES = 2.0, 40  # limits of timing, with all candidates in alternation
@@ -35,16 +35,13 @@ MAX_SECONDS, MAX_PASSES = 2.0, 40  # limits of timing, with all candidates in al
 
 @dataclass
 class DraftCandidate:
-    """Draft in a precision: files, acceptance rates and pass time.
-
-    `sampled` and `greedy` are acceptance rates; `seconds` is the time of a pass over one token.
-    """
+    """Draft model in one precision."""
 
     precision: str
     folder: Path
     model: ModelEntry
     file: FileEntry
-    sampled: float = 0.0  # the chance that a drawn token is accepted,
+    sampled: float = 0.0  # acceptance rate at temperature 1
     greedy: float = 0.0  # acceptance rate at temperature 0
     seconds: float = 0.0  # time of a single-token pass
 
@@ -61,10 +58,22 @@ def select_draft_precision(
     rounding: str = GPTQ,
     tensors: Sequence[QuantizedTensor] = (),
 ) -> tuple[ModelEntry, FileEntry]:
-    """Quantize a draft, and leave the best candidate in `folder`; return its entry and weights.
+    """Quantize a draft model in each precision and keep the best candidate in `folder`.
 
-    Its logits are of the tokens `head` alone, if given. `suffixes` are those of further graph
-    variants, and `tensors` a quantized checkpoint's weights, which may be kept.
+    Args:
+        target: Float model of the target.
+        draft: Entry of the float draft model.
+        file: Its weights file.
+        folder: Its folder, which the best candidate replaces.
+        texts: Texts for calibration and evaluation.
+        head: Tokens of the draft's logits if reduced.
+        progress: Receives notes and the durations of steps.
+        suffixes: Suffixes of further graph variants.
+        rounding: One of `specedge.bundle.precision.ROUNDINGS`.
+        tensors: Quantized weights of the checkpoint, which may be kept.
+
+    Returns:
+        The candidate's entry and weights file.
     """
     candidates = [DraftCandidate("fp32", folder, draft, file)]
     for precision in (*CANDIDATE_PRECISIONS, *([KEEP] if tensors else [])):
@@ -140,7 +149,7 @@ def _softmax(values: np.ndarray) -> np.ndarray:
 
 
 def _measure_times(candidates: Sequence[DraftCandidate]) -> None:
-    """Measure the minimum time of a pass over one token, candidates interleaved."""
+    """Measure the minimum time of a single-token pass, with interleaved candidates."""
     sessions = []
     for candidate in candidates:
         written = FloatModel("draft", candidate.model, candidate.folder)

@@ -20,10 +20,10 @@ NUM_TOKENS = 24
 def check_equivalence(before: FloatModel, after: FloatModel) -> None:
     """Compare two models in float64, and in float32 relative to float32's own error.
 
-    Float64 shows errors of structure; only the rounding of changed weights remains.
+    In float64 only the rounding of the changed weights remains, which reveals structural errors.
 
     Raises:
-        ParityError: If they differ.
+        ParityError: The models differ.
     """
     model = before.model
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, NUM_TOKENS)
@@ -31,13 +31,13 @@ def check_equivalence(before: FloatModel, after: FloatModel) -> None:
     ops, geometry = before.ops[0], before.geometry
     exact = _float64_outputs(before.decoder(ops), geometry, tokens)
     float32 = _float32_outputs(before, ops, tokens)
-    check = ErrorCheck(before.role, "the model's in its own basis", multiple=FLOAT32.multiple)
+    check = ErrorCheck(before.role, "the model's in the original basis", multiple=FLOAT32.multiple)
     rotated = _float64_outputs(after.decoder(ops), geometry, tokens)
     float32_outputs = [_float32_outputs(after, ops_name, tokens) for ops_name in after.ops]
     for name, expected in exact.items():
         float32_error = float32_error_bounds(row_errors(float32[name], expected), expected)
-        # In a rotated stream the error of the largest channel is in all of them, and of one run
-        # the error of a row is luck: so the worst row of an output is the measure of all.
+        # A rotated stream spreads the error of the largest channel over all of them, and the error
+        # of a single row varies by chance, so the worst row of an output bounds all of them.
         worst = np.full_like(float32_error, float32_error.max())
         for outputs in (rotated, *float32_outputs):
             check.compare("basis", name, outputs[name], expected, worst)

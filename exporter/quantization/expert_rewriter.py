@@ -24,12 +24,12 @@ from .matrices import StoredTensor
 from .rounding import BLOCK_SIZE, BlockMatrix
 from .schemes import Scheme
 
-_RESULT_TYPES = {"Equal": ir.DataType.BOOL, "Cast": ir.DataType.FLOAT}  # others make what they read
+_RESULT_TYPES = {"Equal": ir.DataType.BOOL, "Cast": ir.DataType.FLOAT}  # else the first input's
 _INTEGER_TYPES = {8: ir.DataType.UINT8, 4: ir.DataType.UINT4}
 
 
 def rewrite_experts(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -> None:
-    """Replace a layer's experts in a graph that computes in float32."""
+    """Replace a layer's experts in a graph with quantized activations."""
     if mixture.is_sparse:
         _rewrite_sparse(editor, mixture, choice)
     else:
@@ -37,9 +37,9 @@ def rewrite_experts(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -
 
 
 def dequantize_experts(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -> None:
-    """Replace a layer's experts in a graph of any type: a MoE node reads dequantized weights.
+    """Replace a layer's experts in a graph with float activations: MoE with dequantized weights.
 
-    CUDA's QMoE requires another order of the weights.
+    Not QMoE, which requires another weight layout on CUDA.
     """
     if not mixture.is_sparse:
         _rewrite_dense(editor, mixture, choice)
@@ -81,7 +81,7 @@ def _quantize_experts(
 
 
 def _rewrite_dense(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -> None:
-    """Insert two products of all experts: of N = E * 2 * I, and of K = E * I."""
+    """Insert two products over all experts, with N = E * 2 * I and with K = E * I."""
     first, last = mixture.nodes
     (values, scales), (ends, sizes) = store_experts(editor, mixture.experts, choice)
     number, width, groups, size = ends.shape.numpy()
@@ -112,7 +112,7 @@ def _block_product(
     width: int,
     choice: Scheme,
 ) -> None:
-    """Replace a node by x [T, K] times a matrix [K, N] in blocks."""
+    """Replace a product by a block-wise one, x [T, K] times [K, N]."""
     (x, _), output = node.inputs[:2], node.outputs[0]
     assert x is not None
     name = f"{output.name}.int{choice.bits}"
@@ -124,7 +124,7 @@ def _block_product(
 
 
 def _rewrite_sparse(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -> None:
-    """Insert one QMoE node over each row once per expert, [k, T, H], and sum the results."""
+    """Insert a QMoE node over a copy of each row per expert, [k, T, H], and sum the results."""
     (node,) = mixture.nodes
     routing, x, output = _surrounding_values(node)
     before = _NodeInserter(editor, node)
@@ -133,11 +133,9 @@ def _rewrite_sparse(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -
     times = 1 if choice.bits == 8 else 2
     weights, chosen = before.largest(routing, k)
     single_logits = _single_expert_logits(before, chosen, last, number)
-    logits = (
-        before.put("Concat", [single_logits] * times, "twice", axis=0)
-        if times > 1
-        else single_logits
-    )
+    logits = single_logits
+    if times > 1:
+        logits = before.put("Concat", [single_logits] * times, "twice", axis=0)
     copies = before.put("Unsqueeze", [x, first], "one")
     copies = before.put("Expand", [copies, before.ints("copies", times * k, 1, 1)], "x")
     expert_rows = _insert_qmoe(before, mixture, choice, copies, logits)
@@ -155,7 +153,7 @@ def _rewrite_sparse(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -
 
 @dataclass(frozen=True)
 class _NodeInserter:
-    """Inserts nodes before another node, named after its output."""
+    """Inserter of nodes before another node, with names derived from its output's."""
 
     editor: GraphEditor
     node: ir.Node
@@ -208,15 +206,15 @@ def _insert_qmoe(
     inputs = [x, logits, values, scales, biases[0], ends, sizes, biases[1]]
     attributes: dict[str, Any] = {n: a.value for n, a in node.attributes.items()} | {"k": 1}
     attributes |= {"expert_weight_bits": choice.bits, "block_size": BLOCK_SIZE}
-    if choice.bits == 4:  # those of 8 bits know no other, and ONNX Runtime 1.30 not the attribute
+    if choice.bits == 4:  # implied for 8 bits, where ONNX Runtime 1.30 refuses the attribute
         attributes["accuracy_level"] = INT8_ACCURACY_LEVEL
     return before.put("QMoE", inputs, "each_one", domain=MICROSOFT_DOMAIN, **attributes)
 
 
 def _surrounding_values(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return the values around a MoE node as `tracing.experts` writes it.
+    """Return the routing weights [T, E], input [T, H] and output [T, H] of a MoE layer.
 
-    Routing weights [T, E], input rows [T, H], which the node gets twice, and output rows [T, H].
+    The nodes around the MoE node are those of `tracing.experts`.
     """
     twice, logits = (producer(value, "Concat") for value in node.inputs[:2])
     log = producer(logits.inputs[0], "Log") if logits is not None else None

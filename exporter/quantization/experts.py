@@ -1,8 +1,8 @@
-"""Expert weights of a mixture of experts in its two forms, and weights that no group contains.
+"""Experts of a graph in both forms, and weights that belong to no group of matrices.
 
-A MoE node reads the E stacked matrices of all experts; elsewhere all experts are one wide MLP of
-two products. Both forms read the same bytes, so that integers in blocks serve both. T rows of H
-values, E experts of I inner values, G blocks along H or I.
+A MoE node reads the stacked matrices of all experts; without it all experts are one wide MLP of two
+products. Both forms read the same bytes, and so the same block-wise integers. T rows, hidden size
+H, E experts of intermediate size I, G blocks along H or I.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ExpertWeights:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Offsets of the weights, the same in all graph variants."""
+        """Offsets of the weights, equal in all graph variants."""
         return self.first.offset, self.last.offset
 
     @property
@@ -69,7 +69,7 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class ExcludedWeights:
-    """Weights that are in no group: routers' offsets, and experts."""
+    """Weights that belong to no group: offsets of routers, and experts."""
 
     routers: frozenset[int] = frozenset()
     experts: tuple[ExpertWeights, ...] = ()
@@ -98,7 +98,7 @@ def find_excluded(graphs: Iterable[ir.Graph], num_experts: int) -> ExcludedWeigh
 
 
 def load_graph(path: Path, excluded: ExcludedWeights = NO_EXCLUSIONS) -> ir.Model:
-    """Load a float model with its products in the form that groups have."""
+    """Load a float model, with Gemm nodes split into MatMul and Add."""
     model = ir.load(path)
     split_gemms(model.graph, excluded.offsets)
     return model
@@ -114,7 +114,7 @@ def expert_layers(graph: ir.Graph, excluded: ExcludedWeights) -> list[ExpertLaye
 
 
 def _is_router(node: ir.Node) -> bool:
-    """Return True if a product's result selects experts, or its input depends on the selection."""
+    """Return True if a product's result or input is connected to the selection of experts."""
     ahead = _op_types_between(
         node, lambda n: [user for output in n.outputs for user, _ in output.uses()]
     )
@@ -137,7 +137,7 @@ def _op_types_between(
 
 
 def _expert_weights(node: ir.Node) -> ExpertWeights | None:
-    """Return the experts of a MoE node if they are stored in the node's order."""
+    """Return the experts of a MoE node; None if it does not read the stored layout."""
     first, last = stored_tensor(node.inputs[_FIRST]), stored_tensor(node.inputs[_LAST])
     if first is None or last is None:
         return None

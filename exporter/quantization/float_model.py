@@ -1,4 +1,4 @@
-"""Exported and verified float model, from which other graphs are made."""
+"""Exported and verified float model, from which other graph variants are derived."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..graph.weights import STORED
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
 
-VariantReport = tuple[QuantizationReport, tuple[int, ...]]  # and the invariant pass lengths
+VariantReport = tuple[QuantizationReport, tuple[int, ...]]  # with the invariant pass lengths
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class FloatModel:
         return Runner(self.folder, files, self.geometry, ops)
 
     def decoder(self, ops: str) -> Path:
-        """Return the path of a graph variant's source graph, which takes any pass length."""
+        """Return the path of a graph variant's source graph, for any pass length."""
         (decoder,) = (file for file in self.files if file.length is None)
         return self.folder / decoder.source.file_name(attention_ops(ops))
 
     def write(self, graph_model: ir.Model, folder: Path, ops: str) -> None:
         """Write the graph files of a graph variant from its decoder."""
         if (dtype := compute_dtype(ops)) != "float32":
-            rewrites.fuse_sigmoids(graph_model)  # a launch on a GPU instead of four
+            rewrites.fuse_sigmoids(graph_model)  # one kernel launch on a GPU instead of four
             convert_graph(graph_model, STORED[dtype][1])
         elif (dtype := cache_dtype(ops)) != "float32":
             convert_caches(graph_model, STORED[dtype][1])

@@ -1,7 +1,7 @@
 """GPTQ rounding (Frantar et al. 2023).
 
-Rows are rounded in order along K, and the error of each is compensated by the rows behind it. W [K,
-N] is multiplied by x [n, K]; the Hessian of the squared error of x W is x^T x, [K, K].
+Rows are rounded in order along K, and later rows compensate the error of each. W [K, N] is
+multiplied by x [n, K]; the Hessian of the squared error of x W is x^T x, [K, K].
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from . import rounding
 from .rounding import BLOCK_SIZE, MAX_INT8, BlockMatrix, IntegerMatrix
 
 DAMPING = 0.01  # added to the diagonal, relative to its mean
-_BATCH_ROWS = 64  # rows whose errors are passed on to those behind them together
-_MAX_SOLVED_ROWS = 512  # rows of a triangular matrix that is inverted at once
+_BATCH_ROWS = 64  # rows whose errors are propagated to later rows together
+_MAX_SOLVED_ROWS = 512  # maximum size of a triangular matrix that is inverted directly
 _TINY = 1e-30
 _RoundRow = Callable[[int, torch.Tensor], torch.Tensor]
 
@@ -24,8 +24,8 @@ _RoundRow = Callable[[int, torch.Tensor], torch.Tensor]
 def inverse_factor(hessian: torch.Tensor, exponents: np.ndarray | None = None) -> torch.Tensor:
     """Return the upper triangular U with U^T U = H^-1 of a damped Hessian. [K, K] -> [K, K]
 
-    H reversed is L L^T, and U is the inverse of L reversed: one factorization instead of three, in
-    float32 unless that fails. Channel k of x was divided by 2 ** exponents[k].
+    With reversed rows and columns H is L L^T, and U is the inverse of L: one factorization instead
+    of three, in float32 unless that fails. Channel k of x was divided by 2 ** exponents[k].
     """
     for dtype in (torch.float32, torch.float64):
         damped = hessian.to(dtype, copy=True)
@@ -79,7 +79,7 @@ def quantize_columns(
 
 
 def quantize_blocks(weights: torch.Tensor, upper: torch.Tensor, bits: int) -> BlockMatrix:
-    """Round a matrix block-wise along K; a block's scale is chosen when its rows are reached.
+    """Round a matrix block-wise along K; scales are selected from the compensated weights.
 
     Args:
         weights: [K, N].
@@ -115,7 +115,7 @@ def quantize_blocks(weights: torch.Tensor, upper: torch.Tensor, bits: int) -> Bl
 def _compensate_errors(
     left: torch.Tensor, upper: torch.Tensor, quantized: _RoundRow, num_rows: int
 ) -> None:
-    """Round the rows of `left` [K, N] in order by `quantized`, and pass on their errors."""
+    """Round the rows of `left` [K, N] in order with `quantized`, and propagate their errors."""
     errors = torch.empty(num_rows, left.shape[1])
     for start in range(0, len(left), num_rows):
         end = min(start + num_rows, len(left))

@@ -1,4 +1,4 @@
-"""Insertion of nodes and initializers into a graph whose weights become integers."""
+"""Insertion of nodes and initializers into a graph that is quantized."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..graph.nodes import add_constant, insert_node
 from .weight_store import WeightStore
 
 MICROSOFT_DOMAIN = "com.microsoft"
-INT8_ACCURACY_LEVEL = 4  # the accuracy level at which x is rounded to bytes, too
+INT8_ACCURACY_LEVEL = 4  # the accuracy level of MatMulNBits and QMoE with int8 activations
 
 
 @dataclass
 class GraphEditor:
-    """Inserts nodes into one graph; weights are in `store`."""
+    """Editor of one graph, whose new weights are written to `store`."""
 
     graph: ir.Graph
     store: WeightStore
@@ -35,7 +35,7 @@ class GraphEditor:
         domain: str = "",
         **attributes: ir.DataType | int | list[int],
     ) -> ir.Value:
-        """Insert a node; return its output, like `like` except for the last dimension."""
+        """Insert a node; return its output, with the shape of `like` except the last dimension."""
         output = insert_node(before, op_type, inputs, name, like, domain, **attributes)
         if last is not None and output.shape is not None:
             output.shape = ir.Shape([*output.shape[:-1], last])
@@ -57,14 +57,14 @@ class GraphEditor:
         return self._constants[tensor.name]
 
     def constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:
-        """Return an initializer inside the graph, shared by its readers."""
+        """Return an initializer that is stored in the graph, shared by its readers."""
         if name not in self._constants:
             self._constants[name] = add_constant(self.graph, np.asarray(array), f"int8.{name}")
         return self._constants[name]
 
 
 def replace_output(output: ir.Value, value: ir.Value) -> None:
-    """Replace a value by another one, which takes its readers and its name."""
+    """Replace a value by another one, which takes over its readers and its name."""
     name, output.name = output.name, f"{output.name}.float"
     value.name = name
     output.replace_all_uses_with(value, replace_graph_outputs=True)

@@ -1,9 +1,9 @@
 """Rewriting of float graphs to quantized graphs.
 
-Per-channel products are standard ONNX operators: inputs x [..., T, K] are quantized once for all
-matrices that read them, one scale per row, and products of unsigned and signed bytes are summed in
-32 bits, which is exact in any order. Block-wise products are ONNX Runtime's MatMulNBits, which
-quantizes x itself at accuracy level 4, one scale per block.
+Per-channel products are standard ONNX operators: inputs x [..., T, K] are quantized dynamically,
+one scale per row, once for all matrices that read them, and accumulated in int32, which is exact in
+any order. Block-wise products are ONNX Runtime's MatMulNBits, which at accuracy level 4 quantizes x
+with one scale per block.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ _ZERO_POINT = 128  # zero point of x as unsigned bytes
 
 @dataclass
 class IntegerRewriter(GraphEditor):
-    """Replaces products and embeddings in one graph; weights go to `store`."""
+    """Rewriter of the products and embeddings of one graph.
 
-    tables: Mapping[int, np.ndarray | None]  # smoothing exponents [H] by embedding's offset
-    block_tables: Container[int] = ()  # offsets of those in blocks of 8 bits
+    Attributes:
+        tables: Smoothing exponents of embeddings, [H] or None, by offset.
+        block_tables: Offsets of embeddings in 8-bit blocks.
+        column_exponents: Exponents that smoothing adds to the columns of a product, [N].
+    """
+
+    tables: Mapping[int, np.ndarray | None]
+    block_tables: Container[int] = ()
     column_exponents: dict[ir.Node, np.ndarray] = field(default_factory=dict)
 
     def group(self, group: MatrixGroup, choice: Scheme) -> None:
@@ -64,7 +70,7 @@ class IntegerRewriter(GraphEditor):
             replace_output(output, self._insert_block_lookup(node, stored))
             return
         rows = self._insert_lookup(node, *self._stored_table(stored))
-        if exponents is not None:  # undo the scaling of the table's channels for the LM head
+        if exponents is not None:  # undo the smoothing of the tied LM head
             name = f"{output.name}.powers"
             factors = add_constant(self.graph, np.exp2(-exponents).astype(np.float32), name)
             rows = self.node(node, "Mul", [rows, factors], f"{output.name}.divided", output)
@@ -80,7 +86,7 @@ class IntegerRewriter(GraphEditor):
     def _insert_lookup(
         self, node: ir.Node, stored_values: ir.ExternalTensor, stored_scales: ir.ExternalTensor
     ) -> ir.Value:
-        """Insert a lookup in a table of integers, and dequantize the rows."""
+        """Insert a lookup in an integer table, and dequantize the rows."""
         output, ids = node.outputs[0], node.inputs[1]
         values, scales = self.external(stored_values), self.external(stored_scales)
         integer_type, to = ir.DataType.INT8, ir.DataType.FLOAT
@@ -128,7 +134,7 @@ class IntegerRewriter(GraphEditor):
         return _insert_split(before, value, add_constant(self.graph, sizes, f"{name}.parts"), names)
 
     def _quantize_input(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
-        """Quantize x; return bytes [..., T, K] and scales [..., T, 1]."""
+        """Quantize x dynamically; return bytes [..., T, K] and scales [..., T, 1]."""
         name = f"{value.name}.rounded"
         sizes = self.node(before, "Abs", [value], f"{name}.sizes", value)
         axis = self.constant("axis", np.array([-1], np.int64))
@@ -152,7 +158,7 @@ class IntegerRewriter(GraphEditor):
         pieces: Sequence[tuple[ir.Value, ...]],
         choice: Scheme,
     ) -> None:
-        """Insert the product of matrices joined along N, summed over parts of K."""
+        """Insert the product of matrices concatenated along N, summed over parts of K."""
         name = f"{matrices[0].node.outputs[0].name}.int8"
         total: ir.Value | None = None
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
@@ -175,7 +181,7 @@ class IntegerRewriter(GraphEditor):
         like: ir.Value,
         width: int,
     ) -> ir.Value:
-        """Insert a product of bytes, times both scales."""
+        """Insert an integer product, multiplied by both scales."""
         (bytes_, scale), (values, scales) = quantized_input, weights
         inputs = [bytes_, values, self._zero_point()]
         sum_type, to = ir.DataType.INT32, ir.DataType.FLOAT
@@ -279,7 +285,7 @@ def exponent_key(exponents: np.ndarray | None) -> bytes | None:
 
 
 def quantize_table(stored: StoredTensor, exponents: np.ndarray | None) -> IntegerMatrix:
-    """Quantize a table [V, H] per row, after channel k is multiplied by 2 ** by[k]."""
+    """Quantize a table [V, H] per row, after channel k is multiplied by 2 ** exponents[k]."""
     turned = rounding.quantize_columns(tensor_data(stored.tensor).T, exponents)
     return IntegerMatrix(np.ascontiguousarray(turned.values.T), turned.scales.T)
 

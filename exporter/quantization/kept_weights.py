@@ -1,16 +1,15 @@
-"""Weights that stay as a quantized checkpoint has them.
+"""Quantized weights of a checkpoint that are kept without requantization.
 
-A product reads the checkpoint's integers and scales by MatMulNBits. Where blocks have offsets, the
-sums of the input over each block are multiplied with the matrix of offsets:
+MatMulNBits reads the checkpoint's integers and scales. For blocks with offsets the sums of the
+input over each block are multiplied by the matrix of offsets:
 
     x W = x Q + sums(x) O    x [T, K], Q [K, N], sums(x) [T, K / 32], O [K / 32, N]
 
-Where blocks have inputs in a separate order, x is gathered in that order, once for all
-products that share it.
+If blocks permute the inputs (act-order), x is permuted once for all products with the same order.
 
-A matrix of a graph is recognized by its rows' dequantized values. So they may be in another order
-or tensor than in the checkpoint, and a matrix that was changed on the way, as by an adapter, is not
-mistaken for what the checkpoint has.
+Matrices of a graph are matched with the checkpoint by fingerprints of their dequantized rows. The
+rows may be in another order or tensor than in the checkpoint, and a matrix that was modified, for
+example by an adapter, does not match.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _FLOAT_BITS = 32  # bits of scales, offsets and dequantized weights
 
 @dataclass(frozen=True)
 class KeptMatrix:
-    """Rows of a quantized tensor that are the columns of a matrix [K, N]."""
+    """Matrix [K, N] whose columns are these rows of a quantized tensor."""
 
     tensor: QuantizedTensor
     rows: np.ndarray
@@ -58,7 +57,7 @@ class KeptMatrix:
         return self.tensor.layout
 
     def blocks(self) -> BlockMatrix:
-        """Return integers and scales as MatMulNBits reads them."""
+        """Return integers and scales in the layout of MatMulNBits."""
         num_blocks, bits = self.tensor.shape[1] // self.layout.block_size, self.layout.bits
         shape = len(self.rows), num_blocks, self.layout.block_size * bits // 8
         values, scales = np.empty(shape, np.uint8), np.empty(shape[:2], np.float32)
@@ -87,7 +86,7 @@ class KeptMatrix:
 
 
 class KeptWeights:
-    """Matrices of graphs whose rows are those of quantized tensors, by their offsets."""
+    """Matrices of graphs that are quantized tensors of the checkpoint, by offset."""
 
     def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
         self._prints = [(t, _sorted_prints(t)) for t in tensors if t.layout is not None]
@@ -103,7 +102,7 @@ class KeptWeights:
         return matrix
 
     def add(self, graph: ir.Graph, excluded: ExcludedWeights) -> None:
-        """Find the matrices and tables of a graph."""
+        """Match the matrices and tables of a graph."""
         for group in matrix_groups(graph, excluded.offsets):
             for matrix in group.matrices:
                 if len(matrix.stored.order) == 2 and matrix.offset not in self._matrices:
@@ -129,7 +128,7 @@ class KeptWeights:
         }  # fmt: skip
 
     def _find(self, weights: torch.Tensor) -> KeptMatrix | None:
-        """Return the rows that are a matrix's columns. [K, N]"""
+        """Return the rows of a tensor that are a matrix's columns; None without. [K, N]"""
         size, width = weights.shape
         pieces = (weights[:, at].T.float().contiguous().numpy() for at in strips(width, size))
         prints = np.concatenate([_row_prints(piece) for piece in pieces])
@@ -146,7 +145,7 @@ class KeptWeights:
 
 
 def bits_per_weight(layout: BlockLayout | None) -> float:
-    """Return the bits of a weight in a bundle, with its shares of scales, offsets, zero points."""
+    """Return the bits per weight in a bundle, including scales, offsets and zero points."""
     if layout is None:
         return _FLOAT_BITS
     of_block = (1 + layout.has_offsets) * _FLOAT_BITS + layout.has_zero_points * layout.bits
@@ -166,7 +165,7 @@ def keep(
     Args:
         parts: Float models that share a folder.
         graph_variants: Graph variants to write, by role.
-        kept: Gets the weights of all graphs.
+        kept: Collects the matrices of all graphs.
         excluded: Weights that no group contains.
         folder: Folder of the new graphs.
         store: Weights file of the new graphs.
@@ -218,7 +217,10 @@ def _describe(
 
 @dataclass
 class KeptRewriter(IntegerRewriter):
-    """Replaces products and lookups whose weights are kept; with `is_float` inputs stay float."""
+    """Rewriter of products and lookups whose weights are kept.
+
+    With `is_float` activations stay float.
+    """
 
     kept: KeptWeights = field(kw_only=True)
     is_float: bool = field(kw_only=True)
@@ -226,7 +228,7 @@ class KeptRewriter(IntegerRewriter):
     _ordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict, kw_only=True)
 
     def keep_group(self, group: MatrixGroup) -> None:
-        """Replace the products of a group; those of one layout and order are joined."""
+        """Replace the products of a group; those with equal layout and order are joined."""
         nodes = {matrix.node for matrix in group.matrices}
         first = next(node for node in self.graph if node in nodes)
         joined: defaultdict[tuple[BlockLayout, bytes], list[Matrix]] = defaultdict(list)
@@ -310,7 +312,7 @@ class KeptRewriter(IntegerRewriter):
         return [self.external(points)]
 
     def _in_order(self, before: ir.Node, x: ir.Value, order: np.ndarray | None) -> ir.Value:
-        """Return x with its last axis in an order. [..., K]"""
+        """Return x with its last axis permuted. [..., K]"""
         if order is None:
             return x
         key = x, order.tobytes()
@@ -362,7 +364,7 @@ def _sorted_prints(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _row_prints(rows: np.ndarray) -> np.ndarray:
-    """Return a fingerprint of each row's bits, a multilinear hash modulo 2 ** 64. [n, K] -> [n]"""
+    """Return a fingerprint of each row: a multilinear hash modulo 2 ** 64. [n, K] -> [n]"""
     factors = np.random.default_rng(0).integers(1 << 62, size=rows.shape[1], dtype=np.uint64)
     words = np.ascontiguousarray(rows, np.float32).view(np.uint32)
     return (words * (factors * np.uint64(2) + np.uint64(1))).sum(1, dtype=np.uint64)

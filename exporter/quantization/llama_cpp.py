@@ -1,7 +1,7 @@
 """Quantization formats of llama.cpp, applied to the same weights for comparison.
 
-Q8_0 has a scale for every 32 values and quantizes inputs alike, as MatMulNBits of 8 bits does. Q4_K
-has a 6-bit scale and minimum for every 32 values, in blocks of 256; inputs stay in float.
+Q8_0 quantizes weights and activations with a scale for every 32 values, as 8-bit MatMulNBits does.
+Q4_K has a 6-bit scale and minimum for every 32 values, in blocks of 256; activations stay float.
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ from .schemes import Scheme, unquantized
 from .weight_store import WeightStore
 
 FORMATS = ("Q8_0", "Q4_K")
-COMPARABLE_FORMATS = {
-    "int8": "Q8_0",
-    "int8-block": "Q8_0",
-    "int4": "Q4_K",
-}  # what a precision is compared to
-_SUPER_BLOCK_SIZE = 8  # blocks whose scales have one scale
+COMPARABLE_FORMATS = {"int8": "Q8_0", "int8-block": "Q8_0", "int4": "Q4_K"}  # by precision
+_SUPER_BLOCK_SIZE = 8  # blocks of a super-block, whose scales share a scale
 _MAX_SCALE = 63  # maximum of 6-bit scales and minima
 _RANGE_FACTORS = (1.0, 0.95, 0.9, 0.85)  # candidate fractions of a block's range
 _TINY = 1e-30
@@ -38,7 +34,7 @@ def q8_0_scheme(group: MatrixGroup) -> Scheme:
     """Return the scheme of a group in Q8_0."""
     shapes = [matrix.stored.data().shape for matrix in group.matrices]
     if any(len(shape) != 2 or shape[0] % BLOCK_SIZE for shape in shapes):
-        return unquantized("Q8_0 has no blocks for it")
+        return unquantized("its size is not a multiple of Q8_0's block size")
     return Scheme(None, 1, 0.0, 0.0, bits=8)
 
 
@@ -62,13 +58,13 @@ def round_q4_k(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _round_six_bits(values: torch.Tensor) -> torch.Tensor:
-    """Round the values of blocks to 63rds of their super-block's largest. [..., blocks, 1]"""
+    """Round values of blocks to 6 bits relative to their super-block. [..., blocks, 1]"""
     step = values.amax(-2, keepdim=True).clamp_min(_TINY) / _MAX_SCALE
     return (values / step).round_() * step
 
 
 def write_q4_k(model: FloatModel, ops: str, folder: Path) -> None:
-    """Write a decoder whose layers' matrices are rounded to Q4_K; the LM head stays in float."""
+    """Write a decoder whose layers are rounded to Q4_K; LM head and embedding stay float."""
     decoder = load_graph(model.decoder(ops), NO_EXCLUSIONS)
     tables = {stored.offset for _, stored in embeddings(decoder.graph)}
     with WeightStore(folder) as store:

@@ -20,9 +20,9 @@ from ..graph.nodes import insert_node, producer
 from ..graph.weights import TORCH_TYPES
 
 NORMS = ("RMSNormalization", "LayerNormalization")
-PRODUCT_INPUTS = {"MatMul": (0, 1), "Gemm": (0, 1), "MoE": (2, 4)}  # and which inputs are matrices
+PRODUCT_INPUTS = {"MatMul": (0, 1), "Gemm": (0, 1), "MoE": (2, 4)}  # inputs that may be matrices
 _SHAPE_OPS = ("Cast", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-MIN_SIZE = 1024  # numbers; what is smaller stays as it is
+MIN_SIZE = 1024  # elements; smaller matrices are not quantized
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StoredTensor:
 
     @cached_property
     def offset(self) -> int:
-        """Offset in the file, the same in every graph."""
+        """Offset in the file, equal in every graph."""
         assert self.tensor.offset is not None
         return self.tensor.offset
 
@@ -57,14 +57,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class MatrixGroup:
-    """All products with stored weights that read one value."""
+    """All products with stored weights that read the same value."""
 
     value: ir.Value
     matrices: tuple[Matrix, ...]
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Offsets of the weights, the same in all graph variants."""
+        """Offsets of the weights, equal in all graph variants."""
         return tuple(sorted(matrix.offset for matrix in self.matrices))
 
 
@@ -76,7 +76,7 @@ def tensor_data(tensor: ir.ExternalTensor) -> torch.Tensor:
 
 
 def stored_tensor(value: ir.Value | None) -> StoredTensor | None:
-    """Return the stored tensor behind a value, through casts and transpositions."""
+    """Return the stored tensor of a value, through casts and transpositions; None without."""
     order: list[int] | None = None
     while value is not None and value.const_value is None:
         if (node := producer(value, "Transpose")) is not None:
@@ -92,7 +92,7 @@ def stored_tensor(value: ir.Value | None) -> StoredTensor | None:
 
 
 def constant_vector(value: ir.Value | None) -> np.ndarray | None:
-    """Return a constant that varies along its last axis alone."""
+    """Return a float32 constant that varies only along its last axis; None for other values."""
     stored = stored_tensor(value)
     if stored is not None:
         array = tensor_data(stored.tensor).float().numpy()
@@ -105,7 +105,7 @@ def constant_vector(value: ir.Value | None) -> np.ndarray | None:
 
 
 def matrix_groups(graph: ir.Graph, excluded: Set[int] = frozenset()) -> list[MatrixGroup]:
-    """Return the groups of all products with stored weights, without offsets in `excluded`."""
+    """Return the groups of products with stored weights, except for offsets in `excluded`."""
     products: defaultdict[ir.Value, list[Matrix]] = defaultdict(list)
     for node in graph:
         value = node.inputs[0] if node.op_type == "MatMul" else None
@@ -118,9 +118,9 @@ def matrix_groups(graph: ir.Graph, excluded: Set[int] = frozenset()) -> list[Mat
 
 
 def split_gemms(graph: ir.Graph, excluded: Set[int] = frozenset()) -> None:
-    """Replace Gemm nodes with stored matrices by MatMul and Add.
+    """Replace Gemm nodes with stored matrices by MatMul and Add, in place.
 
-    Except for single columns, and weights at offsets in `excluded`.
+    Nodes with single columns, and weights at offsets in `excluded`, are kept.
     """
     for node in [node for node in graph if node.op_type == "Gemm"]:
         stored = stored_tensor(node.inputs[1])
@@ -151,7 +151,7 @@ def split_gemms(graph: ir.Graph, excluded: Set[int] = frozenset()) -> None:
 def ungrouped_weights(
     graph: ir.Graph, excluded: Set[int] = frozenset(), quantized: Iterable[int] = ()
 ) -> dict[str, list[ir.ExternalTensor]]:
-    """Return weights of products in no group and not in `quantized`, by node type."""
+    """Return weights of products that are in no group and not in `quantized`, by node type."""
     in_groups = (matrix for group in matrix_groups(graph, excluded) for matrix in group.matrices)
     seen = {*quantized, *(matrix.offset for matrix in in_groups)}
     ungrouped: defaultdict[str, list[ir.ExternalTensor]] = defaultdict(list)
@@ -168,7 +168,7 @@ def ungrouped_weights(
 
 
 def underlying_tensor(value: ir.Value | None) -> ir.ExternalTensor | None:
-    """Return the stored tensor behind a value, through any change of shape or type."""
+    """Return the stored tensor of a value, through any change of shape or type."""
     while value is not None and value.const_value is None:
         node = value.producer()
         value = node.inputs[0] if node is not None and node.op_type in _SHAPE_OPS else None
@@ -177,7 +177,7 @@ def underlying_tensor(value: ir.Value | None) -> ir.ExternalTensor | None:
 
 
 def embeddings(graph: ir.Graph) -> Iterator[tuple[ir.Node, StoredTensor]]:
-    """Return lookups by token with their tables, [V, H]."""
+    """Yield lookups by token with their tables, [V, H]."""
     for node in graph:
         if node.op_type == "Gather" and _before_reshape(node.inputs[1]) is graph.inputs[0]:
             stored = stored_tensor(node.inputs[0])

@@ -1,7 +1,7 @@
 """Rewriting of float graphs to quantized graphs for TensorRT.
 
-Only DequantizeLinear may read integers there: before a lookup in a table, before a transposed
-matrix, and for blocks, which are stored once more as signed integers in the matrix's order.
+In TensorRT only DequantizeLinear may read integers, so it precedes lookups and transpositions.
+Block-wise weights are stored a second time, as signed integers in the matrix's layout.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .schemes import Scheme
 
 
 class QdqRewriter(DequantizeRewriter):
-    """Replaces products and embeddings in one graph.
+    """Rewriter of the products and embeddings of one graph.
 
-    Lookups and products have separate initializers over a tied table's bytes: with a shared one
-    ONNX Runtime fails with `session.x64quantprecision`. TensorRT-RTX merges both into one constant.
+    The lookup and the product of a tied table have separate initializers over the same bytes: with
+    a shared one ONNX Runtime fails with `session.x64quantprecision`. TensorRT-RTX merges both.
     """
 
     def _insert_block_lookup(self, node: ir.Node, stored: StoredTensor) -> ir.Value:
-        """Insert a lookup in a table that is stored per row in addition to its blocks."""
+        """Insert a lookup in a table with one scale per row, stored in addition to blocks."""
         return self._insert_lookup(node, *self._stored_table(stored))
 
     def _insert_lookup(

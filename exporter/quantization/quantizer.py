@@ -1,4 +1,4 @@
-"""Quantization of a model: float graphs in, quantized graphs and a report out."""
+"""Quantization of a model's float graphs, with a report."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from .schemes import Scheme
 from .texts import CalibrationTexts
 from .weight_store import WeightStore
 
-ROTATED_PRECISIONS = ("int8", "int4")  # the precisions whose rounding a rotation makes better
-MAX_COPIED_PARAMETERS = 300_000_000  # parameters of models that may be copied to float32 as a whole
+ROTATED_PRECISIONS = ("int8", "int4")  # precisions that a rotation makes more accurate
+MAX_COPIED_PARAMETERS = 300_000_000  # larger models are not copied to float32 as a whole
 Schemes = dict[tuple[int, ...], Scheme]
-ChannelMaps = dict[tuple[int, ...], np.ndarray]  # of the groups that can be smoothed in every graph
+ChannelMaps = dict[tuple[int, ...], np.ndarray]  # channels of groups that can be smoothed, by key
 
 
 def quantize(
@@ -66,7 +66,7 @@ def quantize(
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Quantize models that share a folder.
 
-    A second model is a self-draft: the first model's layers, whose schemes it shares.
+    A second model is a self-draft of the first one, with whose layers it shares schemes.
 
     Args:
         models: Entries by role.
@@ -74,15 +74,15 @@ def quantize(
         precision: A quantized precision.
         texts: Texts for calibration and report.
         head: Tokens of the last model's logits, if reduced.
-        progress: Takes notes and steps.
+        progress: Receives notes and the durations of steps.
         suffixes: Suffixes of further graph variants, which dequantize weights or have 16-bit
             caches.
         rounding: One of `specedge.bundle.precision.ROUNDINGS`; int8-block always rounds to nearest.
-        bits: Average bits of int4's weights in layers.
+        bits: Average bits per weight of int4 in layers.
         tensors: The checkpoint's quantized weights, for the precision "keep".
 
     Returns:
-        The entries, and size and hash of the weights file.
+        The entries, and the entry of the weights file.
     """
     before = folder.with_name(f"{folder.name}.float")
     folder.rename(before)
@@ -162,7 +162,7 @@ def _keep(
     progress: Progress,
     suffixes: Sequence[str],
 ) -> tuple[list[ModelEntry], FileEntry]:
-    """Write models with the checkpoint's quantized weights, as `quantize` returns them."""
+    """Write models with the checkpoint's quantized weights; return the same as `quantize`."""
     first = parts[0]
     excluded = find_excluded(
         (_load(part, ops).graph for part in parts for ops in part.ops), first.model.num_experts
@@ -204,7 +204,7 @@ def add_variants(
 ) -> list[ModelEntry]:
     """Add graph variants of other types, named by suffix, to models that share a folder.
 
-    The last model's logits are of the tokens `head` alone, if given.
+    `head` are the tokens of the last model's logits, if reduced.
     """
     parts = [FloatModel(role, model, folder) for role, model in models.items()]
     parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
@@ -224,7 +224,7 @@ def add_variants(
 
 
 def _can_answer(model: FloatModel) -> bool:
-    """Return True if the float graph runs without a float32 copy of a large model."""
+    """Return True if the float graph can run in one session without too large a float32 copy."""
     is_float32 = model.original is not None or model.model.weights_dtype == "float32"
     return is_float32 or model.model.num_parameters <= MAX_COPIED_PARAMETERS
 
@@ -232,9 +232,9 @@ def _can_answer(model: FloatModel) -> bool:
 def _change_basis(
     parts: list[FloatModel], work: Path, excluded: ExcludedWeights
 ) -> tuple[list[FloatModel], str | None]:
-    """Return the models in a basis for quantization, and the reason if it is not rotated.
+    """Return the models in a basis for quantization, and the reason if they are not rotated.
 
-    Models that fail the comparison with their own graphs stay unchanged.
+    Models that fail the comparison with their original graphs are returned unchanged.
     """
     try:
         changed, chosen = basis.write_models(parts, work, excluded)
@@ -248,7 +248,7 @@ def _change_basis(
 
 
 def _format_runners(model: FloatModel, work: Path) -> dict[str, Runner]:
-    """Quantize a target to formats of llama.cpp; return the graphs by format."""
+    """Quantize a target to formats of llama.cpp; return runners by format."""
     if model.role != "target" or model.model.num_experts:
         return {}
     original, ops = replace(model, folder=model.original or model.folder), model.ops[-1]
@@ -277,18 +277,18 @@ def _warn_if_worse(
     name = llama_cpp.COMPARABLE_FORMATS[precision]
     if name in quality.formats and quality.divergence > quality.formats[name].divergence:
         progress.note(
-            f"warning: {role} in {precision} has KL {quality.divergence:.2g}, the same weights as "
-            f"{name} {quality.formats[name].divergence:.2g}"
+            f"warning: {role} has a KL divergence of {quality.divergence:.2g} in {precision}, and "
+            f"of {quality.formats[name].divergence:.2g} in llama.cpp's {name}"
         )
 
 
 @dataclass(frozen=True)
 class SchemeSelector:
-    """Selects the schemes of groups, the same in every graph variant, by their inputs on a text.
+    """Selector of the schemes of groups, equal in all graph variants, by calibration.
 
     Experts of MoE nodes are block-wise in every precision; other stacked matrices and tied LM heads
-    are per-channel; an untied head is in 4-bit blocks where that costs little. Matrices rounded by
-    GPTQ are kept in `folder`.
+    are per-channel; an untied head is in 4-bit blocks if that is accurate. Matrices rounded by GPTQ
+    are stored in `folder`.
     """
 
     precision: str
@@ -343,9 +343,9 @@ class SchemeSelector:
     def _eight_bit_groups(
         self, all_groups: list[MatrixGroup], model: ModelEntry
     ) -> set[tuple[int, ...]]:
-        """Return the groups that int4 quantizes to 8 bits: MLPs' last matrices, evenly spaced.
+        """Return the groups that int4 quantizes to 8 bits: evenly spaced down projections.
 
-        As many as keep the weights in layers at `bits` on average.
+        Their number is the largest for which weights in layers have at most `bits` on average.
         """
         if self.precision != "int4":
             return set()
@@ -366,7 +366,7 @@ class SchemeSelector:
     def _round_by_gptq(
         self, group: MatrixGroup, hessian: torch.Tensor, choice: Scheme
     ) -> dict[int, IntegerMatrix | BlockMatrix]:
-        """Round a group's matrices by GPTQ where that applies: per-channel, or in 4-bit blocks."""
+        """Round a group's matrices by GPTQ if they are per-channel or in 4-bit blocks."""
         if choice.num_parts != 1 or choice.bits == 8:
             return {}
         integers: dict[int, IntegerMatrix | BlockMatrix] = {}
@@ -390,22 +390,23 @@ class SchemeSelector:
 
 
 def _unquantized_schemes(model: FloatModel, ops: str, excluded: ExcludedWeights) -> Schemes:
-    """Return schemes of weights that no MatMul reads in their stored form; one has the reason."""
+    """Return schemes of weights that belong to no group, and so are not quantized.
+
+    Only the first scheme of each kind has a reason, which names all of its weights.
+    """
     group_schemes: Schemes = {}
     rounded = {offset for experts in excluded.experts for offset in experts.key}
     graph = _load(model, attention_ops(ops), excluded).graph
     for op_type, tensors in ungrouped_weights(graph, excluded.offsets, rounded).items():
-        for routes_, reason in (
+        for is_router, reason in (
             (True, "it is a router"),
             (False, f"{op_type} nodes read it in another layout"),
         ):
-            some = [t for t in tensors if (t.offset in excluded.routers) == routes_]
-            if some:
-                of_each = [schemes.with_names(schemes.unquantized(reason), some)]
-                of_each += [replace(of_each[0], reason="") for _ in some[1:]]
-                group_schemes |= {
-                    (t.offset or 0,): scheme for t, scheme in zip(some, of_each, strict=True)
-                }
+            some = [t for t in tensors if (t.offset in excluded.routers) == is_router]
+            scheme = schemes.with_names(schemes.unquantized(reason), some)
+            for tensor in some:
+                group_schemes[tensor.offset or 0,] = scheme
+                scheme = replace(scheme, reason="")
     return group_schemes
 
 
@@ -417,7 +418,7 @@ def _scheme(
     is_tied: bool,
     channels: np.ndarray | None,
 ) -> Scheme:
-    """Return the scheme of a group with input x."""
+    """Return the scheme of a group with input x in a precision."""
     shapes = [matrix.stored.data().shape for matrix in group.matrices]
     is_plain = all(len(shape) == 2 for shape in shapes)
     in_layers = is_plain and all(shape[-1] != model.padded_vocab_size for shape in shapes)
@@ -453,13 +454,8 @@ def _write_graphs(
         offset: choice.exponents for key, choice in group_schemes.items() for offset in key
     }
     table_exponents = {table.offset: exponents_of.get(table.offset) for table in tables.values()}
-    rewriter_class = (
-        QdqRewriter
-        if is_qdq(ops)
-        else DequantizeRewriter
-        if has_compute_type(ops)
-        else IntegerRewriter
-    )
+    rewriter_class = DequantizeRewriter if has_compute_type(ops) else IntegerRewriter
+    rewriter_class = QdqRewriter if is_qdq(ops) else rewriter_class
     blocks = {p for g in all_groups if group_schemes[g.key].bits == 8 for p in g.key}
     if precision == "int8-block":
         blocks |= {

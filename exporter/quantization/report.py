@@ -1,4 +1,4 @@
-"""Accuracy of quantized graphs on a text, compared with their float graphs."""
+"""Accuracy of quantized graphs on texts, relative to their float graphs."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ from .float_model import FloatModel, VariantReport
 from .schemes import Scheme
 from .texts import CalibrationTexts
 
-MAX_LOGITS = 1 << 27  # logits of a model that are held at once
+MAX_LOGITS = 1 << 27  # logits of a model that are in memory at once
 ROWS_PER_STRIP = 64  # tokens per comparison of distributions
-NUM_SAMPLE_TOKENS = (
-    96  # tokens for graph variants that share integers with a completely measured one
-)
+NUM_SAMPLE_TOKENS = 96  # tokens of graph variants that share integers with a fully measured one
 NUM_LATE_TOKENS = 64  # tokens of the window at the end of the context
 MAX_LATE_RATIO = 3.0  # maximum divergence of the late window relative to the texts,
-MIN_LATE_DIVERGENCE = 0.0001  # plus this many nats; 16-bit ALiBi cost 0.0003
+MIN_LATE_DIVERGENCE = 0.0001  # plus this many nats; 16-bit ALiBi had 0.0003
 
 SchemeMap = Mapping[tuple[int, ...], Scheme]
 
 
 @dataclass(frozen=True)
 class MeasuredGraph:
-    """Quantized graph to measure; `factors` [H, 1, D] undo the smoothing of its caches."""
+    """Quantized graph to measure; `factors` [H, 1, D] by name undo the smoothing of caches."""
 
     runner: Runner
     factors: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -44,7 +42,7 @@ class MeasuredGraph:
 
 @dataclass(frozen=True)
 class DistancePair:
-    """Distances from the float graph on texts, and at the context's last positions."""
+    """Distances from the float graph on the texts, and at the end of the context."""
 
     near: LogitDistance
     late: LogitDistance
@@ -60,20 +58,20 @@ def measure_variants(
 ) -> dict[str, VariantReport]:
     """Compare quantized graph variants with the float graph, and check their batch invariance.
 
-    Among graph variants of one type the first that ONNX Runtime can run, GroupQueryAttention before
-    standard ONNX, is measured on all texts, others on `NUM_SAMPLE_TOKENS` tokens, since they share
-    the integers. Graph variants without kernels on this machine are loaded only.
+    One graph variant of each compute and cache type, with GroupQueryAttention if possible, is
+    measured on all texts, others on `NUM_SAMPLE_TOKENS` tokens, since they share the integers.
+    Graph variants without kernels on this machine are only loaded.
 
     Args:
         model: Float model.
         folder: Folder of the quantized graphs.
-        graph_variants: Names with the scheme of each group.
+        graph_variants: Schemes of all groups, by graph variant.
         texts: Texts to compare on.
-        progress: Takes notes.
-        formats: Graphs of the same weights in formats of llama.cpp, to compare with.
+        progress: Receives notes.
+        formats: Runners of the same weights in formats of llama.cpp, for comparison.
 
     Raises:
-        ExportError: If values overflow a graph variant's type.
+        ExportError: Values overflow a graph variant's type.
     """
     candidates: dict[str, MeasuredGraph] = {}
     described: dict[str, VariantReport] = {}
@@ -86,7 +84,7 @@ def measure_variants(
         else:
             progress.note(
                 f"{model.role} ({ops}): not run, as ONNX Runtime has no {cache_dtype(ops)} "
-                "kernels here"
+                "kernels on this machine"
             )
             described[ops] = _quantization_report(LogitDistance(), texts, choices), ()
     primary = _primary_variants(candidates)
@@ -114,7 +112,7 @@ def _type_suffix(ops: str) -> str:
 
 
 def _primary_variants(graph_variants: Iterable[str]) -> list[str]:
-    """Return a graph variant of each type, which is measured on all texts."""
+    """Return the graph variant of each type that is measured on all texts."""
     chosen: dict[str, str] = {}
     for ops in graph_variants:
         if _type_suffix(ops) not in chosen or attention_ops(ops) == "gqa":
@@ -129,7 +127,7 @@ def _measure_graphs(
     texts: CalibrationTexts,
     formats: Mapping[str, Runner],
 ) -> dict[str, DistancePair]:
-    """Measure graph variants, and formats by their names."""
+    """Measure graph variants and formats of llama.cpp; return distances by name."""
     original = replace(model, folder=model.original or model.folder)
     reference = original.decoder_runner(model.ops[-1])
     whole = {ops: candidates[ops] for ops in primary}
@@ -156,14 +154,13 @@ def _build_report(
     if not math.isfinite(sum(numbers)):
         raise ExportError(
             f"{name}: some values exceed the range of {cache_dtype(ops)}; omit --compute and "
-            "--cache, "
-            "or compute in another type"
+            "--cache, or compute in another type"
         )
     invariant, differing = checks.check_standalone(runner, np.concatenate(texts.evaluation))
     if differing:
         progress.note(f"{name}: {', '.join(differing)} are not bitwise equal to the decoder")
     described = _quantization_report(near, texts, choices)
-    if model.is_self_draft:  # first layers with the last one's head: no language model
+    if model.is_self_draft:  # the perplexity of an early exit is not meaningful
         described = replace(described, perplexity=0.0, original_perplexity=0.0)
     if late_note := _describe_late(near, late, runner.geometry.context_length):
         described = replace(described, exceptions=(*described.exceptions, late_note))
@@ -179,15 +176,15 @@ def _format_quality(near: LogitDistance) -> FormatQuality:
 
 
 def _describe_late(near: LogitDistance, late: LogitDistance, context_length: int) -> str | None:
-    """Describe late positions that are much less accurate than those of the texts."""
+    """Return a note if late positions are much less accurate than the texts, else None."""
     of_near, of_late = (
         distance.divergence / max(1, distance.num_tokens) for distance in (near, late)
     )
     if not late.num_tokens or of_late <= MAX_LATE_RATIO * of_near + MIN_LATE_DIVERGENCE:
         return None
     return (
-        f"near position {context_length} KL is {of_late:.2g}, near the beginning {of_near:.2g}: "
-        "position-dependent values are inaccurate"
+        f"near position {context_length} the KL divergence is {of_late:.2g}, near the beginning "
+        f"{of_near:.2g}: position-dependent values are inaccurate"
     )
 
 
@@ -216,16 +213,16 @@ def _quantization_report(
 
 @dataclass
 class LogitDistance:
-    """Sums of the difference of two models' outputs over tokens.
+    """Distance of two models' outputs, summed over tokens.
 
     Losses are in nats over the `num_scored` tokens that the logits have a column for. `error` is
     the largest difference of a logit or cache value, relative to the largest value.
     """
 
-    loss: float = 0.0  # nats, of the measured model
+    loss: float = 0.0  # cross-entropy of the measured model in nats
     original_loss: float = 0.0
-    divergence: float = 0.0  # Kullback-Leibler, of the original from it
-    num_same: int = 0  # equal most likely tokens
+    divergence: float = 0.0  # KL divergence of the measured model from the original in nats
+    num_same: int = 0  # tokens with equal most likely tokens
     num_tokens: int = 0
     num_scored: int = 0
     error: float = 0.0
@@ -264,7 +261,7 @@ class LogitDistance:
     def compare(self, values: np.ndarray, expected: np.ndarray) -> None:
         """Update the largest difference of an output, relative to its largest value."""
         size = max(1e-30, float(np.abs(expected).max()))
-        # Not `max`, which leaves out what is no number.
+        # Not `max`, which may ignore NaN.
         self.error = float(np.maximum(self.error, np.abs(values - expected).max() / size))
 
 
@@ -276,7 +273,7 @@ def measure_distances(
 ) -> dict[str, DistancePair]:
     """Compare graphs with a float graph on independent texts, [T] each.
 
-    Late positions are compared if the texts do not reach the end of the context. `head` [n] has the
+    Late positions are compared if the texts do not reach the end of the context. `head` [n] are the
     tokens of the logits' columns.
     """
     totals = {name: DistancePair(LogitDistance(), LogitDistance()) for name in candidates}
@@ -297,8 +294,8 @@ def measure_distances(
                 part, results, expected, strict=False
             ):
                 total.near.add(logits, exact, text, head)
-                for cache, our, their in zip(names, caches, exact_caches, strict=True):
-                    total.near.compare(our * candidate.factors.get(cache, 1), their)
+                for cache, rows, exact_rows in zip(names, caches, exact_caches, strict=True):
+                    total.near.compare(rows * candidate.factors.get(cache, 1), exact_rows)
             if late is not None:
                 total.late.add(results[-1][0], expected[-1][0], late.text, head)
     return totals
@@ -306,7 +303,7 @@ def measure_distances(
 
 @dataclass(frozen=True)
 class LateWindow:
-    """Tokens [T] read at a late position, behind repeated rows of a text."""
+    """Tokens [T] at a late position, after repeated cache rows of a text."""
 
     text: np.ndarray
     start: int
@@ -322,8 +319,8 @@ def _run(
 ) -> list[tuple[np.ndarray, list[np.ndarray]]]:
     """Return logits [T, V] and caches [H, T, D] of each text, and logits of a late window.
 
-    The rows before the window are each model's own. Weights are packed as in a host's session:
-    without that ONNX Runtime does not quantize the inputs of MatMulNBits.
+    Cache rows before the window are each model's own. Weights are prepacked: without that ONNX
+    Runtime does not quantize the inputs of MatMulNBits.
     """
     actions: list[Action] = []
     for text in texts:

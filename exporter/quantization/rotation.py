@@ -1,9 +1,9 @@
 """Orthogonal matrices that spread outlier channels over all channels.
 
-A `Rotation` [d, d] is for the residual stream, whose basis is free in models with RMS norms
-(QuaRot, Ashkboos et al. 2024): random signs, a Hadamard matrix of the largest power of two that
-divides d, and a Hartley matrix of the rest, applied as a fast transform. `hadamard` is for blocks
-of channels that are rotated in the graph.
+`Rotation` [d, d] rotates the residual stream of models with RMS norms (QuaRot, Ashkboos et al.
+2024): random signs, a Hadamard matrix of the largest power of two that divides d, and a Hartley
+matrix of the remaining factor, applied as a fast transform. `hadamard` is for online transforms of
+blocks of channels.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-HADAMARD_SIZE = 64  # channels that a Hadamard matrix in the graph mixes
-_MAX_FACTOR_SIZE = 64  # the largest Hadamard matrix that is multiplied with as a whole
+HADAMARD_SIZE = 64  # maximum number of channels of an online Hadamard transform
+_MAX_FACTOR_SIZE = 64  # larger Hadamard matrices are factorized
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Rotation:
         return self._mix(x.double()) * self.signs
 
     def _mix(self, x: torch.Tensor) -> torch.Tensor:
-        # Each factor in turn mixes the last axis, which then becomes the first: after all of them
-        # the axes are in their order again.
+        # Each factor mixes the last axis, which then becomes the first one: after all factors the
+        # axes are in their original order.
         mixed = x.reshape(-1, self.size)
         for matrix in reversed(self.factors):
             rows = mixed.reshape(len(mixed), -1, len(matrix)) @ matrix
@@ -60,7 +60,7 @@ class Rotation:
 
 
 def hadamard(size: int) -> torch.Tensor:
-    """Return Sylvester's Hadamard matrix over the root of its size, a power of two."""
+    """Return the orthogonal Sylvester-Hadamard matrix of a size that is a power of two."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -75,5 +75,5 @@ def hartley(size: int) -> torch.Tensor:
 
 
 def apply_hadamard(x: torch.Tensor, block: int = HADAMARD_SIZE) -> torch.Tensor:
-    """Return x with every `block` channels times a Hadamard matrix, in float64. [..., d]"""
+    """Return x with each block of channels multiplied by a Hadamard matrix, in float64. [..., d]"""
     return (x.double().reshape(*x.shape[:-1], -1, block) @ hadamard(block)).reshape(x.shape)

@@ -1,8 +1,8 @@
 """Rounding of weights to integers, and the error of a product of quantized inputs and weights.
 
-x [n, K] times W [..., K, N]. Quantization is symmetric, without zero points. Per-channel: one scale
-per row of x and per column of W; block-wise: one scale for every `BLOCK_SIZE` values along K of
-both. Rows are quantized independently of each other.
+x [n, K] times W [..., K, N]. Quantization is symmetric. Per-channel: one scale per row of x and per
+column of W; block-wise: one scale for every `BLOCK_SIZE` values of both along K. Rows of x are
+quantized independently.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 MAX_INT8 = 127
 _TINY = 1e-30
-_STRIP_SIZE = 1 << 24  # numbers that are widened at a time
+_STRIP_SIZE = 1 << 24  # elements that are cast to float32 at a time
 BLOCK_SIZE = 32
 _NUM_SAMPLED_COLUMNS = 512  # columns sampled to measure an error
-# Of the scale at which a block's largest number is the largest integer of 4 bits: those tried.
+# Candidates of a 4-bit block's scale, relative to the scale without clipping.
 _SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
@@ -46,9 +46,9 @@ def quantize_columns(weights: torch.Tensor, exponents: np.ndarray | None = None)
 
 @dataclass(frozen=True)
 class BlockMatrix:
-    """W as MatMulNBits reads it: bytes [N, blocks, BLOCK_SIZE * bits / 8], scales [N, blocks].
+    """W in the layout of MatMulNBits: bytes [N, blocks, BLOCK_SIZE * bits / 8], scales [N, blocks].
 
-    Integers are stored plus `2 ** (bits - 1)`, the first of two in a byte's low half.
+    Integers have the zero point `2 ** (bits - 1)`; the first of two is in a byte's low half.
     """
 
     values: np.ndarray
@@ -60,9 +60,9 @@ def quantize_blocks(
 ) -> BlockMatrix:
     """Quantize a matrix block-wise. [K, N]
 
-    8 bits are rounded to nearest. At 4 bits each block's scale is searched for the least squared
-    error of its product, with `weight` [K] the mean square of the input: the largest value may be
-    clipped, and the scale may be negative, as there is one more integer below 0 than above.
+    8-bit integers are rounded to nearest. The scale of a 4-bit block minimizes the squared error of
+    its product, with `weight` [K] the mean square of the input: the largest value may be clipped,
+    and the scale may be negative, as there is one more negative integer than positive ones.
     """
     values, scales = [], []
     for at in _column_strips(weights):
@@ -81,7 +81,7 @@ def _to_blocks(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _importance(weight: np.ndarray | None, strip: torch.Tensor) -> torch.Tensor:
-    """Return the weight of each value's error, [blocks, BLOCK_SIZE]."""
+    """Return the weight of each element's error, [blocks, BLOCK_SIZE]."""
     if weight is None:
         return torch.ones(strip.shape[1:])
     missing = strip.shape[1] * BLOCK_SIZE - len(weight)
@@ -131,13 +131,13 @@ def _search_scales(strip: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Ten
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return unsigned integers as bytes, two of 4 bits in one."""
+    """Pack unsigned integers to bytes, two 4-bit integers in one."""
     unsigned = values.to(torch.uint8)
     return unsigned if bits == 8 else unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
 
 
 def to_signed(blocks_: BlockMatrix, bits: int, size: int) -> IntegerMatrix:
-    """Return blocks as DequantizeLinear reads them: integers [K, N], scales [blocks, N].
+    """Return blocks in the layout of DequantizeLinear: integers [K, N], scales [blocks, N].
 
     4-bit integers are packed in pairs. K is `size`.
     """
@@ -156,7 +156,7 @@ def _unpack_bytes(blocks_: BlockMatrix, bits: int) -> torch.Tensor:
 
 
 def dequantize(blocks_: BlockMatrix, bits: int) -> torch.Tensor:
-    """Return the values of block-wise weights. -> [K and padding, N]"""
+    """Dequantize block-wise weights. -> [padded K, N]"""
     values, scales = _unpack_bytes(blocks_, bits), torch.from_numpy(blocks_.scales)
     return ((values.float() - 2 ** (bits - 1)) * scales[..., None]).flatten(1).T
 
@@ -181,7 +181,7 @@ def block_divergence(weights: torch.Tensor, x: np.ndarray, bits: int) -> float:
 def _block_products(
     weights: torch.Tensor, x: np.ndarray, bits: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield strips of x W, exact and block-wise quantized."""
+    """Yield strips of x W along N, exact and block-wise quantized."""
     wide = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK_SIZE))).reshape(len(x), -1, BLOCK_SIZE)
     rounded = torch.from_numpy(round_rows(wide).reshape(len(x), -1))
     exact, weight = torch.from_numpy(x), np.square(x).mean(0)
@@ -204,7 +204,7 @@ def product_error(
 ) -> float:
     """Return the relative RMS error of x W with both quantized.
 
-    K is cut into `num_parts` with separate scales. [K, N], [n, K]
+    K is split into `num_parts` with separate scales. [K, N], [n, K]
     """
     off = size = 0.0
     factors = (
@@ -227,10 +227,7 @@ def product_error(
 
 
 def column_error(weights: torch.Tensor, exponents: np.ndarray) -> float:
-    """Return the largest relative error of a column of W. [K, N]
-
-    Columns are quantized after row k is multiplied by 2 ** exponents[k], and divided again.
-    """
+    """Return the largest relative error of a column of W with smoothing exponents. [K, N]"""
     integers, exact = quantize_columns(weights, exponents), weights.float()
     whole = torch.from_numpy(integers.values * integers.scales) / _scale_factors(exponents)[:, None]
     off = (whole - exact).norm(dim=0) / exact.norm(dim=0).clamp_min(_TINY)

@@ -1,4 +1,4 @@
-"""Selection of a quantization scheme for each group of matrices, by its error on a text."""
+"""Selection of a quantization scheme for each group of matrices, by its calibrated error."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .smoothing import smoothing_exponents
 # SmoothQuant's alpha; 0.5 distributes a channel's size evenly between input and weights.
 SMOOTHING_STRENGTHS = (0.5, 0.75)
 SPLITS = (2, 4, 8)  # parts of K with separate scales
-# Relative error of a product above which channels are smoothed and K is split. Smoothing below it
-# gives no gain: SmolLM2's KL is 0.0041 without and 0.0043 with it.
+# Relative product error above which channels are smoothed and K is split. Below it smoothing has no
+# benefit: SmolLM2's KL divergence is 0.0041 without and 0.0043 with it.
 MAX_UNSPLIT_ERROR = 0.04
-# Error above which 8-bit blocks are tried, whose passes over several tokens are slower.
+# Product error above which 8-bit blocks are considered, which have slower verify passes.
 MAX_PER_CHANNEL_ERROR = 0.05
-MAX_ERROR = 0.2  # error above which a group is not quantized
-# Loss in nats per token above which the LM head has 8-bit columns instead of 4-bit blocks.
+MAX_ERROR = 0.2  # product error above which a group is not quantized
+# KL divergence in nats per token above which the LM head is per-channel int8 instead of int4.
 MAX_HEAD_DIVERGENCE = 0.01
 NUM_SAMPLED_COLUMNS = 512  # columns per matrix used to measure errors
 NUM_SAMPLED_EXPERTS = 4  # experts per layer used to measure errors
@@ -37,20 +37,20 @@ class Scheme:
     """Quantization scheme of a group, and the relative RMS error of its worst product.
 
     Attributes:
-        exponents: Smoothing: powers of two moved from the input into the weights, [K].
+        exponents: Smoothing exponents, base 2, moved from the input into the weights, [K].
         num_parts: Parts of K with separate scales; 0 if the group is not quantized.
         error: Error of the worst product.
-        plain_error: The same without smoothing or parts.
+        plain_error: Error without smoothing and splits of K.
         bits: Bits of block-wise quantization; 0 if per-channel.
         importance: Mean square of the input by channel, [K], for block-wise scales.
-        reason: Explanation, if the scheme deviates from the precision's rule.
+        reason: Explanation of a deviation from the precision's default scheme.
         integers: Matrices rounded by GPTQ, by offset; others are rounded to nearest.
     """
 
     exponents: np.ndarray | None
     num_parts: int
     error: float
-    plain_error: float  # without smoothing or parts
+    plain_error: float
     bits: int = 0
     importance: np.ndarray | None = None
     reason: str = ""
@@ -60,11 +60,13 @@ class Scheme:
 def per_channel_scheme(
     group: MatrixGroup, x: InputStatistics, channels: np.ndarray | None, tied: bool = False
 ) -> Scheme:
-    """Return a per-channel scheme for a group with input x, or 8-bit blocks if that is not enough.
+    """Return a per-channel scheme for a group with input x, or 8-bit blocks if it is inaccurate.
 
-    `channels` [K] number the channels that share a smoothing scale; without it there is no
-    smoothing. Stacked matrices of experts have neither smoothing nor parts. A `tied` head has no
-    parts, since the embedding reads its rows, whose error counts, too.
+    Args:
+        group: Matrices; stacked ones are neither smoothed nor split.
+        x: Statistics of their input.
+        channels: Index of the smoothing scale of each channel, [K]; None for no smoothing.
+        tied: True for a tied LM head, which is not split, and whose rows must be accurate as well.
     """
     weights, can_cut = _sampled_columns(group), not tied
     if any(len(matrix.stored.order) != 2 for matrix in group.matrices):
@@ -90,11 +92,10 @@ def per_channel_scheme(
         return unquantized(
             f"quantization would cause a product error of {best.error:.1%}", plain.error
         )
-    layout = (
-        f"{best.num_parts} parts of K" if best.num_parts > 1 else f"blocks of {rounding.BLOCK_SIZE}"
-    )
     if best.num_parts == 1 and not best.bits:
         return best
+    is_split = best.num_parts > 1
+    layout = f"{best.num_parts} parts of K" if is_split else f"blocks of {rounding.BLOCK_SIZE}"
     return replace(
         best, reason=f"in {layout}, off by {best.error:.1%}, in one by {plain.error:.1%}"
     )
@@ -120,13 +121,13 @@ def unquantized(reason: str, plain_error: float = 0.0) -> Scheme:
 def block_scheme(group: MatrixGroup, x: InputStatistics, bits: int) -> Scheme:
     """Return a block-wise scheme for a group with input x."""
     error = max(rounding.block_error(w, x.rows, bits) for w in _sampled_columns(group))
-    if error > MAX_ERROR and not (bits == 4 and x.hessian is not None):  # GPTQ costs less than that
+    if error > MAX_ERROR and not (bits == 4 and x.hessian is not None):  # GPTQ is more accurate
         return unquantized(f"quantization would cause a product error of {error:.1%}", error)
     return Scheme(None, 1, error, error, bits, x.mean_square)
 
 
 def expert_scheme(experts: ExpertWeights, x: InputStatistics, bits: int) -> Scheme:
-    """Return a block-wise scheme for experts with input x, measured on some of them."""
+    """Return a block-wise scheme for experts with input x, measured on a sample of them."""
     first, last = experts.first.data(), experts.last.data()
     if first.shape[-1] % rounding.BLOCK_SIZE or last.shape[-1] % rounding.BLOCK_SIZE:
         return unquantized(f"their sizes are not multiples of {rounding.BLOCK_SIZE}")
@@ -141,7 +142,7 @@ def expert_scheme(experts: ExpertWeights, x: InputStatistics, bits: int) -> Sche
 
 
 def head_scheme(group: MatrixGroup, x: InputStatistics, channels: np.ndarray | None) -> Scheme:
-    """Return 4-bit blocks for an LM head with input x, or int8's scheme if they cost too much."""
+    """Return 4-bit blocks for an LM head with input x, or a per-channel scheme if inaccurate."""
     (matrix,) = group.matrices
     divergence = rounding.block_divergence(matrix.stored.data(), x.rows, 4)
     if divergence <= MAX_HEAD_DIVERGENCE:
@@ -155,7 +156,7 @@ def head_scheme(group: MatrixGroup, x: InputStatistics, channels: np.ndarray | N
 
 
 def _sampled_columns(group: MatrixGroup) -> list[torch.Tensor]:
-    """Return random columns of each matrix, on which errors are measured."""
+    """Return a random sample of columns of each matrix."""
     samples = []
     for whole in (matrix.stored.data() for matrix in group.matrices):
         chosen = np.random.default_rng(0).permutation(whole.shape[-1])[:NUM_SAMPLED_COLUMNS]
@@ -177,7 +178,7 @@ def _worst_error(
 def _row_maxima(group: MatrixGroup) -> np.ndarray:
     """Return the largest value of each row of a group's matrices, relative to its column's. [K]
 
-    Columns have separate scales: a large value in a large column costs nothing.
+    Columns have separate scales, so only magnitudes relative to the column matter.
     """
     maxima = []
     for matrix in group.matrices:
@@ -193,7 +194,7 @@ def with_names(choice: Scheme, tensors: Sequence[ir.ExternalTensor]) -> Scheme:
 
 
 def _format_names(tensors: Sequence[ir.ExternalTensor]) -> str:
-    """Return the names of the first tensors, and the number of the others."""
+    """Format the names of the first tensors, and the number of the others."""
     names = [tensor.name or "" for tensor in tensors]
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(name[:120] for name in names[:MAX_NAMES]) + more

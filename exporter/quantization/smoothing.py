@@ -1,7 +1,7 @@
 """SmoothQuant (Xiao et al. 2023): scales of input channels moved into the weights.
 
-x W = (x / s) (s W) for a scale s per channel. Scales are powers of two, so that the float graph
-keeps its bits, and x / s is free: constants on the path to x are divided.
+x W = (x / s) (s W) with a scale s per channel. Scales are powers of two, so that float results are
+bitwise identical, and x / s has no cost: constants on the path to x are divided.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_EXPONENT = 12
 
 @dataclass(frozen=True)
 class VectorFactor:
-    """Constant input of a node that varies along the last axis alone. [size]"""
+    """Constant input of a node that varies only along the last axis. [size]"""
 
     node: ir.Node
     index: int
@@ -30,7 +30,7 @@ class VectorFactor:
 
 @dataclass(frozen=True)
 class ColumnFactor:
-    """Product with stored weights whose `size` columns can be scaled."""
+    """Product with stored weights whose columns can be scaled. [size]"""
 
     node: ir.Node
 
@@ -40,10 +40,13 @@ ScalableFactor = VectorFactor | ColumnFactor
 
 @dataclass(frozen=True)
 class SmoothingPath:
-    """Constants whose scaling scales the channels of a value, channel k by `channels[k]`. [K]
+    """Constants that determine the scale of each channel of a value.
 
-    Each part has `size` numbers. Channels of one number share a scale: query heads that share a
-    head of v. The `cache` on the path, if any, holds scaled values.
+    Attributes:
+        parts: Constants, of `size` elements each.
+        size: Number of their elements.
+        channels: Element that scales each channel, [K]; query heads share those of a value head.
+        cache: Cache on the path, which contains scaled values.
     """
 
     parts: tuple[ScalableFactor, ...]
@@ -52,7 +55,7 @@ class SmoothingPath:
     cache: FlowCache | None = None
 
     def spread(self, exponents: np.ndarray) -> np.ndarray:
-        """Return exponents by number of the parts, 0 without a channel. [K] -> [size]"""
+        """Return the exponent of each element, 0 for unused ones. [K] -> [size]"""
         spread_exponents = np.zeros(self.size)
         spread_exponents[self.channels] = exponents
         return spread_exponents
@@ -63,7 +66,7 @@ def shared_channels(
 ) -> dict[tuple[int, ...], np.ndarray]:
     """Return the channels of groups that have the same path in each graph, by key.
 
-    Weights are shared by all graphs, so that all must be scaled alike.
+    Graphs share their weights, so that all must have the same scales.
     """
     paths: dict[tuple[int, ...], SmoothingPath | None] = {}
     for graph in graphs:
@@ -115,7 +118,7 @@ def _scalable_factors(value: ir.Value | None, users: set[ir.Node]) -> list[Scala
 
 
 def _through_attention(value: ir.Value, users: set[ir.Node]) -> SmoothingPath | None:
-    """Return the columns of v's matrix, and its bias, if only these users read them."""
+    """Return the path through attention to the value projection, if only `users` read it."""
     product = column_flow.producing_product(value)
     size = _num_columns(product) if product is not None else 0
     if product is None or not size:
@@ -172,8 +175,8 @@ def smoothing_exponents(
     Args:
         largest: Largest value of each channel, [K].
         weights: Largest value of each row of the weights, [K].
-        strength: Exponent of SmoothQuant's alpha.
-        channels: Channels with equal numbers share a scale, [K].
+        strength: SmoothQuant's alpha.
+        channels: Index of each channel's scale, [K].
     """
     sizes = np.maximum(_shared_maximum(largest, channels), 1e-5) ** strength
     sizes = sizes / np.maximum(_shared_maximum(weights, channels), 1e-5) ** (1 - strength)
@@ -182,7 +185,7 @@ def smoothing_exponents(
 
 
 def _shared_maximum(sizes: np.ndarray, channels: np.ndarray) -> np.ndarray:
-    """Return the maximum over channels of equal number. [K] -> [K]"""
+    """Return the maximum over channels that share a scale. [K] -> [K]"""
     maxima = np.zeros(channels.max() + 1, sizes.dtype)
     np.maximum.at(maxima, channels, sizes)
     return maxima[channels]
@@ -191,7 +194,7 @@ def _shared_maximum(sizes: np.ndarray, channels: np.ndarray) -> np.ndarray:
 def apply_smoothing(
     graph: ir.Graph, path: SmoothingPath, exponents: np.ndarray
 ) -> dict[ir.Node, np.ndarray]:
-    """Divide constants on a path by 2 ** exponents; return the exponents of columns."""
+    """Divide constants on a path by 2 ** exponents; return the exponents of products' columns."""
     column_exponents: dict[ir.Node, np.ndarray] = {}
     spread = path.spread(exponents)
     for part in path.parts:

@@ -18,7 +18,7 @@ from .rounding import BlockMatrix, IntegerMatrix
 
 
 class WeightStore:
-    """Writes `folder`/weights.bin; a key that several graphs share is written once."""
+    """Writer of `folder`/weights.bin, in which each key is stored once for all graphs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,9 +55,9 @@ class WeightStore:
         shape: tuple[int, int],
         arrange: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
-        """Store blocks once more as signed integers, [K, N], with their scales.
+        """Store blocks a second time, as signed integers [K, N] with their scales.
 
-        `seen` arranges [N, blocks, ...] before.
+        `arrange` first brings integers and scales to [N, blocks, ...].
         """
 
         def make() -> IntegerMatrix:
@@ -69,7 +69,7 @@ class WeightStore:
         return self._store_pair(("signed", blocks[0].offset), make, integer_type, ir.Shape(shape))
 
     def zeros(self, shape: tuple[int, ...]) -> ir.ExternalTensor:
-        """Store integers that are 0."""
+        """Store int8 zeros, as zero points."""
         key = ("zeros", shape)
         if key not in self._tensors:
             name = f"zeros{len(self._tensors)}"
@@ -77,7 +77,7 @@ class WeightStore:
         return self._tensors[key][0]
 
     def zero_points(self, shape: tuple[int, ...], bits: int) -> ir.ExternalTensor:
-        """Store packed integers that are the zero point of blocks."""
+        """Store the packed zero points of unsigned blocks."""
         key = ("middles", shape, bits)
         if key not in self._tensors:
             name, size = f"middles{len(self._tensors)}", int(np.prod(shape)) * bits // 8
@@ -117,13 +117,13 @@ class WeightStore:
         name: str,
         dtype: ir.DataType = ir.DataType.FLOAT,
     ) -> ir.ExternalTensor:
-        """Store an array of this type."""
+        """Store an array."""
         if key not in self._tensors:
             self._tensors[key] = (self._append(make(), dtype, name),)
         return self._tensors[key][0]
 
     def adopt(self, graph: ir.Graph) -> None:
-        """Copy all tensors that a graph reads from another model's file."""
+        """Copy all tensors that a graph reads from another weights file."""
         for value in graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) != self.folder:

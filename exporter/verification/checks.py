@@ -1,4 +1,4 @@
-"""Checks of passes of all kinds along a segment of the context.
+"""Checks of passes with all graph files along a segment of the context.
 
 T tokens per pass, V vocabulary entries, n positions; H heads of D in the caches.
 """
@@ -21,10 +21,10 @@ from .reference import Reference
 from .row_errors import ErrorCheck
 from .runner import Action, FillCaches, FillNoise, PassAction, ReadRows, Runner
 
-# Each is at most twice the one before, PREFILL_LENGTH and `chunk_length` among them: then all
-# between count as tried.
+# Pass lengths that are tested for invariance. Each is at most twice the previous one, including
+# PREFILL_LENGTH and `chunk_length`, so that lengths in between count as tested.
 INDEPENDENT = (1, 2, 3, 5, 9, 18, 36, 128)
-SPAN = 128  # rows that passes of each T go over
+SPAN = 128  # rows that passes of each length cover
 TURNS = ("step", "verify", "catchup", "decoder", "prefill", "step", "verify")
 LARGE_TURNS = TURNS[:5]
 ENDS = ("verify", "catchup", "step", "decoder")
@@ -33,10 +33,10 @@ Check = tuple[list[Action], Callable[[list[Any]], None]]
 
 
 def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield graph, first position, real tokens and kept tokens of each pass from start to end.
+    """Yield graph, first position, number of tokens and of kept tokens of passes over a segment.
 
-    Graphs take turns; after a verify pass half of it is rolled back. At the context's end passes
-    have fewer real tokens than rows, as in a host that has only fixed-shape graphs.
+    Graphs alternate; after a verify pass half of its tokens are rolled back. At the end of the
+    context passes are padded, as in a host that has only fixed-shape graphs.
     """
     at = start
     turns, ends = (LARGE_TURNS, LARGE_ENDS) if runner.in_parts else (TURNS, ENDS)
@@ -58,7 +58,7 @@ def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, i
 
 
 def compared_lengths(runner: Runner) -> list[int]:
-    """Return the pass lengths whose invariance is checked: a few, files', and a prefill's."""
+    """Return the pass lengths to test for invariance, including those of graphs and prefill."""
     used = {x.length for x in runner.files.values() if x.length is not None}
     used.add(chunk_length(runner.geometry.capacity))
     longest = min(max(used), runner.geometry.context_length)
@@ -66,7 +66,7 @@ def compared_lengths(runner: Runner) -> list[int]:
 
 
 def full_depth_check(runner: Runner, part: Reference, error_check: ErrorCheck) -> Check:
-    """Compare a segment in one pass through all layers with PyTorch."""
+    """Compare one pass over a segment through all layers with PyTorch."""
 
     def decide(results: list[Any]) -> None:
         *_, logits, rows = results
@@ -83,7 +83,7 @@ def full_depth_check(runner: Runner, part: Reference, error_check: ErrorCheck) -
 
 
 def subset_reference(runner: Runner, part: Reference) -> tuple[Reference, Check]:
-    """Return the reference of the kept layers for a segment, filled in by one pass of them."""
+    """Return a reference of the representative layers, which the check fills in by one pass."""
     subset = replace(
         part,
         history=lambda i: part.history(runner.kept[i]),
@@ -111,10 +111,10 @@ def segment_check(
     fixed_shapes: list[GraphFile],
     differing: list[str],
 ) -> Check:
-    """Compare a segment in passes of all kinds, with rollbacks and noise.
+    """Compare passes over a segment with the reference, with rollbacks and noise.
 
-    The decoder's passes are repeated for half of their rows. One pass of each file in
-    `fixed_shapes` is compared with the decoder's, and the file is removed from the list.
+    Passes of the decoder are repeated with half of their logits. One pass of each file in
+    `fixed_shapes` is compared with the decoder, and the file is removed from the list.
     """
 
     def compared(start: int, length: int, keep: bool, actual: np.ndarray) -> np.ndarray | None:
@@ -129,9 +129,8 @@ def segment_check(
     for name, start, length, kept in schedule(runner, part.start, part.end):
         tokens = part.tokens[start - part.start :][:length]
         tokens = np.pad(tokens, (0, (runner.files[name].length or length) - length))
-        first = (
-            start > 0 and runner.files[name] in fixed_shapes
-        )  # a lone row attends to itself anyhow
+        # Not at position 0, where a single row attends only to itself.
+        first = start > 0 and runner.files[name] in fixed_shapes
         after = functools.partial(compared, start, length, first)
         if first:
             fixed_shapes.remove(runner.files[name])
@@ -179,7 +178,7 @@ def invariance_check(runner: Runner, tokens: np.ndarray, invariance: dict[int, b
     tokens = np.resize(tokens, min(num_rows, runner.geometry.context_length))
     wide: list[np.ndarray] = []
     actions: list[Action] = [
-        FillNoise(0, len(tokens)),  # behind them there is noise since the stretches
+        FillNoise(0, len(tokens)),  # later rows have noise from the segments
         PassAction("decoder", tokens, 0, packed=True, then=wide.append),
         ReadRows(0, len(tokens)),
     ]
@@ -190,7 +189,7 @@ def invariance_check(runner: Runner, tokens: np.ndarray, invariance: dict[int, b
     start_ranges: list[range] = []
     for length in lengths:
         last = len(tokens) - length
-        # Of a large model one pass of each length, after the rows that the wide one left.
+        # One pass of each length for a large model, after rows of the wide pass.
         first = last if runner.in_parts else max(last % length, last - SPAN // length * length)
         starts = range(first, last + 1, length)
         actions.append(FillNoise(starts[0], len(tokens)))
@@ -232,9 +231,9 @@ def check_standalone(runner: Runner, tokens: np.ndarray) -> tuple[tuple[int, ...
 def fixed_shape_check(
     file: GraphFile, tokens: np.ndarray, begin: Callable[[int], Action], differing: list[str]
 ) -> Check:
-    """Compare a fixed-shape file that did not fit into a segment with the file for any length.
+    """Compare a fixed-shape file that did not fit into a segment with the decoder.
 
-    `begin` fills the few rows before the pass, if there is room for them.
+    `begin` returns the action that fills the rows before the pass, if there is room for any.
     """
     assert file.length is not None
     size = file.length
@@ -257,7 +256,7 @@ def _paired_passes(
     start: int,
     after: Callable[[np.ndarray], np.ndarray | None] | None = None,
 ) -> list[Action]:
-    """Return a pass of the file for any length, followed by the same one of a fixed-shape file."""
+    """Return a pass of the decoder, followed by the same pass of a fixed-shape file."""
     rows, stale = ReadRows(start, start + len(tokens)), FillNoise(start, start + len(tokens))
     return [
         PassAction("decoder", tokens, start),
@@ -269,7 +268,7 @@ def _paired_passes(
 
 
 def _are_equal(results: list[Any]) -> bool:
-    """Return True if both passes of `_twice` are bitwise equal; a file may have no logits."""
-    expected, wanted_rows, _, logits, rows = results[:5]
-    same = all(map(np.array_equal, rows, wanted_rows))
+    """Return True if `_paired_passes` are bitwise equal; a file may have no logits."""
+    expected, expected_rows, _, logits, rows = results[:5]
+    same = all(map(np.array_equal, rows, expected_rows))
     return same and (logits is None or np.array_equal(logits, expected))

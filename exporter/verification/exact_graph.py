@@ -1,8 +1,8 @@
-"""Evaluation of an exported graph in float64 with the ONNX specification's reference.
+"""Evaluation of an exported graph in float64 with ONNX's reference implementation.
 
-ONNX Runtime has no float64 kernels for attention, and float32 hides faults behind rounding. So
-nodes are evaluated one by one by `onnx.reference`, those that it lacks by `exact_nodes`, and large
-matrices are read from their file as they are needed.
+ONNX Runtime has no float64 kernels for attention, and float32 rounding hides faults. Nodes are
+therefore evaluated one by one by `onnx.reference`, or by `exact_nodes` where that lacks them, and
+large matrices are memory-mapped.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from ..graph.weights import map_tensor
 from ..tracing.experts import moe_reference
 from .exact_nodes import IMPLEMENTATIONS, Array
 
-Value = Any  # an array, or as a tensor a stored matrix in its own type, still in its file
-Watch = Callable[[onnx.NodeProto, list[Array | None]], None]
-PIECE = 1 << 18  # numbers of a stored matrix that are widened at a time: what stays in a cache
+Value = Any  # an array, or a memory-mapped tensor of a stored matrix in its own type
+OnNode = Callable[[onnx.NodeProto, list[Array | None]], None]
+PIECE = 1 << 18  # elements of a matrix that are cast at a time, to stay in the CPU's cache
 
 
 class ExactGraph:
-    """One graph file in float64; values computed from constants alone stay float32.
+    """Graph file in float64; values computed only from constants stay float32.
 
-    A float32 model has those as well: its tables and scalars are rounded, and its float32
-    arithmetic approaches exact arithmetic with them.
+    The result is the exact result of the float32 model, whose tables and scalars are float32.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,42 +50,42 @@ class ExactGraph:
         return stored.float().numpy() if stored.ndim < 2 else stored
 
     def run(
-        self, input_value: Callable[[str], Array], watch: Watch = lambda node, inputs: None
+        self, input_value: Callable[[str], Array], on_node: OnNode = lambda node, inputs: None
     ) -> Iterator[tuple[str, Array]]:
-        """Yield each output's name and value as soon as it is computed.
+        """Yield the name and value of each output as soon as it is computed.
 
         Args:
-            input_value: Returns an input by name when it is needed.
-            watch: Called with every node and its inputs.
+            input_value: Returns an input by name.
+            on_node: Called with every node and its inputs.
         """
         graph = self._model.graph
         outputs = {value.name for value in graph.output}
         inputs = {value.name for value in graph.input}
-        left = Counter(name for node in graph.node for name in node.input if name)
+        num_readers = Counter(name for node in graph.node for name in node.input if name)
         values: dict[str, Value] = dict(self._constants)
         for index, node in enumerate(graph.node):
             for name in inputs & {*node.input} - values.keys():
                 values[name] = input_value(name)
-            given_here = [values[n] if n else None for n in node.input]
-            results = self._evaluate(index, node, given_here, watch)
+            arguments = [values[n] if n else None for n in node.input]
+            results = self._evaluate(index, node, arguments, on_node)
             for name, value in zip(node.output, results, strict=False):
                 if name in outputs:
                     yield name, _to_array(value)
-                if left[name]:
+                if num_readers[name]:
                     values[name] = value
-            left.subtract(name for name in node.input if name)
+            num_readers.subtract(name for name in node.input if name)
             for name in {*node.input} - self._constants.keys():
-                if not left[name]:
+                if not num_readers[name]:
                     values.pop(name, None)
 
     def _evaluate(
-        self, index: int, node: onnx.NodeProto, inputs: list[Value | None], watch: Watch
+        self, index: int, node: onnx.NodeProto, inputs: list[Value | None], on_node: OnNode
     ) -> list[Value]:
         if (lazy := _apply_lazily(node, inputs)) is not None:
             return [lazy]
         arrays = _promote([None if x is None else _to_array(x) for x in inputs])
-        watch(node, arrays)
-        with np.errstate(all="ignore"):  # a weight of 0 has a logarithm; a sigmoid's exp overflows
+        on_node(node, arrays)
+        with np.errstate(all="ignore"):  # logarithms of 0, overflow of exp in sigmoids
             return list(self.node(node, arrays, index))
 
     def node(
@@ -108,7 +107,7 @@ class ExactGraph:
         graph = onnx.helper.make_graph([node], node.op_type, values, results)
         evaluator = ReferenceEvaluator(graph, opsets=self._opset)
         for operator in evaluator.rt_nodes_:
-            # It keeps attributes as float32, and would compute with them so: sqrt(scale), for one.
+            # Attributes are float32, and so would be results such as sqrt(scale).
             for name, value in vars(operator).items():
                 if isinstance(value, np.float32):
                     setattr(operator, name, float(value))
@@ -121,7 +120,7 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def visible_inputs(node: onnx.NodeProto, inputs: list[Array | None]) -> list[Array | None]:
-    """Drop the rows behind the last one that any query sees from an attention node's inputs."""
+    """Drop cache rows of an attention node's inputs that no query attends to."""
     if node.op_type == "Attention":
         keys, values, mask = 1, 2, 3
         visible = inputs[mask] if len(inputs) > mask else None
@@ -150,17 +149,17 @@ def inputs_by_name(node: onnx.NodeProto, inputs: list[Array | None]) -> dict[str
 
 
 def _to_array(value: Value) -> Array:
-    """Return a value as an array; a stored matrix outside of products is a float32 constant."""
+    """Return a value as an array; a stored matrix becomes a float32 constant."""
     return value.float().numpy() if isinstance(value, torch.Tensor) else value
 
 
 def _apply_lazily(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None:
-    """Apply a node to a stored matrix without casting the whole; None if it has to be cast."""
+    """Apply a node to a stored matrix without casting all of it; None if that is impossible."""
     first, *more_inputs = inputs
     last = inputs[-1]
     if isinstance(first, torch.Tensor):
         if node.op_type == "Cast":
-            return first  # to float32, by whoever computes with it
+            return first  # its readers cast it
         if node.op_type == "Transpose":
             return first.permute(attributes(node)["perm"])
         if node.op_type == "Reshape":
@@ -197,7 +196,7 @@ def cast_arrays(arrays: list[Array | None], old: type, new: type) -> list[Array 
 
 
 def _matrix_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Multiply [..., T, R] by [R, C] or [E, R, C], cast some columns or some experts at a time."""
+    """Multiply [..., T, R] by [R, C] or [E, R, C], casting a few columns at a time."""
     if matrix.ndim == 3:
         parts = zip(x.expand(len(matrix), *x.shape[-2:]), matrix, strict=True)
         return torch.stack([_matrix_product(rows, part) for rows, part in parts])

@@ -1,10 +1,9 @@
-"""Float64 arithmetic, and float32 arithmetic with other kernels' rounding, of a PyTorch model.
+"""Float64 arithmetic, and float32 arithmetic with random rounding, of a PyTorch model.
 
-In float64 all values computed from constants alone stay float32: rotary tables, position biases,
-one plus a norm's weight and the scalars in the code are those of the model as it runs. From the
-embedding on all is float64, though the model's code asks for float32 in norms and softmax. So it is
-the exact result of the float32 model, and a graph with the same constants agrees with it to the
-last digits.
+In float64 mode values computed only from constants stay float32: rotary tables, position biases,
+one plus a norm's weight, and scalars in the code. Everything from the embedding on is float64, even
+where the model's code casts to float32, as in norms and softmax. The result is the exact result of
+the float32 model, with which a graph with the same constants agrees to the last digits.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..internals import tree_any, tree_map
 
-_LARGEST = float(np.finfo(np.float32).max)  # masks may write larger float64 values
-ROUNDINGS = 4  # PyTorch's own, and so many more less one
+_LARGEST = float(np.finfo(np.float32).max)  # masks may contain larger float64 values
+ROUNDINGS = 4  # batch size: PyTorch's own rounding, and three random perturbations
 _FUSED = "scaled_dot_product_attention"
 _PRODUCTS = {"linear", "addmm", "baddbmm", "bmm", "softmax", "gelu", "tanh", _FUSED}
 _ARITHMETIC = {"matmul", "add", "sub", "mul", "div", "truediv", "pow", "rsqrt", "exp"}
-# By how many units of 1 a sigmoid may be off; its argument times it, by no more than so many.
+# Maximum argument by which silu multiplies the absolute error of its sigmoid, a unit of 1.
 _CURVES = {"silu": 18.0, "sigmoid": 1.0}
 _SUMS = {"mean", "layer_norm", "rms_norm"}
 _CASTS = {torch.Tensor.float, torch.Tensor.double}
@@ -36,7 +35,7 @@ class Float64Mode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rounding = True  # of scalars in the code, as float32 arithmetic does
+        self.rounding = True  # round scalars in the code to float32
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -67,14 +66,14 @@ class Float64Mode(TorchFunctionMode):
 
 
 class RoundingNoiseMode(TorchFunctionMode):
-    """Float32 results, perturbed by as much as other kernels' rounding moves them.
+    """Float32 results with random perturbations of the size of rounding errors.
 
-    Sums of n terms move by up to sqrt(n) roundings, as in a plain loop (Higham, Accuracy and
-    Stability, 4.2); a sigmoid moves by a unit in the last place of 1, as in fast kernels such as
-    ONNX Runtime's MoE node; other results by a unit in their last place. The first sequence of a
-    batch is not perturbed. PyTorch's own error of one row may be small by chance, where it depends
-    on the rounding of a single large channel; several random perturbations show the range of
-    float32 there.
+    Perturbations are up to sqrt(n) roundings for sums of n terms, as in a plain loop (Higham,
+    Accuracy and Stability, 4.2), a unit in the last place of 1 for sigmoids, as in fast kernels
+    such as ONNX Runtime's MoE node, and a unit in the last place for other results. The first
+    sequence of a batch is not perturbed. The error of a single run may be small by chance, for
+    example if it depends on the rounding of one large channel; several perturbations show the
+    range of float32 errors.
     """
 
     def __init__(self) -> None:
@@ -88,7 +87,7 @@ class RoundingNoiseMode(TorchFunctionMode):
         name = getattr(func, "__name__", "").strip("_")
         if not isinstance(result, torch.Tensor) or result.dtype != torch.float32 or not result.ndim:
             return result
-        # Tables of positions have one sequence: they are the same numbers everywhere.
+        # Position tables have a single sequence; they are equal in all implementations.
         if name in _PRODUCTS or (name in _ARITHMETIC and len(result) == ROUNDINGS):
             return self._moved(result, result, result.shape)
         if name in _CURVES:
@@ -102,7 +101,7 @@ class RoundingNoiseMode(TorchFunctionMode):
     def _moved(
         self, result: torch.Tensor, size: torch.Tensor, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """Perturb a result by up to a unit in the last place of `size`; infinite ones stay."""
+        """Perturb a result by up to a unit in the last place of `size`; keep infinite values."""
         units = torch.rand(shape, generator=self._random).mul_(2).sub_(1)
         units[: len(units) // ROUNDINGS] = 0
         moved = torch.addcmul(result, size, units, value=2.0**-23)
@@ -114,7 +113,7 @@ def _is_float64(x: Any) -> bool:
 
 
 def _to_float32_argument(x: Any) -> Any:
-    """Return an argument for constants, which keep float32 and its least value."""
+    """Convert an argument of a computation of constants to float32 and its range."""
     if isinstance(x, float) and abs(x) > _LARGEST:
         return x if math.isinf(x) else math.copysign(_LARGEST, x)
     return torch.float32 if x is torch.float64 else x
@@ -124,9 +123,8 @@ def _to_float32_argument(x: Any) -> Any:
 def exact_arithmetic(model: torch.nn.Module) -> Iterator[None]:
     """Compute in float64 while the context lasts.
 
-    The scalars of a GELU are not rounded: the graph has it as one node, without them. Where scores
-    are divided by a float32 scale, the graph multiplies by its inverse in float32, and so does this
-    mode.
+    Scalars of GELU are not rounded, since it is a single node of the graph. Where a model divides
+    scores by a scale, the graph multiplies by its inverse in float32, and so does this mode.
     """
     with Float64Mode() as mode, contextlib.ExitStack() as stack:
         for module in model.modules():

@@ -1,6 +1,6 @@
-"""Float64 implementations of nodes that onnx's reference lacks or defines differently.
+"""Float64 implementations of operators that ONNX's reference lacks or defines differently.
 
-Each takes its node's attributes and inputs. B = 1 sequence, T new tokens, S rows of cache; H query
+Arguments are a node's attributes and inputs. B = 1 sequence, T new tokens, S rows of cache; H query
 heads and G key-value heads of size D.
 """
 
@@ -17,7 +17,7 @@ Array = np.ndarray
 
 
 def _cast(options: dict[str, Any], x: Array) -> list[Array]:
-    """Cast; float32 means the type of the computation, and constants keep float32."""
+    """Cast; a cast to float32 keeps float64, the type of the computation."""
     if options["to"] == onnx.TensorProto.FLOAT and x.dtype == np.float64:
         return [x]
     return [x.astype(onnx.helper.tensor_dtype_to_np_dtype(options["to"]))]
@@ -60,8 +60,8 @@ def grouped_query_attention(
 ) -> list[Array]:
     """Compute GroupQueryAttention as specified in ONNX Runtime's ContribOperators.md.
 
-    [1, T, H D], 2 * [1, T, G D], 2 * [1, G, S, D], the last key's row, S, 2 * [S, D/2] -> [1, T, H
-    D], caches. Without keys and values they follow the queries, [1, T, (H + 2 G) D].
+    [1, T, H D], 2 * [1, T, G D], 2 * [1, G, S, D], the last key's row, S, 2 * [S, D/2] ->
+    [1, T, H D], caches. Without keys and values the query is a joined product, [1, T, (H + 2 G) D].
     """
     assert positions is None
     heads, groups = options["num_heads"], options["kv_num_heads"]
@@ -106,10 +106,10 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 def attention(
     options: dict[str, Any], query: Array, key: Array, value: Array, mask: Array | None = None
 ) -> list[Array]:
-    """Compute Attention of opset 24, without caches: softcaps come before the mask.
+    """Compute Attention of opset 24 without caches, where the softcap precedes the mask.
 
-    onnx's own reference has them after it in onnx 1.20, and takes roots in double. [1, H, T, D], 2
-    * [1, G, S, D], [..., T, S] -> [1, H, T, D]
+    The reference of onnx 1.20 applies it after the mask, and computes roots in double.
+    [1, H, T, D], 2 * [1, G, S, D], [..., T, S] -> [1, H, T, D]
     """
     q, k, v = (torch.from_numpy(np.ascontiguousarray(x)) for x in (query, key, value))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -129,7 +129,7 @@ def _scores(options: dict[str, Any], q: torch.Tensor, k: torch.Tensor) -> torch.
 
 
 def _visible(start: int, end: int, options: dict[str, Any]) -> torch.Tensor:
-    """Return the keys that each query sees: none after it, and those of a window. [T, end]"""
+    """Return the causal or windowed mask of queries start to end. [T, end]"""
     ahead = torch.arange(start, end)[:, None] - torch.arange(end)
     window = options.get("local_window_size", -1)
     return (ahead >= 0) & (ahead < (window if window > 0 else end))
@@ -140,7 +140,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., list[Any]]] = {
     "Cast": _cast,
     "Gelu": _gelu,
     "Erf": lambda options, x: [torch.erf(torch.from_numpy(x)).numpy()],
-    # The reference has one for up to 64 rows.
+    # The reference's implementation is limited to 64 rows.
     "GatherElements": lambda options, x, i: [np.take_along_axis(x, i, options.get("axis", 0))],
     "SkipSimplifiedLayerNormalization": _skip_norm,
     "TensorScatter": _scatter,

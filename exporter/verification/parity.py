@@ -30,12 +30,20 @@ def verify(
     tolerance: float | None = None,
     advance: Advance = lambda amount: None,
 ) -> tuple[ParityReport, list[str]]:
-    """Verify that the graph is the model, and that it is as accurate as float32 allows.
+    """Verify that the graph computes the model, and that it is as accurate as float32 allows.
 
     The structure is checked in float64. Float32 errors are checked by running all files along the
-    same segments. Of a large model with layers of equal form all layers run in one pass of each
-    segment, compared with PyTorch; then one layer of each form in passes of all kinds, compared
-    with one such pass.
+    same segments. For a large model with layers of equal form, one pass of each segment runs all
+    layers and is compared with PyTorch; other passes run one layer of each form and are compared
+    with a single pass of these layers.
+
+    Args:
+        role: "target" or "draft".
+        parts: Reference results of the segments.
+        runner: Runner of the graph variant.
+        tolerance: Maximum float32 error relative to the largest value of an output; None to bound
+            errors by PyTorch's own.
+        advance: Called with the number of finished stages.
 
     Returns:
         The report, and the fixed-shape files that are not bitwise equal to the decoder.
@@ -59,7 +67,7 @@ def verify(
         float32_cache_error=max(caches),
         error_ratio=error_check.ratio,
         tolerance=tolerance,
-        logits_std=float(parts[0].logits.std(1).mean()),  # of a row, on average
+        logits_std=float(parts[0].logits.std(1).mean()),  # mean over rows
         num_positions=sum(len(part.tokens) for part in parts),
         num_left_out=sum(part.left_out for part in parts),
         invariant_lengths=invariance,
@@ -69,7 +77,7 @@ def verify(
 
 
 def _largest_error(errors: np.ndarray, values: np.ndarray) -> float:
-    """Return an output's largest error relative to its largest value, from row errors."""
+    """Return the largest error relative to the output's largest value, from relative row errors."""
     return float((errors * row_scales(values)).max()) / max(1e-30, float(np.abs(values).max()))
 
 
@@ -99,7 +107,7 @@ def _run_checks(
     all_checks += [
         checks.fixed_shape_check(file, first.tokens, rows, differing) for file in fixed_shapes
     ]
-    # All at once, because a model in parts is loaded for each run.
+    # In a single run, because each run loads all subgraphs of a partitioned model.
     partition_actions, depth_actions = (
         [a for actions, _ in c for a in actions] for c in (all_checks, depth_checks)
     )

@@ -1,9 +1,9 @@
 """Partition of a graph into subgraphs that are loaded one after another.
 
-ONNX Runtime keeps float32 copies of weights stored in a narrower type, and packed copies of matrix
-operands: two to four times a model's size. Of one subgraph that is little. Layers that differ in
-nothing but their weights run the same kernels on the same shapes, so one layer of each form is run
-in full, and all layers in a single pass.
+ONNX Runtime keeps float32 copies of half-precision weights, and packed copies of matrices: two to
+four times a model's size, but little for a single subgraph. Layers that differ only in their
+weights run the same kernels on the same shapes, so all checks run one layer of each form, and all
+layers run in a single pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from ..checkpoint.lazy_weights import BufferPool
 from ..graph.weights import FILE, TORCH_TYPES, chunks, map_tensor
 
-PART_BYTES = 200_000_000  # float32 weights of a partition
+PART_BYTES = 200_000_000  # maximum float32 weights of a subgraph
 
 
 @dataclass
@@ -34,18 +34,21 @@ class Subgraph:
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     size: int = 0  # bytes of weights, in float32
-    layer: int = 0  # how many layers' caches have been read at its end
+    layer: int = 0  # number of layers whose caches are read up to its end
 
 
 class PartitionedGraph:
-    """One graph file in subgraphs; `first` names the inputs at which each but the first begins.
+    """Graph file that is split into subgraphs.
 
-    Without `first` it is cut where a layer's cache is first read, so that subgraphs of equal layers
-    are equal, and so that none has more than PART_BYTES, if more than one constant. Values computed
-    from weights are passed in with `passes_constants`, computed once; otherwise ONNX Runtime
-    computes them, as it must where it adds additional casts: it would fold those out of the
-    placeholder of a passed constant. So it would int8 weights that it makes unsigned, so integers
-    are never passed in.
+    Args:
+        path: Graph file.
+        first: Inputs at which the subgraphs after the first one begin. By default the graph is
+            split where a layer's cache is first read, so that subgraphs of equal layers are equal,
+            and where a subgraph with several constants would exceed PART_BYTES.
+        passes_constants: True to compute values that depend only on weights once, and to pass them
+            to sessions. False where ONNX Runtime adds casts, which it would fold with the
+            placeholder of a passed constant. Int8 weights, which it may convert to unsigned ones,
+            are never passed.
     """
 
     def __init__(
@@ -62,12 +65,12 @@ class PartitionedGraph:
                 self._computed[node.output[0]] = node
         self.first: list[str] = []
         self.parts = self._cut(first)
-        self._made: dict[str, tuple[int, int]] = {}  # a value's part, and its place there
+        self._origins: dict[str, tuple[int, int]] = {}  # subgraph of a value, and its index there
         self._shared: set[str] = set()  # values that more than two layers read
         self._connect()
 
     def model(self, index: int) -> bytes:
-        """Serialize a subgraph; the constants from `computed` have to be passed in."""
+        """Serialize a subgraph; the caller passes the constants of `computed` to the session."""
         part, model = self.parts[index], onnx.ModelProto()
         model.ir_version = self._model.ir_version
         model.opset_import.extend(self._model.opset_import)
@@ -77,7 +80,7 @@ class PartitionedGraph:
         graph.output.extend(self._types[name] for name in part.outputs)
         inner = {name for node in part.nodes for name in node.output} - set(part.outputs)
         graph.value_info.extend(self._types[name] for name in inner if name in self._types)
-        computed = self._behind([name for name in part.constants if not self._is_given(name)])
+        computed = self._producers([name for name in part.constants if not self._is_passed(name)])
         graph.node.extend([*computed, *part.nodes])
         computed_names = {node.output[0] for node in computed}
         names = [*part.constants, *(name for node in computed for name in node.input)]
@@ -88,22 +91,22 @@ class PartitionedGraph:
             )
         return model.SerializeToString()
 
-    def _behind(self, constants: list[str]) -> list[onnx.NodeProto]:
+    def _producers(self, constants: list[str]) -> list[onnx.NodeProto]:
         """Return the nodes that compute constants from stored ones, in order."""
         nodes: dict[str, onnx.NodeProto] = {}
         for name in constants:
             if (node := self._computed.get(name)) is not None:
-                nodes |= {x.output[0]: x for x in self._behind([node.input[0]])}
+                nodes |= {x.output[0]: x for x in self._producers([node.input[0]])}
                 nodes[name] = node
         return [*nodes.values()]
 
     @contextlib.contextmanager
     def computed(self, index: int, memory: BufferPool) -> Iterator[dict[str, np.ndarray]]:
-        """Compute a subgraph's constants that are passed in, while the context lasts."""
+        """Compute the constants that are passed to a subgraph's session, in borrowed buffers."""
         values = {}
         with contextlib.ExitStack() as stack:
             for name in self.parts[index].constants:
-                if self._is_given(name):
+                if self._is_passed(name):
                     value = self.compute(name)
                     kind = self._type(name)
                     room = stack.enter_context(memory.borrow(value.numel(), kind))
@@ -114,18 +117,18 @@ class PartitionedGraph:
                     values[name] = room.view(value.shape).numpy()
             yield values
 
-    def _is_given(self, name: str) -> bool:
-        """Return True if a constant is computed once and passed in."""
+    def _is_passed(self, name: str) -> bool:
+        """Return True if a constant is computed once and passed to sessions."""
         return self._passes_constants and name in self._computed and self._type(name) != torch.int8
 
     def compute(self, name: str) -> torch.Tensor:
-        """Compute a constant, memory-mapped as far as possible."""
+        """Return a constant, memory-mapped and without its casts."""
         node = self._computed.get(name)
         if node is None:
             return map_tensor(self._stored[name], self.folder)
         value = self.compute(node.input[0])
         if node.op_type == "Cast":
-            return value  # cast by whoever copies it
+            return value  # `computed` casts it
         if node.op_type == "Reshape":
             return value.reshape(tuple(onnx.numpy_helper.to_array(self._stored[node.input[1]])))
         (order,) = (list(a.ints) for a in node.attribute if a.name == "perm")
@@ -169,10 +172,11 @@ class PartitionedGraph:
         kind = self._types[name].type.SerializeToString(deterministic=True)
         if _layer_of(name):
             return kind
-        # What many layers read, for example one of two masks, is identified by its name; so do
-        # inputs.
-        made_in, position = self._made.get(name, (0, 0))
-        origin = name if name in self._shared or not made_in else (index - made_in, position)
+        # Graph inputs, and values that many layers read, such as masks, are identified by name.
+        produced_in, position = self._origins.get(name, (0, 0))
+        origin = (
+            name if name in self._shared or not produced_in else (index - produced_in, position)
+        )
         return kind, origin, name in part.outputs
 
     def weights(self, index: int) -> tuple[object, ...]:
@@ -214,9 +218,8 @@ class PartitionedGraph:
             used = [n for n in dict.fromkeys(node.input) if n and self._is_constant(n)]
             large = [name for name in used if self._is_large(name)]
             more = sum(4 * self.compute(name).numel() for name in large)
-            begins = [name for name in map(_layer_of, node.input) if name and name not in layers][
-                :1
-            ]
+            begins = [name for name in map(_layer_of, node.input) if name and name not in layers]
+            begins = begins[:1]
             layers.update(begins)
             if first is not None:
                 begins = [name for name in (*begins, *large[:1]) if [name] == first[:1]]
@@ -235,11 +238,11 @@ class PartitionedGraph:
     def _connect(self) -> None:
         """Find each subgraph's inputs and outputs."""
         readers: defaultdict[str, set[int]] = defaultdict(set)
-        later = {value.name for value in self._model.graph.output}  # read, behind a part
+        later = {value.name for value in self._model.graph.output}  # values read by later parts
         for i, part in reversed([*enumerate(self.parts)]):
             reads = {n for x in part.nodes for n in x.input if n and not self._is_constant(n)}
             produced = [name for node in part.nodes for name in node.output]
-            self._made |= {name: (i, position) for position, name in enumerate(produced)}
+            self._origins |= {name: (i, position) for position, name in enumerate(produced)}
             part.inputs = sorted(reads - {*produced})
             part.outputs = sorted(later & {*produced} - {""})
             later |= reads
@@ -254,7 +257,7 @@ def _layer_of(name: str) -> str:
 
 
 def _passed_constant(name: str, shape: list[int], dtype: torch.dtype) -> onnx.TensorProto:
-    """Return a constant that the caller passes in; its location in a file is not read."""
+    """Return a placeholder of a constant that the caller passes to the session."""
     kind = next(kind for kind, dtype_ in TORCH_TYPES.items() if dtype_ == dtype)
     tensor = onnx.TensorProto(name=name, data_type=kind, dims=shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
@@ -266,11 +269,13 @@ def _passed_constant(name: str, shape: list[int], dtype: torch.dtype) -> onnx.Te
 
 @dataclass(frozen=True)
 class RepresentativeParts:
-    """Subgraphs to run: all before `end`, and from `start` on."""
+    """Subgraphs to run: all before `end`, and from `start` on.
+
+    `names` map, by file, values of skipped subgraphs to the values that replace them.
+    """
 
     end: int
     start: int
-    # Of each file: which value made before `end` stands for one that was made before `start`.
     names: Mapping[str, Mapping[str, str]]
 
     def has(self, index: int) -> bool:
@@ -279,9 +284,9 @@ class RepresentativeParts:
 
 
 def find_representatives(splits: Mapping[str, PartitionedGraph]) -> RepresentativeParts | None:
-    """Leave out subgraphs in the middle that have forms of others; None if that is impossible.
+    """Select subgraphs that include all forms, by skipping some in the middle; None if impossible.
 
-    `splits` are the files of one graph variant, the decoder first, all cut at the same places.
+    `splits` are the files of one graph variant, the decoder first, split at the same values.
     """
     count = len(next(iter(splits.values())).parts)
     forms = [_form_in_all_files(splits, index) for index in range(count)]
@@ -298,7 +303,7 @@ def find_representatives(splits: Mapping[str, PartitionedGraph]) -> Representati
 
 
 def _form_in_all_files(splits: Mapping[str, PartitionedGraph], index: int) -> tuple[object, ...]:
-    """Return a subgraph's form in every file, with weights that the decoder does not read."""
+    """Return a subgraph's form in every file, with weights that differ from the decoder's."""
     forms: list[object] = []
     (decoder, *_) = splits.values()
     for split in splits.values():
@@ -311,7 +316,7 @@ def _form_in_all_files(splits: Mapping[str, PartitionedGraph], index: int) -> tu
 
 
 def _map_names(split: PartitionedGraph, end: int, start: int) -> dict[str, str] | None:
-    """Map the values read of left-out subgraphs from `start` on to those that replace them."""
+    """Map values of skipped subgraphs that later ones read to the values that replace them."""
     if start >= len(split.parts):
         return {}
     left_out = {name for part in split.parts[end:start] for name in part.outputs}

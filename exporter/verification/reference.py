@@ -1,8 +1,8 @@
 """Reference results: the PyTorch model in float64, and the error of float32 arithmetic.
 
-Routers of mixture-of-experts models are recorded as well. A choice between two experts by less
-than rounding error is no fault of the implementation that decides it otherwise, but everything
-behind it differs. Every router takes its experts by `torch.topk`, so that call is recorded.
+Routing of mixture-of-experts models is recorded as well: two implementations may resolve a near-tie
+between experts differently, after which all results differ. Every router selects experts with
+`torch.topk`, so that call is recorded.
 
 T tokens per pass, V vocabulary entries, n positions; H heads of D in the caches.
 """
@@ -31,27 +31,33 @@ from ..tracing.geometry import Geometry
 from .exact_model import ROUNDINGS, RoundingNoiseMode, exact_arithmetic
 from .row_errors import float32_error_bounds, row_errors
 
-WHOLE = 1024  # contexts up to this length are compared whole
-SMALL = 50_000_000  # parameters of a small model
+WHOLE = 1024  # maximum context length that is compared completely
+SMALL = 50_000_000  # maximum parameters of a small model
 PART, TAIL = 256, 48  # positions compared at the start and at the end of the context
 LARGE_PART, LARGE_TAIL = 32, 12  # the same for large models
-TRIES = 64  # times that tokens are drawn anew until float32 chooses every expert clearly
-WORTHLESS = 0.1  # error, relative to the logits' standard deviation, that is refused
-CHUNK = 256  # tokens per pass, and fewer for a vocabulary
+TRIES = 64  # maximum number of times that tokens with routing near-ties are sampled again
+WORTHLESS = 0.1  # refused error, relative to the logits' standard deviation
+CHUNK = 256  # maximum tokens per pass
 ROOM = 1 << 24  # maximum logits per pass
-HELD = 1 << 27  # logits that are kept at once, in float64
+HELD = 1 << 27  # maximum logits in memory, in float64
 History = Callable[[int], np.ndarray]
 
 
 @dataclass
 class Reference:
-    """Results of PyTorch for `tokens` after `start` rows of cache, history(layer part).
+    """Results of PyTorch for a segment of the context.
 
-    `logits` [n, V] and `caches` [H, n, D] of each layer's keys and values are exact, in float64;
-    `logits_float32` [n] and `caches_float32` [H, n] are the errors of PyTorch's own float32, and of
-    other kernels' rounding, relative to the rows; `logits_pytorch` [n] are those of PyTorch alone,
-    absolute. `left_out` counts tokens that were drawn again because of near-ties of a router, which
-    chooses among `num_experts`.
+    Attributes:
+        tokens: Tokens of the segment, [n].
+        start: Position of the first token.
+        history: Returns the rows of cache i before `start`, [H, start, D].
+        logits: Exact logits in float64, [n, V].
+        caches: Exact keys and values of each layer in float64, [H, n, D] each.
+        logits_float32: Float32 errors of logits relative to their row, [n].
+        caches_float32: Float32 errors of caches relative to their row, [H, n] each.
+        logits_pytorch: Absolute errors of PyTorch's float32 logits, [n].
+        num_experts: Number of experts per layer.
+        left_out: Number of tokens that were sampled again because of routing near-ties.
     """
 
     tokens: np.ndarray
@@ -72,7 +78,7 @@ class Reference:
 
 
 def compared_positions(geometry: Geometry, num_parameters: int) -> list[tuple[int, int]]:
-    """Return the compared segments of the context: all of it, or its start and end."""
+    """Return the compared segments of the context: the whole, or its start and end."""
     context, small = geometry.context_length, num_parameters <= SMALL
     small &= min(context, WHOLE) * geometry.padded_vocab_size <= HELD
     part, tail = (PART, TAIL) if small else (LARGE_PART, LARGE_TAIL)
@@ -82,7 +88,7 @@ def compared_positions(geometry: Geometry, num_parameters: int) -> list[tuple[in
 
 
 def chunk_length(geometry: Geometry) -> int:
-    """Return the number of tokens per pass that keeps the logits small."""
+    """Return the number of tokens per pass, fewer for large vocabularies."""
     return min(CHUNK, max(1, ROOM // geometry.padded_vocab_size))
 
 
@@ -94,9 +100,18 @@ def compute_references(
     num_tokens: int,
     advance: Advance = lambda amount: None,
 ) -> list[Reference]:
-    """Run PyTorch over the compared segments; `num_tokens` ids are real.
+    """Run PyTorch over the compared segments.
 
-    Raises ParityError for a model whose logits are meaningless in float32.
+    Args:
+        role: "target" or "draft".
+        model: Model, whose large matrices may be placeholders.
+        sources: Their values.
+        geometry: Sizes of the model.
+        num_tokens: Number of token ids to sample from.
+        advance: Called with the number of finished tokens.
+
+    Raises:
+        ParityError: The model's logits are meaningless in float32, or its routers have near-ties.
     """
     random = np.random.default_rng(0)
     references: list[Reference] = []
@@ -108,7 +123,7 @@ def compute_references(
             part, near = _compute_segment(model, sources, tokens, start, history, geometry)
             if not near.any():
                 break
-            # What comes before the first stays clear, so others are near less often each time.
+            # Tokens before the first near-tie do not change, so the number decreases.
             tokens[near] = random.integers(0, num_tokens, near.sum())
             left_out += int(near.sum())
         else:
@@ -128,7 +143,7 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 
 def _check_magnitude(role: str, parts: list[Reference]) -> None:
-    """Refuse a model that float32 cannot compute, by whatever graph."""
+    """Refuse a model that float32 arithmetic cannot compute accurately. Raises ParityError."""
     for part in parts:
         if not np.isfinite(part.logits).all():
             raise ParityError(f"{role}: its logits are NaN or infinite; check its weights")
@@ -151,18 +166,18 @@ def _compute_segment(
     history: History,
     geometry: Geometry,
 ) -> tuple[Reference, np.ndarray]:
-    """Compute one segment, and the positions of near-ties in routing."""
+    """Return the results of a segment, and the positions of routing near-ties."""
     logits: list[np.ndarray] = []
-    near_logits: list[np.ndarray] = []
+    logits_errors: list[np.ndarray] = []
     pytorch_errors: list[np.ndarray] = []
     with _arithmetic(model, sources, exact=True) as choices:
         caches = _run_passes(model, tokens, start, history, geometry, choices, logits.append)
     exact = np.concatenate([part[0] for part in logits])
 
-    def compare(rounded_cachesrounded_logits: np.ndarray) -> None:
-        rows = exact[sum(map(len, near_logits)) :][: rounded_cachesrounded_logits.shape[1]]
-        off = row_errors(rounded_cachesrounded_logits, rows)
-        near_logits.append(off.max(0))
+    def compare(rounded_logits: np.ndarray) -> None:
+        rows = exact[sum(map(len, logits_errors)) :][: rounded_logits.shape[1]]
+        off = row_errors(rounded_logits, rows)
+        logits_errors.append(off.max(0))
         pytorch_errors.append(off[0])
 
     with _arithmetic(model, sources, exact=False) as rounded:
@@ -175,7 +190,7 @@ def _compute_segment(
         history,
         exact,
         [cache[0] for cache in caches],
-        float32_error_bounds(np.concatenate(near_logits), exact),
+        float32_error_bounds(np.concatenate(logits_errors), exact),
         [
             float32_error_bounds(row_errors(a, b).max(0), b[0])
             for a, b in zip(rounded_caches, caches, strict=True)
@@ -190,7 +205,7 @@ def _compute_segment(
 def _arithmetic(
     model: torch.nn.Module, sources: WeightSources, exact: bool
 ) -> Iterator[RoutingRecorder]:
-    """Let the model compute exactly, or round as float32 does; routing is recorded."""
+    """Compute exactly, or in float32 with random rounding, and record routing."""
     dtype = torch.float64 if exact else torch.float32
     mode = exact_arithmetic(model) if exact else RoundingNoiseMode()
     reading = sources.materialized(model, dtype)
@@ -215,10 +230,10 @@ def _run_passes(
     on_logits: Callable[[np.ndarray], None],
     batch: int = 1,
 ) -> list[np.ndarray]:
-    """Run PyTorch over tokens after rows of cache, in chunks that keep its memory small.
+    """Run PyTorch over tokens after `start` rows of cache, in chunks to limit memory.
 
-    `on_logits` gets the logits [B, t, V] of each chunk, with B equal sequences; returns the rows
-    added to the caches, [B, H, n, D].
+    `on_logits` is called with the logits [B, t, V] of each chunk, where B is `batch`. Returns the
+    rows that are added to the caches, [B, H, n, D] each.
     """
     cache = DynamicCache()
     cache.layers = [
@@ -236,9 +251,9 @@ def _run_passes(
 
 
 class _ContinuedCacheLayer(DynamicLayer):
-    """Cache layer that begins with rows 2 * [H, start, D], shared by a batch.
+    """Cache layer after rows 2 * [H, start, D] that a batch shares.
 
-    It stores added rows alone: copies of earlier rows for each sequence and layer take gigabytes.
+    Only added rows are stored: copies of earlier rows by sequence and layer would take gigabytes.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -262,7 +277,7 @@ class _ContinuedCacheLayer(DynamicLayer):
 
 
 def _earlier_rows(start: int, parts: list[Reference], geometry: Geometry) -> History:
-    """Return rows [H, start, D] before a late position: computed ones repeated, without a pass."""
+    """Return cache rows [H, start, D] before a segment: those of the first one, repeated."""
     shapes = geometry.cache_shapes()
 
     def rows(i: int) -> np.ndarray:
@@ -275,7 +290,7 @@ def _earlier_rows(start: int, parts: list[Reference], geometry: Geometry) -> His
 
 
 class RoutingRecorder(TorchFunctionMode):
-    """Recorder of the scores of every routing choice, [rows, E], and of the number chosen."""
+    """Recorder of router scores, [rows, E], and of the number of selected experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +299,7 @@ class RoutingRecorder(TorchFunctionMode):
 
     @property
     def num_experts(self) -> int:
-        """Largest number of experts that a layer chooses among; 0 without routers."""
+        """Largest number of experts in a layer; 0 without routers."""
         numbers = (scores.shape[1] for _, scores, k in self.scores if k < scores.shape[1])
         return max(numbers, default=0)
 
@@ -302,7 +317,7 @@ class RoutingRecorder(TorchFunctionMode):
 def near_routing_ties(
     exact: RoutingRecorder, rounded: RoutingRecorder, num_positions: int
 ) -> np.ndarray:
-    """Return the positions whose routing margin is near float32's error. [n]"""
+    """Return True for positions whose routing margin is near float32's error. [n]"""
     near = np.zeros(num_positions, bool)
     for (positions, exact_scores, k), (_, rounded_scores, _) in zip(
         exact.scores, rounded.scores, strict=True

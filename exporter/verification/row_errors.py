@@ -1,8 +1,8 @@
 """Row-wise comparison with the reference, bounded by float32's own error.
 
 A row is one position's logits [V], or its keys or values of one head [D]. Errors are relative to a
-row's largest value, so that a large channel, head or position hides nothing in another. PyTorch's
-own float32 error is the bound, since no float32 graph can be expected to be closer than that.
+row's largest value, so that large values of one head or position do not hide errors in another.
+The bound is a multiple of PyTorch's own float32 error.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from specedge.bundle.precision import FLOAT32
 from specedge.errors import ParityError
 
 TINY = 1e-6  # minimum scale of a row, relative to the output's largest value
-# Exact arithmetic leaves a right graph a ten-millionth of float32's error. A constant that is wrong
-# by one part in a thousand costs ten thousand times float32's error of that constant.
+# Multiple of float32's error that is allowed in float64. The error of a correct graph is 1e-7 of
+# float32's; a constant with a relative error of 0.001 causes 10,000 times float32's.
 STRUCTURE = 1e-3
 
 
@@ -27,7 +27,7 @@ def row_scales(expected: np.ndarray) -> np.ndarray:
 
 
 def row_errors(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Return the largest difference in each row, infinite where it is not finite. -> [..., n]"""
+    """Return the largest absolute difference in each row; NaN becomes infinite. -> [..., n]"""
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.abs(actual - expected).max(-1)
     return np.where(np.isfinite(error), error, np.inf)
@@ -42,10 +42,10 @@ def float32_error_bounds(error: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ErrorCheck:
-    """Row-wise comparison of outputs that keeps the worst error and raises ParityError beyond it.
+    """Row-wise comparison of outputs with their reference, which records the largest errors.
 
-    `reference_name` names the reference in messages. With a `tolerance` an error may be that share
-    of the largest value of its output, and float32's own error does not count.
+    `reference_name` is used in messages. A `tolerance` bounds errors relative to the largest value
+    of an output, instead of by float32's own errors.
     """
 
     role: str
@@ -68,7 +68,8 @@ class ErrorCheck:
     ) -> None:
         """Compare rows whose first position is `start`. 2 * [n, V] or [H, n, D], [..., n]
 
-        `largest` is the largest value of the whole output, if these are some rows of it.
+        `largest` is the largest value of the whole output, if the rows are a part of it. Raises
+        ParityError if an error exceeds its bound.
         """
         if actual.shape != expected.shape:
             raise ParityError(

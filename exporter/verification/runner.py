@@ -1,4 +1,4 @@
-"""Runner of exported graphs over one set of caches, bound in place, as a host would."""
+"""Runner of exported graphs over one set of caches, bound in place, as in a host."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from . import partition
 from .partition import RepresentativeParts, find_representatives
 from .subgraph import SubgraphSession, Values, open_session, unpacked_options
 
-WHOLE_BYTES = 100_000_000  # weights; larger models are run in partitions
+WHOLE_BYTES = 100_000_000  # weights; larger models are partitioned
 
 
 @dataclass(frozen=True)
 class PassAction:
     """One pass over the caches: [T] tokens at `past_length` -> [T, V], or None without logits.
 
-    The decoder returns rows from `logits_from` on: [T - logits_from, V]. Of a partitioned model
-    only a `packed` pass has its weights packed, as a host's session would: that costs a copy of
-    them and is not bitwise equal. `then` maps the logits to the result; `on_outputs` gets each
-    subgraph's outputs.
+    The decoder returns rows from `logits_from` on: [T - logits_from, V]. Sessions of a partitioned
+    model prepack weights only for `packed` passes, which needs a copy of them and is not bitwise
+    equal. `then` maps the logits to the result; `on_outputs` is called with each subgraph's
+    outputs.
     """
 
     name: str
@@ -56,7 +56,7 @@ class FillCaches:
 
 @dataclass(frozen=True)
 class FillNoise:
-    """Write noise to rows that are unused, or that a rollback left behind."""
+    """Write noise to rows that are unused or rolled back."""
 
     start: int
     end: int
@@ -72,7 +72,7 @@ class RepeatRows:
 
 @dataclass(frozen=True)
 class ReadRows:
-    """Copy the caches' rows, each [H, end - start, D], into the list `into` if it is given."""
+    """Copy rows of the caches, [H, end - start, D] each, to the list `into`, or to a new one."""
 
     start: int
     end: int
@@ -83,7 +83,7 @@ Action = PassAction | FillCaches | FillNoise | RepeatRows | ReadRows
 
 
 class Runner:
-    """One graph variant of a model over caches [1, H, S, D]; a run begins by filling them."""
+    """Runner of one graph variant of a model over caches [1, H, S, D]."""
 
     def __init__(
         self, folder: Path, files: list[GraphFile], geometry: Geometry, ops: str = "onnx"
@@ -96,7 +96,7 @@ class Runner:
         self._splits: dict[str, partition.PartitionedGraph] = {}
         self.num_stages = 1
         if self.in_parts:
-            # The CPU has few kernels of 16 bits: casts come around the others.
+            # ONNX Runtime adds casts around operators without 16-bit CPU kernels.
             passes_constants = self._dtype == "float32"
             first = partition.PartitionedGraph(
                 self.path("decoder"), passes_constants=passes_constants
@@ -114,12 +114,12 @@ class Runner:
 
     @functools.cached_property
     def left_out(self) -> RepresentativeParts | None:
-        """Subgraphs of a large model that are left out because others have their form."""
+        """Selection of subgraphs that represent all forms of a large model."""
         return find_representatives(self._splits) if self.in_parts else None
 
     @functools.cached_property
     def kept(self) -> list[int]:
-        """Indices, among the model's caches, of those of the subgraphs that are not left out."""
+        """Indices of the caches that the representative subgraphs read."""
         names = list(self._shapes)
         if self.left_out is None:
             return list(range(len(names)))
@@ -137,10 +137,15 @@ class Runner:
         advance: Advance = lambda amount: None,
         through: Sequence[Action] = (),
     ) -> list[Any]:
-        """Run actions and return their results, in order; `advance` is called for each subgraph.
+        """Run actions and return their results in order.
 
-        Actions in `through` come first and run all subgraphs; the others skip those that are left
-        out, and use the caches that are kept.
+        Args:
+            actions: Actions that run representative subgraphs only.
+            advance: Called after each subgraph.
+            through: Actions that run before, through all subgraphs.
+
+        Raises:
+            ExportError: ONNX Runtime cannot load or run a graph.
         """
         actions = [*through, *actions]
         passes = {i: _inputs(a) for i, a in enumerate(actions) if isinstance(a, PassAction)}
@@ -166,28 +171,28 @@ class Runner:
                             continue
                         results[i] = action.then(logits[0]) if action.then else logits[0]
                     elif isinstance(action, ReadRows):
-                        # Stages take the caches in order.
-                        results[i] += session.rows(action.start, action.end)
+                        results[i] += session.rows(action.start, action.end)  # in order of caches
                     elif isinstance(action, FillNoise):
                         session.fill_noise(action.start, action.end)
                     elif isinstance(action, RepeatRows):
                         session.repeat(action.length, action.end)
                     else:
                         at = {name: index[name] for name in session.caches}
-                        places = {n: kept[i] for n, i in at.items()} if shorter else at
-                        session.fill(
-                            {name: action.history(index_) for name, index_ in places.items()}
-                        )
+                        indices = {n: kept[i] for n, i in at.items()} if shorter else at
+                        session.fill({name: action.history(i) for name, i in indices.items()})
                 advance(1)
         return results
 
     def check_files(self) -> None:
-        """Load every file as it is, without copies of its weights."""
+        """Load every file without optimizations or copies of its weights. Raises ExportError."""
         for name in self.files:
             self._check_file(name)
 
     def can_run(self) -> bool:
-        """Load every file as well; return False if ONNX Runtime lacks nothing but kernels."""
+        """Load every file; return False if ONNX Runtime has no kernels for one on this machine.
+
+        Raises ExportError if a file cannot be loaded for another reason.
+        """
         has_kernels = True
         for name in self.files:
             try:
@@ -226,7 +231,7 @@ class Runner:
         if index >= len(split.parts):
             return None
         options = ort.SessionOptions() if packed else unpacked_options()
-        options.enable_cpu_mem_arena = False  # it takes up to twice what it gives
+        options.enable_cpu_mem_arena = False  # the arena allocates up to twice the memory
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self.folder)
         )
@@ -256,9 +261,9 @@ def _inputs(action: PassAction) -> Values:
 
 
 def _order_actions(actions: Sequence[Action], has_caches: bool) -> list[int]:
-    """Order actions; without caches passes are independent and are grouped by session.
+    """Return the order of actions; passes without caches are independent and grouped by session.
 
-    The decoder's come first, because others are compared with them.
+    Passes of the decoder come first, because others are compared with them.
     """
     if has_caches:
         return list(range(len(actions)))

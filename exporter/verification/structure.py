@@ -1,7 +1,7 @@
-"""Structure check in float64, where rounding neither hides nor fakes a fault.
+"""Structure check in float64, where rounding does not hide faults.
 
-Attention nodes are fused kernels in ONNX Runtime, so each is also compared in isolation, on the
-inputs that it has here, with its definition.
+Attention nodes are fused kernels in ONNX Runtime, so each is also compared in isolation with the
+operator's definition, on the inputs of this pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_structure(
     parts: list[Reference],
     tolerance: float | None = None,
 ) -> tuple[float, float]:
-    """Compare a graph for any length with the model, row by row of logits and of every cache.
+    """Compare the decoder with the model, row by row of logits and of every cache.
 
     Returns:
         The structure's error, and the largest multiple of float32's own error in a fused node, to
@@ -69,7 +69,7 @@ def _check_pass(
     noise: Array,
     node_check: NodeCheck | None,
 ) -> None:
-    """Compare one pass over some tokens of a segment, with noise in all rows behind them."""
+    """Compare one pass over some tokens of a segment, with noise in all later cache rows."""
     at = rows.start
     names, shapes = geometry.cache_names(), geometry.cache_shapes()
 
@@ -98,23 +98,22 @@ def _check_pass(
 
 
 class NodeCheck:
-    """Check of a graph's fused nodes as it is run: float32 in ONNX Runtime against exact.
+    """Check of a graph's fused nodes: float32 in ONNX Runtime against float64.
 
-    `length` tokens count; nodes also get rows behind them, whose output the graph drops. With
-    `once` one node of each kind is checked: at the end of a long context each takes as long as a
-    layer.
+    The first `length` tokens are compared; further rows of a node are padding. With `once` one node
+    of each type and attributes is checked, as in a long context each takes as long as a layer.
     """
 
     def __init__(self, graph: ExactGraph, error_check: ErrorCheck, length: int, once: bool) -> None:
-        self._graph, self._judge, self._length, self._once = graph, error_check, length, once
-        self._kinds: set[str] = set()
+        self._graph, self._error_check, self._length, self._once = graph, error_check, length, once
+        self._checked: set[str] = set()
 
     def __call__(self, node: onnx.NodeProto, inputs: list[Array | None]) -> None:
         """Check a node with its inputs."""
-        kind = f"{node.op_type} {attributes(node)}"
-        if node.op_type not in FUSED or (self._once and kind in self._kinds):
+        key = f"{node.op_type} {attributes(node)}"
+        if node.op_type not in FUSED or (self._once and key in self._checked):
             return
-        self._kinds.add(kind)
+        self._checked.add(key)
         arrays = cast_arrays(inputs, np.float64, np.float32)
         cut = visible_inputs(node, arrays)
         exact = self._graph.node(node, cast_arrays(cut, np.float32, np.float64))[0]
@@ -130,7 +129,7 @@ class NodeCheck:
                 float32_errors, row_errors(_split_heads(rounded, heads)[:, : self._length], exact)
             )
         name = f"{node.op_type} {node.name or node.output[0]}"
-        self._judge.compare(
+        self._error_check.compare(
             "fused", name, actual, exact, float32_error_bounds(float32_errors, exact)
         )
 
@@ -138,10 +137,10 @@ class NodeCheck:
 def _permute_channels(
     node: onnx.NodeProto, inputs: list[Array | None], random: np.random.Generator
 ) -> list[Array | None]:
-    """Permute the channels of queries and keys, whose products scores sum.
+    """Permute the channels of queries and keys, and so the summation order of scores.
 
-    The rounding of one head's score is chance: it depends on the order of large channels. Channels
-    that a rotary embedding rotates against each other stay half a head apart.
+    The rounding error of a score depends on the order of large channels. Channels that rotary
+    embedding pairs stay half a head apart.
     """
     options, grouped = attributes(node), node.op_type == "GroupQueryAttention"
     keys = inputs[3 if grouped else 1]
@@ -158,7 +157,7 @@ def _permute_channels(
         if (x := inputs[i]) is not None:
             heads = x.reshape(*x.shape[:-1], -1, size).copy()
             rotated = heads.shape[-2]
-            if i == 0 and grouped and inputs[1] is None:  # values follow, which stay as they are
+            if i == 0 and grouped and inputs[1] is None:  # values follow, which are not permuted
                 rotated -= options["kv_num_heads"]
             heads[..., :rotated, :] = heads[..., :rotated, order]
             reordered[i] = heads.reshape(x.shape)

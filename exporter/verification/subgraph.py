@@ -1,4 +1,4 @@
-"""Session of a subgraph: some of a model's layers with their caches."""
+"""Sessions of a subgraph: some of a model's layers with their caches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from specedge.errors import ExportError
 
 from ..libraries import translate_errors
 
-NOISE = 4.0
-_OFFSETS = 1000  # where in one stretch of numbers a stretch of noise may begin
+NOISE = 4.0  # standard deviation
+_OFFSETS = 1000  # number of offsets in the random numbers at which noise may begin
 Values = dict[str, np.ndarray]
 
 
 class SubgraphSession:
-    """The subgraph that is loaded: some of the layers' caches, and sessions of those layers."""
+    """Loaded subgraph: caches of some layers, and sessions of these layers by file."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class SubgraphSession:
         return {n: ort.OrtValue.ortvalue_from_numpy(c) for n, c in self.caches.items()}
 
     def close(self) -> None:
-        """Unload the sessions, which map files and borrow buffers."""
+        """Release the sessions, which map files and borrow buffers."""
         self._sessions.clear()
 
     def run(self, file: str, packed: bool, values: Values) -> Values:
@@ -100,7 +100,7 @@ class SubgraphSession:
 
 
 def unpacked_options() -> ort.SessionOptions:
-    """Return options of a session that reads its weights from their file, without copies."""
+    """Return options of a session that does not copy its memory-mapped weights."""
     options = ort.SessionOptions()
     options.add_session_config_entry("session.disable_prepacking", "1")
     return options
@@ -109,9 +109,9 @@ def unpacked_options() -> ort.SessionOptions:
 def open_session(
     model: Path | bytes, options: ort.SessionOptions, disabled: Sequence[str] = ()
 ) -> ort.InferenceSession:
-    """Open a session on the CPU, with or without a global thread pool, with right int8 products.
+    """Open a CPU session, with or without a global thread pool, and with exact int8 products.
 
-    Optimizations named in `disabled` do not run.
+    Optimizers named in `disabled` do not run.
     """
     if not _products_are_right():
         options.add_session_config_entry(int8_products.UNSIGNED_OPTION, "1")
@@ -138,6 +138,6 @@ def _open(
     except Exception as error:
         if "per_session_threads" not in str(error):
             raise
-    # Beside a shared pool no session has one of its own.
+    # With a global thread pool sessions cannot have their own.
     options.use_per_session_threads = False
     return ort.InferenceSession(model, options, **arguments)

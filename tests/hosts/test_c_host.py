@@ -252,7 +252,7 @@ def _without_an_input(manifest):
 
 
 def _without_text(manifest):
-    manifest["hosts"]["ids_only"] = "the tokenizer is not a BPE of bytes"
+    manifest["hosts"]["ids_only"] = "the tokenizer is not a byte-level BPE"
     del manifest["hosts"]["graphs"][1:]
 
 
@@ -261,7 +261,10 @@ def _without_text(manifest):
     [
         (damages.of_format_7, "has format 7, this host reads 8 and 9; export the pair again"),
         (damages.without_graphs, "has no graphs for hosts; run specedge embed"),
-        (_without_text, "the bundle supports token ids only: the tokenizer is not a BPE of bytes"),
+        (
+            _without_text,
+            "the bundle supports token ids only: the tokenizer is not a byte-level BPE",
+        ),
         (damages.for_a_later_version, "the bundle needs 9.0"),
         (
             damages.with_smaller_caches,

@@ -168,7 +168,7 @@ def test_nul_in_a_prompt_is_refused(host, fused_bundle):
 
 
 def _without_text(manifest):
-    manifest["hosts"]["ids_only"] = "the tokenizer is not a BPE of bytes"
+    manifest["hosts"]["ids_only"] = "the tokenizer is not a byte-level BPE"
 
 
 def _with_smaller_caches(manifest):
@@ -204,7 +204,7 @@ def _without_a_key(manifest):
     [
         (damages.of_format_7, "has format 7, this host reads 8 and 9; run `specedge embed`"),
         (damages.without_graphs, "has no graphs for hosts; run `specedge embed --bundle"),
-        (_without_text, "supports token ids only: the tokenizer is not a BPE of bytes"),
+        (_without_text, "supports token ids only: the tokenizer is not a byte-level BPE"),
         (damages.for_a_later_version, "the bundle needs ONNX Runtime 9.0 or later"),
         (_with_smaller_caches, "cannot run round.onnx"),
         (_with_caches_of_float16, "has type float16; this host supports float32 only"),

@@ -48,8 +48,8 @@ def test_far_positions_of_alibi_are_told_apart_as_near_ones_are(right):
 def late(bundle, progress):
     """Return figures of both reports and notes about the end of the context."""
     reports = [model.quantization["onnx-kv16"].exceptions for model in bundle.models.values()]
-    said = [line.partition(" KL")[0] for lines in reports for line in lines if "KL" in line]
-    return said, [note.partition(" KL")[0] for note in progress.notes if " KL" in note]
+    said = [line.partition(" the KL")[0] for lines in reports for line in lines if "KL" in line]
+    return said, [note.partition(" the KL")[0] for note in progress.notes if " KL" in note]
 
 
 @pytest.mark.slow

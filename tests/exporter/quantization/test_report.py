@@ -104,7 +104,7 @@ def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
     assert window.past_length == 936
     said = report._describe_late(near, late, 1000)
     assert said is not None
-    assert said.startswith("near position 1000 KL is ")
+    assert said.startswith("near position 1000 the KL divergence is ")
     assert report._describe_late(near, distances(original, Model(1000))[1], 1000) is None
 
 

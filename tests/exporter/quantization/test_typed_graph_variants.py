@@ -221,7 +221,7 @@ def test_integers_are_widened_a_column_and_no_input_is_rounded(made):
 @pytest.mark.slow(exhaustive=True)
 def test_what_this_machine_cannot_run_is_checked_and_the_report_says_so(tmp_path):
     made = Made(tmp_path, "gpt2", draft="self:1", precision="bf16", compute="bf16", ops="gqa")
-    notes = [note for note in made.progress.notes if "no bfloat16 kernels here" in note]
+    notes = [note for note in made.progress.notes if "no bfloat16 kernels on this machine" in note]
     assert [note.split(":")[0] for note in notes] == ["target (gqa-bf16)", "draft (gqa-bf16)"]
     for model in made.bundle.models.values():
         assert model.quantization["gqa-bf16"].num_tokens == 0
