@@ -1,1 +1,1 @@
-"""The embedded pair, which works offline: a bundle in `embedded`; see README.md for its making."""
+"""Embedded pair: a bundle in `embedded`, which works offline; README.md describes its training."""

@@ -3,8 +3,8 @@
     python tools/corpus.py > held_out.jsonl
     specedge bench --prompts held_out.jsonl
 
-prints prompts that neither model of the embedded pair was trained on. Both models of `bench`'s
-prediction see the same modules: each gives two prompts, one after the other.
+prints prompts from modules on which the embedded pair was not trained, two from each, so that
+`bench` predicts and measures with the same modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TABLES = ("encodings/cp", "encodings/mac_", "encodings/iso", "encodings/koi", "e
 def library_files() -> list[tuple[str, str]]:
     """Return the name and text of every module of the running Python's library, sorted by name.
 
-    Tables, repeated files, and files that are not UTF-8 or have very long lines are left out.
+    Tables, duplicates, and files that are not UTF-8 or have very long lines are excluded.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files, seen = [], set()

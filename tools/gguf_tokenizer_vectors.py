@@ -1,11 +1,9 @@
-"""Record the ids of llama.cpp's tokenizers, which tests/exporter/checkpoint compares with.
-
-Run it where llama-cpp-python and gguf are installed:
+"""Record token ids of llama.cpp's tokenizers for tests/exporter/checkpoint.
 
     python tools/gguf_tokenizer_vectors.py [FILE.gguf ...]
 
-Without files it uses vocabularies that are made of the embedded tokenizer, one for each
-pre-tokenizer; with files their own.
+Requires llama-cpp-python and gguf. The vocabularies are those of the files, by default variants of
+the embedded tokenizer, one for each pre-tokenizer.
 """
 
 from __future__ import annotations

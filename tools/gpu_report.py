@@ -1,14 +1,14 @@
-"""Measure a GPU, and keep what its tests and measurements found in one file to send back.
+"""Measure a GPU, and collect results of tests and measurements in one report file.
 
     pytest -m gpu tests/gpu --gpu-report gpu.json
     python tools/gpu_report.py prepare FOLDER [--shape 1.5b]
     python tools/gpu_report.py run FOLDER [--device cuda] [--report gpu.json]
     python tools/gpu_report.py show gpu.json
 
-`prepare` needs no GPU: it grows SmolLM2-135M into a larger target (tools/grow.py) and exports the
-pair; copy FOLDER to the GPU's machine. `run` takes about 8 minutes. With PyTorch for CUDA
-transformers' assisted generation runs on the same pair. The file has what `specedge doctor` says,
-tests by name and measurements by device.
+`prepare` needs no GPU: it expands SmolLM2-135M to a larger target (tools/grow.py) and exports the
+pair; copy FOLDER to the machine with the GPU. `run` takes about 8 minutes. If PyTorch supports
+CUDA, transformers' assisted generation is measured on the same pair. The report contains the output
+of `specedge doctor`, tests by name and measurements by device.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ COLUMNS = (
 
 
 class ReportError(ValueError):
-    """A file that is not a report, or a report of another machine."""
+    """Error of a file that is not a report, or that is a report of another machine."""
 
 
 class Report:
-    """A report file. Parts that are written again keep all other entries."""
+    """Report file, whose parts are updated separately."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class Report:
         self.read()
 
     def read(self) -> dict[str, Any]:
-        """Return the file's content. Raises ReportError if another machine wrote it."""
+        """Return the file's content. Raises ReportError if it is of another machine."""
         if not self.path.exists():
             return {"doctor": self._doctor}
         content = read_report(self.path)
@@ -75,7 +75,7 @@ class Report:
         return content | {"doctor": self._doctor}
 
     def put(self, part: str, values: dict[str, Any]) -> None:
-        """Write entries of a part: "tests" or "bench"."""
+        """Add or replace entries of a part, "tests" or "bench"."""
         content = self.read()
         content[part] = content.get(part, {}) | values
         temporary = self.path.with_name(f"{self.path.name}.new")
@@ -102,7 +102,7 @@ def _machine(doctor: dict[str, Any]) -> str:
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Time a function after one call that binds buffers and captures graphs."""
+    """Time a function after one warm-up call that binds buffers and captures graphs."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -112,7 +112,7 @@ def milliseconds(run: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def bandwidth(device: str, size: int = 1 << 28) -> float:
-    """Return the bytes per second of x + x over `size` float32 numbers on a device."""
+    """Return the bytes per second of x + x with `size` float32 elements on a device."""
     from onnx import TensorProto, helper
 
     from specedge.runtime.backend.ort import inference_session, onnxruntime
@@ -140,7 +140,7 @@ def bandwidth(device: str, size: int = 1 << 28) -> float:
 
 
 def measure_pair(folder: Path, device: str, speed: float) -> dict[str, Any]:
-    """Measure passes, drafts of one call and requests of a bundle; times are milliseconds."""
+    """Measure passes, draft calls and requests of a bundle, in milliseconds."""
     import specedge
     from specedge.sampling_options import Sampling
     from specedge.theory.formulas import alpha_from_tokens, speedup
@@ -171,7 +171,7 @@ def measure_pair(folder: Path, device: str, speed: float) -> dict[str, Any]:
 
 
 def _pass(model: Any, length: int) -> dict[str, Any]:
-    """Time a pass of T tokens: as requests run it, and on a GPU without a captured graph."""
+    """Time a pass of T tokens, with and without a captured CUDA graph."""
     model.truncate(0)
     model.prefill([0] * PAST)
     session = model._session
@@ -193,7 +193,7 @@ def _pass(model: Any, length: int) -> dict[str, Any]:
 
 
 def _draft_call(model: Any, sampling: Any) -> dict[str, float] | None:
-    """Time a draft of K tokens in one call; None where passes draft."""
+    """Time a draft of K tokens in one call; None if the bundle drafts by passes."""
     from specedge.runtime.sampling.history import History
 
     model.truncate(0)
@@ -212,7 +212,7 @@ def _draft_call(model: Any, sampling: Any) -> dict[str, float] | None:
 
 
 def _requests(pipeline: Any) -> dict[str, Any]:
-    """Time plain and speculative decoding in turn, in milliseconds per token."""
+    """Time plain and speculative decoding alternately, in milliseconds per token."""
     times: dict[int, list[float]] = {0: [], K: []}
     texts: dict[int, list[list[int]]] = {0: [], K: []}
     stats = None
@@ -357,7 +357,7 @@ def run(folder: Path, device: str, path: Path | None) -> None:
     for precision in PRECISIONS:
         if (folder / precision).exists():
             bench["models"][precision] = measure_pair(folder / precision, device, speed)
-            if report is not None:  # a driver may end the process
+            if report is not None:  # now, as a driver fault may end the process
                 report.put("bench", {device: bench})
     if device != "cpu":
         bench["transformers"] = assisted_generation(folder, device)

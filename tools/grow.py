@@ -2,16 +2,16 @@
 
     python tools/grow.py CHECKPOINT FOLDER --shape 7b [--noise X]
 
-FOLDER has the sizes, and so the times and the memory, of the shape, and with `--noise 0` the logits
-of CHECKPOINT except for rounding: the two are a draft and a target whose acceptance rate the noise
-sets. Label results that were measured with it "synthetic".
+FOLDER has the size of the shape, and so its speed and memory. With `--noise 0` its logits are those
+of CHECKPOINT except for rounding: the two are a draft and a target whose acceptance rate depends on
+the noise. Label results that were measured with it "synthetic".
 
 * The small residual stream is the first h channels of the large one, times `sqrt(H / h)`, so that
-  its mean square stays; all other channels are 0.
-* Layers, heads and neurons that the small model lacks read with random weights and write zeros.
-* A rotary pair goes to the entries of the same frequency, and queries are scaled for the larger
+  its mean square is unchanged; all other channels are 0.
+* Additional layers, heads and neurons read with random weights and write zeros.
+* Rotary pairs are mapped to channels of the same frequency, and queries are scaled for the larger
   head's division by `sqrt(head_dim)`.
-* Noise is added to all matrices that write to the stream and to the embedding's other channels.
+* Noise is added to all matrices that write to the stream, and to the embedding's other channels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_LAYERS = 32
 
 
 class Growth:
-    """Tensors of a large Llama, made from those of a small one.
+    """Tensors of a large Llama, derived from those of a small one.
 
     H, D are the large model's hidden size and head size, h, d the small one's. An axis map is a
     pair of index tensors: entry `source[i]` of a small axis becomes entry `target[i]`.
@@ -55,7 +55,7 @@ class Growth:
         group, small_group = (
             c.num_attention_heads // c.num_key_value_heads for c in (large, small)
         )
-        copies = -(-small_group // group)  # of a key head whose queries need several groups
+        copies = -(-small_group // group)  # of key heads whose queries need several groups
         limits = {
             "hidden size": (h, size),
             "neurons": (small.intermediate_size, large.intermediate_size),
@@ -68,7 +68,10 @@ class Growth:
                     f"{name}: requires {required}, the shape has {available}"
                 )
         if head_dim % d or small.rope_parameters["rope_type"] != "default":
-            raise click.ClickException("the source must have plain rotary positions that divide")
+            raise click.ClickException(
+                "the source must have rotary embedding without scaling, and a head size that "
+                "divides the shape's"
+            )
         self.gain = (size / h) ** 0.5
         layers, count = small.num_hidden_layers, large.num_hidden_layers
         self.layers = {(2 * i + 1) * count // (2 * layers): i for i in range(layers)}
@@ -117,7 +120,7 @@ class Growth:
                 head[:, : source.shape[1]] = source
                 return head
         tied = part == "norm" and self.large.tie_word_embeddings
-        weight = torch.ones(shape)  # of a norm, which undoes the stream's scale
+        weight = torch.ones(shape)  # norms undo the stream's scale
         if source is not None:
             weight[:] = source.mean()
             weight[: len(source)] = source
@@ -125,7 +128,7 @@ class Growth:
         return weight
 
     def _source(self, name: str) -> Tensor | None:
-        """Return the small model's tensor, None in a layer that it lacks."""
+        """Return the small model's tensor; None in an additional layer."""
         number = re.search(r"\.(\d+)\.", name)
         if number is None:
             return self.weights[name]
@@ -137,7 +140,7 @@ class Growth:
         return torch.randn(shape, generator=generator)
 
     def _noise(self, name: str, shape: torch.Size, fan_in: int) -> Tensor:
-        """Return noise that adds up, over all writers, to `noise` times the embedding's size."""
+        """Return noise whose sum over all writers has `noise` times the embedding's RMS."""
         if not self.noise:
             return torch.zeros(shape)
         size = self.weights["model.embed_tokens.weight"].square().mean().sqrt()
@@ -154,7 +157,7 @@ class Growth:
         return matrix
 
     def _query(self, name: str, shape: torch.Size, source: Tensor | None) -> Tensor:
-        """Return a reader of queries; entries that a small head lacked do not change its scores."""
+        """Return a matrix of queries, whose additional channels have the size of the noise."""
         if source is None:
             return self._reader(name, shape, None, self.queries)
         scale = (self.large.head_dim / self.small.head_dim) ** 0.5
@@ -178,7 +181,7 @@ class Growth:
 def grow(
     source: Path, folder: Path, shape: dict[str, int], noise: float, seed: int, dtype: torch.dtype
 ) -> None:
-    """Write a checkpoint of a shape that computes the text of a small one, a shard per layer."""
+    """Write a checkpoint of a shape with the logits of a small one, one shard per layer."""
     small = AutoConfig.from_pretrained(source)
     if small.model_type != "llama":
         raise click.ClickException(f"the source must be a llama, not a {small.model_type}")

@@ -1,7 +1,7 @@
-"""Prompts, timings, intervals and memory that the measurements share.
+"""Prompts, timings, confidence intervals and memory for the measurements.
 
-Timings alternate: whatever is compared runs in turn, the baseline before and after the others, so
-that a machine whose speed drifts does not favor one of them.
+Compared settings alternate, with the baseline before and after the others, so that drifting machine
+speed does not favor one of them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def time_request(pipeline: Pipeline, prompt: list[int], length: int, **options: 
 
 
 def confidence_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return the ratio of two sums and its 95% interval, by bootstrap over the pairs."""
+    """Return the ratio of two sums and its 95% confidence interval, by bootstrap over the pairs."""
 
     def ratio(sample: Sequence[tuple[float, float]]) -> float:
         return sum(first for first, _ in sample) / sum(second for _, second in sample)
@@ -82,7 +82,7 @@ def confidence_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, fl
 
 
 def memory_bandwidth(threads: int, array_bytes: int = 200_000_000) -> float:
-    """Return the bytes per second that a number of threads read by adding up arrays."""
+    """Return the memory bandwidth of a number of threads that sum arrays, in bytes per second."""
     arrays = [np.ones(array_bytes // 8) for _ in range(threads)]
     best = float("inf")
     for _ in range(10):
@@ -97,7 +97,7 @@ def memory_bandwidth(threads: int, array_bytes: int = 200_000_000) -> float:
 
 
 def process_memory(name: str, process: int | str = "self") -> int:
-    """Return a field of a process's status in bytes: VmRSS, RssAnon, or the peak VmHWM. Linux."""
+    """Return VmRSS, RssAnon or VmHWM (peak) of a process in bytes; Linux only."""
     lines = Path(f"/proc/{process}/status").read_text("utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 

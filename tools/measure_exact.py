@@ -1,10 +1,9 @@
-"""Measure near-ties: greedy texts that they change, and the cost of resolving them exactly.
+"""Measure near-ties: the greedy texts that they change, and the cost of exact resolution.
 
     python tools/measure_exact.py [--bundle FOLDER]
 
-Prompts are held-out modules of the running Python's library. For each K plain decoding,
-speculative decoding and exact speculative decoding run in turn; speed-ups are medians of paired
-ratios.
+Prompts are held-out modules of the running Python's library. For each K plain decoding, speculative
+decoding and exact speculative decoding alternate; speed-ups are medians of paired ratios.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python tools/measure_memory.py export TARGET [--draft DRAFT] [--precision int8]
 
 `bundle`: a new process loads the bundle and fills its context, greedily and at temperature 1; its
-peak is compared with the predicted one. `export`: seconds and peaks by step, of resident memory and
-of memory that no file backs, which the system cannot reclaim.
+peak is compared with the peak estimate. `export`: time and peak by step, of resident memory and of
+anonymous memory, which the system cannot reclaim.
 """
 
 from __future__ import annotations
@@ -87,30 +87,26 @@ def measure_export(
         return
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [sys.executable, __file__, "export", str(target), "--precision", precision]
-        command += [
-            "--output",
-            os.path.join(scratch, "bundle"),
-            *(["--draft", draft] if draft else []),
-        ]
+        command += ["--output", os.path.join(scratch, "bundle")]
+        command += ["--draft", draft] if draft else []
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         samples: list[tuple[float, int, int]] = []
-        watch = threading.Thread(target=_sample_memory, args=(process, samples))
-        watch.start()
+        sampler = threading.Thread(target=_sample_memory, args=(process, samples))
+        sampler.start()
         lines, _ = process.communicate()
-        watch.join()
-    click.echo(table_header("step", "seconds", "CPU seconds", "resident", "no file's"))
+        sampler.join()
+    click.echo(table_header("step", "seconds", "CPU seconds", "resident", "anonymous"))
     for step, start, end in map(json.loads, lines.splitlines()):
         peaks = [sizes for when, *sizes in samples if start[0] <= when <= end[0]] or [[0, 0]]
         sizes = [f"{max(column) / MB:.0f} MB" for column in zip(*peaks, strict=True)]
-        click.echo(
-            table_row(step, *(f"{b - a:.1f}" for a, b in zip(start, end, strict=True)), *sizes)
-        )
+        times = [f"{b - a:.1f}" for a, b in zip(start, end, strict=True)]
+        click.echo(table_row(step, *times, *sizes))
     if process.returncode:
         raise click.ClickException("the export failed")
 
 
 def _export(draft: str | None, target: Path, output: str, precision: str) -> None:
-    """Export in this process; print a JSON line for each step: its name, begin and end."""
+    """Export in this process; print name, start and end of each step as a JSON line."""
     from specedge.errors import SpecEdgeError
     from specedge.exporter import Progress, export
 
@@ -128,9 +124,9 @@ def _export(draft: str | None, target: Path, output: str, precision: str) -> Non
 
 
 def _sample_memory(process: subprocess.Popen[str], samples: list[tuple[float, int, int]]) -> None:
-    """Append the time, resident bytes and bytes that no file backs, every 20 milliseconds."""
+    """Append time, resident and anonymous bytes every 20 milliseconds."""
     while process.poll() is None:
-        with contextlib.suppress(OSError, StopIteration):  # it has just ended
+        with contextlib.suppress(OSError, StopIteration):  # the process has just ended
             sizes = [process_memory(name, process.pid) for name in ("VmRSS", "RssAnon")]
             samples.append((time.time(), *sizes))
         time.sleep(0.02)

@@ -1,12 +1,12 @@
-"""Measure passes of T tokens against the time to read the weights, and the share of each kernel.
+"""Measure passes of T tokens relative to the memory bandwidth, and the share of each kernel.
 
     python tools/measure_passes.py BUNDLE [BUNDLE ...] [--role target] [--threads N] [--unsigned]
         [--ops NAME ...] [--past N]
 
 Milliseconds are the minimum and the median of passes after 100 cached tokens, or `--past`; bundles,
-graph variants and T run in turn. The bound is the weights' bytes at the memory bandwidth that as
-many threads reach. Shares are of kernel time in a separate profile, whose clock costs each node
-some microseconds: they show what is worth a look, not seconds.
+graph variants and T alternate. The bound is the time to read the weights at the memory bandwidth of
+the same number of threads. Shares of kernel time are from a separate profile, which adds a few
+microseconds to each node.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KERNELS = {
 def pass_seconds(
     models: dict[str, OrtModel], repeats: int, past: int
 ) -> dict[tuple[str, int], list[float]]:
-    """Return the seconds of passes by model and length, all in turn."""
+    """Return the seconds of alternating passes by model and length."""
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for model in models.values():
         model.prefill([0] * past)
@@ -62,7 +62,7 @@ def pass_seconds(
 def kernel_shares(
     bundle: Bundle, role: str, ops: str, length: int, device: Device, past: int
 ) -> dict[str, float]:
-    """Return the share of each group of kernels in a decoder pass over in-place caches."""
+    """Return the share of each group of kernels in a decoder pass with in-place caches."""
     model = bundle.models[role]
     entry = model.graph("decoder", ops)
     signature = model.signatures[entry.signature]
@@ -106,7 +106,7 @@ def kernel_shares(
 @click.option("--role", type=click.Choice(["target", "draft"]), default="target")
 @click.option("--threads", type=int, default=cpu_count(), show_default=True)
 @click.option("--repeats", default=20, show_default=True)
-@click.option("--unsigned", is_flag=True, help="Multiply unsigned bytes, as AVX2 alone needs.")
+@click.option("--unsigned", is_flag=True, help="Multiply unsigned bytes, for CPUs without VNNI.")
 @click.option("--ops", multiple=True, help="Graph variants to compare. [default: the CPU's]")
 @click.option("--past", default=100, show_default=True, help="Cached tokens.")
 def main(

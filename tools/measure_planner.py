@@ -1,12 +1,12 @@
-"""Measure `auto` against plain decoding and against the best fixed setting.
+"""Measure `auto` relative to plain decoding and to the best fixed setting.
 
     python tools/measure_planner.py [--bundle FOLDER] [--set SET]... [--temperature T]... [--tune]
 
-Whole requests, prefill included, by the wall clock on a quiet machine. Each prompt's settings run
-in turn, `auto` and plain decoding twice, before and after the others. Costs are measured at load
-with an empty data folder, anew for every few prompts, as a first user has them, or by
-`specedge tune`. A ratio is that of all seconds together, with a 95% interval. The best fixed
-setting is the one that was fastest over the whole set, which nobody knows in advance.
+Times are of complete requests including prefill, on an idle machine. Settings alternate for each
+prompt, `auto` and plain decoding before and after the others. Costs are measured at load with an
+empty data folder, again for every few prompts, or by `specedge tune`. Ratios are of total seconds,
+with 95% confidence intervals. The best fixed setting is the fastest over a whole set of prompts,
+which is unknown in advance.
 """
 
 from __future__ import annotations

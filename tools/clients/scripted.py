@@ -1,8 +1,8 @@
-"""Server of a model that writes what the last user message says, so that tools can be tested.
+"""Server with a scripted model, for deterministic tests of tool calls.
 
-A message holds `SCRIPT: TURN ||| TURN`: the first turn is the answer to it, the next one the
-answer to what follows, such as a tool's result. Calls are written in Hermes' format. Under a
-grammar the model goes through the turn's text as far as the grammar allows, whatever its spaces.
+The last user message contains `SCRIPT: TURN ||| TURN`: the first turn is the answer to it, and the
+next one the answer to what follows, such as a tool's result. Calls are in Hermes format. A grammar
+may change the whitespace of a turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ END = "<|im_end|>"
 
 
 class ScriptedModel:
-    """Language model without weights whose tokens are those of the script in its prompt."""
+    """Language model that generates the script in its prompt."""
 
     invariant_lengths = tuple(range(1, 66))
     float32_error = 5e-6
@@ -97,14 +97,14 @@ class ScriptedModel:
 
 
 def script_turn(prompt: str) -> str:
-    """Return the text that answers a rendered prompt."""
+    """Return the turn of the script that follows a rendered prompt."""
     *_, script = re.finditer(r"SCRIPT: (.*?)(?=<\|im_end\|>|\n|$)", prompt)
     turns = script[1].split("|||")
     return turns[min(prompt.count(ANSWER, script.end()), len(turns) - 1)].strip()
 
 
 def _rest(text: str, written: str) -> str:
-    """Return what is left of a text, of which all but spaces was written in order."""
+    """Return the remaining part of a text, where `written` may differ in whitespace."""
     count = len("".join(written.split()))
     for i, character in enumerate(text):
         if not count:
@@ -114,7 +114,7 @@ def _rest(text: str, written: str) -> str:
 
 
 @click.command(help=__doc__)
-@click.option("--bundle", required=True, help="Bundle whose tokenizer the model takes.")
+@click.option("--bundle", required=True, help="Bundle whose tokenizer is used.")
 @click.option("--port", type=int, required=True)
 def main(bundle: str, port: int) -> None:
     loaded = Bundle.read(bundle)

@@ -2,10 +2,10 @@
 
     python tools/peers/compare.py
 
-Converts the weights for each library, measures quality against the float32 model, then times
-requests in interleaved rounds, and writes README.md, figures.json and chart.svg. Everything is
-cached: a run that was interrupted, or limited by --minutes, goes on where it ended.
-docs/benchmarks.md describes the method. Development only.
+Converts the weights for each library, measures quality relative to the float32 model, times
+requests in interleaved rounds, and writes README.md, figures.json and chart.svg. Results are
+cached: a run that was interrupted, or limited by --minutes, is resumed. docs/benchmarks.md
+describes the method.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NAMES = {
 
 
 class Comparison:
-    """The files to compare on, the caches and the results."""
+    """Comparison with its caches and results."""
 
     def __init__(
         self, output: Path, cache: Path, peers: list[str], pythons: dict[str, str], threads: int
@@ -58,7 +58,7 @@ class Comparison:
             folder.mkdir(parents=True, exist_ok=True)
 
     def figures_of(self, file: Path) -> Figures:
-        """Return the figures of a file, new ones if it was not measured yet."""
+        """Return the figures of a file, which are empty if it was not measured yet."""
         name = NAMES.get(file.stem, file.stem)
         for figures in self.figures:
             if figures.name == name:
@@ -94,7 +94,7 @@ class Comparison:
                 self.write()
 
     def measure_quality(self, reference: Reference, figures: Figures) -> None:
-        """Measure every variant that has no figures of these windows."""
+        """Measure the quality of every variant that has not been measured."""
         windows, folder = reference.windows(), reference.log_probabilities(_say)
         for variant in figures.variants.values():
             if variant.quality or variant.reason or variant.peer not in self.peers:
@@ -112,7 +112,7 @@ class Comparison:
             self.write()
 
     def measure_kernels(self, reference: Reference, figures: Figures, tokens: int) -> None:
-        """Compare kept GGUF types, and llama.cpp, with the same weights in float32."""
+        """Compare kept GGUF types and llama.cpp with the same weights in float32."""
         for gguf_type in GGUF_TYPES:
             names = f"llamacpp {gguf_type}", f"specedge keep {gguf_type}"
             variants = [figures.variants.get(name) for name in names]
@@ -185,7 +185,7 @@ class Comparison:
         (self.output / "chart.svg").write_text(reporting.chart(self.figures[0]) + "\n", "utf-8")
 
     def _worker(self, variant: Variant) -> Worker:
-        """Start a process of a variant's library."""
+        """Start a worker process of a variant's library."""
         peer = PEERS[variant.peer]
         python = python_of(peer, self.cache / "environments", self.pythons)
         folders = (ROOT, ROOT / "tools", ROOT / "tools/peers/workers")
@@ -210,12 +210,12 @@ def _processor() -> str:
 
 
 def _names(choices: Sequence[str]) -> Callable[[Any, click.Parameter, str], list[str]]:
-    """Return the callback of an option that takes some of the choices with commas between."""
+    """Return the callback of an option with comma-separated choices."""
 
     def parse(_: Any, parameter: click.Parameter, value: str) -> list[str]:
         names = [part.strip() for part in value.split(",")]
         if unknown := [name for name in names if name not in choices]:
-            raise click.BadParameter(f"no {unknown[0]}; there are {', '.join(choices)}")
+            raise click.BadParameter(f"no {unknown[0]}; choose from {', '.join(choices)}")
         return names
 
     return parse
@@ -224,7 +224,7 @@ def _names(choices: Sequence[str]) -> Callable[[Any, click.Parameter, str], list
 def _pythons(_: Any, __: Any, values: tuple[str, ...]) -> dict[str, str]:
     pythons = dict(value.partition("=")[::2] for value in values)
     if unknown := [name for name in pythons if name not in PEERS]:
-        raise click.BadParameter(f"no library {unknown[0]}; there are {', '.join(PEERS)}")
+        raise click.BadParameter(f"no library {unknown[0]}; choose from {', '.join(PEERS)}")
     return pythons
 
 
@@ -238,15 +238,19 @@ def _pythons(_: Any, __: Any, values: tuple[str, ...]) -> dict[str, str]:
 )
 @click.option("--steps", default=",".join(STEPS), callback=_names(STEPS), show_default=True)
 @click.option("--peers", default=",".join(PEERS), callback=_names(PEERS), show_default=True)
-@click.option("--minutes", type=float, default=60.0, show_default=True, help="Of rounds, a file.")
+@click.option(
+    "--minutes", type=float, default=60.0, show_default=True, help="Time limit of a file's rounds."
+)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--tokens", type=click.IntRange(2), default=48, show_default=True, help="A prompt.")
+@click.option(
+    "--tokens", type=click.IntRange(2), default=48, show_default=True, help="New tokens per prompt."
+)
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 @click.option(
     "--python", "pythons", multiple=True, metavar="PEER=PATH", callback=_pythons,
-    help="Python of an environment that has the library.",
+    help="Python of an environment with the library.",
 )  # fmt: skip
-@click.option("--cache", type=click.Path(path_type=Path), help="Environments and models.")
+@click.option("--cache", type=click.Path(path_type=Path), help="Folder of environments and models.")
 def main(
     files: tuple[Path, ...],
     output: Path,
@@ -265,10 +269,8 @@ def main(
         files = tuple(map(real_weights.path_of, (real_weights.SMOLLM2, real_weights.GEMMA)))
     comparison = Comparison(output, cache, peers, pythons, threads)
     for file in files:
-        reference, figures = (
-            Reference(file.absolute(), cache / "models"),
-            comparison.figures_of(file),
-        )
+        reference = Reference(file.absolute(), cache / "models")
+        figures = comparison.figures_of(file)
         if "convert" in steps:
             comparison.convert(reference, figures)
         if "quality" in steps:

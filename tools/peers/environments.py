@@ -1,4 +1,4 @@
-"""Compared libraries, and a virtual environment for each, made when it is first needed."""
+"""Compared libraries, and a virtual environment for each, created when it is first needed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-WITHOUT = "# without: "  # dependencies that must not be there
+WITHOUT = "# without: "  # dependencies to uninstall
 
 
 class UnavailableError(Exception):
-    """Reason why a library is not measured, in one line."""
+    """Error of a library that cannot be measured, with the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library and its precisions; specedge runs in the environment of this tool."""
+    """Library with its precisions; specedge runs in the environment of this tool."""
 
     name: str
     label: str
@@ -68,7 +68,7 @@ def python_of(peer: Peer, cache: Path, pythons: dict[str, str]) -> str:
 
 
 def _environment(peer: Peer, cache: Path) -> Path:
-    """Return the environment, made again when requirements change or an attempt was cut."""
+    """Return the environment; create it if requirements changed or it is incomplete."""
     text = peer.requirements.read_text("utf-8")
     folder = cache / f"{peer.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     complete = folder / "complete"
@@ -88,5 +88,5 @@ def _environment(peer: Peer, cache: Path) -> Path:
 def _run(command: list[str]) -> None:
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
-        last = (process.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        last = (process.stderr.strip().splitlines() or ["pip printed no error"])[-1]
         raise UnavailableError(f"not installed: {last}")

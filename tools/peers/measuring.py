@@ -1,4 +1,4 @@
-"""Quality and interleaved timings of converted models, kept as JSON."""
+"""Quality and interleaved timings of converted models, stored as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from processes import WorkerError
 
-AUTO = "auto"  # drafts as the library plans them
+AUTO = "auto"  # K is planned by the library
 LENGTHS = (1, 5)  # tokens of the passes that are timed
 REPEATS = 8  # passes of each length in a round
 WARM_UP = 8  # tokens after loading
@@ -27,12 +27,12 @@ class Client(Protocol):
 
 @dataclass
 class Variant:
-    """A model as one library holds it in one precision.
+    """Model in one precision of a library.
 
     Attributes:
         model: Folder name of the conversion; empty if there is none.
-        reason: Why there are no figures.
-        has_drafts: True if the library also decodes with drafts here.
+        reason: Reason if there are no figures.
+        has_drafts: True if speculative decoding is measured as well.
     """
 
     peer: str
@@ -52,7 +52,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Run:
-    """One greedy generation of a prompt."""
+    """Greedy generation from one prompt."""
 
     variant: str
     k: int | str
@@ -66,16 +66,16 @@ class Run:
 
     @property
     def ms_per_token(self) -> float:
-        """Milliseconds of the whole request for each new token."""
+        """Milliseconds of the complete request per new token."""
         return 1000 * (self.prefill_seconds + self.decode_seconds) / self.tokens
 
 
 @dataclass
 class Round:
-    """One turn of every setting: all prompts, and passes by variant and length.
+    """Runs of all prompts with every setting, and passes by variant and length.
 
     Attributes:
-        stamp: Digest of what was compared; rounds of another one are discarded.
+        stamp: Digest of models, prompts and settings; rounds with another one are discarded.
     """
 
     stamp: str
@@ -92,8 +92,8 @@ class Kernels:
         llamacpp: KL of llama.cpp's kernels.
         keep: KL of a bundle that keeps the type.
         keep_float: KL of the bundle's graph variant with float activations.
-        same_text: Number of prompts for which that variant's greedy text equals the float32
-            model's, and number of all prompts.
+        same_text: Number of prompts whose greedy text with that variant is the float32 model's,
+            and number of all prompts.
     """
 
     llamacpp: float
@@ -104,7 +104,7 @@ class Kernels:
 
 @dataclass
 class Figures:
-    """Everything that is measured of one file."""
+    """Results of one file."""
 
     name: str
     kinds: list[str] = field(default_factory=list)  # of the prompts
@@ -136,10 +136,10 @@ def measure_rounds(
     rounds: int,
     seconds: float,
 ) -> Iterator[Round]:
-    """Run rounds until there are enough or the time is over, at least one if one is missing.
+    """Run the missing rounds until the time is over, at least one.
 
-    A round generates each prompt by every setting in turn, another one first each time, so that
-    runs to compare lie within seconds of each other.
+    For each prompt of a round the settings alternate in rotated order, so that compared runs are
+    within seconds of each other.
     """
     variants = [figures.variants[name] for name in workers]
     settings = [(v, k) for v in variants for k in ((0, AUTO) if v.has_drafts else (0,))]
@@ -172,7 +172,7 @@ def _run(
 ) -> Run:
     answer = worker.ask("generate", prompt=prompt, tokens=tokens, k=k)
     if len(answer["tokens"]) != tokens:
-        raise WorkerError(f"{variant.name} gave {len(answer['tokens'])} tokens of {tokens}")
+        raise WorkerError(f"{variant.name} returned {len(answer['tokens'])} of {tokens} tokens")
     return Run(
         variant.name,
         k,
@@ -196,7 +196,7 @@ def loaded(
     threads: int,
     say: Callable[[str], object],
 ) -> Iterator[dict[str, Client]]:
-    """Load each variant in a process of its own and warm it up; those that fail get a reason."""
+    """Load and warm up each variant in a separate process; record the reason of failures."""
     with ExitStack() as stack:
         workers: dict[str, Client] = {}
         for variant in variants:
@@ -219,7 +219,7 @@ def _digest(value: Any) -> str:
 
 
 def read(path: Path) -> list[Figures]:
-    """Return the figures of a file, none if there is no file."""
+    """Read the figures of a JSON file, if it exists."""
     if not path.exists():
         return []
     return [Figures.parse(fields) for fields in json.loads(path.read_text("utf-8"))["models"]]

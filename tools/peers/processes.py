@@ -1,4 +1,4 @@
-"""Worker processes, asked by lines of JSON."""
+"""Worker processes with a protocol of JSON lines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PATIENCE = 3600.0  # seconds for an answer; a conversion takes the longest
 
 
 class WorkerError(Exception):
-    """A failed request, or a worker that ended."""
+    """Error of a failed request, or of a worker that ended."""
 
 
 class Worker:
-    """A worker's process and those that it starts; use it as a context."""
+    """Process group of a worker, as a context manager."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Worker:
         """Send a request and return its answer.
 
         Raises:
-            WorkerError: The request failed, or the worker ended or was ended for being late.
+            WorkerError: The request failed or timed out, or the worker ended.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -62,14 +62,14 @@ class Worker:
             self.close()
             if self._is_late:
                 raise WorkerError(f"no answer to {op} in {self._patience:g} seconds")
-            raise WorkerError(f"ended with {self._process.returncode}: {self._last_words()}")
+            raise WorkerError(f"ended with {self._process.returncode}: {self._last_line()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(answer["error"].strip().splitlines()[0])
         return answer
 
     def close(self) -> None:
-        """End the process by closing its input, and by force where that does not help."""
+        """End the process by closing its input, or by a signal if it does not end."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -94,6 +94,6 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         lines = self._log.read_text("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "its log is empty"

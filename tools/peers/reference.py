@@ -1,8 +1,8 @@
-"""The float32 reference of a GGUF file, and the texts that libraries are compared on.
+"""Float32 reference of a GGUF file, and the texts of the comparison.
 
-The reference is transformers on the file's dequantized weights; every library gets token ids of
-the file's tokenizer as transformers converts it. The prose and the dialogues were written for this
-project or are in the public domain (texts/README.md); the code is of Python's standard library.
+The reference is transformers with the file's dequantized weights; every library gets token ids of
+the file's tokenizer as converted by transformers. Prose and dialogues were written for this project
+or are in the public domain (texts/README.md); the code is from Python's standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLAIN_ROLES = {"system": "", "user": "Question: ", "assistant": "Answer: "}
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference of one file; everything is cached."""
+    """Reference of one file, with cached results."""
 
     gguf: Path
     cache: Path
@@ -48,7 +48,7 @@ class Reference:
             source = {"gguf_file": self.gguf.name, "local_files_only": True}
             parent = str(self.gguf.absolute().parent)
             model = AutoModelForCausalLM.from_pretrained(parent, dtype=torch.float32, **source)
-            del model.hf_quantizer  # the weights are float32, which it does not know
+            del model.hf_quantizer  # the weights are float32
             del model.config.quantization_config
             model.save_pretrained(folder)
             AutoTokenizer.from_pretrained(parent, **source).save_pretrained(folder)
@@ -62,7 +62,7 @@ class Reference:
         return AutoTokenizer.from_pretrained(self.checkpoint, local_files_only=True)
 
     def prompts(self) -> list[tuple[str, list[int]]]:
-        """Return the prompts to time: their kind and token ids."""
+        """Return the kinds and token ids of the timed prompts."""
         lines = (TEXTS / "prompts.jsonl").read_text("utf-8").splitlines()
         prompts = []
         for line in map(json.loads, lines):
@@ -79,7 +79,7 @@ class Reference:
         path.write_text(json.dumps({name: some[:1] for name, some in windows.items()}), "utf-8")
 
     def windows(self) -> Path:
-        """Return the file of the windows by text: lists of token ids."""
+        """Write the windows of token ids by text to a file; return its path."""
         dialogues = json.loads((TEXTS / "chat.json").read_text("utf-8"))
         texts = {
             "prose": self._plain((TEXTS / "prose.txt").read_text("utf-8")),
@@ -118,14 +118,14 @@ class Reference:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _bos(self) -> list[int]:
-        """Return the tokens that the tokenizer puts in front of a text."""
+        """Return the tokens that the tokenizer adds before a text."""
         ids, plain = self.tokenizer("a")["input_ids"], self._plain("a")
         return list(ids[: len(ids) - len(plain)])
 
     def _dialogue(
         self, messages: list[dict[str, str]], add_generation_prompt: bool = False
     ) -> list[int]:
-        """Return a dialogue by the model's chat template, or as plain text where it has none."""
+        """Return the tokens of a dialogue, by the chat template if the model has one."""
         if self.tokenizer.chat_template:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -142,7 +142,7 @@ def code() -> str:
 
 
 def cut(name: str, ids: Sequence[int], bos: Sequence[int]) -> list[list[int]]:
-    """Return the first windows of a text, each behind the BOS tokens."""
+    """Return the first windows of a text, each after the BOS tokens."""
     size, count = WINDOW - len(bos), NUM_WINDOWS[name]
     windows = [[*bos, *ids[i : i + size]] for i in range(0, count * size, size)]
     if len(windows[-1]) < WINDOW:

@@ -1,4 +1,4 @@
-"""Markdown tables and a chart of the figures."""
+"""Markdown tables and a chart of the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = len(TEXTS) * 512
 
 def page(figures: Sequence[Figures], machine: str, command: str) -> str:
     """Return the page of all models on one machine."""
-    dates = sorted({one.date for model in figures for one in model.rounds})
+    dates = sorted({round_.date for model in figures for round_ in model.rounds})
     versions = dict.fromkeys(
         f"{PEERS[variant.peer].label} {variant.version}"
         for model in figures
@@ -47,7 +47,7 @@ def page(figures: Sequence[Figures], machine: str, command: str) -> str:
                 *_kernels(model),
                 "",
             ]
-        lines += [f"* {_label(one)}: {one.reason}" for one in model.variants.values() if one.reason]
+        lines += [f"* {_label(v)}: {v.reason}" for v in model.variants.values() if v.reason]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -61,8 +61,8 @@ def _kernels(model: Figures) -> list[str]:
 
 
 def _table(model: Figures) -> list[str]:
-    variants = [one for one in model.variants.values() if not one.reason]
-    reference = next((one.quality for one in variants if one.quality), {})
+    variants = [variant for variant in model.variants.values() if not variant.reason]
+    reference = next((variant.quality for variant in variants if variant.quality), {})
     of_reference = " / ".join(f"{reference[t]['reference_perplexity']:.1f}" for t in reference)
     columns = [
         "", "MB", "KL prose / chat / code", "mean KL", "top-1",
@@ -88,7 +88,7 @@ def _table(model: Figures) -> list[str]:
 
 def _passes(model: Figures, variant: str, index: int) -> list[float]:
     """Return the milliseconds of all passes of one length."""
-    rounds = (one.passes[variant] for one in model.rounds if variant in one.passes)
+    rounds = (round_.passes[variant] for round_ in model.rounds if variant in round_.passes)
     return [1000 * seconds for times in rounds for seconds in times[index]]
 
 
@@ -135,7 +135,7 @@ def _by_kind(model: Figures) -> list[str]:
 
 
 def _runs(model: Figures, variant: str, k: int | str) -> list[Run]:
-    runs = (run for one in model.rounds for run in one.runs)
+    runs = (run for round_ in model.rounds for run in round_.runs)
     return [run for run in runs if (run.variant, run.k) == (variant, k)]
 
 
@@ -155,15 +155,15 @@ def ratio(model: Figures, runs: Sequence[Run]) -> float | None:
     """Return the median ratio of the baseline's time to that of runs in the same round."""
     times = {
         (number, run.prompt): run.ms_per_token
-        for number, one in enumerate(model.rounds)
-        for run in one.runs
+        for number, round_ in enumerate(model.rounds)
+        for run in round_.runs
         if (run.variant, run.k) == (BASELINE, 0)
     }
     some = set(map(id, runs))
     ratios = [
         times[number, run.prompt] / run.ms_per_token
-        for number, one in enumerate(model.rounds)
-        for run in one.runs
+        for number, round_ in enumerate(model.rounds)
+        for run in round_.runs
         if id(run) in some and (number, run.prompt) in times
     ]
     return median(ratios) if ratios else None
@@ -191,7 +191,7 @@ def _label(variant: Variant) -> str:
 
 
 def chart(model: Figures) -> str:
-    """Return bars as SVG: milliseconds per token with mean KL in the label, the fastest first."""
+    """Return a bar chart as SVG: milliseconds per token, fastest first, with mean KL in labels."""
     bars = []
     for variant in model.variants.values():
         for k in (0, AUTO):

@@ -4,7 +4,7 @@ import instructor
 import openai
 from pydantic import BaseModel
 
-from steps import CALL, TOOLS, same, step
+from steps import REPORT, REPORT_CALL, TOOLS, same, step
 
 
 class Report(BaseModel):
@@ -14,8 +14,6 @@ class Report(BaseModel):
     degrees: int
 
 
-REPORT = '{"city": "Rome", "degrees": 31}'
-REPORT_CALL = CALL.replace("weather", "Report").replace('{"city": "Rome"}', REPORT)
 SCRIPTS = {
     "TOOLS": REPORT_CALL,
     "TOOLS_STRICT": REPORT_CALL,
@@ -31,7 +29,7 @@ def client(mode):
     return instructor.from_openai(ai, mode=instructor.Mode[mode])
 
 
-def asked(script):
+def options(script):
     messages = [{"role": "user", "content": f"SCRIPT: {script}"}]
     return {"model": "scripted", "messages": messages, "response_model": Report, "max_retries": 0}
 
@@ -40,12 +38,12 @@ for name, script in SCRIPTS.items():
 
     @step(name)
     def _(name=name, script=script):
-        found = client(name).chat.completions.create(**asked(script))
-        same((found.city, found.degrees), ("Rome", 31))
+        response = client(name).chat.completions.create(**options(script))
+        same((response.city, response.degrees), ("Rome", 31))
 
 
 @step("partial output, streamed")
 def _():
     partial_call = REPORT_CALL.replace("Report", "PartialReport")
-    *_, last = client("TOOLS").chat.completions.create_partial(**asked(partial_call))
+    *_, last = client("TOOLS").chat.completions.create_partial(**options(partial_call))
     same(last.degrees, 31)

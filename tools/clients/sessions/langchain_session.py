@@ -7,7 +7,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 
-from steps import CALL, LOOP, TEXT, TOOLS, same, step
+from steps import ANSWER, LOOP, REPORT, REPORT_CALL, TEXT, TOOLS, same, step
 
 KEY = {"api_key": "none", "max_retries": 0}
 text = ChatOpenAI(model="smollm2", base_url=f"{TEXT}/v1", temperature=0, max_tokens=8, **KEY)
@@ -19,9 +19,6 @@ class Report(BaseModel):
 
     city: str
     degrees: int | None = None
-
-
-REPORT = '{"city": "Rome", "degrees": 31}'
 
 
 @tool
@@ -64,16 +61,15 @@ def _():
 @step("structured output: json_schema, function_calling, json_mode")
 def _():
     same(tools.with_structured_output(Report).invoke(f"SCRIPT: {REPORT}").degrees, 31)
-    call = CALL.replace("weather", "Report").replace('{"city": "Rome"}', REPORT)
-    found = tools.with_structured_output(Report, method="function_calling")
-    same(found.invoke(f"SCRIPT: {call}").degrees, 31)
-    found = tools.with_structured_output(Report, method="json_mode")
-    same(found.invoke(f"JSON. SCRIPT: {REPORT}").degrees, 31)
+    model = tools.with_structured_output(Report, method="function_calling")
+    same(model.invoke(f"SCRIPT: {REPORT_CALL}").degrees, 31)
+    model = tools.with_structured_output(Report, method="json_mode")
+    same(model.invoke(f"JSON. SCRIPT: {REPORT}").degrees, 31)
 
 
 @step("tool loop: auto, any, named")
 def _():
-    same(loop(tools.bind_tools([weather])).text, "It is 31 degrees in Rome.")
+    same(loop(tools.bind_tools([weather])).text, ANSWER)
     for choice in ("any", "weather"):
         (call,) = tools.bind_tools([weather], tool_choice=choice).invoke(LOOP).tool_calls
         same(call["args"], {"city": "Rome"})
@@ -87,13 +83,13 @@ def _():
     same(whole.tool_calls[0]["args"], {"city": "Rome"})
 
 
-@step("a broken call in the history")
+@step("truncated call in the history")
 def _():
     model = tools.bind_tools([weather])
     messages = [HumanMessage(LOOP), model.bind(max_tokens=18, tool_choice="required").invoke(LOOP)]
     (call,) = messages[-1].invalid_tool_calls or messages[-1].tool_calls
     messages.append(ToolMessage("cut", tool_call_id=call["id"]))
-    same(model.invoke(messages).text, "It is 31 degrees in Rome.")
+    same(model.invoke(messages).text, ANSWER)
 
 
 @step("Responses API: two turns, tools")
@@ -103,5 +99,5 @@ def _():
     messages = [HumanMessage("Hello"), model.invoke("Hello"), HumanMessage("And?")]
     assert model.invoke(messages).text
     model = ChatOpenAI(model="scripted", base_url=f"{TOOLS}/v1", **url).bind_tools([weather])
-    same(loop(model).text, "It is 31 degrees in Rome.")
+    same(loop(model).text, ANSWER)
     assert json.loads(tools.invoke(f"SCRIPT: {REPORT}").text)

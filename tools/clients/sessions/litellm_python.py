@@ -6,7 +6,7 @@ import json
 import litellm
 from pydantic import BaseModel
 
-from steps import LOOP, SCHEMA, TEXT, TOOLS, same, step
+from steps import ANSWER, LOOP, SCHEMA, TEXT, TOOLS, same, step
 
 text = {"model": "hosted_vllm/smollm2", "api_base": f"{TEXT}/v1", "api_key": "none"}
 tools = {"model": "openai/scripted", "api_base": f"{TOOLS}/v1", "api_key": "none"}
@@ -44,16 +44,16 @@ def _():
     (call,) = message.tool_calls
     same(json.loads(call.function.arguments), {"city": "Rome"})
     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "31"}]
-    found = litellm.completion(messages=messages, tools=[WEATHER], **tools)
-    same(found.choices[0].message.content, "It is 31 degrees in Rome.")
+    response = litellm.completion(messages=messages, tools=[WEATHER], **tools)
+    same(response.choices[0].message.content, ANSWER)
 
 
 @step("structured output (Pydantic)")
 def _():
-    found = litellm.completion(
+    response = litellm.completion(
         messages=user('SCRIPT: {"city": "Rome"}'), response_format=Report, **tools
     )
-    same(Report.model_validate_json(found.choices[0].message.content).city, "Rome")
+    same(Report.model_validate_json(response.choices[0].message.content).city, "Rome")
 
 
 @step("text completion")
@@ -64,10 +64,10 @@ def _():
 
 @step("responses")
 def _():
-    found = litellm.responses(
+    response = litellm.responses(
         input="Hello", max_output_tokens=8, **text | {"model": "openai/smollm2"}
     )
-    assert found.output[0].content[0].text
+    assert response.output[0].content[0].text
 
 
 @step("Anthropic bridge (/v1/messages)")

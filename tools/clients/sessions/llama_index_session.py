@@ -6,7 +6,7 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
-from steps import CALL, LOOP, TEXT, TOOLS, same, step
+from steps import ANSWER, LOOP, REPORT, REPORT_CALL, TEXT, TOOLS, same, step
 
 
 def model(url, name, **options):
@@ -52,22 +52,20 @@ def _():
 @step("tools: auto, required")
 def _():
     for required in (False, True):
-        found = tools.chat_with_tools([weather], user_msg=LOOP, tool_required=required)
-        (call,) = tools.get_tool_calls_from_response(found)
+        response = tools.chat_with_tools([weather], user_msg=LOOP, tool_required=required)
+        (call,) = tools.get_tool_calls_from_response(response)
         same(call.tool_kwargs, {"city": "Rome"})
 
 
 @step("agent")
 async def _():
     agent = FunctionAgent(tools=[weather], llm=tools, streaming=True)
-    same(str(await agent.run(LOOP)), "It is 31 degrees in Rome.")
+    same(str(await agent.run(LOOP)), ANSWER)
 
 
 @step("structured output, by call and by format")
 def _():
-    report = '{"city": "Rome", "degrees": 31}'
-    call = CALL.replace("weather", "Report").replace('{"city": "Rome"}', report)
-    found = tools.as_structured_llm(Report).complete(f"SCRIPT: {call}")
-    same(found.raw.degrees, 31)
+    response = tools.as_structured_llm(Report).complete(f"SCRIPT: {REPORT_CALL}")
+    same(response.raw.degrees, 31)
     llm = model(TOOLS, "scripted", should_use_structured_outputs=True)
-    same(llm.as_structured_llm(Report).complete(f"SCRIPT: {report}").raw.degrees, 31)
+    same(llm.as_structured_llm(Report).complete(f"SCRIPT: {REPORT}").raw.degrees, 31)

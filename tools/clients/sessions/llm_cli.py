@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from steps import LOOP, TEXT, TOOLS, same, step
+from steps import ANSWER, LOOP, REPORT, TEXT, TOOLS, same, step
 
 folder = Path(__file__).parent
 MODEL = """- model_id: {id}
@@ -53,13 +53,11 @@ def _():
 
 @step("schema")
 def _():
-    found = llm(
-        "-m", "tools", "--schema", "city, degrees int", 'SCRIPT: {"city": "Rome", "degrees": 31}'
-    )
-    same(json.loads(found)["degrees"], 31)
+    response = llm("-m", "tools", "--schema", "city, degrees int", f"SCRIPT: {REPORT}")
+    same(json.loads(response)["degrees"], 31)
 
 
 @step("tool loop")
 def _():
-    found = llm("-m", "tools", "--functions", str(folder / "functions.py"), LOOP)
-    assert found.endswith("It is 31 degrees in Rome."), found
+    response = llm("-m", "tools", "--functions", str(folder / "functions.py"), LOOP)
+    assert response.endswith(ANSWER), response

@@ -12,7 +12,7 @@ from agents import (
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from steps import CALL, LOOP, TEXT, TOOLS, same, step
+from steps import ANSWER, CALL, LOOP, REPORT, TEXT, TOOLS, same, step
 
 set_tracing_disabled(True)
 
@@ -64,15 +64,15 @@ async def _():
 async def _():
     for model in models(TOOLS, "scripted"):
         agent = Agent("a", model=model, tools=[weather])
-        same((await Runner.run(agent, LOOP)).final_output, "It is 31 degrees in Rome.")
+        same((await Runner.run(agent, LOOP)).final_output, ANSWER)
         streamed = Runner.run_streamed(agent, LOOP)
         assert [event async for event in streamed.stream_events()]
-        same(streamed.final_output, "It is 31 degrees in Rome.")
+        same(streamed.final_output, ANSWER)
 
 
 @step("output type beside tools")
 async def _():
-    script = f'SCRIPT: {CALL} ||| {{"city": "Rome", "degrees": 31}}'
+    script = f"SCRIPT: {CALL} ||| {REPORT}"
     for model in models(TOOLS, "scripted"):
         agent = Agent("a", model=model, tools=[weather], output_type=Report)
         same((await Runner.run(agent, script)).final_output, Report(city="Rome", degrees=31))

@@ -6,11 +6,11 @@ import json
 import openai
 from pydantic import BaseModel
 
-from steps import CALL, LOOP, SCHEMA, TEXT, TOOLS, same, step
+from steps import ANSWER, CALL, LOOP, SCHEMA, TEXT, TOOLS, same, step
 
 text = openai.OpenAI(base_url=f"{TEXT}/v1", api_key="none", max_retries=0)
 tools = openai.OpenAI(base_url=f"{TOOLS}/v1", api_key="none", max_retries=0)
-ASKED = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the sky?"}]}
+REQUEST = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the sky?"}]}
 WEATHER = {"name": "weather", "description": "Tell the weather.", "parameters": SCHEMA}
 FUNCTIONS = [{"type": "function", "function": WEATHER | {"strict": True}}]
 
@@ -35,18 +35,18 @@ def user(content):
 
 @step("chat")
 def _():
-    found = text.chat.completions.create(max_tokens=8, temperature=0, **ASKED)
-    assert found.choices[0].message.content
-    same(found.usage.completion_tokens, 8)
+    response = text.chat.completions.create(max_tokens=8, temperature=0, **REQUEST)
+    assert response.choices[0].message.content
+    same(response.usage.completion_tokens, 8)
 
 
 @step("streaming")
 def _():
     options = {"stream_options": {"include_usage": True}, "reasoning_effort": "low"}
     chunks = list(
-        text.chat.completions.create(max_tokens=8, temperature=0, stream=True, **options, **ASKED)
+        text.chat.completions.create(max_tokens=8, temperature=0, stream=True, **options, **REQUEST)
     )
-    whole = text.chat.completions.create(max_tokens=8, temperature=0, **ASKED)
+    whole = text.chat.completions.create(max_tokens=8, temperature=0, **REQUEST)
     joined = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     same(joined, whole.choices[0].message.content)
     same(chunks[-1].usage.completion_tokens, 8)
@@ -55,14 +55,14 @@ def _():
 @step("log-probabilities and n")
 def _():
     options = {"logprobs": True, "top_logprobs": 2, "n": 2, "max_tokens": 4, "seed": 1}
-    found = text.chat.completions.create(**options, **ASKED)
-    same([len(choice.logprobs.content) for choice in found.choices], [4, 4])
+    response = text.chat.completions.create(**options, **REQUEST)
+    same([len(choice.logprobs.content) for choice in response.choices], [4, 4])
 
 
 @step("completions")
 def _():
-    found = text.completions.create(model="smollm2", prompt=["The sky", "A cat"], max_tokens=4)
-    same([choice.index for choice in found.choices], [0, 1])
+    response = text.completions.create(model="smollm2", prompt=["The sky", "A cat"], max_tokens=4)
+    same([choice.index for choice in response.choices], [0, 1])
     (scored,) = text.completions.create(
         model="smollm2", prompt="The sky is", max_tokens=0, echo=True, logprobs=1
     ).choices
@@ -72,13 +72,13 @@ def _():
 
 @step("parsed output")
 def _():
-    found = tools.chat.completions.parse(
+    response = tools.chat.completions.parse(
         model="scripted", messages=user(REPORT), response_format=Weather
     )
-    same(found.choices[0].message.parsed, Weather(city="Rome", degrees=31, scale="celsius"))
+    same(response.choices[0].message.parsed, Weather(city="Rome", degrees=31, scale="celsius"))
     small = text.chat.completions.create(
         max_tokens=60, response_format={"type": "json_schema", "json_schema": {
-            "name": "color", "schema": {"enum": ["red", "blue"]}}}, **ASKED
+            "name": "color", "schema": {"enum": ["red", "blue"]}}}, **REQUEST
     )  # fmt: skip
     assert json.loads(small.choices[0].message.content) in ("red", "blue")
 
@@ -87,12 +87,12 @@ def _():
 def _():
     forced = {"type": "function", "function": {"name": "weather"}}
     for choice in ("auto", "required", forced):
-        found = tools.chat.completions.create(
+        response = tools.chat.completions.create(
             model="scripted", messages=user(LOOP), tools=FUNCTIONS, tool_choice=choice
         ).choices[0]
-        (call,) = found.message.tool_calls
+        (call,) = response.message.tool_calls
         same(json.loads(call.function.arguments), {"city": "Rome"})
-        same(found.finish_reason, "tool_calls")
+        same(response.finish_reason, "tool_calls")
 
 
 @step("tool loop, streamed")
@@ -103,8 +103,8 @@ def _():
         message = stream.get_final_completion().choices[0].message
     (call,) = message.tool_calls
     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "31"}]
-    found = tools.chat.completions.create(messages=messages, **options)
-    same(found.choices[0].message.content, "It is 31 degrees in Rome.")
+    response = tools.chat.completions.create(messages=messages, **options)
+    same(response.choices[0].message.content, ANSWER)
 
 
 @step("parsed output beside tools")
@@ -114,11 +114,11 @@ def _():
     message = tools.chat.completions.parse(messages=messages, **options).choices[0].message
     (call,) = message.tool_calls
     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "31"}]
-    found = tools.chat.completions.parse(messages=messages, **options)
-    same(found.choices[0].message.parsed.degrees, 31)
+    response = tools.chat.completions.parse(messages=messages, **options)
+    same(response.choices[0].message.parsed.degrees, 31)
 
 
-@step("a cut call sent back")
+@step("truncated call in the history")
 def _():
     options = {"model": "scripted", "tools": FUNCTIONS, "tool_choice": "required"}
     messages = user(LOOP)
@@ -126,20 +126,20 @@ def _():
     message = message.choices[0].message
     (call,) = message.tool_calls
     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "cut"}]
-    found = tools.chat.completions.create(messages=messages, **options | {"tool_choice": "auto"})
-    same(found.choices[0].message.content, "It is 31 degrees in Rome.")
+    response = tools.chat.completions.create(messages=messages, **options | {"tool_choice": "auto"})
+    same(response.choices[0].message.content, ANSWER)
 
 
 @step("responses")
 def _():
-    given = {"model": "smollm2", "max_output_tokens": 8, "temperature": 0}
-    whole = text.responses.create(input="Hello", **given)
+    request = {"model": "smollm2", "max_output_tokens": 8, "temperature": 0}
+    whole = text.responses.create(input="Hello", **request)
     assert whole.output_text
-    with text.responses.stream(input="Hello", **given) as stream:
+    with text.responses.stream(input="Hello", **request) as stream:
         events = list(stream)
     same(events[-1].response.output_text, whole.output_text)
     same([events[0].type, events[-1].type], ["response.created", "response.incomplete"])
-    again = text.responses.create(input="And?", previous_response_id=whole.id, **given)
+    again = text.responses.create(input="And?", previous_response_id=whole.id, **request)
     same(again.previous_response_id, whole.id)
 
 
@@ -154,20 +154,20 @@ def _():
         output = stream.get_final_response().output
     call = next(item for item in output if item.type == "function_call")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "31"}
-    found = tools.responses.create(input=[*items, *output, result], **options)
-    same(found.output_text, "It is 31 degrees in Rome.")
+    response = tools.responses.create(input=[*items, *output, result], **options)
+    same(response.output_text, ANSWER)
 
 
 @step("parsed responses")
 def _():
-    found = tools.responses.parse(model="scripted", input=REPORT, text_format=Weather)
-    same(found.output_parsed.city, "Rome")
+    response = tools.responses.parse(model="scripted", input=REPORT, text_format=Weather)
+    same(response.output_parsed.city, "Rome")
 
 
 @step("errors")
 def _():
     try:
-        text.chat.completions.create(temperature=-1, **ASKED)
+        text.chat.completions.create(temperature=-1, **REQUEST)
     except openai.BadRequestError as error:
         same(error.param, "temperature")
     else:

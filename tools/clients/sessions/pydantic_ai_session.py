@@ -5,11 +5,10 @@ from pydantic_ai import Agent, NativeOutput, PromptedOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from steps import CALL, LOOP, TEXT, TOOLS, same, step
+from steps import ANSWER, CALL, LOOP, REPORT, REPORT_CALL, TEXT, TOOLS, same, step
 
 MODELS = (OpenAIChatModel, OpenAIResponsesModel)
 SHORT = {"max_tokens": 8, "temperature": 0}
-REPORT = '{"city": "Rome", "degrees": 31}'
 
 
 class Report(BaseModel):
@@ -40,12 +39,12 @@ async def _():
 async def _():
     for model in MODELS:
         agent = Agent(model("scripted", provider=provider(TOOLS)), tools=[weather])
-        same((await agent.run(LOOP)).output, "It is 31 degrees in Rome.")
+        same((await agent.run(LOOP)).output, ANSWER)
 
 
 @step("tool output")
 async def _():
-    call = CALL.replace("weather", "final_result").replace('{"city": "Rome"}', REPORT)
+    call = REPORT_CALL.replace("Report", "final_result")
     for model in MODELS:
         agent = Agent(model("scripted", provider=provider(TOOLS)), output_type=Report)
         same((await agent.run(f"SCRIPT: {call}")).output.degrees, 31)

@@ -16,11 +16,14 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CALL = '<tool_call> {"name": "weather", "arguments": {"city": "Rome"}} </tool_call>'
-LOOP = f"SCRIPT: {CALL} ||| It is 31 degrees in Rome."  # a call, and the answer to its result
+ANSWER = "It is 31 degrees in Rome."
+LOOP = f"SCRIPT: {CALL} ||| {ANSWER}"  # a call, and the answer to its result
+REPORT = '{"city": "Rome", "degrees": 31}'  # structured output
+REPORT_CALL = CALL.replace("weather", "Report").replace('{"city": "Rome"}', REPORT)
 
 
 def step(name):
-    """Run the decorated function, and report it."""
+    """Return a decorator that runs a function and prints its outcome."""
 
     def run(function):
         error = None

@@ -48,15 +48,15 @@ await step("objects", async () => {
 
 await step("tool loop, streamed or not", async () => {
   for (const model of models(TOOLS, "scripted")) {
-    const given = { model, prompt: LOOP, tools: { weather }, stopWhen: isStepCount(4), maxRetries: 0 };
-    same((await generateText(given)).text, "It is 31 degrees in Rome.");
-    same(await joined(streamText(given)), "It is 31 degrees in Rome.");
+    const request = { model, prompt: LOOP, tools: { weather }, stopWhen: isStepCount(4), maxRetries: 0 };
+    same((await generateText(request)).text, "It is 31 degrees in Rome.");
+    same(await joined(streamText(request)), "It is 31 degrees in Rome.");
   }
 });
 
 await step("forced tool", async () => {
   for (const model of models(TOOLS, "scripted")) {
-    const given = { model, prompt: LOOP, tools: { weather }, toolChoice: "required", maxRetries: 0 };
-    same((await generateText(given)).toolCalls[0].input.city, "Rome");
+    const request = { model, prompt: LOOP, tools: { weather }, toolChoice: "required", maxRetries: 0 };
+    same((await generateText(request)).toolCalls[0].input.city, "Rome");
   }
 });

@@ -45,7 +45,7 @@ class GenAI:
     def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
         length = len(prompt) + tokens
         times = FirstToken()
-        # There is no option to write past an end token: a least length keeps it from giving one.
+        # There is no option to ignore end tokens; a minimum length suppresses them.
         generator = self._generator(max_length=length, min_length=length)
         generator.append_tokens(prompt)
         while not generator.is_done() and generator.token_count() < length:
@@ -68,7 +68,7 @@ class GenAI:
         generator.append_tokens(tokens)
         rows = np.asarray(generator.get_output("logits"), np.float32)[0]
         if len(rows) != len(tokens):
-            raise RuntimeError(f"gives {len(rows)} rows of logits for {len(tokens)} tokens")
+            raise RuntimeError(f"returned {len(rows)} rows of logits for {len(tokens)} tokens")
         return rows
 
     def _generator(self, **options: int) -> Any:

@@ -18,7 +18,7 @@ BATCH = 512  # tokens of a pass, at most
 
 
 class LlamaCpp:
-    """Files quantized from the published one's values; caches in the default, float16."""
+    """Files quantized from the published file's dequantized values; float16 caches, the default."""
 
     def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
         whole = cached(cache, gguf, "llamacpp-F32", lambda folder: _dequantize(gguf, folder))
@@ -74,7 +74,7 @@ class LlamaCpp:
         return self._rows(len(tokens))
 
     def _decode(self, tokens: list[int], start: int, num_rows: int) -> None:
-        """Run one pass that gives the logits of the last `num_rows` tokens."""
+        """Run one pass that computes the logits of the last `num_rows` tokens."""
         batch = self.batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, its models converted by optimum-intel."""
+"""OpenVINO GenAI, with models converted by optimum-intel."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from serving import FirstToken, cached, serve, size_of
 
 
 class OpenVINO:
-    """Quantized weights with the device's defaults for everything else.
+    """Quantized weights with the device's default options.
 
-    Requests run in the pipeline; passes and logits come from the same graph, compiled apart.
+    Requests run in the pipeline; passes and logits use the same graph, compiled separately.
     """
 
     def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
@@ -29,7 +29,7 @@ class OpenVINO:
 
     def load(self, model: Path, threads: int) -> str:
         self._options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
-        # The pipeline's own scheduler, but that no prompt is known from an earlier request.
+        # The pipeline's default scheduler, but without prefix caching.
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = sys.maxsize
         scheduler.enable_prefix_caching = False
@@ -91,11 +91,11 @@ class _Watch(openvino_genai.StreamerBase):
         return openvino_genai.StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """Do nothing: no token is held back."""
+        """Do nothing: tokens are not buffered."""
 
 
 def _export(folder: Path, checkpoint: str, precision: str) -> None:
-    """Export by the command line: `main_export` of optimum-intel 2.2 leaves weights in float32."""
+    """Export by the command line, as `main_export` of optimum-intel 2.2 does not quantize."""
     cli = str(Path(sys.executable).with_name("optimum-cli"))
     options = ["--task", "text-generation-with-past", "--weight-format", precision]
     command = [cli, "export", "openvino", "--model", checkpoint, *options, str(folder)]

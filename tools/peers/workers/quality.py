@@ -19,9 +19,9 @@ def write_reference(
 ) -> None:
     """Store the reference's log-probabilities of every window.
 
-    In float16 their error is far below the divergence of any quantized model: next to 0, where
-    probability lies, 5e-4 of a value, squared. The next token's and the likeliest token are stored
-    exactly.
+    The error of float16 is far below the divergence of any quantized model: near 0, where the
+    probability mass is, the square of 5e-4 of a value. Losses and the most probable tokens are
+    stored exactly.
     """
     folder.mkdir()
     texts = json.loads(windows.read_text("utf-8"))

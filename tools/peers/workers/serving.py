@@ -1,4 +1,4 @@
-"""Protocol of the workers: one JSON request a line on stdin, one JSON answer a line on stdout.
+"""Protocol of the workers: JSON requests as lines on stdin, JSON answers as lines on stdout.
 
     {"op": "convert", "gguf": FILE, "checkpoint": FOLDER, "precision": NAME, "cache": FOLDER}
     {"op": "load", "model": PATH, "threads": N, options of the library}
@@ -7,8 +7,8 @@
     {"op": "reference", "windows": FILE, "folder": FOLDER}
     {"op": "quality", "windows": FILE, "reference": FOLDER}
 
-A worker gives a `Peer` to `serve`. The module needs the standard library and NumPy alone, so that
-the Python environment of any library can run it. A failed request is answered with an "error".
+A worker passes a `Peer` to `serve`. The module requires only the standard library and NumPy, so
+that it runs in the environment of any library. The answer to a failed request has an "error".
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ WARM_UP = 2  # passes of each length before timing
 
 
 class Peer(Protocol):
-    """A library with at most one loaded model."""
+    """Library with at most one loaded model."""
 
     def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
-        """Return the converted model's path, from the cache where it exists.
+        """Return the converted model's path, from the cache if it exists.
 
         Args:
             gguf: The published file.
@@ -60,17 +60,17 @@ class Peer(Protocol):
         """
 
     def prefill(self, tokens: list[int]) -> None:
-        """Start an empty cache and read the tokens."""
+        """Process the tokens with an empty cache."""
 
     def run_pass(self, tokens: list[int]) -> None:
-        """Run one pass behind the prefill, and roll it back where the library can."""
+        """Run one pass after the prefill, and roll it back if the library supports that."""
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """Return the logits of a text that starts an empty cache, [T, V]."""
+        """Return the logits of a text with an empty cache, [T, V]."""
 
 
 def serve(peer: Peer) -> None:
-    """Answer requests until stdin ends; what libraries print goes to stderr."""
+    """Answer requests until stdin ends; redirect other output to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -100,7 +100,7 @@ def _answer(peer: Peer, request: dict[str, Any]) -> dict[str, Any]:
                 result = quality.measure(peer.logits, **arguments)
             case other:
                 raise ValueError(f"unknown op {other}")
-    except Exception as error:  # whatever a library raises is this request's answer
+    except Exception as error:  # any error of a library is the answer
         return {"error": f"{type(error).__name__}: {error}"}
     return {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(), **result}
 
@@ -108,7 +108,7 @@ def _answer(peer: Peer, request: dict[str, Any]) -> dict[str, Any]:
 def time_passes(
     peer: Peer, prompt: list[int], lengths: Sequence[int], repeats: int
 ) -> list[list[float]]:
-    """Return the seconds of passes of each length behind a prompt, the lengths in turn."""
+    """Return the seconds of alternating passes of each length after a prompt."""
     peer.prefill(prompt)
     times: list[list[float]] = [[] for _ in lengths]
     for repeat in range(WARM_UP + repeats):
@@ -131,7 +131,7 @@ def peak_bytes() -> int:
 
 
 def cached(cache: str, source: str, name: str, make: Callable[[Path], object]) -> Path:
-    """Return the folder that `make` fills, made once for the source file or folder."""
+    """Return the folder that `make` creates, once for each state of the source."""
     files = sorted(Path(source).iterdir()) if Path(source).is_dir() else [Path(source)]
     digest = hashlib.sha256()
     for path in files:
@@ -162,7 +162,7 @@ class FirstToken:
         self._first: float | None = None
 
     def arrived(self) -> None:
-        """Note that a token is known; only the first call counts."""
+        """Record the arrival of a token; only the first call counts."""
         if self._first is None:
             self._first = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""specedge: a bundle without a draft model, which drafts by suffixes."""
+"""specedge: a bundle without a draft model, which drafts by suffix decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 128  # tokens of a pass whose logits are read
 
 
 class SpecEdge:
-    """Exported anew when the exporter's sources change, from llama.cpp's file to keep its type."""
+    """Bundles of the current exporter; to keep a GGUF type, from llama.cpp's file."""
 
     def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
         source, name = Path(gguf), Path(gguf).stem
@@ -70,8 +70,8 @@ class SpecEdge:
 
 
 def _require(folder: Path) -> None:
-    """Refuse to make a file that llama.cpp has to quantize first."""
-    raise RuntimeError("needs llama.cpp's file: run with --peers llamacpp,specedge")
+    """Refuse to create a file that llama.cpp has to quantize first."""
+    raise RuntimeError("requires llama.cpp's file; run with --peers llamacpp,specedge")
 
 
 if __name__ == "__main__":
