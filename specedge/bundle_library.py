@@ -1,4 +1,4 @@
-"""Bundles on this machine, as shown by `specedge list` and removed by `specedge remove`."""
+"""Bundles in the user's data folder, as listed by `specedge list`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True)
 class LibraryEntry:
-    """Listed folder with its bundle, or the error of a bundle that cannot be read.
+    """Entry of `specedge list`.
 
     Attributes:
         name: Name of the bundle.
         folder: Folder of the bundle.
         size: Bytes of all files in the folder.
-        is_default: True for the bundle used when none is named.
+        is_default: True for the default bundle.
         bundle: The bundle; None if it cannot be read.
-        error: Reason if it cannot be read.
+        error: Error if it cannot be read, or None.
     """
 
     name: str
@@ -59,8 +59,8 @@ def find_removable(name: str) -> Path:
         name: Name of a listed bundle, or a bundle's folder.
 
     Raises:
-        BundleError: For the embedded pair, a link, and a folder that is not a bundle or has other
-            files.
+        BundleError: The name is that of the embedded pair, of a link, or of a folder that is not a
+            bundle or contains other files.
     """
     bundles = dict(_folders())
     folder = bundles.get(name) or _absolute(name)

@@ -1,4 +1,4 @@
-"""Chat templates of checkpoints: their files, and named ones as one template."""
+"""Chat templates of checkpoints: files, and combination of named templates."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-# A file of processors, read where the tokenizer has no template.
-PROCESSOR_FILE = "chat_template.json"
+PROCESSOR_FILE = "chat_template.json"  # read if the tokenizer has no template
 
 
 def combine(templates: Mapping[str, str]) -> str | None:
-    """Return one template of named ones, as transformers chooses among them; None if none fits.
+    """Combine named templates into one, by the rules of transformers; None if none applies.
 
-    With tools "tool_use" is rendered, else "default".
+    The template renders "tool_use" for requests with tools, else "default".
     """
     default, tool_use = templates.get(DEFAULT), templates.get(TOOL_USE)
     if default is None or tool_use is None:
         return tool_use if default is None else default
-    # As at the start of a file, blocks lose space before them; at its end a line break is lost.
+    # Preserves trim_blocks and lstrip_blocks at the start, and the final line break at the end.
     first, second = (
         re.sub(r"(\r\n|\r|\n)\Z", "", text) + "{{ '' }}" for text in (tool_use, default)
     )
@@ -29,7 +28,7 @@ def combine(templates: Mapping[str, str]) -> str | None:
 
 
 def chat_template_of(value: Any) -> str | None:
-    """Return the chat template of a value of "chat_template": text, an object or a list by name."""
+    """Return the chat template of a "chat_template" value: text, or templates by name."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -44,7 +43,8 @@ def read_template(path: Path) -> str | None:
     """Return the chat template of a file in Jinja, or in JSON under the key "chat_template".
 
     Raises:
-        ValueError: The file is no text or no JSON.
+        ValueError: The file is not UTF-8 text or not JSON.
+        OSError: The file cannot be read.
     """
     text = path.read_text("utf-8")
     if path.suffix != ".json":

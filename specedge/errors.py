@@ -44,7 +44,7 @@ class PromptError(SpecEdgeError):
 
 
 class ContextLengthError(PromptError):
-    """Prompt that leaves no room in the context."""
+    """Prompt that is too long for the context."""
 
 
 class ExportError(SpecEdgeError):

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-PRODUCT_GRAPH = Path(__file__).with_name(
-    "product.onnx"
-)  # x [T, 64] times a constant [64, 32], 8-bit integers
-UNSIGNED_OPTION = "session.x64quantprecision"  # "1" makes both unsigned
+# x [T, 64], uint8, times a constant [64, 32], int8.
+PRODUCT_GRAPH = Path(__file__).with_name("product.onnx")
+UNSIGNED_OPTION = "session.x64quantprecision"  # "1" makes both operands unsigned
 
 
 def are_exact(multiply: Callable[[np.ndarray], np.ndarray]) -> bool:

@@ -112,7 +112,7 @@ def number_option(
 def integer_option(
     default: int | None, help: str, minimum: int = 0, maximum: int | None = None
 ) -> Any:
-    """Return a dataclass field for an integer, or None if that is its default."""
+    """Return a dataclass field for an integer; a `default` of None makes it optional."""
     return _declare(default, OptionSpec(help, "integer", minimum=minimum, maximum=maximum))
 
 

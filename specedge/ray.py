@@ -187,7 +187,7 @@ def deployment(
         draft_device: Device of the draft model; None is the target's.
         threads: CPU threads, which Ray reserves; None is 1.
         ops: Graph variant, as in `specedge.load`.
-        settings: ServerSettings of the server.
+        settings: Settings of the server.
         num_replicas: Number of replicas, or the smallest number if `max_replicas` is specified.
         max_replicas: Largest number of replicas, scaled by requests per slot.
         **options: Options of `ray.serve.deployment`.

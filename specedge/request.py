@@ -135,8 +135,8 @@ class GenerationRequest(SamplingRules):
             )
         if isinstance(k := self.num_draft_tokens, str) and k != AUTO:
             raise OptionError(
-                f"num_draft_tokens must be 'auto' or an integer between 0 and "
-                f"{MAX_DRAFT_TOKENS}, got {shorten(k)}",
+                f"num_draft_tokens must be 'auto' or an integer between 0 and {MAX_DRAFT_TOKENS}, "
+                f"got {shorten(k)}",
                 "num_draft_tokens",
             )
         if k != AUTO:
@@ -196,8 +196,7 @@ class GenerationRequest(SamplingRules):
                 raise OptionError(f"{name} must have at most {MAX_GRAMMAR_LENGTH} characters", name)
             if self.ignore_eos:
                 raise OptionError(
-                    f"{name} needs end tokens to finish a text; omit ignore_eos",
-                    name,
+                    f"{name} needs end tokens to finish a text; omit ignore_eos", name
                 )
 
     @property

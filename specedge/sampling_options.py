@@ -220,7 +220,7 @@ def _biases(bias: Any) -> LogitBiases:
 
 
 def _biased_token(token: object) -> int:
-    """Return a token id, which may be a JSON key."""
+    """Return a token id, which is text if it is a JSON key."""
     if isinstance(token, str) and token.isascii() and token.isdigit():
         token = int(token)
     return check_integer("a token of logit_bias", token, 0, option="logit_bias")

@@ -172,7 +172,7 @@ def _check_unicode(name: str, text: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message; a container is named by its type only."""
+    """Return a value for an error message; containers are named by their type only."""
     if isinstance(value, list | dict):
         return _NAMES[type(value)]
     text = json.dumps(value)

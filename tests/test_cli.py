@@ -145,6 +145,7 @@ def test_inspect_predicts_memory(pipeline):
     for name in ("peak", "available", *need.parts):
         assert name in shown.stdout
     assert "device must be" in run("inspect", "--memory", "--device", "abacus").stderr
+    assert run("inspect", "--memory", "--device", "auto").returncode == 0
 
 
 def test_inspect_check_hashes_every_file(tmp_path):

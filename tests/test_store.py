@@ -60,6 +60,12 @@ def test_a_failed_write_of_the_hash_cache_leaves_nothing(tmp_path, monkeypatch):
     assert list(store.data_folder().iterdir()) == []
 
 
+def test_concurrent_writes_use_separate_temporary_files(tmp_path):
+    path = tmp_path / "costs.json"
+    with store.temporary_beside(path) as first, store.temporary_beside(path) as second:
+        assert first != second
+
+
 def test_a_missing_default_bundle_is_an_error(tmp_path):
     store.set_default(tmp_path / "gone")
     with pytest.raises(BundleError, match="no longer exists"):

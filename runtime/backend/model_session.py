@@ -200,15 +200,16 @@ def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
         return supported[0]
     if ops != "auto" and model.graph_variant(ops) in supported:
         return str(model.graph_variant(ops))
-    available = (
-        f"only {', '.join(supported)}" if supported else f"none of {', '.join(model.parity)}"
-    )
+    if supported:
+        variants = f"only {', '.join(supported)} of its graph variants"
+    else:
+        variants = f"none of its graph variants ({', '.join(model.parity)})"
     compute_type = (
         QDQ if device.supports_engines and model.weights_dtype in QUANTIZED_DTYPES else "fp16"
     )
     options = f"--compute {compute_type}" if model.dtype == "float32" else "--ops auto"
     raise DeviceError(
-        f"{model.source.id}: {device.name} runs {available} of its graph variants"
+        f"{model.source.id}: {device.name} runs {variants}"
         + (f", not '{ops}'" if ops != "auto" else f"; export the pair again with {options}")
     )
 

@@ -26,7 +26,7 @@ ROWS = 16  # rows of logits at a time; a row may have 150,000 columns
 def acceptances(
     pipeline: Pipeline, prompt: Sequence[int], text: Sequence[int], sampling: Sampling
 ) -> list[float]:
-    """Return the probability that the draft model's token is accepted at each position. [n]
+    """Return the acceptance probability of the draft model's token at each position. -> [n]
 
     It is the sum over tokens of min(t, d); at temperature 0 it is 1 if both choose the same token
     and otherwise 0. The list ends with the draft's context and is empty without a draft model. Both
@@ -38,26 +38,25 @@ def acceptances(
     model = DraftModel(
         pipeline.draft, context_length=sizes.context_length, vocab_size=sizes.vocab_size
     )
-    read = [*prompt, *text[:-1]]
-    room = sizes.context_length
-    targets = _rows(pipeline.target, read, len(prompt))
-    drafts = _rows(model.model, model.readable(read[:room]), len(prompt))
+    tokens = [*prompt, *text[:-1]]
+    targets = _rows(pipeline.target, tokens, len(prompt))
+    drafts = _rows(model.model, model.readable(tokens[: sizes.context_length]), len(prompt))
     history = History(prompt)
     rates = []
     for token, target, draft in zip(text, targets, drafts, strict=False):
-        rates.append(_chances(target, draft, sampling, history))
+        rates.append(_acceptance(target, draft, sampling, history))
         history.extend([token])
     return rates
 
 
-def _chances(target: Row, draft: Row, sampling: Sampling, history: History) -> float:
+def _acceptance(target: Row, draft: Row, sampling: Sampling, history: History) -> float:
     size = len(target.array())
     try:
         if sampling.greedy:
-            chosen = [greedy_token(row, sampling, history) for row in (draft, target)]
-            return float(chosen[0] == chosen[1])
+            token = greedy_token(draft, sampling, history)
+            return float(token == greedy_token(target, sampling, history))
         drafted = probabilities(draft.array(), sampling, history, draft.ids).row(size)
-    except OptionError:  # the draft knows none of the tokens that the options allow
+    except OptionError:  # the options exclude the draft's whole vocabulary
         return 0.0
     expected = probabilities(target.array(), sampling, history).row(size)
     return acceptance_probability(expected, drafted)

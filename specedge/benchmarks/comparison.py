@@ -13,6 +13,7 @@ from specedge.runtime.planning.plans import PLANNED
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.requests.stats import Stats, as_dict
 from specedge.runtime.requests.stream import Generation
+from specedge.runtime.sampling.history import common_prefix_length
 
 from ..theory.formulas import speedup
 from .measure import pace
@@ -57,13 +58,12 @@ class Comparison:
     @property
     def first_difference(self) -> int | None:
         """Position of the first different token, or the length of the shorter text."""
-        pairs = enumerate(zip(self.plain.tokens, self.speculative.tokens, strict=False))
-        shorter = min(len(self.plain.tokens), len(self.speculative.tokens))
-        position = next((i for i, (token, other) in pairs if token != other), shorter)
-        return None if self.same_tokens else position
+        if self.same_tokens:
+            return None
+        return common_prefix_length(self.plain.tokens, self.speculative.tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values by the names of the API."""
+        """Return JSON values by field."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("plain", "speculative"):
             generation = fields[name]
@@ -81,7 +81,7 @@ class Comparison:
 def compare(
     pipeline: Pipeline, prompt: str | Sequence[int], repeats: int, **request: Any
 ) -> Comparison:
-    """Time both in alternating order after a warm-up run.
+    """Time plain and speculative decoding in alternating order, after a warm-up run of each.
 
     Args:
         pipeline: Loaded bundle.

@@ -22,7 +22,7 @@ GROUP = 4  # settings between two plain runs
 LOOP_LENGTH = 8  # length of a repeated sequence in tokens
 LOOP_TIMES = 3
 
-Progress = Callable[[float], None]  # told which share of the work is done
+Progress = Callable[[float], None]  # called with the completed fraction
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class BenchmarkRuns:
 
 
 def settings(drafters: Sequence[str], lengths: Sequence[int]) -> list[Setting]:
-    """Return every drafter with every K; "auto" has a single setting."""
+    """Return every drafter with every K, and "auto" once."""
     combinations = []
     for drafter in dict.fromkeys(drafters):
         ks: Sequence[int | str] = [AUTO] if drafter == AUTO else list(dict.fromkeys(lengths))
@@ -136,15 +136,15 @@ def measure(
 
 
 def length_before_loop(tokens: Sequence[int]) -> int:
-    """Return the number of tokens before the third repetition of 8 tokens in a row.
+    """Return the number of tokens before a sequence of 8 tokens begins for the third time.
 
     Acceptance rate and speed of repetitive text do not represent real text.
     """
     seen: Counter[tuple[int, ...]] = Counter()
     for start in range(len(tokens) - LOOP_LENGTH + 1):
-        run = tuple(tokens[start : start + LOOP_LENGTH])
-        seen[run] += 1
-        if seen[run] == LOOP_TIMES:
+        sequence = tuple(tokens[start : start + LOOP_LENGTH])
+        seen[sequence] += 1
+        if seen[sequence] == LOOP_TIMES:
             return start
     return len(tokens)
 
@@ -187,7 +187,7 @@ def _cycle(
 def _run(
     pipeline: Pipeline, prompt: BenchmarkPrompt, setting: Setting, request: dict[str, Any]
 ) -> Generation:
-    """Run a request with empty caches, as reused tokens would save time."""
+    """Run a request with empty caches, since prefix cache reuse would save time."""
     pipeline.forget()
     return pipeline.generate(prompt.tokens, **request | setting.options)
 

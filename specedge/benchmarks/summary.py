@@ -101,13 +101,13 @@ def summarize(
         measured: Timed runs.
         prompts: Prompts.
         alphas: Acceptance rates on the target's text by prompt index.
-        table: RoundCosts measured by `specedge tune`, or None.
+        table: Costs measured by `specedge tune`, or None.
         greedy: True for greedy decoding.
     """
     figures: list[Figures] = []
     for name in dict.fromkeys(prompt.set_name for prompt in prompts):
         indices = [i for i, prompt in enumerate(prompts) if prompt.set_name == name]
-        rates = [chance for i in indices for chance in alphas.get(i, ())]
+        rates = [rate for i in indices for rate in alphas.get(i, ())]
         alpha = fmean(rates) if rates else None
         by_setting: dict[Setting, list[TimedRun]] = {setting: [] for setting, _ in measured.texts}
         for run in measured.runs:
@@ -228,11 +228,8 @@ def _by_theory(
 ) -> dict[str, Any]:
     """Return predictions from alpha, c, v and o with their errors; None without a draft model."""
     k, (c, v, o) = setting.num_draft_tokens, costs
-    predictions: dict[str, float | None] = {
-        "theorem_3_8": None,
-        "run_level": None,
-        "with_costs": None,
-    }
+    predictions: dict[str, float | None]
+    predictions = dict.fromkeys(("theorem_3_8", "run_level", "with_costs"))
     if (
         setting.drafter == DrafterName.MODEL
         and isinstance(k, int)
@@ -277,7 +274,7 @@ def _held_out(
 def _run_costs(totals: Stats, base: Stats, k: int) -> RoundCosts:
     """Return costs from the runs of one K, interpolated for shorter rounds."""
     base_seconds, total_seconds = (
-        seconds_per_target_pass(one) + host_seconds_per_round(one) for one in (base, totals)
+        seconds_per_target_pass(stats) + host_seconds_per_round(stats) for stats in (base, totals)
     )
     rounds = [base_seconds + (total_seconds - base_seconds) * i / max(1, k) for i in range(k + 1)]
     draft = seconds_per_draft_pass(totals) or 0.0
@@ -305,12 +302,12 @@ def total_of(runs: Sequence[TimedRun]) -> Stats:
     for run in runs:
         by_prompt[run.prompt].append(run.stats)
     total = Stats()
-    for alike in by_prompt.values():
-        first = alike[0]
+    for repeats in by_prompt.values():
+        first = repeats[0]
         sums = {name: getattr(total, name) + getattr(first, name) for name in _COUNTS}
         for name in _SECONDS:
-            sums[name] = getattr(total, name) + median(getattr(each, name) for each in alike)
-        other = median(each.other_seconds + each.exact_seconds for each in alike)
+            sums[name] = getattr(total, name) + median(getattr(stats, name) for stats in repeats)
+        other = median(stats.other_seconds + stats.exact_seconds for stats in repeats)
         total = Stats(
             **sums,
             other_seconds=total.other_seconds + other,
@@ -402,6 +399,6 @@ def predicted_speedup(
 def acceptance_chances(
     by_position: Sequence[float | None], overall: float | None, num_draft_tokens: int
 ) -> list[float]:
-    """Return acceptance rates by position, with the overall rate where none was tested."""
+    """Return acceptance rates by position, or the overall rate where no token was tested."""
     rates = [*by_position, *[None] * num_draft_tokens][:num_draft_tokens]
-    return [(overall or 0.0) if chance is None else chance for chance in rates]
+    return [(overall or 0.0) if rate is None else rate for rate in rates]

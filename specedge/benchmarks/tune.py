@@ -47,7 +47,7 @@ TEXTS = (
 )
 MODES = {"greedy": 0.0, "sampled": 1.0}
 
-Accepted = dict[str, list[bool]]  # by drafter, whether each token that it tested was accepted
+Accepted = dict[str, list[bool]]  # acceptance of each tested token, by drafter
 
 
 def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Measurement:
@@ -140,30 +140,30 @@ def _run(
 def accepted_copies(
     drafter: Drafter, text: Sequence[int], start: int, max_tokens: int
 ) -> Iterator[bool]:
-    """Return for each token whether a drafter's token would have been accepted.
+    """Yield the acceptance of each tested token of a deterministic drafter along a text.
 
-    The drafter drafts up to `max_tokens` per round from `start` on.
+    It drafts up to `max_tokens` tokens per round from position `start` on.
     """
     at = start
     while at < len(text):
         limit = min(max_tokens, len(text) - at)
-        copy = drafter.propose(History(text[:at]), limit, Sampling(), np.zeros(0)).tokens
-        accepted, tested = count_accepted(copy, text[at:])
+        draft = drafter.propose(History(text[:at]), limit, Sampling(), np.zeros(0)).tokens
+        accepted, tested = count_accepted(draft, text[at:])
         yield from [True] * accepted + [False] * (tested - accepted)
         at += accepted + 1
 
 
 def _tokens(pipeline: Pipeline, text: str) -> list[int]:
-    """Return a text's tokens, or arbitrary ones for a tokenizer without them."""
+    """Return a text's tokens, or token 0 if the tokenizer encodes none."""
     ids = encode(pipeline.tokenizer, text)
     return [token for token in ids if token < pipeline.bundle.target.vocab_size] or [0]
 
 
-LARGE_WEIGHTS = 300_000_000  # bytes of weights above which all cores are needed
+LARGE_WEIGHTS = 300_000_000  # bytes of weights above which all cores are used
 _REPEATS = 5
 _NEW_TOKENS = 48
 _DRAFT_LENGTHS = (0, 4)
-GAIN = 0.97  # fewer threads are used if their time is below this fraction
+GAIN = 0.97  # largest ratio of times for which fewer threads are used
 
 
 def fastest_threads(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:

@@ -38,7 +38,7 @@ MAX_EAGER_HASH_SIZE = 8 * 2**20  # bytes; larger files are not hashed at every l
 
 @dataclass(frozen=True)
 class Bundle:
-    """Target and optional draft model with their common files, as stated by `bundle.json`.
+    """Target and optional draft model with their shared files, as stated by `bundle.json`.
 
     Attributes:
         format: Version of the bundle format.

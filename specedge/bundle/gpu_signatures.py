@@ -1,12 +1,12 @@
 """Signatures of graphs for GPUs, derived from the decoder's signature.
 
-They let the host copy little data from the device, and draft in one call. K is the number of draft
-tokens, C the number of columns that are tokens.
+They reduce copies from the device, and draft in one call. K is the number of draft tokens, C the
+number of columns that are tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 
 from .signature import SAMPLING_SETTINGS, Signature, TensorSpec
@@ -44,7 +44,7 @@ def one_call(name: str, signature: Signature, num_columns: int, num_draft_tokens
 def unrolled(signature: Signature, num_draft_tokens: int) -> Signature:
     """Return the signature of an unrolled graph of K greedy draft steps."""
     tokens = TensorSpec("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
-    return Signature((*_taken(signature),), (tokens, *_made(signature, num_draft_tokens)))
+    return Signature(_inputs(signature), (tokens, *_caches(signature, num_draft_tokens)))
 
 
 def sampled(signature: Signature, num_columns: int, num_draft_tokens: int) -> Signature:
@@ -64,8 +64,8 @@ def sampled(signature: Signature, num_columns: int, num_draft_tokens: int) -> Si
         name = step_output(i, "weights")
         outputs.append(TensorSpec(name, "weights", None, "float32", ("B", num_columns)))
     return Signature(
-        (*_taken(signature), *settings, seen, uniforms),
-        (*outputs, *_made(signature, num_draft_tokens)),
+        (*_inputs(signature), *settings, seen, uniforms),
+        (*outputs, *_caches(signature, num_draft_tokens)),
     )
 
 
@@ -74,12 +74,13 @@ def step_output(step: int, name: str) -> str:
     return f"step.{step}.{name}"
 
 
-def _taken(signature: Signature) -> Iterable[TensorSpec]:
-    return (t for t in signature.inputs if t.role != "logits_from")
+def _inputs(signature: Signature) -> tuple[TensorSpec, ...]:
+    return tuple(t for t in signature.inputs if t.role != "logits_from")
 
 
-def _made(signature: Signature, num_draft_tokens: int) -> Iterable[TensorSpec]:
-    caches = [t for t in signature.outputs if t.role == "cache"]
-    return (
-        replace(t, name=step_output(i, t.name)) for i in range(num_draft_tokens) for t in caches
-    )
+def _caches(signature: Signature, num_draft_tokens: int) -> Iterator[TensorSpec]:
+    """Yield the cache outputs of each step."""
+    for i in range(num_draft_tokens):
+        for tensor in signature.outputs:
+            if tensor.role == "cache":
+                yield replace(tensor, name=step_output(i, tensor.name))

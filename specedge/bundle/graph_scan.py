@@ -1,9 +1,9 @@
 """Security scan of ONNX files before ONNX Runtime opens them.
 
-Opening a session reads any file that the graph names and folds constants, indefinitely if a Loop
-does not end. This module checks both in the file's bytes: the onnx package belongs to the export
-extra, and the protobuf wire format takes few lines. Parsing is strict: ambiguous input is refused.
-As in protobuf, a message in several pieces is their concatenation; each piece is checked.
+Opening a session reads any file that the graph names, and folds constants, which never ends if a
+Loop does not terminate. This module checks for both in the protobuf wire format, without the onnx
+package of the export extra. Parsing is strict: ambiguous input is rejected. As in protobuf, a
+message in several pieces is their concatenation; each piece is checked.
 
 Standard library only. Field numbers are those of onnx.proto.
 """
@@ -20,7 +20,7 @@ from ..errors import BundleError
 from .bundle import Bundle
 from .manifest import REEXPORT_HINT
 
-FOLDED_OPS = ("Cast", "Reshape", "Transpose")  # computed once per session for a weight
+FOLDED_OPS = ("Cast", "Reshape", "Transpose")  # constant-folded when a session is created
 CONTROL_FLOW = (b"If", b"Loop", b"Scan", b"SequenceMap")
 
 T = TypeVar("T")
@@ -39,15 +39,15 @@ _ENTRY = {"key": 1, "value": 2}
 
 
 class GraphFormatError(ValueError):
-    """File that is not an ONNX graph, or that has refused contents."""
+    """File that is not an ONNX graph, or that has forbidden contents."""
 
 
 @dataclass(frozen=True)
 class WeightUse:
     """Tensor of a weights file: its size in bytes and its forms with the operators that read them.
 
-    A session computes a form once: ("Cast", "Transpose") is the tensor cast and transposed, () the
-    tensor itself.
+    A form is a sequence of constant-folded operators: ("Cast", "Transpose") is the tensor cast and
+    transposed, () the tensor itself.
     """
 
     size: int
@@ -55,9 +55,9 @@ class WeightUse:
 
 
 def check_graph(bundle: Bundle, file: str) -> None:
-    """Refuse a graph that contains subgraphs or names files that the bundle does not list."""
+    """Raise BundleError for a graph with subgraphs or with files that the bundle does not list."""
     path = bundle.path(file)
-    if path.suffix != ".onnx":  # ONNX Runtime selects the format by the extension
+    if path.suffix != ".onnx":  # ONNX Runtime detects the format by the extension
         raise BundleError(f"{path}: the name of a graph must end in .onnx; {REEXPORT_HINT}")
     names = _read(path, external_files)
     folder = file.rpartition("/")[0]
@@ -187,9 +187,8 @@ def _parts(message: memoryview, fields: dict[str, int]) -> Iterator[tuple[str, m
         if wire_type == _BYTES:
             size, at = _varint(message, at)
         else:
-            size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(
-                wire_type, end + 1
-            )  # groups are not supported
+            sizes = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
+            size = sizes.get(wire_type, end + 1)  # groups are not supported
         if at + size > end:
             raise GraphFormatError("it is not an ONNX graph, or it is truncated")
         if number in names:

@@ -1,8 +1,8 @@
 """Names of graph variants: the attention operators, optionally followed by a type.
 
-The type is that of computation or of the caches. Without a compute type a graph variant computes as
-is fastest on the CPU: in float32, with integer products for integer weights. `qdq` is float16 with
-DequantizeLinear nodes, as TensorRT expects.
+The type is the compute type or the cache type. A graph variant without a compute type is for CPUs:
+it computes in float32, with integer products for quantized weights. `qdq` computes in float16 with
+DequantizeLinear nodes, as TensorRT requires.
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ from __future__ import annotations
 from .precision import DTYPES, HALF_DTYPES
 
 OPS = ("onnx", "gqa")
-QDQ = "qdq"  # integers are inputs of DequantizeLinear only
-COMPUTE_TYPES = {
-    "fp32": "float32",
-    **HALF_DTYPES,
-    QDQ: "float16",
-}  # by suffix of the graph variant
-CACHE_SUFFIXES = {"kv16": "float16"}  # cache types by suffix of the graph variant
-CACHE_TYPES = {"fp16": "kv16"}  # suffixes by option of the export
+QDQ = "qdq"  # only DequantizeLinear reads integers
+COMPUTE_TYPES = {"fp32": "float32", **HALF_DTYPES, QDQ: "float16"}  # by suffix
+CACHE_SUFFIXES = {"kv16": "float16"}  # cache types by suffix
+CACHE_TYPES = {"fp16": "kv16"}  # suffixes by value of the option --cache
 GRAPH_VARIANTS = (
     *OPS,
     *(
@@ -62,7 +58,7 @@ def describe_dtypes(ops: str) -> str:
 
 
 def is_reduced_precision(ops: str, weights_dtype: str) -> bool:
-    """Return True if the graphs are not the float32 model."""
+    """Return True if a graph variant has quantized weights or 16-bit caches."""
     return weights_dtype not in DTYPES or cache_dtype(ops) != "float32"
 
 

@@ -37,7 +37,7 @@ def check_relative_path(name: str) -> None:
 
 
 def contained_file_size(folder: Path, path: Path) -> int:
-    """Return the size of a regular file; refuse links that leave the folder."""
+    """Return the size of a regular file; raise BundleError for links that leave the folder."""
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise BundleError(f"{path}: is a link that leaves the bundle; {REEXPORT_HINT}")
     status = path.stat()

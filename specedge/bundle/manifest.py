@@ -136,10 +136,10 @@ class ModelEntry:
         weights: Weights file.
         signatures: Inputs and outputs of graphs by signature name.
         graphs: Graphs of all graph variants.
-        parity: Verification against PyTorch by graph variant; for a quantized variant, of its float
+        parity: Verification against PyTorch by graph variant; with quantized weights, of the float
             graphs.
-        quantization: Quantization report of each graph variant with integer weights or 16-bit
-            types.
+        quantization: Quantization reports of graph variants with quantized weights or a 16-bit
+            type.
     """
 
     source: CheckpointSource
@@ -221,16 +221,16 @@ class ModelEntry:
         )
 
     def supports_gpu(self, ops: str) -> bool:
-        """Return True if GPUs have kernels for a graph variant.
+        """Return True if CUDA has kernels for a graph variant.
 
-        They have none for products of bytes, and GroupQueryAttention only in 16 bits.
+        It has none for int8 products, and GroupQueryAttention only in 16 bits.
         """
         if cache_dtype(ops) != compute_dtype(ops) or (
             self.weights_dtype in QUANTIZED_DTYPES and not has_compute_type(ops)
         ):
             return False
-        is_wide = attention_ops(ops) == "gqa" and compute_dtype(ops) == "float32"
-        return not is_wide and not is_qdq(ops)
+        is_float32_gqa = attention_ops(ops) == "gqa" and compute_dtype(ops) == "float32"
+        return not is_float32_gqa and not is_qdq(ops)
 
     def supports_engines(self, ops: str) -> bool:
         """Return True if TensorRT engines can be compiled from a graph variant."""
@@ -244,10 +244,11 @@ class ModelEntry:
         For float weights, the graph variant without a type is the one that computes in float32.
         """
         plain = attention_ops(ops)
-        same = cache_dtype(ops) == cache_dtype(plain) and not is_reduced_precision(
+        is_same = cache_dtype(ops) == cache_dtype(plain) and not is_reduced_precision(
             plain, self.weights_dtype
         )
-        return next((name for name in (ops, *[plain] * same) if name in self.parity), None)
+        names = (ops, plain) if is_same else (ops,)
+        return next((name for name in names if name in self.parity), None)
 
     @property
     def cpu_ops(self) -> str:
@@ -265,15 +266,15 @@ class ModelEntry:
         """Return the verification results of a graph variant as one line."""
         summary = self.parity[ops].summary(self.precision)
         if ops in self.quantization:
-            cost = self.quantization[ops].summary()
+            quality = self.quantization[ops].summary()
             name = f"{self.weights_dtype}{describe_dtypes(ops)}"
-            return f"{name}: {cost}; before quantization: {summary}"
+            return f"{name}: {quality}; before quantization: {summary}"
         return summary
 
     def bound(self, ops: str) -> float:
         """Return the largest error of a graph variant, relative to the largest value."""
         if ops in self.quantization:
-            return 2 * self.quantization[ops].error  # margin for other texts
+            return 2 * self.quantization[ops].error  # other texts may have larger errors
         return self.parity[ops].bound(self.precision)
 
     @property
@@ -299,16 +300,16 @@ class ModelEntry:
 def chunk_length(capacity: int) -> int:
     """Return the pass length of prefill for a cache of `capacity` rows.
 
-    Longer passes read the weights less often: 256 takes 13 to 25% less time than 64. Attention
-    scores need memory for every token and row of the cache, which limits the length.
+    Longer passes read the weights less often: 256 tokens take 13 to 25% less time than four passes
+    of 64. The length is limited by the memory of attention scores, [heads, T, S].
     """
     return max(PREFILL_LENGTH, min(256, 2**21 // capacity))
 
 
 def signature_name(graph: str) -> str:
     """Return the name of the signature of a graph that the format defines."""
-    kinds = dict.fromkeys(ANY_LENGTH, "chosen_logits") | {"prefill": "caches_alone"}
-    return kinds.get(graph, "with_logits")
+    names = dict.fromkeys(ANY_LENGTH, "chosen_logits") | {"prefill": "caches_alone"}
+    return names.get(graph, "with_logits")
 
 
 def signatures(cache: CacheLayout, num_columns: int) -> dict[str, Signature]:

@@ -10,7 +10,7 @@ DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per element
 
 HALF_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}  # storage types of matrices
 BLOCK_BITS = {"int8-block": 8, "int4": 4}  # bits of block-wise types (block 32)
-KEEP = "keep"  # weights as a quantized checkpoint has them
+KEEP = "keep"  # quantized weights of the checkpoint
 QUANTIZED_DTYPES = ("int8", *BLOCK_BITS, KEEP)  # types of quantized weights; activations are int8
 PRECISION_CHOICES = ("fp32", *HALF_DTYPES, *QUANTIZED_DTYPES)
 GPTQ, NEAREST = "gptq", "nearest"
@@ -58,7 +58,6 @@ def precision_of(name: str, compute: str, cache: str) -> Precision:
         supported = ", ".join(f"{p.compute} with caches in {p.cache}" for p in PRECISIONS.values())
         raise BundleError(
             f"{name} computes in {compute} with caches in {cache}; this version of specedge "
-            "supports "
-            f"{supported}; upgrade specedge, or export the bundle again"
+            f"supports {supported}; upgrade specedge, or export the bundle again"
         )
     return precision

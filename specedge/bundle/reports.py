@@ -19,11 +19,10 @@ class ParityReport:
 
     Attributes:
         structure_error: Error of the graph in float64, relative to the row of logits or of one
-            head's keys or values; only a graph of another model has a large one.
+            head's keys or values; it is large only if the graph differs from the model.
         logits_error: Error of the graph's logits in float32.
         cache_error: Error of the graph's caches in float32.
-        float32_logits_error: Error of float32 itself: PyTorch's, and that of three runs with other
-            rounding.
+        float32_logits_error: Largest float32 error of PyTorch in four runs that round differently.
         float32_cache_error: The same for the caches.
         error_ratio: Largest error of a row as a multiple of float32's in that row.
         tolerance: Error that `--tolerance` allowed instead, or None.
@@ -63,10 +62,9 @@ class ParityReport:
             allowed = f"--tolerance {self.tolerance:g}"
         return (
             f"float64 error {self.structure_error:.0e}; float32 error: logits "
-            f"{self.logits_error:.1e} "
-            f"(PyTorch {self.float32_logits_error:.1e}), caches {self.cache_error:.1e} "
-            f"({self.float32_cache_error:.1e}), worst row {self.error_ratio:.1f} times PyTorch's "
-            f"({allowed}); {self.num_positions} positions"
+            f"{self.logits_error:.1e} (PyTorch {self.float32_logits_error:.1e}), caches "
+            f"{self.cache_error:.1e} ({self.float32_cache_error:.1e}), worst row "
+            f"{self.error_ratio:.1f} times PyTorch's ({allowed}); {self.num_positions} positions"
         )
 
     def bound(self, precision: Precision) -> float:
@@ -120,11 +118,11 @@ class QuantizationReport:
         divergence: Mean Kullback-Leibler divergence in nats.
         error: Largest difference of a logit or cache value, relative to the largest value.
         num_smoothed: Groups of matrices with a common input that are smoothed (SmoothQuant).
-        num_cut: Groups with several scales per row.
+        num_cut: Groups with several scales along K.
         num_left: Groups that are not quantized.
         num_in_blocks: Groups that are quantized block-wise.
         product_error: Relative RMS error of the worst matrix product.
-        plain_product_error: The same with neither smoothing nor several scales.
+        plain_product_error: The same without smoothing and splitting.
         exceptions: One line for each group that deviates from the requested precision.
         bits_per_weight: Size of the weights file in bits over the model's parameters, with scales,
             embedding and LM head; 0 if unknown.

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def embedded_folder() -> Path:
 
 
 def costs_folder() -> Path:
-    """Return the folder of measured costs."""
+    """Return the folder of cost tables."""
     return data_folder() / "costs"
 
 
@@ -46,7 +47,7 @@ def default_destination(draft: str | None, target: str) -> Path:
 
 
 def set_default(folder: Path) -> None:
-    """Make a bundle the one used when none is named."""
+    """Make a bundle the default."""
     replace_file(_default_file(), str(folder.absolute()))
 
 
@@ -62,15 +63,15 @@ def last_exported() -> Path | None:
 
 
 def clear_default() -> None:
-    """Make the embedded pair the one used when none is named."""
+    """Make the embedded pair the default."""
     _default_file().unlink(missing_ok=True)
 
 
 def find_bundle(bundle: str | os.PathLike[str] | None = None) -> Path:
     """Return the folder of a bundle.
 
-    That is the folder named, else the value of SPECEDGE_BUNDLE, else the last export, else the
-    embedded pair.
+    In this order: `bundle`, the environment variable SPECEDGE_BUNDLE, the last export without
+    `--output`, the embedded pair.
 
     Raises:
         BundleError: If the name is empty or the last export no longer exists.
@@ -88,8 +89,7 @@ def find_bundle(bundle: str | os.PathLike[str] | None = None) -> Path:
         if _default_file().is_file():
             raise BundleError(
                 f"{_default_file()} does not contain a path; export a bundle again, or delete "
-                "the file to use "
-                "the embedded pair"
+                "the file to use the embedded pair"
             )
         return embedded_folder()
     if not default.exists():
@@ -187,8 +187,8 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in a file's folder; errors name the file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Yield a unique temporary path in a file's folder; errors name the file."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with errors_naming(path):
         try:
             yield temporary

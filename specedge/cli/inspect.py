@@ -46,13 +46,16 @@ def _memory(bundle: Bundle, device: str, ops: str, as_json: bool) -> None:
     from specedge.runtime.backend.sessions import Device
     from specedge.runtime.requests.loader import memory_of
 
-    Device(device)  # raises DeviceError
-    need, left = memory_of(bundle, ops), available_bytes()
+    if device != "auto":
+        Device(device)  # raises DeviceError
+    need, free = memory_of(bundle, ops), available_bytes()
     if as_json:
-        click.echo(json.dumps({"peak": need.peak, "parts": need.parts, "free": left}))
+        click.echo(json.dumps({"peak": need.peak, "parts": need.parts, "free": free}))
         return
-    free = "unknown" if left is None else format_bytes(left)
-    lines = {f"peak for {bundle.context_length} tokens": format_bytes(need.peak), "available": free}
+    lines = {
+        f"peak for {bundle.context_length} tokens": format_bytes(need.peak),
+        "available": "unknown" if free is None else format_bytes(free),
+    }
     lines |= {f"  {name}": format_bytes(size) for name, size in need.parts.items()}
     for name, text in lines.items():
         click.echo(f"{name:28}{text:>10}")
