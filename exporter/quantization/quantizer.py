@@ -38,7 +38,7 @@ from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_exclude
 from .float_model import FloatModel
 from .integer_rewriter import IntegerRewriter, num_columns
 from .kept_weights import KeptWeights, keep
-from .matrices import MatrixGroup, embeddings, matrix_groups, ungrouped_weights
+from .matrices import MatrixGroup, embeddings, matrix_groups, stored_tensor, ungrouped_weights
 from .qdq_rewriter import QdqRewriter
 from .report import measure_variants
 from .rounding import BLOCK_SIZE, BlockMatrix, IntegerMatrix
@@ -343,25 +343,28 @@ class SchemeSelector:
     def _eight_bit_groups(
         self, all_groups: list[MatrixGroup], model: ModelEntry
     ) -> set[tuple[int, ...]]:
-        """Return the groups that int4 quantizes to 8 bits: evenly spaced down projections.
+        """Return the groups that int4 quantizes to 8 bits.
 
-        Their number is the largest for which weights in layers have at most `bits` on average.
+        Attention's input projections first, then MLPs' down projections, of as many evenly spaced
+        layers as keep the weights in layers at `bits` on average. Per additional bit, the former
+        reduce the KL divergence of SmolLM2-135M 1.6 times as much.
         """
         if self.precision != "int4":
             return set()
-        sizes = {
-            group.key: sum(matrix.stored.tensor.size for matrix in group.matrices)
+        in_layers = [
+            group
             for group in all_groups
             if all(num_columns(matrix) != model.padded_vocab_size for matrix in group.matrices)
-        }
-        last = [
-            group.key
-            for group in all_groups
-            if group.key in sizes and basis.reads_nonlinearity(group)
         ]
-        room = (self.bits - 4) / 4 * sum(sizes.values())
-        count = int(min(len(last), room / max(1, max((sizes[key] for key in last), default=1))))
-        return {last[i * len(last) // count] for i in range(count)}
+        budget = (self.bits - 4) / 4 * sum(map(_num_weights, in_layers))
+        selected: set[tuple[int, ...]] = set()
+        for is_of_type in (_projects_to_attention, basis.reads_nonlinearity):
+            groups = [group for group in in_layers if is_of_type(group)]
+            largest = max(map(_num_weights, groups), default=1)
+            count = int(min(len(groups), budget / largest))
+            selected |= {groups[i * len(groups) // count].key for i in range(count)}
+            budget -= count * largest
+        return selected
 
     def _round_by_gptq(
         self, group: MatrixGroup, hessian: torch.Tensor, choice: Scheme
@@ -387,6 +390,26 @@ class SchemeSelector:
         path = self.folder / f"{offset}.npy"
         np.save(path, integers.values)
         return np.load(path, mmap_mode="c"), integers.scales
+
+
+def _num_weights(group: MatrixGroup) -> int:
+    return sum(matrix.stored.tensor.size for matrix in group.matrices)
+
+
+def _projects_to_attention(group: MatrixGroup) -> bool:
+    """Return True if an attention node reads a product of the group."""
+    pending = [matrix.node for matrix in group.matrices]
+    seen = set(pending)
+    while pending:
+        for output in pending.pop().outputs:
+            for user, _ in output.uses():
+                if user.op_type in ("Attention", "GroupQueryAttention"):
+                    return True
+                is_product = user.op_type == "MatMul" and stored_tensor(user.inputs[1]) is not None
+                if user not in seen and not is_product:
+                    seen.add(user)
+                    pending.append(user)
+    return False
 
 
 def _unquantized_schemes(model: FloatModel, ops: str, excluded: ExcludedWeights) -> Schemes:
