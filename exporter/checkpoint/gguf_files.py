@@ -27,6 +27,10 @@ _TYPE_SUFFIX = re.compile(
     r"[-._]+((ud|i1|iq|q|tq|bf|f|fp|mxfp)\d\w*|imat\w*|ud-\w+)([-._](k|s|m|l|xl|xs|0|1))*$",
     re.IGNORECASE,
 )
+_NEUTRAL_SCALING = {
+    "scaling.type": "none", "scaling.factor": 1, "scaling.attn_factor": 1, "scale_linear": 1,
+}  # fmt: skip
+_SCALING_CONTEXT = ("scaling.original_context_length", "scaling.finetuned")
 _GENERIC_NAMES = {"", "model", "ggml-model", "ggml", "consolidated", "unnamed"}
 _EXPERTS = re.compile(r"(.*)\.ffn_(gate|up|down)_exps\.weight")
 
@@ -118,7 +122,7 @@ class GgufCheckpoint:
         """Set fields of a config that transformers does not read from the header (5.17 to 5.23).
 
         It ignores rotary scaling and all but one part of a split file. Files may be truncated at
-        `header_size`. Raises CheckpointError for other rotary scaling than Llama 3.1's.
+        `header_size`. Raises CheckpointError for unknown rotary scaling.
         """
         has_head = any(tensor.name == "output.weight" for tensor in self.tensors)
         if has_head and config.model_type not in ("falcon", "bloom"):
@@ -126,24 +130,39 @@ class GgufCheckpoint:
         self._apply_rope_scaling(config)
 
     def _apply_rope_scaling(self, config: Any) -> None:
-        """Set Llama 3.1's rotary scaling; refuse other scaling. Raises CheckpointError."""
-        scales = [tensor for tensor in self.tensors if _is_rotary_factor(tensor)]
-        names = [tensor.name for tensor in scales]
-        scalings = [*_scaling_fields(self.fields), *(f"it has {name}" for name in names)]
-        if names == ["rope_freqs.weight"] and len(scalings) == 1 and config.model_type == "llama":
-            factors = np.array(scales[0].data, np.float64).reshape(-1)
-            config.rope_parameters, unscaled = (
-                _llama3_scaling(config, factors.max()),
-                config.rope_parameters,
-            )
-            if _match(factors, config.rope_parameters):
-                return
-            config.rope_parameters = unscaled
-        if scalings:
+        """Set rotary scaling that transformers ignores. Raises CheckpointError if unknown."""
+        factors = {
+            tensor.name: np.array(tensor.data, np.float64).reshape(-1)
+            for tensor in self.tensors
+            if _is_rotary_factor(tensor)
+        }
+        fields = {
+            key.partition(".rope.")[2]: field.contents()
+            for key, field in self.fields.items()
+            if ".rope.scal" in key
+        }
+        active = {
+            name: value
+            for name, value in fields.items()
+            if value != _NEUTRAL_SCALING.get(name) and name not in _SCALING_CONTEXT
+        }
+        if not factors and (not active or fields.get("scaling.type") == "none"):
+            return
+        rope = config.rope_parameters
+        is_nested = "full_attention" in rope  # Gemma 3 scales its global layers only
+        unscaled = rope["full_attention"] if is_nested else rope
+        scaling = _scaling(fields, factors, config, unscaled["rope_theta"])
+        if scaling is None:
+            reasons = [f"its rope.{name} is {value}" for name, value in active.items()]
+            reasons += [f"it has {name}" for name in factors]
             raise CheckpointError(
-                f"{self.where}: {self.name} has a rotary scaling that transformers does not read "
-                f"({scalings[0]}); specify the original checkpoint"
+                f"{self.where}: {self.name} has an unsupported rotary scaling ({reasons[0]}); "
+                "specify the original checkpoint"
             )
+        scaling = {**unscaled, **scaling}
+        config.rope_parameters = {**rope, "full_attention": scaling} if is_nested else scaling
+        if scaling["rope_type"] == "longrope":
+            config.original_max_position_embeddings = scaling["original_max_position_embeddings"]
 
     def state(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], int]:
         """Return a model's state, with lazy matrices, and the number of unused weights.
@@ -272,29 +291,64 @@ def _is_rotary_factor(tensor: Any) -> bool:
     return "rope_freqs" in tensor.name or "rope_factors" in tensor.name
 
 
-def _scaling_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Describe the header's fields of rotary scaling that are not neutral."""
-    plain = {
-        "rope.scaling.type": "none",
-        "rope.scaling.factor": 1,
-        "rope.scaling.attn_factor": 1,
-        "rope.scale_linear": 1,
+def _scaling(
+    fields: Mapping[str, Any], factors: Mapping[str, np.ndarray], config: Any, theta: float
+) -> dict[str, Any] | None:
+    """Return transformers' parameters of a file's rotary scaling, None if it is unknown.
+
+    Args:
+        fields: Header fields that begin with "rope.scal", without this prefix's "rope.".
+        factors: Divisors of frequencies by tensor name, [D/2] each.
+        config: The model's config.
+        theta: Base of the frequencies.
+    """
+    fields = dict(fields)
+    name = fields.pop("scaling.type", None)
+    factor = fields.pop("scaling.factor", fields.pop("scale_linear", None))
+    attention_factor = float(fields.pop("scaling.attn_factor", 1))
+    beta_fast = fields.pop("scaling.yarn_beta_fast", 32)
+    beta_slow = fields.pop("scaling.yarn_beta_slow", 1)
+    context = fields.pop("scaling.original_context_length", config.max_position_embeddings)
+    fields.pop("scaling.finetuned", None)
+    long, short = (factors.get(f"rope_factors_{n}.weight") for n in ("long", "short"))
+    if fields:
+        return None
+    if long is not None and short is not None and len(factors) == 2:
+        return {
+            "rope_type": "longrope",
+            "factor": config.max_position_embeddings / context,
+            "long_factor": long.tolist(),
+            "short_factor": short.tolist(),
+            "original_max_position_embeddings": int(context),
+            "attention_factor": attention_factor,
+        }
+    if factors.keys() == {"rope_freqs.weight"} and config.model_type == "llama":
+        (divisors,) = factors.values()
+        scaling = _llama3_scaling(theta, divisors.max())
+        is_alone = name in (None, "none") and factor in (None, 1) and attention_factor == 1
+        return scaling if is_alone and _match(divisors, scaling) else None
+    if factors or not factor:
+        return None
+    if name in (None, "linear") and attention_factor == 1:
+        return {"rope_type": "linear", "factor": float(factor)}
+    if name != "yarn":
+        return None
+    return {
+        "rope_type": "yarn",
+        "factor": float(factor),
+        "original_max_position_embeddings": int(context),
+        # llama.cpp multiplies the attention factor of the YaRN paper by that of the header.
+        "attention_factor": attention_factor * (0.1 * math.log(factor) + 1),
+        "beta_fast": float(beta_fast),
+        "beta_slow": float(beta_slow),
     }
-    descriptions = []
-    for key, field in fields.items():
-        name, value = key.partition(".")[2], field.contents()
-        if name in plain and value != plain[name]:
-            descriptions.append(
-                f"its {key} is {value if isinstance(value, str) else f'{value:.4g}'}"
-            )
-    return descriptions
 
 
-def _llama3_scaling(config: Any, factor: float) -> dict[str, Any]:
+def _llama3_scaling(theta: float, factor: float) -> dict[str, Any]:
     """Return the rotary scaling of Llama 3.1 and 3.2, which differ only in the factor."""
     return {
         "rope_type": "llama3",
-        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_theta": theta,
         "factor": float(factor),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,

@@ -192,6 +192,64 @@ def test_llama3_scaling_is_recognized_by_its_factors(factor, tmp_path):
     assert same(path, numbers, make_model(config))
 
 
+def write_linear(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def write_yarn(writer):  # as the converter writes Qwen2.5's
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(64)
+
+
+def write_longrope(writer):  # as the converter writes Phi-3's, long context
+    writer.add_rope_scaling_orig_ctx_len(64)
+    writer.add_rope_scaling_attn_factors(1.15)
+    writer.add_tensor("rope_factors_long.weight", LONG)
+    writer.add_tensor("rope_factors_short.weight", SHORT)
+
+
+LONG, SHORT = (
+    np.linspace(1, 40, len(ONES), dtype=np.float32),
+    np.linspace(1, 3, len(ONES), dtype=np.float32),
+)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "long_factor": LONG.tolist(),
+    "short_factor": SHORT.tolist(),
+    "original_max_position_embeddings": 64,
+    "attention_factor": float(np.float32(1.15)),
+    "factor": 4.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "write_scaling", "scaling"),
+    [
+        ("llama", write_linear, {"rope_type": "linear", "factor": 4.0}),
+        (
+            "llama",
+            lambda w: w.add_float32("llama.rope.scale_linear", 4.0),
+            {"rope_type": "linear", "factor": 4.0},
+        ),
+        ("qwen2", write_yarn, YARN),
+        ("llama", write_longrope, LONGROPE),
+    ],
+)
+def test_rotary_scaling_of_the_header_computes_like_the_original(
+    arch, write_scaling, scaling, tmp_path
+):
+    rope = {"rope_theta": 10_000.0, **scaling}
+    options = {"context": 256, "rope_parameters": rope}
+    config = make_config(arch, kv_heads=2, scale=0.1, **options)
+    path = tmp_path / "model.gguf"
+    numbers = write(path, Kind.F32, tmp_path, arch, write_scaling, **options)
+    assert find(path).config.rope_parameters["rope_type"] == scaling["rope_type"]
+    assert same(path, numbers, make_model(config))
+
+
 @pytest.mark.parametrize(
     ("arch", "more", "said"),
     [
@@ -200,9 +258,7 @@ def test_llama3_scaling_is_recognized_by_its_factors(factor, tmp_path):
         ("llama", lambda w: w.add_tensor("rope_factors_long.weight", ONES), "rope_factors_long"),
         ("llama", lambda w: w.add_tensor("rope_factors_short.weight", ONES), "rope_factors_sh"),
         ("qwen2", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "is yarn"),
-        ("llama", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "is linear"),
-        ("llama", lambda w: w.add_rope_scaling_factor(4.0), "llama.rope.scaling.factor is 4"),
-        ("llama", lambda w: w.add_float32("llama.rope.scale_linear", 2.0), "scale_linear is 2"),
+        ("qwen2", lambda w: w.add_rope_scaling_yarn_log_mul(0.1), "yarn_log_multiplier is 0.1"),
         ("qwen2", lambda w: w.add_rope_scaling_attn_factors(1.2), "attn_factor is 1.2"),
     ],
 )
