@@ -88,7 +88,7 @@ def test_too_little_time_is_incomplete_which_fails_only_if_strict(options, code)
 def test_deterministic_checks_report_first(copy, monkeypatch):
     told, verdicts = [], []
     monkeypatch.setattr(decoding_checks, "greedy", lambda *_: CheckResult("greedy", FAILED, "off"))
-    monkeypatch.setitem(audit.CERTAIN, "greedy", decoding_checks.greedy)
+    monkeypatch.setitem(audit.DETERMINISTIC, "greedy", decoding_checks.greedy)
     report = audit.audit(
         Bundle.read(copy),
         audit.ExecutionSettings(),

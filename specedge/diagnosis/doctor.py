@@ -1,4 +1,4 @@
-"""Diagnosis of devices: each is tried in a child process; a failure gets its cause and the fix."""
+"""Diagnosis of devices: a trial of each in a child process, and the cause and fix of failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from . import packages
 from .packages import LIBRARIES, PLUG_IN, Package, version_numbers
 
 NAMES = {"cuda": "CUDA", "tensorrt": "TensorRT"}
-SECONDS = 120.0  # a driver that wakes a GPU takes some, building an engine more
+SECONDS = 120.0  # timeout: waking a GPU takes seconds, building an engine longer
 LOG_CHARACTERS = 4000
 RTX_CAPABILITIES = ((8, 6), (8, 9))  # and from 12.0; TensorRT-RTX 1.7.1
 FAULT = "see nvidia-smi; to report a bug, attach the file of 'specedge doctor --report FILE'"
@@ -39,7 +39,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Answer of a child process: its facts, an abnormal end, and the end of its log."""
+    """Result of a child process: reported values, abnormal end, and the last part of its log."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     ended: str | None = None
@@ -126,13 +126,13 @@ def diagnose(
 
 
 def why_not(device: str, machine: Machine | None = None) -> str | None:
-    """Return why a device does not work here, in one line with the fix; None if it works.
+    """Return the cause of a device's failure and its fix, as one line; None if it works.
 
-    It takes a second or two: the device is tried in a child process, which a broken driver may
-    end. The child imports what this process would, by the library search path of its start.
+    This takes a second or two: the device is tried in a child process, which a broken driver may
+    crash. The child imports the same packages as this process.
 
     Args:
-        device: "cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number as in "cuda:1".
+        device: "cpu", "cuda", "tensorrt" or "rtx", optionally with a GPU number, as in "cuda:1".
         machine: The machine, if it has been examined before.
     """
     device = device.removesuffix(":0")
@@ -141,7 +141,7 @@ def why_not(device: str, machine: Machine | None = None) -> str | None:
 
 
 def check(name: str, machine: Machine) -> DeviceDiagnosis:
-    """Try a device; find the cause if it does not work."""
+    """Try a device, and determine the cause if it does not work."""
     if machine.broken:
         return DeviceDiagnosis(name, False, [machine.broken])
     device, _, number = name.partition(":")
@@ -155,7 +155,7 @@ def check(name: str, machine: Machine) -> DeviceDiagnosis:
 
 
 def ask(question: str, *arguments: str, seconds: float = SECONDS) -> ProbeResult:
-    """Put a question of `probe` to a child process, which imports what this process would."""
+    """Run a probe in a child process, which imports the same packages as this process."""
     if not sys.executable or getattr(sys, "frozen", False):
         return ProbeResult(
             ended="cannot be tested: the current executable is not a Python interpreter"
@@ -178,7 +178,7 @@ def ask(question: str, *arguments: str, seconds: float = SECONDS) -> ProbeResult
 def _read(out: bytes, log: bytes, ended: str | None) -> ProbeResult:
     facts: dict[str, Any] = {}
     for line in out.splitlines(keepends=True):
-        if line.endswith(b"\n"):  # the last may have been cut
+        if line.endswith(b"\n"):  # the last line may be incomplete
             facts |= json.loads(line)
     if ended and (stage := facts.get("stage")):
         ended = f"{ended} while {stage}"
@@ -193,7 +193,7 @@ def _abnormal_end(code: int) -> str | None:
 
 
 class Machine:
-    """This machine, each part examined on first use."""
+    """This machine; each property is determined on first use."""
 
     @cached_property
     def packages(self) -> tuple[Package, ...]:
@@ -202,12 +202,12 @@ class Machine:
 
     @cached_property
     def runtime(self) -> ProbeResult:
-        """The module `onnxruntime` that Python imports."""
+        """Probe of the module `onnxruntime`."""
         return ask("runtime")
 
     @cached_property
     def driver(self) -> ProbeResult:
-        """The NVIDIA driver and its GPUs."""
+        """Probe of the NVIDIA driver and its GPUs."""
         return ask("driver")
 
     @cached_property
@@ -272,7 +272,7 @@ class Machine:
 
 
 def _causes(name: str, index: int, machine: Machine, result: ProbeResult) -> Iterator[Problem]:
-    """Possible causes of a failure, the most basic first."""
+    """Yield possible causes of a failure, the most fundamental first."""
     facts = result.facts
     if name != "cpu":
         yield from _gpu_causes(name, index, machine)

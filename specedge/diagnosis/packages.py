@@ -53,7 +53,7 @@ class Package:
 
 
 def related() -> dict[str, str]:
-    """Return the versions of all packages that matter to devices, by name."""
+    """Return the versions of all packages that are related to devices, by name."""
     return {name: d.version for name, d in sorted(_distributions().items()) if RELATED.match(name)}
 
 
@@ -76,7 +76,7 @@ def runtimes() -> tuple[Package, ...]:
 def missing_libraries(device: str) -> dict[str, str]:
     """Load the libraries of a device's provider; return the loader's errors by library.
 
-    A library is named that cannot be loaded itself, also if another one needs it.
+    If a dependency cannot be loaded, it is named instead of the library that needs it.
     """
     errors: dict[str, str] = {}
     for name in LIBRARIES.get(device, {}) if sys.platform == "linux" else ():
@@ -94,10 +94,10 @@ def version_numbers(version: str, count: int = 2) -> tuple[int, ...]:
 
 
 def _distributions() -> dict[str, metadata.Distribution]:
-    """Distributions by name; of two with one name the first, which Python imports."""
+    """Return distributions by name; of equal names the first one, which Python imports."""
     distributions: dict[str, metadata.Distribution] = {}
     for distribution in metadata.distributions():
-        if distribution.name and distribution.version:  # remains of an installation have neither
+        if distribution.name and distribution.version:  # missing in incomplete installations
             name = re.sub(r"[-_.]+", "-", distribution.name).lower()
             distributions.setdefault(name, distribution)
     return distributions

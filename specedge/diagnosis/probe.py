@@ -1,6 +1,6 @@
-"""Child process of the diagnosis: questions that may crash or hang the process that asks them.
+"""Child process of the diagnosis, for probes that may crash or hang.
 
-It prints lines of JSON as it goes, so a crash loses only what it prevented.
+It prints each result immediately as a line of JSON, so that a crash does not lose earlier results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tell = Callable[..., None]
 
 
 def main() -> None:
-    """Answer the question on the command line; stdout carries the answer alone."""
+    """Run the probe named on the command line; stdout has its results only."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -129,7 +129,7 @@ def _probe_device(tell: Tell, name: str, index: str) -> None:
 
 
 def _inputs() -> np.ndarray:
-    """x of the graph: small integers, which are exact in TF32, too. [4, 32]"""
+    """Return x of the graph: small integers, which are exact also in TF32. -> [4, 32]"""
     rows, columns = np.indices((4, 32))
     return ((3 * rows + 2 * columns) % 5 - 2).astype(np.float32)
 
@@ -158,7 +158,7 @@ def _difference(output: np.ndarray) -> str | None:
 
 
 def _check_products(ort: Any) -> str:
-    """Return the mode in which products of bytes are exact: "as they are", "unsigned", "never"."""
+    """Return the mode with exact int8 products: "as they are", "unsigned" or "never"."""
     for name, value in (("as they are", "0"), ("unsigned", "1")):
         options = ort.SessionOptions()
         options.add_session_config_entry(int8_products.UNSIGNED_OPTION, value)

@@ -70,9 +70,9 @@ class AcceptanceRates:
 
     Attributes:
         alpha: Probability that a tested draft token is accepted, sum min(t, d) on average.
-        accepted_over_tested: Its estimate from a run; tokens after a rejection are not tested.
-        accepted_over_drafted: Of all draft tokens, as vLLM reports it.
-        tokens_over_rows: Tokens a round over K + 1, Chen et al.'s r, vLLM's system efficiency.
+        accepted_over_tested: Estimate of alpha; tokens after a rejection are not tested.
+        accepted_over_drafted: Fraction of all draft tokens, as reported by vLLM.
+        tokens_over_rows: Tokens per round over K + 1: Chen et al.'s r, vLLM's system efficiency.
     """
 
     alpha: float
@@ -97,7 +97,7 @@ def acceptance_rates(alpha: float, num_draft_tokens: int) -> AcceptanceRates:
 def round_cost(
     num_draft_tokens: int, draft_cost: float, verify_cost: Costs = 1.0, host_cost: float = 0.0
 ) -> float:
-    """Return the cost of a round, K c + v + o: the tokens that it must yield to break even.
+    """Return the cost of a round, K c + v + o, which equals the tokens per round at break-even.
 
     K = 0 is the target alone, the unit of all costs. `verify_cost` is one number, or a sequence
     whose item K is v for that K; item 0 is then 1, and the last item is that of the largest K.
@@ -133,7 +133,7 @@ def run_speedup(tokens_per_round: float, num_draft_tokens: int, draft_cost: floa
 def break_even_alpha(
     num_draft_tokens: int, draft_cost: float, verify_cost: Costs = 1.0, host_cost: float = 0.0
 ) -> float | None:
-    """Return the smallest alpha for which K draft tokens pay; None if none does.
+    """Return the smallest alpha at which K draft tokens break even; None if there is none.
 
     With the defaults and K = 1 it is c: corollary 3.9.
     """
@@ -151,8 +151,8 @@ def best_k(
 ) -> int:
     """Return the K with the largest speed-up, the smallest on ties. Section 3.5.
 
-    It is 0, the target alone, if none pays, and at most `max_draft_tokens` and the last K of
-    `verify_cost`: with free drafts no K is the best.
+    It is 0 (the target alone) if no K gives a speed-up, and limited by `max_draft_tokens` and the
+    last K of `verify_cost`: with free drafts, the speed-up increases with K.
     """
     last = check_integer("max_draft_tokens", max_draft_tokens, 0)
     if isinstance(verify_cost, Sequence | np.ndarray):
@@ -164,7 +164,7 @@ def best_k(
 
 
 def operations_factor(alpha: float, num_draft_tokens: int, draft_operations: float = 0.0) -> float:
-    """Return arithmetic operations a token relative to the target alone. Section 3.4.
+    """Return arithmetic operations per token relative to the target alone. Section 3.4.
 
     `draft_operations` are those of a draft pass relative to a target pass over one token.
     """

@@ -1,1 +1,1 @@
-"""Audit of a bundle on the machine at hand: the checks of `specedge verify`. Needs SciPy."""
+"""Audit of a bundle on this machine: the checks of `specedge verify`. Requires SciPy."""

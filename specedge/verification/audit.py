@@ -29,7 +29,7 @@ from .report import FAILED, SKIPPED, AuditReport, CheckResult, machine
 from .statistics import CONFIDENCE, POWER
 from .subject import AuditPrompt, Subject, SubstituteDraft
 
-# Prompts of several kinds: some have sure next tokens and others do not, for any model.
+# Prompts with predictable and with unpredictable next tokens.
 BUILT_IN = (
     "def read_config(path):",
     "The three laws of robotics are",
@@ -49,8 +49,8 @@ BUILT_IN = (
     "SELECT name, count(*) FROM",
 )
 FALSE_ALARM = 1e-6  # probability for the whole audit
-PASSES = 20000  # steps of the target in whose time every check reaches its least size
-# Each takes its share of the time that is left, so what one leaves the next have.
+PASSES = 20000  # steps of the target; in this time every check reaches its minimum size
+# Shares of the remaining time; unused time is available to later checks.
 SHARES = {
     "measuring": 0.02,
     "caches": 0.02,
@@ -60,10 +60,10 @@ SHARES = {
     "graphs": 0.2,
     "joint": 0.3,
 }
-GREEDY_SHARE, GREEDY_SECONDS = 0.25, 30.0  # it may take more where little time is left
+GREEDY_SHARE, GREEDY_SECONDS = 0.25, 30.0  # a larger share if little time remains
 NUM_TESTS = (sampled_text.TESTS + joint_distribution.TESTS) * (len(sampled_text.SETTINGS) + 1) - 1
 CONTROL = 0.1  # fraction of a self-test's time
-LOOKS = (0.1, 0.3, 1.0)  # shares of a defect's time, of what is left of it
+ATTEMPTS = (0.1, 0.3, 1.0)  # shares of the remaining time of a defect
 ALPHA = FALSE_ALARM / NUM_TESTS
 
 OnProgress = Callable[[str], None]
@@ -71,11 +71,11 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ExecutionSettings:
-    """Devices and graph variant that the graphs run on; `draft_device` if it is another."""
+    """Devices and graph variant to audit; `draft_device` is None if it is `device`."""
 
     device: Device = field(default_factory=Device)
     ops: str = "auto"
-    draft_device: Device | None = None  # where it is another
+    draft_device: Device | None = None
 
     def graph_variant(self, bundle: Bundle, model: ModelEntry) -> str:
         """Return the graph variant that a model runs."""
@@ -107,11 +107,10 @@ def audit(
     passes: float = 0,
     on_first_verdict: Callable[[AuditReport], None] = lambda report: None,
 ) -> AuditReport:
-    """Run every check. Once files or graphs have failed, the later checks are not run.
+    """Run every check. After a failure of files or graphs, later checks are skipped.
 
-    Deterministic and fast checks come first: a damaged file, a cache out of step or a greedy text
-    that is not the target's shows before the statistical tests begin. Each of those is evaluated
-    once, when its samples have been drawn, so the order changes no false-alarm bound.
+    Deterministic and fast checks come first. Each statistical test is evaluated once, after its
+    samples have been drawn, so the order does not affect the false-alarm probability.
 
     Args:
         bundle: The bundle.
@@ -135,7 +134,9 @@ def audit(
         return findings[-1].status != FAILED
 
     def report() -> AuditReport:
-        return AuditReport(about, _with_skipped(findings), _sureness(bundle), budget.clock.used)
+        return AuditReport(
+            about, _with_skipped(findings), _confidence_notes(bundle), budget.clock.used
+        )
 
     if not step("files", lambda: graph_checks.files(bundle, budget)):
         return report()
@@ -150,14 +151,14 @@ def audit(
     except SpecEdgeError as error:  # a graph that does not match the manifest, or returns NaN
         findings.append(CheckResult("graphs", FAILED, str(error)))
         return report()
-    findings += _checks(CERTAIN, subject, budget, on_progress)
+    findings += _checks(DETERMINISTIC, subject, budget, on_progress)
     on_first_verdict(AuditReport(about, tuple(findings), (), budget.clock.used))
     measured = {name: getattr(subject, name) for name in ("noise", "seconds_per_pass")}
     del subject  # graphs are compared one at a time
     share = budget.share(SHARES["graphs"])
     if step("graphs", lambda: graphs_of(bundle, settings, share)):
         subject = dataclasses.replace(make_subject(bundle, settings, texts), **measured)
-        findings += _checks(DRAWN, subject, budget, on_progress)
+        findings += _checks(STATISTICAL, subject, budget, on_progress)
     return report()
 
 
@@ -176,13 +177,14 @@ def unreadable(folder: Path, error: SpecEdgeError, budget: Budget) -> AuditRepor
 
 def _with_skipped(findings: list[CheckResult]) -> tuple[CheckResult, ...]:
     names = {finding.check for finding in findings}
-    left = [name for name in ("files", *CERTAIN, "graphs", *DRAWN) if name not in names]
-    return (*findings, *(CheckResult(name, SKIPPED, "an earlier check failed") for name in left))
+    all_names = ("files", *DETERMINISTIC, "graphs", *STATISTICAL)
+    skipped = (name for name in all_names if name not in names)
+    return (*findings, *(CheckResult(name, SKIPPED, "an earlier check failed") for name in skipped))
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Results of the checks on the correct decoder, `control`, and with each planted defect."""
+    """Results of the checks on the correct decoder (`control`) and with each injected defect."""
 
     control: list[CheckResult]
     results: list[tuple[Defect, list[CheckResult]]]
@@ -197,7 +199,7 @@ class SelfTest:
 
     @property
     def num_caught(self) -> int:
-        """Number of defects that at least one check failed on."""
+        """Number of defects that at least one check detected."""
         return sum(bool(checks) for _, checks in self.caught)
 
     @property
@@ -212,20 +214,20 @@ def self_test(
     on_progress: OnProgress = lambda check: None,
     defects: Sequence[Defect] = DEFECTS,
 ) -> SelfTest:
-    """Run the decoding checks as they are, then with each defect planted until one check fails.
+    """Run the decoding checks without a defect, then with each defect until one check fails.
 
-    Each defect gets little time first, then more; unused time passes to the next defects.
+    Each defect gets little time first, then more; unused time is available to later defects.
     """
     subject.time_passes(budget.clock)
-    control = _loop_checks(subject, budget.share(CONTROL), on_progress, "as it is: ")
+    control = _loop_checks(subject, budget.share(CONTROL), on_progress, "no defect: ")
     results: list[tuple[Defect, list[CheckResult]]] = []
     for i, defect in enumerate(defects):
-        planted = dataclasses.replace(subject, parts=defect.parts)
+        defective = dataclasses.replace(subject, parts=defect.parts)
         share = budget.share(1 / (len(defects) - i))
-        for look in LOOKS:
-            time = share.share(look)
+        for fraction in ATTEMPTS:
+            time = share.share(fraction)
             findings = _loop_checks(
-                planted, time, on_progress, f"{defect.name}: ", until_caught=True
+                defective, time, on_progress, f"{defect.name}: ", until_caught=True
             )
             if findings[-1].status == FAILED:
                 break
@@ -234,13 +236,13 @@ def self_test(
 
 
 Check = Callable[[Subject, Budget], CheckResult]
-CERTAIN: dict[str, Check] = {  # no chance is in them
+DETERMINISTIC: dict[str, Check] = {
     "caches": decoding_checks.caches,
     "self-draft": decoding_checks.self_draft,
     "greedy": decoding_checks.greedy,
     "coupled": decoding_checks.coupled,
 }
-DRAWN: dict[str, Check] = {
+STATISTICAL: dict[str, Check] = {
     "joint": lambda subject, budget: joint_distribution.joint(
         subject, budget, sampled_text.SETTINGS, ALPHA
     ),
@@ -275,7 +277,7 @@ def _open(bundle: Bundle, settings: ExecutionSettings) -> tuple[OrtModel, Cached
 
 
 def built_in_prompts(bundle: Bundle) -> list[AuditPrompt]:
-    """Return the built-in prompts, cut to half the context."""
+    """Return the built-in prompts, truncated to half the context."""
     return _prompts(bundle, ())
 
 
@@ -288,7 +290,7 @@ def _loop_checks(
 ) -> list[CheckResult]:
     """Run the decoding checks, all or up to the first that fails."""
     subject.measure(budget.share(SHARES["measuring"]))
-    return _checks(CERTAIN | DRAWN, subject, budget, on_progress, prefix, until_caught)
+    return _checks(DETERMINISTIC | STATISTICAL, subject, budget, on_progress, prefix, until_caught)
 
 
 def _checks(
@@ -318,7 +320,7 @@ def _share(check: str, seconds_left: float) -> float:
 
 
 def _guarded(name: str, run: Callable[[], CheckResult]) -> CheckResult:
-    """Run a check; it fails if the bundle makes it raise."""
+    """Run a check; it fails if it raises an error because of the bundle."""
     try:
         return run()
     except (DeviceError, MissingExtraError):
@@ -330,7 +332,7 @@ def _guarded(name: str, run: Callable[[], CheckResult]) -> CheckResult:
 def _prompts(
     bundle: Bundle, prompts: Sequence[UserPrompt], special_tokens: bool = False
 ) -> list[AuditPrompt]:
-    """Tokenize the user's prompts, then the built-in ones, cut to half the context."""
+    """Tokenize the user's prompts, and the built-in ones, truncated to half the context."""
     encoder = load_tokenizer(bundle)
     encoded, audit_prompts = Prompts(bundle, encoder), []
     for i, prompt in enumerate(prompts, 1):
@@ -370,13 +372,13 @@ def _about(bundle: Bundle, settings: ExecutionSettings) -> dict[str, str]:
     }
 
 
-def _sureness(bundle: Bundle) -> tuple[str, ...]:
-    stand_in = (
+def _confidence_notes(bundle: Bundle) -> tuple[str, ...]:
+    substitute = (
         "the bundle has no draft model: greedy texts use suffix decoding, as requests do, and "
         "sampled texts the target itself with perturbed logits"
     )
     return (
-        *([] if bundle.draft else [stand_in]),
+        *([] if bundle.draft else [substitute]),
         "files, graphs, caches, self-draft, greedy and coupled are deterministic, and cover only "
         "the texts that were run",
         f"sampled and joint are {NUM_TESTS} tests; each fails a correct bundle with probability "

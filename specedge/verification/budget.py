@@ -1,4 +1,4 @@
-"""Time limit of an audit, and its division among checks."""
+"""Time limit of an audit, and its distribution among checks."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def caches(subject: Subject, budget: Budget) -> CheckResult:
             )
         elif runs:
             agreement = (
-                "the same bits" if worst == 0 else f"within {worst:.1e} of the largest value"
+                "bitwise equal" if worst == 0 else f"within {worst:.1e} of the largest value"
             )
             lines.append(f"{role}: {runs} texts of {len(text)} tokens, {agreement}")
     if problems:
@@ -68,8 +68,8 @@ def _after_rollbacks(model: CachedModel, text: list[int], most: int, seed: int) 
     """
     random = np.random.default_rng(seed)
     model.truncate(0)
-    straight = model.forward(text).array().copy()
-    straight_rows = model.cache_rows(0, len(text))
+    expected = model.forward(text).array().copy()
+    expected_rows = model.cache_rows(0, len(text))
     model.truncate(0)
     at, worst = 0, 0.0
     while at < len(text):
@@ -77,11 +77,11 @@ def _after_rollbacks(model: CachedModel, text: list[int], most: int, seed: int) 
         kept = int(random.integers(1, total + 1))
         others = [text[int(i)] for i in random.integers(len(text), size=total - kept)]
         logits = model.forward([*text[at : at + kept], *others]).array()[:kept]
-        worst = max(worst, distance(logits, straight[at : at + kept]) / size(straight))
+        worst = max(worst, distance(logits, expected[at : at + kept]) / size(expected))
         at += kept
         model.truncate(at)
     rows = model.cache_rows(0, len(text))
-    return max(worst, *(distance(a, b) / size(b) for a, b in zip(rows, straight_rows, strict=True)))
+    return max(worst, *(distance(a, b) / size(b) for a, b in zip(rows, expected_rows, strict=True)))
 
 
 def self_draft(subject: Subject, budget: Budget) -> CheckResult:
@@ -112,7 +112,7 @@ def self_draft(subject: Subject, budget: Budget) -> CheckResult:
             f"temperature {temperature:g}: {accepted} of {drafted} draft tokens are accepted, "
             f"{num_tokens} tokens in {len(rounds)} rounds"
         )
-    # Where logits depend on how many rows share a pass, a near-tie may fall otherwise.
+    # Near-ties may be decided differently if passes are not batch-invariant.
     if rejected > (tested // 50 if subject.noise.get("target") else 0):
         summary = f"the target rejected {rejected} of {tested} of its own draft tokens"
         return CheckResult("self-draft", FAILED, summary, tuple(lines), details)
@@ -123,7 +123,7 @@ def self_draft(subject: Subject, budget: Budget) -> CheckResult:
 
 
 @dataclass
-class _Greedy:
+class _GreedyTexts:
     """Accumulated results of the comparison of greedy texts."""
 
     num_texts: int = 0
@@ -141,14 +141,14 @@ def greedy(subject: Subject, budget: Budget) -> CheckResult:
     twice the device's noise.
     """
     ks = subject.greedy_ks
-    # Without a draft model texts are drafted as requests are.
-    copies = "draft" not in subject.roles
+    # Without a draft model, suffix decoding drafts, as in requests.
+    has_draft = "draft" in subject.roles
     decoders = {
-        k: subject.decoder(k, drafter=Suffix() if copies else None)
+        k: subject.decoder(k, drafter=None if has_draft else Suffix())
         for k in ks
         if k <= MAX_DRAFT_TOKENS
     }
-    texts = _Greedy(by_k=dict.fromkeys(decoders, 0))
+    texts = _GreedyTexts(by_k=dict.fromkeys(decoders, 0))
     for prompt in subject.greedy_prompts:
         if budget.over:
             break
@@ -159,7 +159,7 @@ def greedy(subject: Subject, budget: Budget) -> CheckResult:
         for k, decoder in decoders.items():
             if budget.over:
                 break
-            # As a request's, the first pass reads the prompt's end, where that is allowed.
+            # As in a request, the first pass may include the end of the prompt.
             subject.target.truncate(max(0, len(tokens) - ROWS))
             text = _tokens(decoder, tokens, len(plain), budget)
             texts.by_k[k] += _compare(texts, f"{prompt.name}, K = {k}", text, plain, ties)
@@ -167,7 +167,7 @@ def greedy(subject: Subject, budget: Budget) -> CheckResult:
     return _greedy_finding(subject, texts)
 
 
-def _greedy_finding(subject: Subject, texts: _Greedy) -> CheckResult:
+def _greedy_finding(subject: Subject, texts: _GreedyTexts) -> CheckResult:
     details: dict[str, Any] = {
         "num_prompts": texts.num_texts,
         "num_tokens_by_k": {str(k): count for k, count in texts.by_k.items()},
@@ -210,7 +210,7 @@ def _target_alone(subject: Subject, prompt: list[int], count: int, budget: Budge
 
 
 def _near_ties(
-    subject: Subject, texts: _Greedy, name: str, prompt: list[int], plain: list[int]
+    subject: Subject, texts: _GreedyTexts, name: str, prompt: list[int], plain: list[int]
 ) -> set[int]:
     """Return the positions where the two largest logits are within the noise."""
     logits = subject.scores_after("target", prompt, plain).array()
@@ -220,12 +220,14 @@ def _near_ties(
     texts.smallest_margin = min(texts.smallest_margin, float(margins.min()))
     ties = {int(i) for i in np.flatnonzero(margins <= 2 * subject.noise.get("target", 0.0))}
     for i in sorted(ties):
-        texts.near_ties.append(f"{name}, new token {i}: the two are {margins[i]:.1e} apart")
+        texts.near_ties.append(
+            f"{name}, new token {i}: the two largest logits are {margins[i]:.1e} apart"
+        )
     return ties
 
 
 def _compare(
-    texts: _Greedy, name: str, text: Iterable[int], plain: list[int], ties: set[int]
+    texts: _GreedyTexts, name: str, text: Iterable[int], plain: list[int], ties: set[int]
 ) -> int:
     """Count the tokens that equal plain decoding's, up to the first difference."""
     position = 0
@@ -255,8 +257,8 @@ def _tokens(
 def coupled(subject: Subject, budget: Budget) -> CheckResult:
     """Compare text sampled with `coupling="gumbel"` at each K with plain decoding of the same seed.
 
-    The texts are equal bit for bit where passes are pass-length-invariant; elsewhere a near-tie of
-    the perturbed logits may be decided otherwise, and differences are reported, not failed.
+    The texts are equal if passes are batch-invariant; otherwise near-ties of the perturbed logits
+    may be decided differently, and differences are reported without failing the check.
     """
     decoders = {k: subject.decoder(k) for k in (0, *subject.ks)}
     num_texts = num_tokens = 0

@@ -1,4 +1,4 @@
-"""Planted defects: five bugs found in real decoders, each of which the audit must catch."""
+"""Injected defects: five bugs found in real decoders, each of which the audit must detect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Defect:
 
 
 def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
-    """Return a decoder whose accept rule tests other uniforms."""
+    """Return a decoder whose accept rule tests changed uniforms."""
 
     class Decoder(SpeculativeDecoder):
         @staticmethod

@@ -1,8 +1,8 @@
-"""Checks of a bundle's files and graphs: hashes, and the reproducible part of the parity report.
+"""Checks of a bundle's files and graphs.
 
-Without PyTorch and the checkpoint, the error against PyTorch stays as recorded at export. Measured
-here: pass-length invariance, agreement of the graph variants, and of fixed-shape graphs with the
-decoder.
+The errors against PyTorch are those recorded at export, since they require PyTorch and the
+checkpoint. Measured here: pass-length invariance, and the agreement of graph variants with each
+other and of fixed-shape graphs with the decoder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def files(bundle: Bundle, budget: Budget) -> CheckResult:
     problems: list[str] = []
 
     def show_progress(num_bytes: int) -> None:
-        _ = budget.left  # asking tells whoever watches
+        _ = budget.left  # reading the clock reports the progress
 
     for name in bundle.files:
         try:
@@ -51,7 +51,7 @@ def files(bundle: Bundle, budget: Budget) -> CheckResult:
     total_text = f"{len(bundle.files)} files, {total / 1e6:.1f} MB"
     facts = {"num_files": len(bundle.files), "bytes": total, "num_bad": len(problems)}
     if problems:
-        summary = f"{len(problems)} of {total_text}, are not as listed"
+        summary = f"{len(problems)} of {total_text}, differ from the manifest"
         return CheckResult("files", FAILED, summary, tuple(problems), facts)
     return CheckResult(
         "files", PASSED, f"{total_text}: every SHA-256 matches the manifest", (), facts
@@ -88,7 +88,7 @@ def graphs(
     summary = "they agree with each other" + (
         ", and passes are batch-invariant as recorded"
         if comparison.as_recorded
-        else ", but rows depend on the pass more than recorded: near-ties may be decided otherwise"
+        else ", but fewer pass lengths are batch-invariant than recorded: near-ties may differ"
     )
     return CheckResult("graphs", PASSED, summary, lines, comparison.facts)
 
@@ -126,7 +126,7 @@ class _Comparison:
         }
         passes = sum(difference.num_passes for difference in differences.values())
         self.lines.append(
-            f"{role} ({ops}): the same bits for passes of {_list(same)} rows ({passes} passes; "
+            f"{role} ({ops}): bitwise equal for passes of {_list(same)} tokens ({passes} passes; "
             f"recorded {_list(recorded)}){_differing(differences)}"
         )
         self.lines.append(
@@ -141,7 +141,7 @@ class _Comparison:
     def other_ops(
         self, role: str, model: ModelEntry, ops: tuple[str, str], expected: dict[str, Outputs]
     ) -> None:
-        """Compare a graph variant that does not run with the one that does."""
+        """Compare another graph variant with the selected one."""
         main_ops, other = ops
         if self.budget.over:
             self.missing.append(f"{role}'s {other} graphs")
@@ -151,16 +151,16 @@ class _Comparison:
         except DeviceError as error:
             self.lines.append(f"{role}: not compared: {error}")
             return
-        others = _run(graph, model, other)
+        outputs = _run(graph, model, other)
         del graph
-        relative = _relative(others["decoder"], expected["decoder"])
+        relative = _relative(outputs["decoder"], expected["decoder"])
         self.facts[role][f"relative_difference_to_{other}"] = relative
         line = (
             f"{role}: {other} differs from {main_ops} by up to {relative:.1e} of the largest value "
             f"of logits or cache, the limit is {allowed(model, *ops):.0e}"
         )
         (self.lines if relative <= allowed(model, *ops) else self.problems).append(line)
-        self.fixed(role, model, other, others)
+        self.fixed(role, model, other, outputs)
 
     def fixed(self, role: str, model: ModelEntry, ops: str, expected: dict[str, Outputs]) -> None:
         """Compare the fixed-shape graphs with the decoder for any pass length."""
@@ -181,20 +181,17 @@ class _Comparison:
             line += "; others, with the difference relative to the largest value: " + ", ".join(
                 f"{name} {relative:.1e}" for name, relative in others.items()
             )
-        good = all(relative <= allowed(model, ops) for relative in differences.values())
-        (self.lines if good else self.problems).append(line)
+        is_close = all(relative <= allowed(model, ops) for relative in differences.values())
+        (self.lines if is_close else self.problems).append(line)
 
 
 def allowed(model: ModelEntry, *ops: str) -> float:
-    """Return the allowed difference of two graphs, relative to the largest value.
-
-    Each of them may be off by its own error bound.
-    """
+    """Return the allowed difference of two graphs: the sum of their relative error bounds."""
     return sum(model.bound(name) for name in (ops * 2)[:2])
 
 
 def _tokens(model: ModelEntry) -> list[int]:
-    """Return arbitrary tokens, as many as the longest pass or two of the longest fixed shape."""
+    """Return random tokens for the longest pass, and for two passes of each fixed shape."""
     longest = max(2 * PREFILL_LENGTH, chunk_length(model.cache.capacity))
     count = min(longest, model.context_length)
     return [int(t) for t in np.random.default_rng(0).integers(model.vocab_size, size=count)]

@@ -28,7 +28,7 @@ from .subject import Subject, first_tokens, input_token, tested_tokens
 LENGTH = 2
 LEAST_TEXTS = 400
 LEAST_MASS = 1 / 64  # minimum probability of a cell; rarer strings are pooled
-CANDIDATES = 6  # prompts from which a setting takes the one where draft and target differ most
+CANDIDATES = 6  # prompts, of which the one where draft and target differ most is used
 
 TESTS = 3  # tests per setting; the last two are also applied to all settings
 
@@ -66,7 +66,7 @@ def joint(
     first, later = AcceptanceSample(), AcceptanceSample()
     for i, sampling in enumerate(settings):
         setting = _Setting(subject, sampling)
-        # Separate seeds for each setting: with the same ones their texts would be alike.
+        # Separate seeds for each setting, so that texts are independent.
         seeds = itertools.count(i, len(settings))
         tests = setting.test(budget.share(1 / (len(settings) - i)), seeds, alpha)
         if tests is not None:
@@ -107,9 +107,9 @@ class _Setting:
             rounds = list(decoder.rounds(prompt, self._sampling, seed, self._length))
             string = tuple(first_tokens(rounds, self._length))
             for at, i, accepted in tested_tokens(rounds):
-                judged = self.later if i else self.first
-                judged.accepted.append(accepted)
-                judged.betas.append(self._beta(prompt, string[:at]))
+                sample = self.later if i else self.first
+                sample.accepted.append(accepted)
+                sample.betas.append(self._beta(prompt, string[:at]))
             while string not in counts:
                 string = string[:-1]
             counts[string] += 1
@@ -127,9 +127,9 @@ class _Setting:
         return prompt
 
     def _choose(self, budget: Budget) -> int:
-        """Return the prompt whose next-token distributions differ most in the likely tokens.
+        """Return the index of the prompt whose distributions differ most in the likely tokens.
 
-        These have separate cells, so a wrong rule shows most.
+        These have separate cells, so the test is most sensitive there.
         """
         best = (-1.0, 0)
         for i in range(min(CANDIDATES, len(self._subject.prompts))):

@@ -1,9 +1,9 @@
 """Decision margins: the change of logits that could turn a decision of a round.
 
-Another machine or version of ONNX Runtime may change each logit by up to some e. At temperature T
-this changes a probability p, of one token or several, by at most 2 e p (1 - p) / T for small e: the
-derivative of the softmax if their logits rise by e and all others fall by e. Margins are that e, in
-units of the logits. K draft tokens, V vocabulary entries.
+Another machine or version of ONNX Runtime may change each logit by up to e. At temperature T, this
+changes the probability p of some tokens by at most 2 e p (1 - p) / T for small e: the derivative
+of the softmax if their logits increase by e and all others decrease by e. A margin is the smallest
+e that could change a decision, in units of the logits. K draft tokens, V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FilteredRow:
 
 
 def greedy_margin(row: Row, sampling: Sampling, history: History) -> float:
-    """Return half the lead of the most probable token."""
+    """Return half the difference of the two largest logits."""
     scores = process_logits(row.array(), sampling, history, row.ids)
     if len(scores) < 2:
         return math.inf
@@ -66,7 +66,7 @@ def filter_row(row: Row, sampling: Sampling, history: History, vocab_size: int) 
 
 
 def _gap(falling: Floats, num_kept: int) -> float:
-    """Return half the lead of the last kept token over the first removed one."""
+    """Return half the difference of the last kept and the first removed logit."""
     if num_kept >= len(falling):
         return math.inf
     return (float(falling[num_kept - 1]) - float(falling[num_kept])) / 2
@@ -80,7 +80,7 @@ def draw_margin(probs: Floats, uniform: float, temperature: float) -> float:
 def _distance(sums: Floats, point: float) -> float:
     """Return the change of logits, at temperature 1, that moves a cumulative sum to `point`."""
     slack = 2 * sums * (1 - sums)
-    inside = slack > 0  # all of the probabilities is 1 wherever logits move
+    inside = slack > 0  # the sum of all probabilities is always 1
     return float((np.abs(sums - point)[inside] / slack[inside]).min(initial=math.inf))
 
 
@@ -89,11 +89,11 @@ class JudgedDraft:
     """Draft that was tested above temperature 0.
 
     Attributes:
-        tokens: Draft tokens, [K].
-        drafted: Distributions of the draft, [K].
-        targets: Distributions of the target, [K + 1].
-        tests: Uniforms of the tests, [K or more].
-        last_uniform: Uniform of the last draw.
+        tokens: Draft tokens. [K]
+        drafted: Distributions of the draft. [K]
+        targets: Distributions of the target. [K + 1]
+        tests: Uniforms of the acceptance tests. [K or more]
+        last: Uniform of the recovered or bonus token.
         temperature: Sampling temperature.
     """
 
@@ -121,7 +121,7 @@ class JudgedDraft:
         total = float(residual.sum())
         if not total:
             return 0.0
-        # Where both distributions move, what is left of them moves by up to both, in its own size.
+        # The residual changes by up to the sum of both changes, relative to its total.
         sums = (residual / total).cumsum()
         residual_margin = float(np.abs(sums[residual > 0][:-1] - self.last).min(initial=math.inf))
         return min(*margins, self.temperature * residual_margin * total / 4)

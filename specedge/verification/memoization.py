@@ -13,15 +13,15 @@ from specedge.runtime.sampling.distribution import Floats, Ids
 from specedge.runtime.sampling.history import common_prefix_length
 from specedge.runtime.sampling.logits import Logits
 
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 
 Text = tuple[int, ...]
 
 
 class MemoizedModel:
-    """Model that stores its rows by the text before them; `inner` runs new texts only.
+    """Model that caches its rows by the preceding text; `inner` runs new texts only.
 
-    A row after `horizon` tokens or more decides a token that will be cut off: it is all zeros.
+    Rows after `horizon` or more tokens decide tokens that are dropped, and are zero.
     """
 
     def __init__(self, inner: LanguageModel) -> None:
@@ -60,7 +60,7 @@ class MemoizedModel:
         del self._tokens[length:]
 
     def refresh(self) -> None:
-        """Empty the inner model's cache; stored rows stay."""
+        """Empty the inner model's cache, but not the memoized rows."""
         self._inner.truncate(0)
 
     def _computed(self, keys: list[Text]) -> list[Floats]:
@@ -72,7 +72,7 @@ class MemoizedModel:
         rows, self._ids = [row.copy() for row in logits.array()], logits.ids
         self._num_columns = len(rows[0])
         for key, row in zip(keys, rows, strict=True):
-            if self._bytes + row.nbytes <= MOST_BYTES:
+            if self._bytes + row.nbytes <= MAX_BYTES:
                 self._rows[key] = row
                 self._bytes += row.nbytes
         return rows

@@ -1,4 +1,4 @@
-"""Noise of logits: their dependence on the pass length. On a CPU there is none."""
+"""Noise of logits: differences between pass lengths that are not batch-invariant."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ class CachedModel(LanguageModel, Protocol):
     """Language model whose cache can be read."""
 
     def cache_rows(self, start: int, end: int) -> Sequence[Array]:
-        """Copy a range of rows from every buffer."""
-        ...
+        """Copy a range of cache rows from every buffer."""
 
     def with_new_cache(self) -> CachedModel:
-        """Return the same model with its own cache."""
-        ...
+        """Return a model with the same weights and a new cache."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def row_differences(
 ) -> dict[int, RowDifference]:
     """Compare passes of each length T with one pass over all tokens, until the time is up.
 
-    Each pass follows the rows that the long pass left; its logits and cache rows are compared.
+    Each pass reads cache rows that the long pass wrote; its logits and cache rows are compared.
     """
     model.truncate(0)
     wide = model.forward(tokens).array().copy()
@@ -76,10 +74,10 @@ def row_differences(
     return differences
 
 
-def distance(one: Array, other: Array) -> float:
+def distance(first: Array, second: Array) -> float:
     """Return the largest difference; infinite if a value is not finite."""
     with np.errstate(invalid="ignore"):
-        largest = float(np.abs(one - other).max(initial=0.0))
+        largest = float(np.abs(first - second).max(initial=0.0))
     return largest if np.isfinite(largest) else np.inf
 
 

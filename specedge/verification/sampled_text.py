@@ -1,9 +1,9 @@
 """Test of sampled text against the target's distribution, with real caches.
 
-Each token of a text has an exact distribution given the tokens before it, which one pass of the
-target over the finished text gives. A token's place in that distribution, made continuous with a
-random number, is uniform and independent of the places before it if and only if the token follows
-the distribution.
+One pass of the target over the finished text gives the exact distribution of each token given the
+tokens before it. By the randomized probability integral transform, a token's position in the
+cumulative distribution is uniform and independent of earlier ones if and only if the token follows
+its distribution.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SETTINGS = (
     Sampling(1.0, typical_p=0.9),
     Sampling(0.9, top_k=50, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5),
 )
-NAME = 49  # letters of a setting's name in a table
+NAME = 49  # width of the column with the setting's name
 NUM_CELLS = 16  # cells of [0, 1); pairs use a grid of 4 by 4
 TESTS = 4  # tests per setting, and for all settings
 LEAST_TOKENS = 320  # minimum tokens per setting, for 20 expected per cell
@@ -47,7 +47,7 @@ LEAST_TEXT = 8
 
 @dataclass
 class AcceptanceSample:
-    """Tested draft tokens: acceptance of each, and its exact probability beta, sum min(t, d)."""
+    """Tested draft tokens: acceptance, and exact acceptance probability beta = sum min(t, d)."""
 
     accepted: list[bool] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
@@ -58,13 +58,13 @@ class AcceptanceSample:
             setattr(self, name, values + getattr(other, name))
 
     def frequency_test(self, alpha: float) -> FrequencyTest:
-        """Test how often they were accepted."""
+        """Test the number of accepted tokens against its expectation."""
         return frequency_test(self.accepted, self.betas, alpha)
 
 
 @dataclass
 class TextSample(AcceptanceSample):
-    """Texts of one setting: places by falling probability and by falling d / t."""
+    """Texts of one setting: positions by descending probability and by descending d / t."""
 
     by_rank: list[float] = field(default_factory=list)
     by_lean: list[float] = field(default_factory=list)
@@ -83,7 +83,7 @@ class TextTests:
 
 
 def name_of(sampling: Sampling) -> str:
-    """Return a name of sampling options: those that differ from the defaults."""
+    """Return the name of a setting: its options that differ from the defaults."""
     plain = Sampling(sampling.temperature)
     fields = [f"temperature {sampling.temperature:g}"]
     penalties = (
@@ -104,7 +104,7 @@ def sampled(
     """Draw texts at every setting in turn until the time is up, then test them.
 
     Args:
-        subject: The pair; K goes through all values of the bundle.
+        subject: The pair; K cycles through `subject.ks`.
         budget: Time limit.
         settings: Sampling options.
         alpha: Probability of a false alarm of one test.
@@ -117,7 +117,7 @@ def sampled(
                 break
             k = subject.ks[-1 - i % len(subject.ks)]
             prompt = subject.short_prompt(i, length)
-            # A separate seed for each text: with one for all settings their texts would be alike.
+            # A separate seed for each text, so that texts are independent.
             seed = i * len(settings) + j
             samples[name_of(sampling)].add(_draw(subject, sampling, prompt, seed, k, length))
         if budget.over:
@@ -129,7 +129,7 @@ def sampled(
 
 
 def _text_length(subject: Subject, budget: Budget, num_settings: int) -> int:
-    """Return the tokens of a text that leave time for several texts of each setting."""
+    """Return the length of a text that allows several texts of each setting in time."""
     in_time = budget.left / max(1e-9, 4 * num_settings * subject.seconds_per_pass)
     return subject.longest(max(LEAST_TEXT, min(ROWS, int(in_time))))
 
@@ -137,7 +137,7 @@ def _text_length(subject: Subject, budget: Budget, num_settings: int) -> int:
 def _draw(
     subject: Subject, sampling: Sampling, prompt: list[int], seed: int, k: int, length: int
 ) -> TextSample:
-    """Decode one text; return its places in the distributions."""
+    """Decode one text; return the positions of its tokens in their distributions."""
     rounds = list(subject.decoder(k).rounds(prompt, sampling, seed, length))
     text = first_tokens(rounds, length)
     targets = subject.distributions("target", sampling, prompt, text)
@@ -158,7 +158,7 @@ def _draw(
 
 
 def _lean(target: Array, draft: Array) -> Array:
-    """Return d / t, the bias to the draft's distribution. [V], [V] -> [V]"""
+    """Return d / t, which is above 1 for tokens that the draft prefers. [V], [V] -> [V]"""
     lean = np.zeros(len(target), np.float64)
     np.divide(draft, target, out=lean, where=target > 0)
     return lean
@@ -192,7 +192,7 @@ def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> 
         facts[name] = {"num_tokens": count, "num_impossible": sample.num_impossible} | tests
         lines.append(_line(name, sample, verdicts))
         problems += failed_tests(name, vars(verdicts), alpha)
-        # With noise, a filter may cut at another token in the pass of the test.
+        # With noise, a filter may keep other tokens in the pass of the test.
         if sample.num_impossible and not subject.noise.get("target"):
             problems.append(
                 f"{name}: {sample.num_impossible} tokens that the distribution does not allow"
@@ -236,10 +236,10 @@ _MEANINGS = {
 
 
 def _line(name: str, sample: TextSample, verdicts: TextTests) -> str:
-    rank, lean, neighbours, acceptance = (test.p_value for test in vars(verdicts).values())
+    rank, lean, pairs, acceptance = (test.p_value for test in vars(verdicts).values())
     accepted = verdicts.acceptance
     return (
-        f"{name:{NAME}} {len(sample.by_rank):6} {rank:11.2g} {lean:11.2g} {neighbours:13.2g} "
+        f"{name:{NAME}} {len(sample.by_rank):6} {rank:11.2g} {lean:11.2g} {pairs:13.2g} "
         f"{acceptance:9.2g} {accepted.measured:11.3f} ({accepted.expected:.3f}) "
         f"{verdicts.by_rank.would_catch:13.3f}"
     )

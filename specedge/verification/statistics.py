@@ -1,8 +1,8 @@
 """Statistical tests of samples against a distribution, with error bounds and statistical power.
 
 Pure functions. A distribution is over cells; `alpha` is the probability of a false alarm.
-Deviations are total variations: half the sum of the differences, the largest error of any event's
-probability.
+Deviations are total variation distances: half the sum of absolute differences, which is the largest
+difference of the probability of any event.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scipy import special
 
 POWER = 0.99  # probability of detecting the stated deviation
 CONFIDENCE = 0.99  # confidence of the bound on the deviation
-LEAST_EXPECTED = 20.0  # samples in a cell, below which cells are pool_cells
+LEAST_EXPECTED = 20.0  # expected samples in a cell, below which cells are pooled
 
 Array = NDArray[Any]
 
@@ -119,13 +119,13 @@ def deviation_bound(num_samples: int, num_cells: int) -> float:
     return 0.5 * math.sqrt(2 * exponent / num_samples)
 
 
-def frequency_test(happened: Sequence[bool], probs: Sequence[float], alpha: float) -> FrequencyTest:
-    """Test the number of events, each of whose probabilities depends on its past alone."""
+def frequency_test(events: Sequence[bool], probs: Sequence[float], alpha: float) -> FrequencyTest:
+    """Test the number of events; each probability may depend on earlier events only."""
     num_trials = len(probs)
-    chances = np.clip(np.asarray(probs, np.float64), 0, 1)  # sums of float32 may pass 1
-    expected = float(chances.sum())
-    variance = float((chances * (1 - chances)).sum())
-    off = abs(float(np.sum(happened)) - expected)
+    clipped = np.clip(np.asarray(probs, np.float64), 0, 1)  # sums of float32 may exceed 1
+    expected = float(clipped.sum())
+    variance = float((clipped * (1 - clipped)).sum())
+    count = float(np.sum(events))
     deviations = np.geomspace(1e-3, max(1.0, 2 * num_trials), 2000)
     caught = deviations[[_tail(t, variance) < alpha for t in deviations]]
     reach = float(caught[0] if len(caught) else num_trials)
@@ -133,32 +133,32 @@ def frequency_test(happened: Sequence[bool], probs: Sequence[float], alpha: floa
     trials = max(1, num_trials)
     return FrequencyTest(
         num_trials,
-        float(np.sum(happened)) / trials,
+        count / trials,
         expected / trials,
-        _tail(off, variance),
+        _tail(abs(count - expected), variance),
         min(1.0, reach / trials) if num_trials else 1.0,
     )
 
 
 def _tail(off: float, variance: float) -> float:
-    """Return an upper bound of the probability that a sum of events is `off` or more.
+    """Return an upper bound of the probability of a deviation of `off` or more.
 
-    The events are independent, or steps of a martingale within 1: Bennett's inequality, two-sided.
+    Bennett's inequality, two-sided, for independent events or martingale steps of at most 1.
     """
     if off <= 1e-3:
         return 1.0
-    if variance <= 1e-12:  # without a doubtful event there is no chance: any difference is one
+    if variance <= 1e-12:  # all events are certain, so any deviation is significant
         return 0.0
     u = off / variance
     return min(1.0, 2 * math.exp(-variance * ((1 + u) * math.log1p(u) - u)))
 
 
 def uniform_place(distribution: Array, key: Array, token: int, uniform: float) -> float:
-    """Return a token's place in [0, 1): the randomized probability integral transform.
+    """Return a token's position in [0, 1): the randomized probability integral transform.
 
-    Tokens are laid out by falling key, each as wide as its probability. If the token follows
-    `distribution` [V], its place is uniform for any keys [V], and independent of the places of the
-    tokens before it.
+    The position is in the cumulative distribution of the tokens in descending order of `key` [V].
+    If the token follows `distribution` [V], it is uniform for any keys, and independent of the
+    positions of earlier tokens.
     """
     token_key = key[token]
     is_before = key > token_key

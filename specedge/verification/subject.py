@@ -26,12 +26,12 @@ from .memoization import MemoizedModel
 from .noise import Array, CachedModel, row_differences
 
 ROWS = 64  # tokens of each text
-EVERY = 8  # all K up to this one are tried, and the largest that may be planned
+MAX_K = 8  # every K up to this one is tested, and the largest that may be planned
 
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """Parts of a decoder; a planted defect replaces one."""
+    """Parts of a decoder; an injected defect replaces one."""
 
     decoder: type[SpeculativeDecoder] = SpeculativeDecoder
     target: Callable[[Any], Any] = lambda model: model
@@ -65,7 +65,7 @@ class Subject:
     """
 
     target: CachedModel
-    draft: CachedModel  # a SubstituteDraft where the bundle has no draft model
+    draft: CachedModel
     sizes: Mapping[str, ModelEntry]
     num_draft_tokens: int
     tolerance: float
@@ -83,18 +83,18 @@ class Subject:
 
     @property
     def ks(self) -> range:
-        """K of sampled texts: all of the bundle, and 2, so that a draft token follows another."""
+        """K of sampled texts: 1 to the bundle's K, at least to 2, to test consecutive tokens."""
         return range(1, max(2, self.num_draft_tokens) + 1)
 
     @property
     def greedy_ks(self) -> list[int]:
         """K of greedy texts, including all that rounds may be planned with."""
-        most = max(EVERY, self.num_draft_tokens)
+        most = max(MAX_K, self.num_draft_tokens)
         return sorted({*range(1, most + 1), MAX_EXPORTED_DRAFT_TOKENS})
 
     @property
     def greedy_prompts(self) -> list[AuditPrompt]:
-        """Prompts of greedy texts; the last is long, so that caches hold a part of it."""
+        """Prompts of greedy texts; the last one is long, to test prefix cache reuse."""
         most = max(1, min(2 * ROWS, self.sizes["target"].context_length // 2))
         return [
             *self.prompts,
@@ -103,15 +103,15 @@ class Subject:
 
     def time_passes(self, clock: Clock) -> None:
         """Measure the seconds of a step of the target with a draw: the median of 5."""
-        text, took = self.text("target"), []
+        text, durations = self.text("target"), []
         self.target.truncate(0)
         for i in range(5):
-            begun = clock.used
+            start = clock.used
             row = self.target.forward([text[i % len(text)]])[-1]
             probabilities(row.array(), Sampling(1.0, top_p=0.9), History(text), row.ids)
-            took.append(clock.used - begun)
+            durations.append(clock.used - start)
         self.target.truncate(0)
-        self.seconds_per_pass = median(took)
+        self.seconds_per_pass = median(durations)
 
     def measure(self, budget: Budget) -> None:
         """Measure the noise of the models, once."""
@@ -120,7 +120,7 @@ class Subject:
         for role, part in (("draft", 0.5), ("target", 1.0)):
             if role not in self.roles:
                 continue
-            # A draft in blocks may lose few bits, and seldom: it is timed separately.
+            # Noise of a draft with block-wise weights is rare, so it gets half of the time.
             tokens, lengths = self.text(role), [1, *(k + 1 for k in self.greedy_ks)]
             share = budget.share(part)
             differences = row_differences(getattr(self, role), tokens, lengths, share)
@@ -147,7 +147,7 @@ class Subject:
         draft_sizes: ModelEntry | None = None,
         drafter: Drafter | None = None,
     ) -> SpeculativeDecoder:
-        """Return a decoder of these parts, as a pipeline makes it; drafts by the draft model."""
+        """Return a decoder with these parts; by default it drafts with the draft model."""
         sizes = draft_sizes or self.sizes["draft"]
         drafter = drafter or DraftModel(
             draft or self.draft, context_length=sizes.context_length, vocab_size=sizes.vocab_size

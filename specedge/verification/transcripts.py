@@ -1,7 +1,7 @@
 """Conformance vectors (golden transcripts) for hosts of a bundle's round graphs.
 
-Prompts and seeds are chosen so that no decision is near: a host whose logits differ in their last
-bits, as with another version of ONNX Runtime, writes the same tokens. K draft tokens.
+Prompts and seeds are selected so that no decision has a small margin: a host whose logits differ by
+rounding, as with another version of ONNX Runtime, generates the same tokens. K draft tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import count, islice
 from typing import Any
 
 from specedge.bundle import Bundle
+from specedge.bundle.signature import SAMPLING_SETTINGS
 from specedge.errors import PromptError
 from specedge.request import PLAIN
 from specedge.runtime.backend.ort import onnxruntime
@@ -53,14 +54,13 @@ SETTINGS = (
 # are bitwise identical from 1.30 on; where a byte rounds differently they differ by 0.3, which no
 # transcript can tolerate.
 LEAST_MARGIN = 6e-4
-_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """Request and its tokens; `num_accepted` and `margins` have one entry a round.
+    """Request and its tokens; `num_accepted` and `margins` have one entry per round.
 
-    A margin is the change of all logits that could turn a decision of the round.
+    A margin is the smallest change of the logits that could change a decision of the round.
     """
 
     prompt: str
@@ -95,17 +95,17 @@ def transcripts(bundle: Bundle, ks: Sequence[int]) -> str:
 
 
 def _best(pipeline: Pipeline, k: int, index: int) -> Transcript:
-    """Return the first transcript with wide margins, else the longest prefix that has them."""
+    """Return the first transcript with sufficient margins, else the longest prefix with them."""
     sampling, longest = SETTINGS[index], (0, "", list[int](), 0)
     for prompt, tokens, seed in islice(_requests(pipeline, index), MAX_TRIES):
         length = min(LENGTH, pipeline.bundle.context_length - len(tokens))
-        transcript = _written(pipeline, prompt, tokens, k, sampling, seed, length)
+        transcript = _transcript(pipeline, prompt, tokens, k, sampling, seed, length)
         if transcript.margins[-1] > LEAST_MARGIN:
             return transcript
         wide = sum(n + 1 for n in transcript.num_accepted[:-1])
         longest = max(longest, (wide, prompt, tokens, seed))
     length, prompt, tokens, seed = longest
-    return _written(pipeline, prompt, tokens, k, sampling, seed, max(1, length))
+    return _transcript(pipeline, prompt, tokens, k, sampling, seed, max(1, length))
 
 
 def _requests(pipeline: Pipeline, index: int) -> Iterator[tuple[str, list[int], int]]:
@@ -131,7 +131,7 @@ def _short(pipeline: Pipeline, text: str) -> tuple[str, list[int]]:
         text = text[: len(text) // 2]
 
 
-def _written(
+def _transcript(
     pipeline: Pipeline,
     prompt: str,
     tokens: list[int],
@@ -140,7 +140,7 @@ def _written(
     seed: int,
     length: int,
 ) -> Transcript:
-    """Return the transcript of a request, up to the first round whose margin is not wide."""
+    """Return the transcript of a request, up to the first round with an insufficient margin."""
     bundle = pipeline.bundle
     listener = _Listener(pipeline.draft, k, seed, bundle.target.vocab_size)
     drafter: Drafter = _NoDrafts()
@@ -161,7 +161,7 @@ def _written(
         if listener.margins[-1] <= LEAST_MARGIN:
             break
     new = new[:length]
-    settings: dict[str, Any] = {name: getattr(sampling, name) for name in _NAMES}
+    settings: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING_SETTINGS}
     return Transcript(
         prompt=prompt,
         prompt_tokens=tokens,
@@ -191,10 +191,7 @@ class _NoDrafts:
 
 
 class _Listener:
-    """Draft model that records its rows, and an accept rule that computes margins from them.
-
-    Without a `model` it only judges.
-    """
+    """Draft model that records its rows, and an accept rule that computes margins from them."""
 
     def __init__(self, model: LanguageModel | None, k: int, seed: int, vocab_size: int) -> None:
         self._model, self._k, self._seed, self._vocab_size = model, k, seed, vocab_size
@@ -230,23 +227,23 @@ class _Listener:
         texts = [history.then(draft.tokens[:i]) for i in range(len(rows) + 1)]
         steps = list(zip(rows, texts[:-1], strict=True))
         if sampling.greedy:
-            judged = [(logits[i], texts[i]) for i in range(verdict.num_accepted + 1)]
-            margins = [greedy_margin(row, sampling, text) for row, text in steps + judged]
+            tests = [(logits[i], texts[i]) for i in range(verdict.num_accepted + 1)]
+            margins = [greedy_margin(row, sampling, text) for row, text in steps + tests]
             self.margins.append(min(margins))
             return verdict
         temperature = sampling.temperature
         draws = uniforms(self._seed, len(self.margins) * (2 * self._k + 1), len(rows))
-        drafted = [self._shares(row, text, sampling) for row, text in steps]
+        drafted = [self._filter(row, text, sampling) for row, text in steps]
         margins = [
-            min(one.cut, draw_margin(one.probs, float(draw), temperature))
-            for one, draw in zip(drafted, draws, strict=True)
+            min(row.cut, draw_margin(row.probs, float(draw), temperature))
+            for row, draw in zip(drafted, draws, strict=True)
         ]
-        targets = [self._shares(logits[i], text, sampling) for i, text in enumerate(texts)]
-        judging = JudgedDraft(
+        targets = [self._filter(logits[i], text, sampling) for i, text in enumerate(texts)]
+        judged = JudgedDraft(
             draft.tokens, drafted, targets, accept_uniforms, last_uniform, temperature
         )
-        self.margins.append(min([*margins, judging.margin(verdict)]))
+        self.margins.append(min([*margins, judged.margin(verdict)]))
         return verdict
 
-    def _shares(self, row: Row, text: History, sampling: Sampling) -> FilteredRow:
+    def _filter(self, row: Row, text: History, sampling: Sampling) -> FilteredRow:
         return filter_row(row, sampling, text, self._vocab_size)
