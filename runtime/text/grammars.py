@@ -76,7 +76,12 @@ class Grammars:
         matcher = self._matcher(*grammar, budget)
         renew = partial(self._renewed, matcher, *grammar, budget)
         constraint = GrammarConstraint(matcher, self._bundle.target.vocab_size, ends, renew)
-        if constraint.banned(History([])).all():
+        try:
+            allows_none = bool(constraint.banned(History([])).all())
+        except OptionError as error:  # such as a schema that only refers to itself
+            message = f"{grammar[0]} is unsatisfiable or too complex: {error}"
+            raise OptionError(message, grammar[0]) from error
+        if allows_none:
             raise OptionError(
                 f"{grammar[0]} allows no text that can be encoded by this bundle's tokenizer",
                 grammar[0],

@@ -250,8 +250,11 @@ def parse_options(
     limit_name: str,
     defaults: Mapping[str, Any],
     schema: dict[str, Any] | None = None,
-) -> tuple[dict[str, Any], OutputRules]:
+    schema_field: str = "response_format",
+) -> tuple[dict[str, Any], OutputRules, dict[str, str]]:
     """Return the checked options of the pipeline's request, and the rules of its output.
+
+    The third value has the fields that set options under other names, for errors.
 
     Args:
         fields: The fields of the request's body.
@@ -259,14 +262,25 @@ def parse_options(
         limit_name: The field's name, for errors.
         defaults: Options that apply where the fields leave them out.
         schema: The JSON schema of the response format.
+        schema_field: The field that sets the response format.
     """
+    option_fields = {name: f"speculative.{name}" for name in SPECULATIVE}
+    option_fields["max_new_tokens"] = limit_name
+    for option, names in OPTIONS.items():
+        if name := next((name for name in names if fields.peek(name) is not None), None):
+            option_fields[option] = name
     options = {name: fields.take(*fields_of) for name, fields_of in OPTIONS.items()}
     options = {name: value for name, value in options.items() if value is not None}
-    _normalize(options)
+    _normalize(options, option_fields)
     if fields.take_flag("ignore_eos"):
         options["ignore_eos"] = True
     text_biases = _split_biases(options)
-    options |= _parse_structured_outputs(fields) | _parse_choice_list(fields)
+    for name, grammars in (
+        ("structured_outputs", _parse_structured_outputs(fields)),
+        ("guided_choice", _parse_choice_list(fields)),
+    ):
+        options |= grammars
+        option_fields |= dict.fromkeys(grammars, name)
     options |= _parse_speculative(fields.take_object("speculative"))
     options = {**defaults, "max_new_tokens": max_new_tokens} | options
     if schema is not None:
@@ -274,27 +288,37 @@ def parse_options(
             message = "json_schema and a response format cannot be combined; omit one of them"
             raise ApiError(message, "json_schema", "invalid_value")
         options["json_schema"] = schema
-    _check_options(options)
+        option_fields["json_schema"] = schema_field
+    _check_options(options, option_fields)
     try:
         request = build_request(**options)
     except OptionError as error:
-        message = str(error).replace("max_new_tokens", limit_name)
-        is_limit = error.option == "max_new_tokens"
-        param = limit_name if is_limit else field_of(error.option)
-        raise ApiError(message, param, "invalid_value") from error
+        raise field_error(error, option_fields) from error
     if (grammar := request.grammar_option) and len(grammar[1]) > MAX_GRAMMAR:
-        message = f"{grammar[0]} must have at most {MAX_GRAMMAR} characters"
-        raise ApiError(message, grammar[0], "invalid_value")
+        name = option_fields[grammar[0]]
+        message = f"{name} must have at most {MAX_GRAMMAR} characters"
+        raise ApiError(message, name, "invalid_value")
     rules = OutputRules(
         stop_tokens=_parse_stop_tokens(fields),
         include_stop=fields.take_flag("include_stop_str_in_output"),
         show_special=not fields.take_flag("skip_special_tokens", True),
         text_biases=text_biases,
     )
-    return options, rules
+    return options, rules, option_fields
 
 
-def _normalize(options: dict[str, Any]) -> None:
+def field_error(error: OptionError, option_fields: Mapping[str, str]) -> ApiError:
+    """Return the client's error for an option, by the name of the field that set it."""
+    option = error.option
+    name = option_fields.get(option, option) if option else None
+    limit_name = option_fields.get("max_new_tokens", "max_new_tokens")
+    message = str(error).replace("max_new_tokens", limit_name)
+    if option and name and "." not in name:
+        message = re.sub(rf"^{option}\b", name, message)
+    return ApiError(message, name, "invalid_value")
+
+
+def _normalize(options: dict[str, Any], option_fields: Mapping[str, str]) -> None:
     """Replace values by which clients switch options off or write whole numbers as floats."""
     for name in ("top_k", "seed", "min_new_tokens"):
         value = options.get(name)
@@ -318,10 +342,10 @@ def _normalize(options: dict[str, Any]) -> None:
             del options[name]
     grammar = options.get("grammar")
     if isinstance(grammar, str) and "::=" in grammar:
-        options["grammar"] = _lark_of_gbnf(grammar)
+        options["grammar"] = _lark_of_gbnf(grammar, option_fields.get("grammar", "grammar"))
 
 
-def _lark_of_gbnf(grammar: str) -> str:
+def _lark_of_gbnf(grammar: str, name: str) -> str:
     """Return a grammar of llama.cpp's GBNF in Lark's syntax."""
     try:
         from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -332,8 +356,8 @@ def _lark_of_gbnf(grammar: str) -> str:
     try:
         return str(gbnf_to_lark(grammar))
     except Exception as error:  # without a specific type
-        message = f"grammar is not valid GBNF: {' '.join(str(error).split())[:200]}"
-        raise ApiError(message, "grammar", "invalid_value") from error
+        message = f"{name} is not valid GBNF: {' '.join(str(error).split())[:200]}"
+        raise ApiError(message, name, "invalid_value") from error
 
 
 def _split_biases(options: dict[str, Any]) -> tuple[tuple[str, float], ...]:
@@ -386,7 +410,7 @@ def _parse_structured_outputs(fields: FieldReader) -> dict[str, Any]:
     options |= _parse_choice_list(outputs, "choice")
     outputs.finish()
     options = {name: value for name, value in options.items() if value is not None}
-    _normalize(options)
+    _normalize(options, {"grammar": "structured_outputs"})
     return options
 
 
@@ -411,10 +435,11 @@ def _parse_stop_tokens(fields: FieldReader) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_options(options: Mapping[str, Any], option_fields: Mapping[str, str]) -> None:
     """Raise ApiError for booleans, which Python takes for numbers, and for lists that are long."""
     for name, value in options.items():
         if isinstance(value, bool) and name != "ignore_eos":
+            name = option_fields.get(name, name)
             raise ApiError(f"{name} must not be {json.dumps(value)}", name, "invalid_type")
     for name in LIST_OPTIONS:
         value = options.get(name)
@@ -430,11 +455,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _num_characters(words: str | list[Any]) -> int:
     texts = [words] if isinstance(words, str) else words
     return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def field_of(option: str | None) -> str | None:
-    """Return the field of a request that sets an option of the pipeline."""
-    return f"speculative.{option}" if option in SPECULATIVE else option
 
 
 def _parse_speculative(fields: FieldReader | None) -> dict[str, Any]:

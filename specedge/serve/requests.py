@@ -24,7 +24,7 @@ from .fields import (
     IgnoredFields,
     OutputRules,
     excerpt,
-    field_of,
+    field_error,
     parse_limit,
     parse_options,
 )
@@ -98,7 +98,7 @@ class ParsedRequest:
         add_special_tokens: True if the tokenizer adds its special tokens to a completion's prompt.
         truncate: Maximum number of tokens of a prompt, whose beginning is cut; None for no limit.
         echoed: Fields that the response repeats.
-        format_field: The field that sets a JSON schema as response format, if one does.
+        option_fields: Fields that set options under other names.
         tools: Functions that the model may call.
         ignored: Names of unknown fields.
         store: Where the response is to be kept, None if nowhere.
@@ -124,7 +124,7 @@ class ParsedRequest:
     add_special_tokens: bool = True
     truncate: int | None = None
     echoed: dict[str, Any] = field(default_factory=dict)
-    format_field: str | None = None
+    option_fields: dict[str, str] = field(default_factory=dict)
     tools: ToolSet | None = None
     ignored: tuple[str, ...] = ()
     store: ResponseStore | None = None
@@ -200,7 +200,9 @@ def parse_chat(body: object, settings: ParserSettings) -> ParsedRequest:
     tools = parse_chat_tools(fields)
     limit, limit_name = parse_limit(fields, _CHAT_LIMITS)
     response_format = parse_chat_format(fields)
-    options, rules = _parse_options(fields, settings, limit, limit_name, response_format)
+    options, rules, option_fields = _parse_options(
+        fields, settings, limit, limit_name, response_format
+    )
     has_logprobs = fields.take_flag("logprobs")
     top = fields.take_int("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not has_logprobs:
@@ -215,7 +217,7 @@ def parse_chat(body: object, settings: ParserSettings) -> ParsedRequest:
         _parse_template(fields, settings),
         prompt_logprobs=_parse_prompt_logprobs(fields),
         truncate=_parse_truncation(fields, settings),
-        format_field=response_format.schema_field,
+        option_fields=option_fields,
         tools=tools,
     )
     return _finish(fields, "chat", request, settings)
@@ -232,7 +234,7 @@ def parse_completion(body: object, settings: ParserSettings) -> ParsedRequest:
         limit = min(DEFAULT_COMPLETION, settings.context_length)
     score_only = limit == 0 and echo
     response_format: ResponseFormat = parse_chat_format(fields)
-    options, rules = _parse_options(
+    options, rules, option_fields = _parse_options(
         fields, settings, 1 if score_only else limit, limit_name, response_format
     )
     prompt_logprobs = _parse_prompt_logprobs(fields)
@@ -249,7 +251,7 @@ def parse_completion(body: object, settings: ParserSettings) -> ParsedRequest:
         prompt_logprobs=prompt_logprobs,
         add_special_tokens=fields.take_flag("add_special_tokens", True),
         truncate=_parse_truncation(fields, settings),
-        format_field=response_format.schema_field,
+        option_fields=option_fields,
     )
     return _finish(fields, "completions", request, settings)
 
@@ -271,7 +273,9 @@ def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
     limit, limit_name = parse_limit(fields, _RESPONSE_LIMITS)
     tools = parse_responses_tools(fields)
     response_format = parse_responses_format(fields)
-    options, rules = _parse_options(fields, settings, limit, limit_name, response_format)
+    options, rules, option_fields = _parse_options(
+        fields, settings, limit, limit_name, response_format
+    )
     echoed = {"instructions": instructions, "max_output_tokens": limit}
     echoed["metadata"] = fields.take_typed("metadata", dict, "an object") or {}
     echoed |= {"text": {"format": response_format.value}}
@@ -290,7 +294,7 @@ def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
         rules,
         _parse_template(fields, settings),
         echoed=echoed,
-        format_field=response_format.schema_field,
+        option_fields=option_fields,
         tools=tools,
         store=settings.store if stores else None,
         messages=conversation,
@@ -355,11 +359,17 @@ def _parse_options(
     limit: int | None,
     limit_name: str,
     response_format: ResponseFormat,
-) -> tuple[dict[str, Any], OutputRules]:
-    """Return the options and output rules of a request; without a limit, the context's."""
+) -> tuple[dict[str, Any], OutputRules, dict[str, str]]:
+    """Return the values of `parse_options`; without a limit, the context's applies."""
     max_new_tokens = settings.context_length if limit is None else limit
-    schema = response_format.schema
-    return parse_options(fields, max_new_tokens, limit_name, settings.defaults, schema)
+    return parse_options(
+        fields,
+        max_new_tokens,
+        limit_name,
+        settings.defaults,
+        response_format.schema,
+        response_format.field_name,
+    )
 
 
 def _reader(body: object, settings: ParserSettings) -> FieldReader:
@@ -624,13 +634,12 @@ def _refused_function(
 
 def option_error(error: OptionError, request: ParsedRequest) -> ApiError:
     """Return the client's error for an option, with the field of the request that set it."""
-    name = None
-    if error.option == "json_schema":
-        name = request.format_field
-    elif error.option == "grammar" and "grammar" not in request.options:
-        name = "tools"
-    message = str(error) if name is None else f"{name}: {error}"
-    return ApiError(message, name or field_of(error.option), "invalid_value")
+    if error.option != "grammar" or "grammar" in request.options:
+        return field_error(error, request.option_fields)
+    # The server built the grammar, from the tools or of the format that follows the thinking.
+    names = [request.option_fields[name] for name in GRAMMARS if name in request.options]
+    name = names[0] if names and request.tools is None else "tools"
+    return ApiError(f"{name}: {error}", name, "invalid_value")
 
 
 def _parse_prompts(prompt: object) -> list[Any]:

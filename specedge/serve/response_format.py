@@ -25,11 +25,6 @@ class ResponseFormat:
     schema: dict[str, Any] | None = None
     value: dict[str, Any] = field(default_factory=lambda: {"type": "text"})
 
-    @property
-    def schema_field(self) -> str | None:
-        """Return the name of the field that sets a JSON schema, if one does."""
-        return None if self.schema is None else self.field_name
-
 
 def parse_chat_format(fields: FieldReader) -> ResponseFormat:
     """Parse `response_format` of /v1/chat/completions, whose schema is a nested object."""

@@ -292,3 +292,23 @@ def test_arguments_of_earlier_calls_are_objects_or_any_text():
         call = {"id": "a", "type": "function", "function": {"name": "clock"} | given}
         request = parsed("chat", messages=[{"role": "assistant", "tool_calls": [call]}])
         assert request.prompts[0][0]["tool_calls"][0]["function"]["arguments"] == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"min_tokens": -5},
+        {"min_tokens": True},
+        {"repeat_penalty": -2},
+        {"guided_json": "{"},
+        {"guided_grammar": "root ::= (("},
+        {"guided_regex": "x" * 70_000},
+        {"structured_outputs": {"grammar": "root ::= (("}},
+        {"n_predict": 0},
+    ],
+)
+def test_error_names_the_field_that_was_sent(fields):
+    (name,) = fields
+    with pytest.raises(ApiError, match=rf"^{name}\b") as caught:
+        options(**fields)
+    assert caught.value.param == name

@@ -264,6 +264,43 @@ def test_schema_that_cannot_be_followed_is_named(port, schema, reason):
     assert reason in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+        },
+    ],
+)
+def test_schema_that_only_refers_to_itself_is_an_error_of_its_field(port, schema):
+    named = {"name": "n", "schema": schema}
+    form = {"type": "json_schema", "json_schema": named}
+    function = {"name": "f", "parameters": schema}
+    chat_tool = {"type": "function", "function": function}
+    chat, response = {"messages": [USER]}, {"input": "x"}
+    for path, body, param in [
+        ("chat/completions", chat | {"response_format": form}, "response_format"),
+        ("chat/completions", chat | {"json_schema": schema}, "json_schema"),
+        ("chat/completions", chat | {"guided_json": schema}, "guided_json"),
+        ("chat/completions", chat | {"structured_outputs": {"json": schema}}, "structured_outputs"),
+        ("completions", {"prompt": "x", "response_format": form}, "response_format"),
+        ("responses", response | {"text": {"format": {"type": "json_schema", **named}}}, "text"),
+        ("chat/completions", chat | {"tools": [chat_tool]}, "tools"),
+        ("responses", response | {"tools": [{"type": "function", **function}]}, "tools"),
+    ]:
+        body |= {"tool_choice": "required"} if param == "tools" else {}
+        status, _, answer = post(port, path, body)
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert ("function 'f'" if param == "tools" else param) in answer["error"]["message"]
+    tool = {"name": "f", "input_schema": schema}
+    body = chat | {"max_tokens": 9, "tools": [tool], "tool_choice": {"type": "any"}}
+    status, _, answer = post(port, "messages", body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert "tools: the schema of the function 'f' is rejected" in answer["error"]["message"]
+
+
 def test_last_message_of_the_assistant_is_continued_in_anthropics_api(port, pair):
     pair.text = " Four."
     messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "It is "}]}]
