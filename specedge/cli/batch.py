@@ -24,7 +24,7 @@ NEW, OVERWRITE, RESUME = "new", "overwrite", "resume"
 
 
 def generate_results(pipeline: Pipeline, items: list[BatchItem]) -> Iterator[dict[str, Any]]:
-    """Yield the results of prompts; raise before any of them runs."""
+    """Return an iterator of the results; raise errors before the first prompt runs."""
     if any(item.messages for item in items):
         from specedge.runtime.text.chat import load_template
 
@@ -87,8 +87,7 @@ def remaining(items: Sequence[BatchItem], output: str, seeded: bool) -> list[Bat
         except ValueError as error:
             raise click.UsageError(
                 f"{output}, line {number}: {error}; it belongs to another run: specify another "
-                "file, or "
-                "use --overwrite"
+                "file, or use --overwrite"
             ) from error
     return [item for item in items if item.index not in completed]
 
@@ -122,7 +121,7 @@ def open_output(
         yield partial(click.echo, file=stdout)
         return
     plain = not os.path.exists(output) or os.path.isfile(output)
-    # Loading the models takes a while, so the file may have changed since check_output.
+    # The file may have changed since check_output, while the models were loaded.
     mode = {NEW: "xb", OVERWRITE: "wb", RESUME: "ab"}[policy] if plain else "wb"
     with errors_naming(output), open(output, mode, buffering=0) as file:
         if policy == RESUME and plain:
@@ -130,10 +129,10 @@ def open_output(
 
         def write(line: str) -> None:
             before = os.fstat(file.fileno()).st_size
-            left = memoryview(f"{line}\n".encode())
+            content = memoryview(f"{line}\n".encode())
             try:
-                while left:
-                    left = left[file.write(left) :]
+                while content:
+                    content = content[file.write(content) :]
             except BaseException:
                 if plain:
                     os.ftruncate(file.fileno(), before)

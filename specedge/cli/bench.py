@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specedge.benchmarks.prompts import SETS
 from specedge.cli import options, terminal
 from specedge.cli.terminal import sanitize
 from specedge.request import AUTO, DrafterName, GenerationRequest
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.runtime.text.prompts import UserPrompt
 
-_SETS = ("code", "prose", "extraction")
 _DRAFTERS = (DrafterName.MODEL, DrafterName.SUFFIX, DrafterName.CHAIN, AUTO)
-_MOST = 8  # default of the largest K
+_DEFAULT_MAX_K = 8
 
 
 def _lengths(
@@ -49,7 +49,7 @@ def _range(part: str) -> Iterator[int]:
 @click.option(
     "--set",
     "sets",
-    type=click.Choice(_SETS),
+    type=click.Choice(tuple(SETS)),
     multiple=True,
     help="Built-in prompts; may be repeated.  [default: all, or none with --prompts]",
 )
@@ -68,7 +68,7 @@ def _range(part: str) -> Iterator[int]:
     "lengths",
     callback=_lengths,
     metavar="LIST",
-    help=f"Draft tokens per round, such as 1-4,8.  [default: 1-{_MOST}]",
+    help=f"Draft tokens per round, such as 1-4,8.  [default: 1-{_DEFAULT_MAX_K}]",
 )
 @click.option(
     "-n", "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True,
@@ -134,7 +134,7 @@ def bench(
     for name in names:
         pipeline.drafters.check(name)
     tokens = _prompts(pipeline, prompt_inputs, request["special_tokens"])
-    ks = lengths or range(1, min(_MOST, pipeline.max_planned_tokens) + 1)
+    ks = lengths or range(1, min(_DEFAULT_MAX_K, pipeline.max_planned_tokens) + 1)
     measured = _measure(pipeline, tokens, settings(names, ks), repeats, request)
     devices = " and ".join(dict.fromkeys((device, draft_device or device)))
     conditions = _conditions(pipeline, devices, threads, repeats, request)
@@ -160,12 +160,11 @@ def _read(
     sets: Sequence[str], prompts: str | None, form: str | None
 ) -> list[tuple[str, UserPrompt]]:
     """Return each prompt with the name of its set; raise click.UsageError for a bad file."""
-    from specedge.benchmarks.prompts import SETS
     from specedge.cli.prompts import read_prompt_texts
 
     if form and prompts is None:
         raise click.UsageError("--format needs --prompts")
-    names = sets or (() if prompts is not None else _SETS)
+    names = sets or (() if prompts is not None else SETS)
     named_prompts: list[tuple[str, UserPrompt]] = [
         (name, text) for name in dict.fromkeys(names) for text in SETS[name]
     ]

@@ -19,7 +19,7 @@ from specedge.cli.terminal import pluralize
 class BenchmarkReport:
     """Results and conditions of a benchmark."""
 
-    facts: dict[str, Any]
+    conditions: dict[str, Any]
     figures: list[Figures]
     losing: list[str]
     prompts: list[BenchmarkPrompt]
@@ -31,13 +31,13 @@ class BenchmarkReport:
         return list(dict.fromkeys(row.set_name for row in self.figures))
 
     def figures_of(self, set_name: str) -> list[Figures]:
-        """The figures of one set."""
+        """Return the figures of one set."""
         return [row for row in self.figures if row.set_name == set_name]
 
 
 def json_text(report: BenchmarkReport) -> str:
     """Return JSON with the settings (`Figures`), the prompts and all timed runs."""
-    document = report.facts | {
+    document = report.conditions | {
         "losing": report.losing,
         "settings": [dataclasses.asdict(entry) for entry in report.figures],
         "prompts": [{"set_name": entry.set_name, "text": entry.text} for entry in report.prompts],
@@ -77,12 +77,9 @@ def csv_text(report: BenchmarkReport) -> str:
 
 def table_text(report: BenchmarkReport) -> str:
     """Return a table for each prompt set, followed by notes."""
-    conditions = report.facts
-    draft = (
-        f"with draft model {conditions['draft']}"
-        if conditions["draft"]
-        else "without a draft model"
-    )
+    conditions = report.conditions
+    name = conditions["draft"]
+    draft = f"with draft model {name}" if name else "without a draft model"
     lines = [
         f"{conditions['target']} {draft}, {conditions['processor']},"
         f" {conditions['threads']} threads, {conditions['ops']}; temperature "

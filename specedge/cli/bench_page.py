@@ -14,7 +14,7 @@ _TEMPLATE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>specedge bench: {{ facts.target }}</title>
+<title>specedge bench: {{ conditions.target }}</title>
 <style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
   color: #111; background: #fff; }
@@ -31,8 +31,8 @@ dd { margin: 0; }
 </style>
 </head>
 <body>
-<h1>Benchmark of speculative decoding: {{ facts.target }}</h1>
-<dl>{% for name, value in facts.items() %}
+<h1>Benchmark of speculative decoding: {{ conditions.target }}</h1>
+<dl>{% for name, value in conditions.items() %}
 <dt>{{ name.replace("_", " ") }}</dt><dd>{{ value or "none" }}</dd>{% endfor %}</dl>
 {% for line in losing %}<p class="verdict loses">{{ line }}</p>
 {% endfor %}
@@ -77,7 +77,7 @@ def page(report: BenchmarkReport) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     sets = [_set(report, name) for name in report.sets]
     template = environment.from_string(_TEMPLATE)
-    return template.render(facts=report.facts, losing=report.losing, sets=sets) + "\n"
+    return template.render(conditions=report.conditions, losing=report.losing, sets=sets) + "\n"
 
 
 def _set(report: BenchmarkReport, name: str) -> dict[str, Any]:

@@ -18,15 +18,15 @@ from typing import Any
 import click
 
 from specedge.bundle import Bundle, store
+from specedge.cli.options import ANY_CLUSTER
 from specedge.cli.terminal import pluralize, sanitize_line
 from specedge.errors import BundleError, SpecEdgeError
 from specedge.ray import Generate, actor_resources, fix_draft_length, import_ray
 from specedge.runtime.requests.batch import BatchItem, check_drafters, error_result, run_item
 
-ANY_CLUSTER = "any"  # `--ray` without an address
 HEAD_PORT = 6379  # Ray's default
 CONNECT_TIMEOUT = 10.0  # seconds; Ray itself retries for minutes
-MAX_ATTEMPTS = 5  # passes that may lose a prompt's worker before the prompt gets an error
+MAX_ATTEMPTS = 5  # attempts that may lose a prompt's worker before the prompt gets an error
 
 Attempt = Callable[[list[BatchItem]], Iterator[tuple[int, dict[str, Any]]]]
 
@@ -61,7 +61,7 @@ def generate_results(
         items: Prompts.
 
     Raises:
-        SpecEdgeError: If there is no such cluster or it has no room for an actor.
+        SpecEdgeError: If the cluster cannot be reached or no node has the resources of an actor.
     """
     check_devices(models["device"], models["draft_device"])
     folder = store.find_bundle(models["bundle"])
@@ -106,8 +106,8 @@ def check_devices(*devices: str | None) -> None:
 def in_order(items: list[BatchItem], attempt: Attempt) -> Iterator[dict[str, Any]]:
     """Yield results in the order of their prompts, and retry prompts whose worker was lost.
 
-    Ray's own retries would wait for the lost actor to restart, which never happens where the
-    cluster has no room left for it.
+    Ray's own retries would wait for the lost actor to restart, which never happens if the cluster
+    has no resources left for it.
     """
     missing = {item.index: item for item in items}
     due, ready = deque(missing), dict[int, dict[str, Any]]()
@@ -130,7 +130,7 @@ def in_order(items: list[BatchItem], attempt: Attempt) -> Iterator[dict[str, Any
 
 
 def _check_items(bundle: Bundle, items: list[BatchItem]) -> None:
-    """Fix K of each prompt; raise before any of them runs."""
+    """Fix K of each prompt; raise errors before the first prompt runs."""
     from specedge.runtime.drafters.registry import DrafterRegistry
     from specedge.runtime.text.chat import load_template
 
@@ -197,7 +197,7 @@ def _default_threads(ray: Any, device: str) -> int:
 
 
 def _capacity(node: dict[str, Any], resources: dict[str, Any]) -> int:
-    """Return the number of actors that a node has room for."""
+    """Return the number of actors that a node has resources for."""
     needs = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
     return min(int(node.get(name, 0) // number) for name, number in needs.items() if number)
 
@@ -213,7 +213,7 @@ def _connected(address: str) -> Iterator[Any]:
         warnings.simplefilter("ignore")
         try:
             ray.init(head, log_to_driver=False, logging_level=logging.CRITICAL)
-        except (OSError, RuntimeError, ValueError) as error:  # none, or of another version
+        except (OSError, RuntimeError, ValueError) as error:  # no cluster, or another version
             raise SpecEdgeError(
                 f"cannot connect to a Ray cluster at {head or 'this machine'}: {error}"
             ) from error

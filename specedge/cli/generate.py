@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.runtime.requests.stream import Generation, Stream
 
-_ANY_CLUSTER = "any"  # the address when --ray has none
 _MAX_REPLAY_LENGTH = 64 * 2**20  # characters
 
 
@@ -48,7 +47,7 @@ _MAX_REPLAY_LENGTH = 64 * 2**20  # characters
     "--ray",
     "address",
     is_flag=False,
-    flag_value=_ANY_CLUSTER,
+    flag_value=options.ANY_CLUSTER,
     metavar="[ADDRESS]",
     help="Run on a Ray cluster, with --prompts.",
 )
@@ -161,8 +160,8 @@ def _many(
     else:
         running = cluster.generate_results(*ray, models, items)
     with running as results:
-        well = batch.write_results(results, len(items), output, mode, stdout)
-    if not well:
+        succeeded = batch.write_results(results, len(items), output, mode, stdout)
+    if not succeeded:
         raise click.exceptions.Exit(1)
 
 

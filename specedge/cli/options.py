@@ -26,6 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_PROMPT = 64 * 2**20  # maximum bytes of a prompt
 MAX_TEXT = 2**30  # maximum bytes of a file
+ANY_CLUSTER = "any"  # `--ray` without an address
 
 bundle = click.option(
     "--bundle",
@@ -206,7 +207,7 @@ def sampling_options(function: F) -> F:
 
 
 def read_prompt(prompt: str, chat: bool = False) -> str:
-    """Return the prompt, or standard input for `-`; of a chat without its final newline."""
+    """Return the prompt, or standard input for `-`, without its final newline for a chat."""
     if prompt != "-":
         return prompt
     text = _standard_input(MAX_PROMPT)
@@ -231,7 +232,7 @@ def _standard_input(max_bytes: int) -> str:
 
 
 def _text(file: IO[bytes], name: str, max_bytes: int) -> str:
-    """Read a file in chunks; refuse one that is too large or endless."""
+    """Read a file in chunks; raise click.UsageError if it is too large or endless."""
     content = bytearray()
     while piece := file.read(2**20):
         content += piece
@@ -265,7 +266,7 @@ def write_output(path: str, text: str, overwrite: bool, flag: str) -> None:
     from specedge.bundle.store import errors_naming, replace_file
 
     check_output(path, [], overwrite, flag)  # again, after the work
-    if os.path.exists(path) and not os.path.isfile(path):  # do not replace a pipe or a device
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device is not replaced
         with errors_naming(path):
             Path(path).write_text(text, "utf-8")
     else:

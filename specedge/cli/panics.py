@@ -1,4 +1,4 @@
-"""Suppression of Rust panic messages, for which the command line prints one line."""
+"""Suppression of Rust panic messages, which the command line reports as one line."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def read_prompt_texts(name: str, form: str | None) -> list[UserPrompt]:
 
 
 def _form(name: str, first: str) -> str:
-    """Return the format by file name; refuse text that looks like JSONL."""
+    """Return the format by file name; raise click.UsageError for text that looks like JSONL."""
     if name.lower().endswith((".jsonl", ".ndjson")):
         return "jsonl"
     try:

@@ -181,7 +181,7 @@ def serve(
     if access_log:
         logging.basicConfig(format="%(asctime)s %(message)s")
         logging.getLogger("specedge.access").setLevel(logging.INFO)
-    listening = server.listen(host, port)  # before the pair is loaded, which takes a while
+    listening = server.listen(host, port)  # before the models are loaded, to fail early
     with listening, options.usage_errors():
         is_loopback = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
         if key is None and not is_loopback and not allow_host:
@@ -240,8 +240,7 @@ def _read_template(path: Path) -> str:
     try:
         template = read_template(path)
     except ValueError as error:
-        message = f"--chat-template {path} cannot be read: {error}"
-        raise click.UsageError(message) from error
+        raise click.UsageError(f"--chat-template {path} cannot be read: {error}") from error
     if template is None:
         raise click.UsageError(f"--chat-template {path} has no chat template")
     return template

@@ -18,15 +18,9 @@ if TYPE_CHECKING:
 _ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
 _LENGTHS = (1, 2, 3, 4, 5, 7, 10)
 _DRAFT_COSTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-_TABLE_1 = (
-    (0.6, 2),
-    (0.7, 3),
-    (0.8, 2),
-    (0.8, 5),
-    (0.9, 2),
-    (0.9, 10),
-)  # alpha and K in Leviathan et al.
-_SHORTEST = 8  # smallest K at the end of the table
+# alpha and K of table 1 in Leviathan et al.
+_TABLE_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
+_MIN_LAST_K = 8  # the table of a prediction ends at this K or a larger one
 
 
 def _costs(context: click.Context, option: click.Parameter, value: str | None) -> Costs | None:
@@ -147,7 +141,7 @@ def _prediction(
 
     costs = (draft_cost, verify_cost, host_cost)
     best = best_k(alpha, *costs)
-    last = max(best + 2, _SHORTEST) if isinstance(verify_cost, float) else len(verify_cost) - 1
+    last = max(best + 2, _MIN_LAST_K) if isinstance(verify_cost, float) else len(verify_cost) - 1
     lengths = range(min(last, MAX_DRAFT_TOKENS) + 1)
     limit = expected_tokens_limit(alpha)
     return {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specedge.runtime.requests.stream import Generation
     from specedge.runtime.text.detokenizer import TextSpan
 
-_SHOWN = 9
+_MAX_POSITIONS = 9
 _MIN_REPORTED = 0.1  # seconds
 _COLORS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
 _BRACKETS = {"accepted": ("«", "»"), "recovered": ("⟨", "⟩"), "bonus": ("⟦", "⟧")}
@@ -52,12 +52,12 @@ def mark(piece: list[TextSpan], colors: bool) -> str:
     """Return text with its outcomes as colors, or as brackets around equal neighbors."""
     if colors:
         return "".join(_styled(span) for span in piece)
-    groups = groupby(piece, key=lambda span: span.fate)
+    groups = groupby(piece, key=lambda span: span.outcome)
     return "".join(_bracketed("".join(s.text for s in spans), outcome) for outcome, spans in groups)
 
 
 def _styled(span: TextSpan) -> str:
-    color = _COLORS.get(span.fate)
+    color = _COLORS.get(span.outcome)
     return click.style(span.text, color) if color else span.text
 
 
@@ -77,8 +77,8 @@ def near_tie_lines(generation: Generation, exact: bool) -> list[str]:
         )
     if not ties:
         return notes
-    positions = ", ".join(str(tie.position) for tie in ties[:_SHOWN])
-    suffix = ", ..." if len(ties) > _SHOWN else ""
+    positions = ", ".join(str(tie.position) for tie in ties[:_MAX_POSITIONS])
+    suffix = ", ..." if len(ties) > _MAX_POSITIONS else ""
     line = (
         f"{pluralize(len(ties), 'near-tie')} within the device's noise of {generation.noise:.0e}"
         f" (position{'' if len(ties) == 1 else 's'} {positions}{suffix})"

@@ -85,11 +85,8 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     host = f" host: {1e3 * mode.host:.3f} ms per round and {1e3 * mode.token:.3f} ms per token"
     alpha = mode.acceptance.get(DrafterName.MODEL)
     if alpha is None:  # a bundle without a draft model
-        copied = ", ".join(f"{name} {rate:.0%}" for name, rate in mode.acceptance.items())
-        return [
-            *lines,
-            f"  acceptance rate on built-in texts: {copied};{host}",
-        ]
+        rates = ", ".join(f"{name} {rate:.0%}" for name, rate in mode.acceptance.items())
+        return [*lines, f"  acceptance rate on built-in texts: {rates};{host}"]
     for i, tokens in enumerate(table.rows[1:]):
         es = "es" if tokens > 2 else ""
         name = f"draft, {tokens - 1} pass{es}"
@@ -98,12 +95,12 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     speedups = predictions(table.at(table.lengths[0], mode is table.greedy), alpha)
     best = max(range(len(speedups)), key=lambda k: speedups[k])
     shown = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < len(speedups)} | {best})
-    copied = "".join(
+    others = "".join(
         f", {name} {rate:.0%}" for name, rate in mode.acceptance.items() if name != "model"
     )
     return [
         *lines,
-        f"  acceptance rate on built-in texts: draft model {alpha:.0%}{copied};{host}",
+        f"  acceptance rate on built-in texts: draft model {alpha:.0%}{others};{host}",
         "  predicted speed-up of the draft model: "
         + ", ".join(f"K = {k}: {speedups[k]:.2f}" for k in shown if k),
         f"  optimal: K = {best}, {speedups[best]:.2f} times as fast as the target alone"

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 @click.option(
     "--minutes",
     type=options.FiniteRange(0, 24 * 60, min_open=True),
-    help="Approximate duration; longer runs detect smaller deviations.  [default: at least 2, "
-    "by the"
-    " time of a pass; at most 5 with --self-test]",
+    help="Approximate duration; longer runs detect smaller deviations.  [default: 2, longer for "
+    "slow models; 5 with --self-test]",
 )
 @click.option(
     "--strict", is_flag=True, help="Also exit 1 if a check is incomplete for lack of time."
