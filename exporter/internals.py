@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from types import ModuleType
@@ -54,6 +55,32 @@ def describe_versions() -> str:
         for package, tested in TESTED.items()
     )
     return "with " + ", ".join(packages)
+
+
+@contextlib.contextmanager
+def reuse_operator_registry() -> Iterator[None]:
+    """Let the exports of a process share PyTorch's registry of ONNX operators (torch 2.13).
+
+    `torch.onnx.export` builds one for each export, in about a second, and only reads it. A torch
+    without this class builds it as before.
+    """
+    try:
+        module = importlib.import_module("torch.onnx._internal.exporter._registration")
+        registry_class, method = module.ONNXRegistry, vars(module.ONNXRegistry)["from_torchlib"]
+        cached = _cached_function(registry_class.from_torchlib)
+    except (ImportError, AttributeError, KeyError):
+        yield
+        return
+    registry_class.from_torchlib = staticmethod(cached)
+    try:
+        yield
+    finally:
+        registry_class.from_torchlib = method
+
+
+@functools.cache
+def _cached_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.cache(function)
 
 
 def make_wrapper_tensor(subclass: type[torch.Tensor], like: torch.Tensor) -> Any:

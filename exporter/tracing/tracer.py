@@ -87,7 +87,7 @@ def trace(
 
     Uses torch 2.13's `dynamo` exporter, which optimizes the graph with onnxscript.
     """
-    with quiet(), registered_functions(model):
+    with quiet(), registered_functions(model), internals.reuse_operator_registry():
         program = translate(TraceableModel(model, geometry.context_length, ops, layers), geometry)
     program.optimize()
     return program.model

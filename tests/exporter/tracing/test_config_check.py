@@ -125,3 +125,18 @@ def test_versions_that_are_said_to_be_tried_are_those_that_can_be_installed():
         assert f"{floor}.99" in allowed[package]
         assert f"{newest}.99" in allowed[package]
         assert f"{major}.{minor + 1}" not in allowed[package]
+
+
+def test_exports_share_one_registry_of_operators_which_torch_may_lack(monkeypatch):
+    from torch.onnx._internal.exporter import _registration
+
+    original = vars(_registration.ONNXRegistry)["from_torchlib"]
+    registries = []
+    for _ in range(2):
+        with internals.reuse_operator_registry():
+            registries.append(_registration.ONNXRegistry.from_torchlib(opset_version=20))
+    assert registries[0] is registries[1]
+    assert vars(_registration.ONNXRegistry)["from_torchlib"] is original
+    monkeypatch.delattr(_registration, "ONNXRegistry")
+    with internals.reuse_operator_registry():
+        pass
