@@ -19,7 +19,7 @@ from specedge.bundle import MANIFEST, store
 
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 SHORT = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-LONG = SHORT | {"max_tokens": 480, "ignore_eos": True, "speculative": {"off": True}}
+LONG = SHORT | {"max_tokens": 240, "ignore_eos": True, "speculative": {"off": True}}
 
 
 @contextmanager

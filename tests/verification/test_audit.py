@@ -190,6 +190,7 @@ def self_tested(seconds, **options):
     return audit.self_test(make_subject(), ticks.budget, on_progress, **options)
 
 
+@pytest.mark.slow
 def test_the_self_test_catches_five_of_five_and_raises_no_false_alarm():
     result = self_tested(40000)
     assert result.false_alarms == []

@@ -98,7 +98,7 @@ def test_blocks_that_are_rounded_in_strips_are_the_same_as_in_one(random, monkey
 
 @pytest.fixture(
     scope="module",
-    params=[("llama", "int4"), slow(("gpt2", "int8-block"))],
+    params=[slow(("llama", "int4")), slow(("gpt2", "int8-block"))],
 )
 def made(request, tmp_path_factory):
     kind, precision = request.param

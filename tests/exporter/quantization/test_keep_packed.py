@@ -34,9 +34,9 @@ SCHEMES = {
 @pytest.mark.parametrize("name", SCHEMES)
 def test_bundle_is_the_published_model(name, tmp_path):
     scheme, type_name, bits = SCHEMES[name]
-    folder, model = make_packed(tmp_path, scheme)
+    folder, model = make_packed(tmp_path, scheme, hidden=max(64, scheme.group_size), context=96)
     progress = Progress()
-    options = {"max_length": 64, "ops": "gqa", "compute": "fp32", "precision": "keep"}
+    options = {"ops": "gqa", "compute": "fp32", "precision": "keep"}
     bundle = export("self:1", folder, tmp_path / "bundle", progress=progress, **options)
     assert [model.weights_dtype for model in bundle.models.values()] == ["keep", "keep"]
     report = bundle.target.quantization["gqa"]

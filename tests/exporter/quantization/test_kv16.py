@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from onnx import TensorProto
 
 import specedge
-from cases import exhaustive
+from cases import exhaustive, slow
 from quantized import PROMPTS, Made, check_greedy
 from specedge.bundle.graph_variants import OPS
 from specedge.cli.inspect import inspect
@@ -16,7 +16,7 @@ from specedge.runtime.requests.loader import memory_of
 
 SETS = [f"{ops}-kv16" for ops in OPS]
 CASES = [
-    ("llama", "int8"),
+    slow(("llama", "int8")),
     exhaustive(("gpt2", "fp32")),
     exhaustive(("llama", "fp32")),
     exhaustive(("gpt2", "int4")),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from onnx import TensorProto
 
-from cases import exhaustive
+from cases import exhaustive, slow
 from quantized import Made
 from specedge.errors import DeviceError
 from specedge.exporter import export
@@ -24,7 +24,7 @@ TOKENS = [5, 6, 7, 8, 300, 12]
 @pytest.fixture(
     scope="module",
     params=[
-        ("gpt2", "int4"),  # a tied table of bytes
+        slow(("gpt2", "int4")),  # a tied table of bytes
         exhaustive(("llama", "int8")),
         exhaustive(("llama", "int8-block")),
         exhaustive(("llama", "int4")),

@@ -28,7 +28,7 @@ from specedge.runtime.requests.loader import memory_of
 from specedge.runtime.sampling.logits import Row
 
 CASES = [
-    ("llama", "fp16", "fp16"),
+    slow(("llama", "fp16", "fp16")),
     slow(("llama", "int8", "fp16")),
     exhaustive(("gpt2", "int8", "fp32")),
     exhaustive(("gpt2", "int4", "fp16")),
