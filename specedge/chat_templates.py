@@ -49,5 +49,8 @@ def read_template(path: Path) -> str | None:
     text = path.read_text("utf-8")
     if path.suffix != ".json":
         return text
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
     return chat_template_of(value.get("chat_template") if isinstance(value, dict) else value)

@@ -117,3 +117,10 @@ def test_embedded_pair_states_its_checkpoints_special_tokens(pairs):
     target = checkpoints.find("target", str(pairs.checkpoint("embedded")[1]), None)
     manifest = json.loads((store.embedded_folder() / "bundle.json").read_text("utf-8"))
     assert manifest["special_tokens"] == target.tokenizer.special_tokens_map
+
+
+def test_deeply_nested_file_is_a_value_error(tmp_path):
+    path = tmp_path / "chat_template.json"
+    path.write_text("[" * 10**5, "utf-8")
+    with pytest.raises(ValueError, match="nested"):
+        read_template(path)
