@@ -146,7 +146,7 @@ class Comparison:
             source = {"gguf": str(model / "model.gguf"), "checkpoint": "", "precision": "F32"}
             with self._worker(theirs) as worker:
                 whole = worker.ask("convert", cache=temporary, **source)["model"]
-                texts = run(worker, whole)
+                texts = run(worker, whole, float32_cache=True)
                 worker.ask("reference", windows=str(windows), folder=str(folder))
             with self._worker(theirs) as worker:
                 worker.ask("load", model=str(model), threads=self.threads)

@@ -30,7 +30,7 @@ class LlamaCpp:
     def num_bytes(self, model: Path) -> int:
         return size_of(model / "model.gguf")
 
-    def load(self, model: Path, threads: int) -> str:
+    def load(self, model: Path, threads: int, float32_cache: bool = False) -> str:
         llama.llama_backend_init()
         path = str(model / "model.gguf").encode()
         self.model = llama.llama_model_load_from_file(path, llama.llama_model_default_params())
@@ -39,6 +39,9 @@ class LlamaCpp:
         params = llama.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT, BATCH, BATCH
         params.n_threads = params.n_threads_batch = threads
+        if float32_cache:
+            params.type_k = params.type_v = llama.GGML_TYPE_F32
+            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.context = llama.llama_init_from_model(self.model, params)
         self.memory = llama.llama_get_memory(self.context)
         vocab = llama.llama_model_get_vocab(self.model)
