@@ -37,7 +37,7 @@ def pipeline(smollm2):
 
 
 def test_greedy_text_is_that_of_transformers(smollm2, pipeline):
-    for prompt in smollm2.prompts()[::3]:
+    for prompt in smollm2.prompts()[::4]:
         tokens = pipeline.generate(prompt, LENGTH, num_draft_tokens=0, ignore_eos=True).tokens
         smollm2.check_greedy(prompt, list(tokens))
 
