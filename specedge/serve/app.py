@@ -262,7 +262,7 @@ class _Server:
     async def _get_model(self, http_request: Request) -> Response:
         if not self._has_model(name := http_request.path_params["name"]):
             raise self._unknown_model(name)
-        return JSONResponse(self._model_card())
+        return JSONResponse(self._model_card() | {"id": name, "root": self._model})
 
     def _model_card(self) -> dict[str, Any]:
         bundle = self._pipeline.bundle

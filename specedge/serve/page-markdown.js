@@ -47,7 +47,10 @@ const HEADING = /^ {0,3}#{1,6} +(.*)/, BULLET = /^ *[-*+] +(.*)/, NUMBERED = /^ 
 const KINDS = { blank: /^\s*$/, heading: HEADING, bullets: BULLET, numbers: NUMBERED, table: ROW, text: /^/ };
 
 function listItems(lines, pattern) {
-  return lines.map((line) => element("li", {}, ...inline(line.match(pattern).at(-1))));
+  return lines.map((line) => {
+    const className = line.startsWith("  ") ? "nested" : "";
+    return element("li", { className }, ...inline(line.match(pattern).at(-1)));
+  });
 }
 
 const BLOCKS = {

@@ -43,7 +43,7 @@ def test_models_have_their_length_and_capabilities(port):
     assert (first["id"], alias["id"], alias["root"]) == (MODEL, "default", MODEL)
     assert first["max_model_len"] == 512
     assert {"chat", "tools", "completion"} <= {*first["capabilities"]}
-    assert get(port, "/v1/models/default")["object"] == "model"
+    assert get(port, "/v1/models/default") == alias
 
 
 def test_version_and_properties(port, pair):

@@ -120,6 +120,7 @@ def test_a_conversation_goes_on_and_is_edited_and_regenerated(visit, scripted):
     assert "Second." not in pipeline.asked_text
     assert page.locator("#message:focus").count() == 1
     page.click("[aria-label='Edit message'] >> nth=0")
+    assert not page.is_visible("[aria-label='Edit message'] >> nth=0")
     page.press("[aria-label='Edited message']", "Escape")
     page.click("[aria-label='Edit message']:focus")
     page.fill("[aria-label='Edited message']", "Three?")
@@ -164,7 +165,7 @@ def test_markdown_is_shown_and_html_is_text(visit, scripted):
     pipeline, port = scripted
     page = visit(port)
     pipeline.text = (
-        "## Title\n**Bold** <b>x</b>\n- `one`\n- two\n3. three\n"
+        "## Title\n**Bold** <b>x</b>\n- `one`\n  - two\n3. three\n"
         "| a | b |\n|---|:-:|\n| 1 | *2* |\n| 3 |\n"
         "```python\nprint(1)\n```\n<script>y</script>\n| no | table |"
     )
@@ -173,6 +174,8 @@ def test_markdown_is_shown_and_html_is_text(visit, scripted):
     assert answer.locator("strong").text_content() == "Bold"
     assert answer.locator("h3").text_content() == "Title"
     assert answer.locator("li").all_text_contents() == ["one", "two", "three"]
+    edges = answer.locator("li").evaluate_all("items => items.map(item => item.offsetLeft)")
+    assert edges[0] == edges[2] < edges[1]
     assert answer.locator("ol").get_attribute("start") == "3"
     assert answer.locator("th, td").all_text_contents() == ["a", "b", "1", "2", "3"]
     assert "| no | table |" in answer.text_content()
