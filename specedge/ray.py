@@ -43,7 +43,7 @@ class Generate:
 
     A row is sampled with its own `seed`, or with `seed` plus its `index`, a column that is required
     then. The number of draft tokens is the bundle's unless specified: an adaptive number would make
-    texts depend on the speed of each machine. `remember` is refused for the same reason.
+    texts depend on the speed of each machine. `remember` is rejected for the same reason.
 
     Args:
         bundle: Folder of a bundle, at the same path on each node; None is the embedded pair.

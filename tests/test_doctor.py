@@ -180,7 +180,7 @@ def test_packages_that_overwrote_each_other_are_a_finding(module, installed, wha
         ),
         ({"result": "right * numpy.nan"}, "its results are wrong: 128 of 128 numbers"),
         ({"result": "right[:3]"}, "its results are wrong: shape [3, 32], expected [4, 32]"),
-        ({"opening": "os._exit(3)"}, "trying it ended with exit code 3 while opening a session"),
+        ({"opening": "os._exit(3)"}, "failed: ended with exit code 3 while opening a session"),
     ],
 )
 def test_a_provider_that_fails_is_a_finding(fake, monkeypatch, made, what):

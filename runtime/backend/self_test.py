@@ -58,7 +58,7 @@ def verify_lengths(
     """
     if device.is_cpu:
         return verify_cpu_lengths(model, entry, seconds)
-    return verify_gpu_lengths(model, entry, longest, seconds)
+    return _verify_gpu_lengths(model, entry, longest, {} if seconds is None else seconds)
 
 
 def verify_cpu_lengths(
@@ -139,19 +139,12 @@ def _known_cause(entry: ModelEntry, ops: str) -> str:
     return KNOWN_CAUSES.get(entry.weights_dtype, "as for some kernels")
 
 
-def verify_gpu_lengths(
-    model: OrtModel, entry: ModelEntry, longest: int, seconds: dict[int, float] | None = None
+def _verify_gpu_lengths(
+    model: OrtModel, entry: ModelEntry, longest: int, seconds: dict[int, float]
 ) -> str | None:
-    """Test every pass length of requests; rely on all of them if they are invariant.
-
-    Empties the cache.
-
-    Returns:
-        A note on lengths that are not invariant.
-    """
+    """Test every pass length of requests; rely on all of them if they are invariant."""
     lengths = list(range(1, min(longest, entry.context_length) + 1))
     pasts = {min(past, entry.context_length - lengths[-1]) for past in PASTS}
-    seconds = {} if seconds is None else seconds
     invariant = set.intersection(
         *(_invariant_lengths(model, lengths, seconds, past, caches=False) for past in pasts)
     )

@@ -289,7 +289,7 @@ class SuffixIndex:
         self._others: dict[int, int] = {}  # count of each other follower by name and token
 
     def names(self, recent: Sequence[Names], token: int) -> Names:
-        """Return the names of the known runs that end with a token.
+        """Return the names of the indexed runs that end with a token.
 
         `recent` holds the names at the previous positions, at least the last 8.
         """

@@ -33,7 +33,7 @@ class Figures:
 
     `*_seconds` are seconds per new token, for each prompt the median of its repeats. The four
     acceptance rates are named as in `specedge.theory`; `alpha` is that of the draft model along the
-    target's text, whatever the drafter.
+    target's text, for any drafter.
 
     Costs are in plain passes of the target: c of a draft pass, v of a verify pass, o of the host's
     work per round. A prediction is None if its formula does not apply: `theorem_3_8`, `run_level`

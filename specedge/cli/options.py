@@ -92,7 +92,7 @@ def load_pipeline(
 
 
 class FiniteRange(click.FloatRange):
-    """Range of numbers that refuses NaN, which click.FloatRange accepts."""
+    """Range of numbers that rejects NaN, which click.FloatRange accepts."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

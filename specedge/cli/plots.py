@@ -116,7 +116,7 @@ def draw(plot: Callable[[Any], None], form: str) -> bytes:
 
 @contextmanager
 def _matplotlib() -> Iterator[Any]:
-    """Import matplotlib, with default settings whatever the user's are."""
+    """Import matplotlib, with its default settings instead of the user's."""
     try:
         importlib.import_module("matplotlib.figure")
         matplotlib = importlib.import_module("matplotlib")

@@ -279,7 +279,7 @@ def _causes(name: str, index: int, machine: Machine, result: ProbeResult) -> Ite
     if facts.get("wrong"):
         yield Problem(f"its results are wrong: {facts['wrong']}", FAULT)
     if result.ended:
-        yield Problem(f"trying it {result.ended}", FAULT)
+        yield Problem(f"its test process failed: {result.ended}", FAULT)
     for library, reason in facts.get("missing", {}).items():
         if not library.startswith("libcuda.so"):  # the driver's
             reason = "not found" if "No such file" in reason else reason

@@ -200,6 +200,8 @@ class SubstituteDraft:
     def __init__(self, target: CachedModel) -> None:
         self._target = target
         self._offsets = np.zeros(0, np.float32)
+        self.prefill, self.reuse = target.prefill, target.reuse
+        self.truncate, self.cache_rows = target.truncate, target.cache_rows
 
     @property
     def length(self) -> int:
@@ -211,18 +213,6 @@ class SubstituteDraft:
             random = np.random.default_rng(0)
             self._offsets = random.standard_normal((rows.shape[1],), np.float32)
         return Logits(rows + self._offsets)
-
-    def prefill(self, tokens: Sequence[int]) -> None:
-        self._target.prefill(tokens)
-
-    def reuse(self, tokens: Sequence[int]) -> int:
-        return self._target.reuse(tokens)
-
-    def truncate(self, length: int) -> None:
-        self._target.truncate(length)
-
-    def cache_rows(self, start: int, end: int) -> Sequence[Array]:
-        return self._target.cache_rows(start, end)
 
     def with_new_cache(self) -> SubstituteDraft:
         return SubstituteDraft(self._target.with_new_cache())

@@ -111,4 +111,5 @@ def test_a_library_that_crashes_as_it_loads_is_a_finding(some):
     code = "#include <stdlib.h>\n__attribute__((constructor)) static void f(void) { abort(); }"
     subprocess.run([*COMPILE, str(path), "-x", "c", "-"], input=code, text=True, check=True)
     (reason,) = reasons(some)
-    assert reason["what"] == "trying it ended by signal 6 (SIGABRT) while loading libraries"
+    message = "its test process failed: ended by signal 6 (SIGABRT) while loading libraries"
+    assert reason["what"] == message
