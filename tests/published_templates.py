@@ -1015,7 +1015,266 @@ SMOL_VLM = (
     "\n"
     r"{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-TEMPLATES = {
+GLM_4_5 = r"""[gMASK]<sop>
+{%- if tools -%}
+<|system|>
+# Tools
+
+<tools>
+{% for tool in tools %}
+{{ tool | tojson(ensure_ascii=False) }}
+{% endfor %}
+</tools>
+
+Write each call as <tool_call>{function-name}
+<arg_key>{key}</arg_key>
+<arg_value>{value}</arg_value>
+</tool_call>{%- endif -%}
+{%- macro visible_text(content) -%}
+    {%- if content is string -%}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping -%}
+        {%- for item in content -%}
+            {%- if item is mapping and item.type == 'text' -%}
+                {{- item.text }}
+            {%- elif item is string -%}
+                {{- item }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{- content }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last_user_index=-1) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {% set ns.last_user_index = loop.index0 -%}
+    {%- endif %}
+{%- endfor %}
+{% for m in messages %}
+{%- if m.role == 'user' -%}<|user|>
+{{ visible_text(m.content) }}
+{{- '/nothink' if (enable_thinking is defined and not enable_thinking and not visible_text(m.content).endswith("/nothink")) else '' -}}
+{%- elif m.role == 'assistant' -%}
+<|assistant|>
+{%- set reasoning_content = '' %}
+{%- set content = visible_text(m.content) %}
+{%- if m.reasoning_content is string %}
+    {%- set reasoning_content = m.reasoning_content %}
+{%- elif '</think>' in content %}
+    {%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+    {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+{%- endif %}
+{%- if loop.index0 > ns.last_user_index and reasoning_content -%}
+{{ '\n<think>' + reasoning_content.strip() +  '</think>'}}
+{%- else -%}
+{{ '\n<think></think>' }}
+{%- endif -%}
+{%- if content.strip() -%}
+{{ '\n' + content.strip() }}
+{%- endif -%}
+{% if m.tool_calls %}
+{% for tc in m.tool_calls %}
+{%- if tc.function %}
+    {%- set tc = tc.function %}
+{%- endif %}
+{{ '\n<tool_call>' + tc.name }}
+{% set _args = tc.arguments %}
+{% for k, v in _args.items() %}
+<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>
+{% endfor %}
+</tool_call>{% endfor %}
+{% endif %}
+{%- elif m.role == 'tool' -%}
+{%- if m.content is string -%}
+{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+    {{- '<|observation|>' }}
+{%- endif %}
+{{- '\n<tool_response>\n' }}
+{{- m.content }}
+{{- '\n</tool_response>' }}
+{%- endif -%}
+{%- elif m.role == 'system' -%}
+<|system|>
+{{ visible_text(m.content) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    <|assistant|>{{- '\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' -}}
+{%- endif -%}"""
+GRANITE_3_3 = r"""{%- set thinking = thinking | default(false) %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "Knowledge Cutoff Date: April 2024.\nYou are Granite." %}
+    {%- if tools %}
+        {%- set system_message = system_message + " Write <|tool_call|> followed by a JSON list of tools used." %}
+    {%- elif thinking %}
+        {%- set system_message = system_message + " Write your thoughts between <think></think>." %}
+    {%- endif %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\n' }}
+{%- if tools %}
+    {{- '<|start_of_role|>available_tools<|end_of_role|>' }}
+    {{- tools | tojson(indent=4) }}
+    {{- '<|end_of_text|>\n' }}
+{%- endif %}
+{%- if documents %}
+    {%- for document in documents %}
+        {{- '<|start_of_role|>document {"document_id": "' + (document['doc_id'] | default(loop.index) | string) + '"}<|end_of_role|>\n' }}
+        {{- document['text'] }}
+        {{- '<|end_of_text|>\n' }}
+    {%- endfor %}
+{%- endif %}
+{%- for message in loop_messages %}
+    {%- if message['role'] == 'assistant' and message.tool_calls %}
+        {{- '<|start_of_role|>assistant<|end_of_role|>' + message['content'] + '<|tool_call|>[' }}
+        {%- for call in message.tool_calls %}
+            {{- {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+            {%- if not loop.last %}{{- ', ' }}{%- endif %}
+        {%- endfor %}
+        {{- ']<|end_of_text|>\n' }}
+    {%- else %}
+        {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + '<|end_of_text|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_of_role|>assistant' }}
+    {%- if controls %}
+        {{- ' ' + controls | tojson() }}
+    {%- endif %}
+    {{- '<|end_of_role|>' }}
+{%- endif %}"""
+LFM_2 = r"""{{- bos_token -}}
+{%- set system_prompt = "" -%}
+{%- set ns = namespace(system_prompt="") -%}
+{%- if messages[0]["role"] == "system" -%}
+    {%- set ns.system_prompt = messages[0]["content"] -%}
+    {%- set messages = messages[1:] -%}
+{%- endif -%}
+{%- if tools -%}
+    {%- set ns.system_prompt = ns.system_prompt + ("\n" if ns.system_prompt else "") + "List of tools: <|tool_list_start|>[" -%}
+    {%- for tool in tools -%}
+        {%- if tool is not string -%}
+            {%- set tool = tool | tojson -%}
+        {%- endif -%}
+        {%- set ns.system_prompt = ns.system_prompt + tool -%}
+        {%- if not loop.last -%}
+            {%- set ns.system_prompt = ns.system_prompt + ", " -%}
+        {%- endif -%}
+    {%- endfor -%}
+    {%- set ns.system_prompt = ns.system_prompt + "]<|tool_list_end|>" -%}
+{%- endif -%}
+{%- if ns.system_prompt -%}
+    {{- "<|im_start|>system\n" + ns.system_prompt + "<|im_end|>\n" -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {{- "<|im_start|>" + message["role"] + "\n" -}}
+    {%- set content = message["content"] -%}
+    {%- if message.tool_calls -%}
+        {%- for call in message.tool_calls -%}
+            {{- "<|tool_call_start|>[" + call.function.name + "(" -}}
+            {%- for key, value in call.function.arguments.items() -%}
+                {{- key + "=" + (value | tojson) + ("" if loop.last else ", ") -}}
+            {%- endfor -%}
+            {{- ")]<|tool_call_end|>" -}}
+        {%- endfor -%}
+    {%- endif -%}
+    {%- if message["role"] == "tool" -%}
+        {%- set content = "<|tool_response_start|>" + content + "<|tool_response_end|>" -%}
+    {%- endif -%}
+    {{- content + "<|im_end|>\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- "<|im_start|>assistant\n" -}}
+{%- endif -%}"""
+OLMO_3 = r"""{%- set has_system = messages|selectattr('role', 'equalto', 'system')|list|length > 0 -%}
+{%- if not has_system -%}
+    {{- '<|im_start|>system\nYou are a helpful function-calling AI assistant. ' -}}
+    {%- if tools is none or tools is undefined or (tools | length) == 0 -%}
+        {{- 'You do not currently have access to any functions. <functions></functions><|im_end|>\n' -}}
+    {%- else -%}
+        {{- '<functions>' + tools | tojson + '</functions><|im_end|>\n' -}}
+    {%- endif -%}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message['role'] == 'system' -%}
+        {{- '<|im_start|>system\n' + message['content'] -}}
+        {%- if tools -%}
+            {{- ' <functions>' + (tools | tojson) + '</functions>' -}}
+        {%- endif -%}
+        {{- '<|im_end|>\n' -}}
+    {%- elif message['role'] == 'user' -%}
+        {{- '<|im_start|>user\n' + message['content'] + '<|im_end|>\n' -}}
+    {%- elif message['role'] == 'assistant' -%}
+        {{- '<|im_start|>assistant\n' -}}
+        {%- if message.get('content', none) is not none -%}
+            {{- message['content'] -}}
+        {%- endif -%}
+        {%- if message.get('tool_calls') -%}
+            {{- '<function_calls>' -}}
+            {%- for call in message['tool_calls'] -%}
+                {{- call.function.name + '(' -}}
+                {%- for key, value in call.function.arguments.items() -%}
+                    {{- key + '=' + value | tojson + (', ' if not loop.last else '') -}}
+                {%- endfor -%}
+                {{- ')' + ('\n' if not loop.last else '') -}}
+            {%- endfor -%}
+            {{- '</function_calls>' -}}
+        {%- endif -%}
+        {{- ('<|im_end|>\n' if not loop.last else eos_token) -}}
+    {%- elif message['role'] in ('environment', 'tool') -%}
+        {{- '<|im_start|>environment\n' + message['content'] + '<|im_end|>\n' -}}
+    {%- endif -%}
+    {%- if loop.last and add_generation_prompt -%}
+        {{- '<|im_start|>assistant\n' -}}
+    {%- endif -%}
+{%- endfor -%}"""
+COMMAND_R7B = r"""{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system_message = messages[0]['content'] %}{% set loop_messages = messages[1:] %}{% else %}{% set system_message = '' %}{% set loop_messages = messages %}{% endif -%}
+<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># System Preamble
+You are Command.
+{%- if tools %}
+
+## Available Tools
+```json
+[
+{% for tool in tools %}
+    {{ tool['function'] | tojson }}{{ ',' if not loop.last }}
+{% endfor %}
+]
+```
+{%- endif %}
+{%- if system_message %}
+
+# Developer Preamble
+{{ system_message }}
+{%- endif -%}
+<|END_OF_TURN_TOKEN|>
+{%- for message in loop_messages %}
+    {%- if message.role|lower == 'user' -%}
+<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{{ message.content }}<|END_OF_TURN_TOKEN|>
+    {%- elif message.role|lower == 'assistant' or message.role|lower == 'chatbot' -%}
+<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>
+        {%- if message.tool_calls -%}
+<|START_THINKING|>{{ message.content }}<|END_THINKING|><|START_ACTION|>[
+            {%- for tc in message.tool_calls %}
+    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ tc['function']['name'] }}", "parameters": {{ tc['function']['arguments'] | tojson }}}{{ ',' if not loop.last }}
+            {%- endfor %}
+]<|END_ACTION|><|END_OF_TURN_TOKEN|>
+        {%- else -%}
+<|START_RESPONSE|>{{ message.content }}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>
+        {%- endif -%}
+    {%- elif message.role|lower == 'tool' -%}
+<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[{"tool_call_id": "0", "results": {"0": {{ message.content | tojson }}}}]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>
+{%- endif -%}"""
+TEMPLATES = {  # at least 25 families and shapes, on which requests are compared with transformers
     "Qwen 3": QWEN_3,
     "Qwen 3.5": QWEN_3_5,
     "Hermes 2 Pro": {"default": CHATML, "tool_use": HERMES},
@@ -1037,4 +1296,9 @@ TEMPLATES = {
     "SmolLM 3": SMOL_LM_3,
     "OLMo 2": OLMO_2,
     "SmolVLM": SMOL_VLM,
+    "GLM 4.5": GLM_4_5,
+    "Granite 3.3": GRANITE_3_3,
+    "LFM 2": LFM_2,
+    "OLMo 3": OLMO_3,
+    "Command R7B": COMMAND_R7B,
 }

@@ -133,6 +133,10 @@ def prompt_of(reference, messages, tools, **fields):
     return tokens, tokenizer.decode(tokens, skip_special_tokens=False)
 
 
+def test_templates_cover_todays_families():
+    assert len(TEMPLATES) >= 25
+
+
 @pytest.mark.parametrize(("name", "chat"), CASES)
 def test_prompt_of_a_request_is_that_of_transformers(references, name, chat):
     reference = references(name)
