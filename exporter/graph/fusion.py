@@ -17,7 +17,7 @@ import onnx_ir.passes.common as passes
 
 from specedge.bundle.graph_variants import attention_ops, has_compute_type
 
-from .nodes import insert_node, producer
+from .nodes import add_initializer, insert_node, operand, producer, static_shape
 from .weights import drop_unused, view_tensor
 
 MICROSOFT = "com.microsoft"
@@ -63,11 +63,7 @@ def _rotate_inside(graph: ir.Graph, node: ir.Node) -> None:
     if any({*rotation.attributes} != {"num_heads"} for rotation in rotations):
         return
     tables = [table for value in rotations[0].inputs[1:] if (table := _table(graph, value))]
-    cache = node.inputs[3]
-    assert cache is not None
-    assert cache.shape is not None
-    capacity, size = cache.shape[2], cache.shape[3]
-    assert isinstance(size, int)
+    _, _, capacity, size = static_shape(operand(node, 3))
     if size % HEAD_MULTIPLE or [x.shape for x in tables] != 2 * [[capacity, size // 2]]:
         return
     for gather, rotation in zip(rows, rotations, strict=True):
@@ -101,8 +97,7 @@ def _pack(node: ir.Node) -> None:
     split = producer(rows[0].inputs[0], "Split")
     if split is None or [gather.inputs[0] for gather in rows] != [*split.outputs]:
         return
-    product, output = split.inputs[0], rows[0].outputs[0]
-    assert product is not None
+    product, output = operand(split, 0), rows[0].outputs[0]
     rows[0].replace_input_with(0, product)
     if output.shape is not None and product.shape is not None:
         output.shape = ir.Shape([*output.shape[:-1], product.shape[-1]])
@@ -180,13 +175,13 @@ def fuse_integer_products(graph: ir.Graph) -> None:
         largest = producer(above.inputs[0], "ReduceMax") if above is not None else None
         if divided is None or scale is None or largest is None:
             continue
-        products = [_find_product(user, scale.outputs[0]) for user, _ in node.outputs[0].uses()]
-        if all(products):
+        users = [user for user, _ in node.outputs[0].uses()]
+        products = [p for user in users if (p := _find_product(user, scale.outputs[0]))]
+        if len(products) == len(users):
             magnitude, step = largest.outputs[0], scale.inputs[1]
             divided.replace_input_with(1, magnitude)
             node.replace_input_with(1, step)
             for product in products:
-                assert product is not None
                 _rewrite_product(graph, product, magnitude, step)
 
 
@@ -211,7 +206,7 @@ def _rewrite_product(
     graph: ir.Graph, product: _Product, magnitude: ir.Value, step: ir.Value
 ) -> None:
     rows, weights, zero = product.node.inputs
-    output, scales = product.columns.outputs[0], product.columns.inputs[1]
+    output, scales = product.columns.outputs[0], operand(product.columns, 1)
     name = output.name
     whole = insert_node(
         product.node, "MatMulIntegerToFloat", [rows, weights, step, _flat(graph, scales), zero],
@@ -222,16 +217,11 @@ def _rewrite_product(
     output.replace_all_uses_with(scaled, replace_graph_outputs=True)
 
 
-def _flat(graph: ir.Graph, scales: ir.Value | None) -> ir.Value:
+def _flat(graph: ir.Graph, scales: ir.Value) -> ir.Value:
     """Return stored scales [1, N] as a vector [N]."""
-    assert scales is not None
     tensor = scales.const_value
     assert isinstance(tensor, ir.ExternalTensor)
     name = f"{scales.name}.columns"
     if name not in graph.initializers:
-        shape = ir.Shape([tensor.size])
-        flat = ir.Value(
-            name=name, shape=shape, type=scales.type, const_value=view_tensor(tensor, shape, name)
-        )
-        graph.register_initializer(flat)
+        add_initializer(graph, view_tensor(tensor, ir.Shape([tensor.size]), name), name)
     return graph.initializers[name]

@@ -13,7 +13,7 @@ import onnx_ir.passes.common as passes
 
 from specedge.errors import ExportError
 
-from .nodes import add_constant, producer
+from .nodes import add_constant, operand, producer
 from .weights import drop_unused
 
 _WIDE = ir.DataType.FLOAT
@@ -168,8 +168,7 @@ def _retype(node: ir.Node, casts: _CastCache, is_able: bool = True) -> None:
         if value.dtype == _WIDE:
             value.dtype = casts.kind
     if node.op_type == "Cast" and node.outputs[0].dtype == casts.kind:
-        assert node.inputs[0] is not None
-        node.outputs[0].replace_all_uses_with(node.inputs[0])
+        node.outputs[0].replace_all_uses_with(operand(node, 0))
 
 
 def _widen_logits(graph: ir.Graph, kind: ir.DataType) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from .nodes import add_constant, insert_node
+from .nodes import add_constant, insert_node, operand
 
 INPUT = "logits_from"
 # Operators that compute each row [1, T, N] from that row, as far as `_is_row_wise` permits.
@@ -44,8 +44,7 @@ def remove_logits_from(graph: ir.Graph) -> None:
     """Remove the input again, so that every row has logits."""
     (first,) = (value for value in graph.inputs if value.name == INPUT)
     ((user, _),) = first.uses()
-    assert user.inputs[0] is not None
-    user.outputs[0].replace_all_uses_with(user.inputs[0])
+    user.outputs[0].replace_all_uses_with(operand(user, 0))
     graph.remove(user, safe=True)
     graph.inputs.remove(first)
 

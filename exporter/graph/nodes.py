@@ -12,13 +12,17 @@ import onnx_ir as ir
 from ..tracing.attention import OPSET
 
 
-def add_constant(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
-    """Add an initializer."""
-    tensor = ir.tensor(array, name=name)
-    kind = ir.TensorType(tensor.dtype)
-    value = ir.Value(name=name, shape=tensor.shape, type=kind, const_value=tensor)
+def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+    """Add a tensor as an initializer."""
+    dtype, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+    value = ir.Value(name=name, shape=shape, type=dtype, const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+def add_constant(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
+    """Add an array as an initializer."""
+    return add_initializer(graph, ir.tensor(array, name=name), name)
 
 
 def insert_node(
@@ -39,6 +43,19 @@ def insert_node(
     assert before.graph is not None
     before.graph.insert_before(before, node)
     return output
+
+
+def operand(node: ir.Node, index: int) -> ir.Value:
+    """Return an input that a node must have."""
+    value = node.inputs[index]
+    assert value is not None
+    return value
+
+
+def static_shape(value: ir.Value) -> list[int]:
+    """Return the shape of a value without symbolic dimensions."""
+    assert value.shape is not None
+    return [int(size) for size in value.shape]  # type: ignore[arg-type]
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
@@ -104,10 +121,7 @@ class GraphBuilder:
 
     def stored(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
         """Add a tensor as an initializer."""
-        kind = ir.TensorType(tensor.dtype)
-        value = ir.Value(name=name, shape=tensor.shape, type=kind, const_value=tensor)
-        self.graph.register_initializer(value)
-        return value
+        return add_initializer(self.graph, tensor, name)
 
     def constant(self, x: ir.Value | np.ndarray | Sequence[int] | int | float) -> ir.Value:
         """Return an operand as a value; equal constants are shared."""

@@ -12,7 +12,7 @@ from itertools import count
 import numpy as np
 import onnx_ir as ir
 
-from .nodes import GraphBuilder, producer
+from .nodes import GraphBuilder, operand, producer, static_shape
 
 
 class _AppendingBuilder(GraphBuilder):
@@ -41,11 +41,10 @@ def share_int8_embeddings(graph: ir.Graph) -> None:
     lookups = [
         node for node in graph if node.op_type == "Gather" and _is_int8_table(node.inputs[0])
     ]
-    for table in dict.fromkeys(node.inputs[0] for node in lookups):
-        assert table is not None
+    for table in dict.fromkeys(operand(node, 0) for node in lookups):
         for node in list(graph):
             if _is_product_with(node, table):
-                _replace_product(node, blocks)
+                _replace_product(graph, node, blocks)
         rows = _product_matrix(table)
         if rows is None:
             continue
@@ -70,7 +69,7 @@ def _is_product_with(node: ir.Node, table: ir.Value) -> bool:
     return turned is not None and turned.inputs[0] is table
 
 
-def _replace_product(node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
+def _replace_product(graph: ir.Graph, node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
     output, name = node.outputs[0], node.outputs[0].name
     widened = node.inputs[1]
     product = blocks.rewrite(node)
@@ -78,22 +77,19 @@ def _replace_product(node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
     output.name = f"{name}.plain"
     product.name = name
     output.replace_all_uses_with(product, replace_graph_outputs=True)
-    graph = node.graph
-    assert graph is not None
     graph.remove(node, safe=True)
-    _remove_unused(widened)
+    _remove_unused(graph, widened)
 
 
-def _remove_unused(value: ir.Value | None) -> None:
+def _remove_unused(graph: ir.Graph, value: ir.Value | None) -> None:
     """Remove the nodes that compute an unused value."""
     node = value.producer() if value is not None else None
     if node is None or any(output.uses() for output in node.outputs):
         return
     inputs = list(node.inputs)
-    assert node.graph is not None
-    node.graph.remove(node, safe=True)
-    for operand in inputs:
-        _remove_unused(operand)
+    graph.remove(node, safe=True)
+    for source in inputs:
+        _remove_unused(graph, source)
 
 
 def _product_matrix(table: ir.Value) -> ir.Value | None:
@@ -110,15 +106,12 @@ def _product_matrix(table: ir.Value) -> ir.Value | None:
 
 def _replace_lookup(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
     """Gather unsigned rows instead of signed ones, and subtract their zero point."""
-    table, ids = node.inputs
-    assert table is not None
-    assert table.shape is not None
+    size, ids = static_shape(operand(node, 0))[1], node.inputs[1]
     ((cast, _),) = node.outputs[0].uses()
     assert cast.op_type == "Cast"
     output, kind = cast.outputs[0], ir.DataType(cast.attributes["to"].as_int())
     assert output.shape is not None
-    copied_dims, size = [0] * (len(output.shape) - 1), table.shape[1]
-    assert isinstance(size, int)
+    copied_dims = [0] * (len(output.shape) - 1)
     width = -(-size // BLOCK) * BLOCK
     taken = nodes("Cast", nodes("Gather", rows, ids), to=kind)
     centered = nodes("Sub", taken, np.array(128, kind.numpy()))
@@ -127,8 +120,7 @@ def _replace_lookup(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
         gathered = nodes("Slice", gathered, [0], [size], [-1])
     gathered.shape, gathered.dtype = output.shape, output.dtype
     output.replace_all_uses_with(gathered)
-    assert node.graph is not None
-    node.graph.remove([cast, node], safe=True)
+    nodes.graph.remove([cast, node], safe=True)
 
 
 BLOCK = 32  # block size of ONNX Runtime's fusion
@@ -147,13 +139,10 @@ class MatMulNBitsRewriter:
         widened = producer(node.inputs[1], "DequantizeLinear") if node.op_type == "MatMul" else None
         if widened is None or "block_size" in widened.attributes:
             return None
-        matrix, scales, *_ = widened.inputs
-        assert matrix is not None
-        assert scales is not None
+        matrix, scales = operand(widened, 0), operand(widened, 1)
         turned = producer(matrix, "Transpose")
-        source = turned.inputs[0] if turned is not None else matrix
-        assert source is not None
-        rows, columns = _static_shape(source)[:: -1 if turned is not None else 1]
+        source = operand(turned, 0) if turned is not None else matrix
+        rows, columns = static_shape(source)[:: -1 if turned is not None else 1]
         if (source, scales) not in self._matrices:
             self._matrices[source, scales] = self._blocks(
                 source, scales, rows, columns, turned is None
@@ -178,8 +167,3 @@ class MatMulNBitsRewriter:
             blocks = nodes("Pad", blocks, [0, 0, 0, padding], _ZERO)
         blocks = nodes("Reshape", blocks, [columns, count, BLOCK])
         return blocks, nodes("Expand", nodes("Unsqueeze", scales, [1]), [columns, count])
-
-
-def _static_shape(value: ir.Value) -> list[int]:
-    assert value.shape is not None
-    return [int(size) for size in value.shape]  # type: ignore[arg-type]

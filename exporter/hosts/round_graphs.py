@@ -40,32 +40,11 @@ def plain_round(root: Path, bundle: Bundle, ops: str) -> ir.Model:
 
     Inputs and outputs are those of a fused round with `PLAIN_K` draft tokens that accepts none.
     """
-    nodes, target = GraphBuilder("round"), bundle.target
-    tokens = nodes.input("tokens", INT, [1, "N"])
-    draft_length = nodes.input("draft_length", INT, [1])
-    length = nodes.input("target_length", INT, [1])
-    limit = nodes.input("num_draft_tokens", INT, [1])
-    settings = sampling_nodes.sampling_inputs(nodes, target.vocab_size)
-    uniforms = nodes.input("uniforms", DOUBLE, [2 * PLAIN_K + 1])
-    buffers = cache_inputs(nodes, "target", target)
-    fed = nodes("Slice", tokens, nodes("Sub", length, draft_length), [END], [1])
-    inputs = {"input_ids": fed, "past_length": length, "logits_from": nodes.constant([-1])}
-    part = GraphTemplate(root, target.graph("decoder", ops).file)
-    outputs = part.copy(nodes, "target", inputs | buffers)
-    logits = vocabulary_logits(nodes, outputs["logits"], target, 1)
-    row = sampling_nodes.token_weights(
-        nodes, logits, settings.seen, target.vocab_size, settings, is_one=True
-    )
-    token = sampling_nodes.choose_token(nodes, row, nodes("Slice", uniforms, [-1], [END]), settings)
-    next_tokens = nodes("Concat", *[token] * (PLAIN_K + 1), axis=0)
-    nodes.output("next_tokens", nodes("Reshape", next_tokens, [-1]), INT, ["R"])
-    nodes.output("num_accepted", nodes("Mul", limit, 0), INT, [1])
-    add_cache_outputs(nodes, "target", buffers, outputs)
-    return ir.Model(nodes.graph, ir_version=IR_VERSION)
+    return _RoundBuilder(root, bundle, PLAIN_K, {"target": ops}).plain_model()
 
 
 class _RoundBuilder:
-    """Builder of a fused round."""
+    """Builder of a fused round of the models in `ops`."""
 
     def __init__(
         self, root: Path, bundle: Bundle, num_draft_tokens: int, ops: Mapping[str, str]
@@ -79,8 +58,35 @@ class _RoundBuilder:
         self._settings = sampling_nodes.sampling_inputs(nodes, bundle.target.vocab_size)
         self._uniforms = nodes.input("uniforms", DOUBLE, [2 * num_draft_tokens + 1])
         self._caches = {
-            role: cache_inputs(nodes, role, bundle.models[role]) for role in ("draft", "target")
+            role: cache_inputs(nodes, role, bundle.models[role])
+            for role in ("draft", "target")
+            if role in ops
         }
+
+    def plain_model(self) -> ir.Model:
+        """Build a round that ignores the draft inputs and returns one token, K + 1 times."""
+        nodes, target, settings = self._nodes, self._bundle.target, self._settings
+        missing = nodes("Sub", self._target_length, self._draft_length)
+        fed = nodes("Slice", self._tokens, missing, [END], [1])
+        outputs = self._target_pass(fed, -1)
+        logits = vocabulary_logits(nodes, outputs["logits"], target, 1)
+        row = sampling_nodes.token_weights(
+            nodes, logits, settings.seen, target.vocab_size, settings, is_one=True
+        )
+        uniform = nodes("Slice", self._uniforms, [-1], [END])
+        token = sampling_nodes.choose_token(nodes, row, uniform, settings)
+        next_tokens = nodes("Concat", *[token] * (self._k + 1), axis=0)
+        nodes.output("next_tokens", nodes("Reshape", next_tokens, [-1]), INT, ["R"])
+        nodes.output("num_accepted", nodes("Mul", self._limit, 0), INT, [1])
+        add_cache_outputs(nodes, "target", self._caches["target"], outputs)
+        return ir.Model(nodes.graph, ir_version=IR_VERSION)
+
+    def _target_pass(self, tokens: ir.Value, logits_from: int) -> dict[str, ir.Value]:
+        """Add a pass of the target over tokens [1, N]; return its outputs by name."""
+        file = self._bundle.target.graph("decoder", self._ops["target"]).file
+        inputs = {"input_ids": tokens, "past_length": self._target_length}
+        inputs |= {"logits_from": self._nodes.constant([logits_from])} | self._caches["target"]
+        return GraphTemplate(self._root, file).copy(self._nodes, "target", inputs)
 
     def model(self) -> ir.Model:
         nodes, k = self._nodes, self._k
@@ -134,10 +140,7 @@ class _RoundBuilder:
         missing = nodes("Sub", self._target_length, self._draft_length)
         fed = nodes("Slice", self._tokens, missing, [END], [1])
         fed = nodes("Concat", fed, nodes("Reshape", tokens, [1, k]), axis=1)
-        inputs = {"input_ids": fed, "past_length": self._target_length}
-        inputs |= {"logits_from": nodes.constant([-1 - k])} | self._caches["target"]
-        part = GraphTemplate(self._root, target.graph("decoder", self._ops["target"]).file)
-        outputs = part.copy(nodes, "target", inputs)
+        outputs = self._target_pass(fed, -1 - k)
         logits = vocabulary_logits(nodes, outputs["logits"], target, k + 1)
         return sampling_nodes.token_weights(
             nodes, logits, seen, target.vocab_size, self._settings

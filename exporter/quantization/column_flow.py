@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import producer
+from ..graph.nodes import operand, producer
 from .matrices import constant_vector
 
 NUM_ROWS = 7  # stands for T; unlikely in a constant shape
@@ -147,10 +147,10 @@ def _attention(
     node: ir.Node, index: int, columns: np.ndarray, flow: ColumnFlow
 ) -> list[np.ndarray]:
     """Follow v of a cache through attention. [1, G, S, D] -> [1, H, T, D]"""
-    shape = node.inputs[0].shape if node.inputs[0] is not None else None
-    if index != 2 or producer(node.inputs[2], "TensorScatter") is None or shape is None:
+    query = operand(node, 0)
+    if index != 2 or producer(node.inputs[2], "TensorScatter") is None or query.shape is None:
         return []
-    heads = shape[1]
+    heads = query.shape[1]
     assert isinstance(heads, int)
     return [columns.repeat(heads // columns.shape[1], 1)]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ..graph.nodes import static_shape
 from ..graph.weights import view_tensor
 from . import expert_rewriter
 from .experts import ExpertLayer
@@ -55,10 +56,7 @@ class DequantizeRewriter(IntegerRewriter):
             scales = self.external(view_tensor(stored, columns, f"{stored.name}.columns"))
             sizes: dict[str, Any] = {"axis": 1}
         else:
-            assert values.shape is not None
-            size = values.shape[-2]
-            assert isinstance(size, int)
-            sizes = {"axis": len(stored.shape) - 2, "block_size": size}
+            sizes = {"axis": len(stored.shape) - 2, "block_size": static_shape(values)[-2]}
         return self._insert_dequantize(before, values, scales, f"{name}.wide", **sizes)
 
     def _insert_dequantize(
@@ -66,10 +64,9 @@ class DequantizeRewriter(IntegerRewriter):
     ) -> ir.Value:
         inputs = [values, scales]
         if values.dtype != ir.DataType.INT4:
-            assert scales.shape is not None
             # Without zero points, or with shared ones, ONNX Runtime fails with
             # `session.x64quantprecision`.
-            zeros = self.store.zeros(scales.shape.numpy())
+            zeros = self.store.zeros(tuple(static_shape(scales)))
             zero = f"{name.removesuffix('.wide')}.zero"
             inputs.append(self.external(view_tensor(zeros, zeros.shape, zero)))
         return self.node(before, "DequantizeLinear", inputs, name, values, **sizes)

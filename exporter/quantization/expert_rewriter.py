@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import add_constant, insert_node, producer
+from ..graph.nodes import add_constant, insert_node, operand, producer
 from ..graph.weights import view_tensor
 from . import rounding
 from .experts import ExpertLayer, ExpertWeights
@@ -46,8 +46,7 @@ def dequantize_experts(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme
         return
     (node,) = mixture.nodes
     for index, tensors in zip((2, 4), store_experts(editor, mixture.experts, choice), strict=True):
-        before, name = node.inputs[index], f"{tensors[0].name}.wide"
-        assert before is not None
+        before, name = operand(node, index), f"{tensors[0].name}.wide"
         node.replace_input_with(index, _dequantized(editor, node, tensors, choice, before, name))
 
 
@@ -113,8 +112,7 @@ def _block_product(
     choice: Scheme,
 ) -> None:
     """Replace a product by a block-wise one, x [T, K] times [K, N]."""
-    (x, _), output = node.inputs[:2], node.outputs[0]
-    assert x is not None
+    x, output = operand(node, 0), node.outputs[0]
     name = f"{output.name}.int{choice.bits}"
     product = editor.node(
         node, "MatMulNBits", [x, *stored], name, output, domain=MICROSOFT_DOMAIN, K=size, N=width,
@@ -224,10 +222,7 @@ def _surrounding_values(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
     ((picked, _),) = node.outputs[0].uses()
     ((scaled, _),) = picked.outputs[0].uses()
     assert (picked.op_type, scaled.op_type) == ("Gather", "Mul")
-    routing, x = log.inputs[0], rows.inputs[0]
-    assert routing is not None
-    assert x is not None
-    return routing, x, scaled.outputs[0]
+    return operand(log, 0), operand(rows, 0), scaled.outputs[0]
 
 
 def _join_bytes(tensor: ir.ExternalTensor, choice: Scheme) -> ir.ExternalTensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
+from ..graph.nodes import operand
 from ..tracing.experts import Swiglu
 from .matrices import (
     NORMS,
@@ -158,16 +159,13 @@ def _expert_layer(graph: ir.Graph, experts: ExpertWeights) -> ExpertLayer | None
     products = {}
     for node in graph:
         if node.op_type == "MoE" and _offset(node.inputs[_FIRST]) == experts.first.offset:
-            assert node.inputs[0] is not None
-            return ExpertLayer(experts, node.inputs[0], (node,))
+            return ExpertLayer(experts, operand(node, 0), (node,))
         if node.op_type in ("MatMul", "Gemm"):
             products[_offset(node.inputs[1])] = node
-    nodes = [products.get(offset) for offset in experts.key]
-    if None in nodes:
+    if not products.keys() >= {*experts.key}:
         return None
-    first, last = (node for node in nodes if node is not None)
-    assert first.inputs[0] is not None
-    return ExpertLayer(experts, first.inputs[0], (first, last))
+    first, last = (products[offset] for offset in experts.key)
+    return ExpertLayer(experts, operand(first, 0), (first, last))
 
 
 def _offset(value: ir.Value | None) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import add_constant, insert_node
+from ..graph.nodes import add_constant, add_initializer, insert_node
 from .weight_store import WeightStore
 
 MICROSOFT_DOMAIN = "com.microsoft"
@@ -48,12 +48,7 @@ class GraphEditor:
         """Return the initializer of a stored tensor, shared by its readers."""
         assert tensor.name is not None
         if tensor.name not in self._constants:
-            value = ir.Value(
-                name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype),
-                const_value=tensor,
-            )  # fmt: skip
-            self.graph.register_initializer(value)
-            self._constants[tensor.name] = value
+            self._constants[tensor.name] = add_initializer(self.graph, tensor, tensor.name)
         return self._constants[tensor.name]
 
     def constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:

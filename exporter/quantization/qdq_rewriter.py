@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ..graph.nodes import producer
+from ..graph.nodes import operand, producer
 from ..graph.weights import view_tensor
 from . import expert_rewriter, rounding
 from .dequantize_rewriter import DequantizeRewriter
@@ -37,8 +37,7 @@ class QdqRewriter(DequantizeRewriter):
         self, node: ir.Node, stored_values: ir.ExternalTensor, stored_scales: ir.ExternalTensor
     ) -> ir.Value:
         """Insert a lookup in a dequantized table."""
-        output, ids = node.outputs[0], node.inputs[1]
-        assert ids is not None
+        output, ids = node.outputs[0], operand(node, 1)
         name = f"{stored_values.name}.rows"
         table = self.external(view_tensor(stored_values, stored_values.shape, name))
         wide = self._dequantize_table(node, table, stored_scales)
@@ -50,10 +49,9 @@ class QdqRewriter(DequantizeRewriter):
         turned = producer(values, "Transpose")
         if turned is None:
             return super()._dequantize_weights(before, values, scales, name)
-        table, stored = turned.inputs[0], scales.const_value
-        assert table is not None
+        stored = scales.const_value
         assert isinstance(stored, ir.ExternalTensor)
-        wide = self._dequantize_table(before, table, stored)
+        wide = self._dequantize_table(before, operand(turned, 0), stored)
         return self.node(before, "Transpose", [wide], f"{name}.wide", values, perm=[1, 0])
 
     def _dequantize_table(
@@ -85,8 +83,7 @@ class QdqRewriter(DequantizeRewriter):
         blocks = expert_rewriter.store_experts(self, mixture.experts, choice)
         arrangements = (_stack_experts, _concatenate_experts)
         for node, block_pair, arrange in zip(mixture.nodes, blocks, arrangements, strict=True):
-            x, output = node.inputs[0], node.outputs[0]
-            assert x is not None
+            x, output = operand(node, 0), node.outputs[0]
             number, width, groups, _ = block_pair[0].shape.numpy()
             size, along = groups * rounding.BLOCK_SIZE, arrange is _concatenate_experts
             shape = (number * size, width) if along else (size, number * width)
