@@ -173,7 +173,10 @@ def _resolve(request: ExportRequest, models: _Models) -> ExportRequest:
                 f"omit {option}, or specify another precision"
             )
     precision = request.precision or (KEEP if target.is_quantized else "fp32")
-    return replace(request, precision=precision)
+    try:
+        return replace(request, precision=precision)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
 
 
 def _check(

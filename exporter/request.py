@@ -141,8 +141,7 @@ class ExportRequest:
                 )
         if self.ops not in ("auto", *OPS):
             raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")
-        if self.precision is not None or not os.fspath(self.target).endswith(".gguf"):
-            self._check_compute({self.precision_of("target"), self.precision_of("draft")})
+        self._check_compute({self.precision_of("target"), self.precision_of("draft")})
         if self.cache not in (*CACHE_TYPES, None):
             raise ValueError(f"cache must be {', '.join(CACHE_TYPES)}, got {self.cache!r}")
         if self.rounding not in ROUNDINGS:
@@ -191,6 +190,8 @@ class ExportRequest:
                 f"compute must be one of {', '.join(COMPUTE_TYPES)}, got {self.compute!r}"
             )
         quantized = sorted(precisions & {*QUANTIZED_DTYPES})
+        if self.precision is None and not quantized:
+            return  # a quantized checkpoint has the precision "keep"
         if self.compute == "fp32" and not quantized:
             raise ValueError(
                 "all graphs of these precisions compute in fp32; omit compute, or specify a "

@@ -110,11 +110,13 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 def export(draft: str, target: str, output: str | None, hosts: bool, **request: Any) -> None:
     """Export a target and an optional draft model to a bundle of ONNX graphs."""
     from specedge.exporter import export as run
+    from specedge.exporter.request import ExportRequest
 
     _limit_threads()
-
+    with options.usage_errors():
+        export_request = ExportRequest(draft, target, output, **request)
     with _bars() as progress:
-        bundle = run(draft, target, output, **request, progress=progress)
+        bundle = run(export_request, progress=progress)
     for note in progress.notes:
         click.echo(sanitize_line(f"note: {note}"), err=True)
     for role, model in bundle.models.items():

@@ -295,7 +295,7 @@ def test_numbers_beyond_the_type_are_refused_by_its_name(tmp_path):
     ("options", "said"),
     [
         ({"compute": "int8"}, "compute must be one of fp32, fp16, bf16, qdq"),
-        ({"compute": "fp32"}, "compute in fp32; omit compute"),
+        ({"compute": "fp32", "precision": "fp32"}, "compute in fp32; omit compute"),
         ({"compute": "bf16", "precision": "int8"}, "int8 cannot be dequantized to bf16"),
         ({"compute": "bf16", "draft_precision": "int4"}, "int4 cannot be dequantized to bf16"),
     ],
