@@ -1,7 +1,10 @@
 """Block-wise quantization types of ggml, unpacked to integers, scales and offsets.
 
-The layouts are those of ggml-common.h. Types with a minimum have values d * q - m with unsigned q:
-their integers get the zero point of signed ones, and the difference becomes the block's offset.
+The layouts are those of ggml-common.h. Types with a minimum have values d * q - m with unsigned q.
+The zero point of a block is the integer nearest to m / d, or the middle one for Q4_K, and the
+difference becomes the block's offset. A product of int8 activations is the more accurate the
+smaller the offsets are; zero points of 4-bit integers cost memory, which Q4_K does not require to
+be as accurate as llama.cpp.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ def _unpack_q4_0(blocks: np.ndarray) -> IntegerBlocks:
 
 def _unpack_q4_1(blocks: np.ndarray) -> IntegerBlocks:
     scale, minimum = _halves(blocks, 0), _halves(blocks, 2)
-    return IntegerBlocks(_nibbles(blocks[..., 4:]), scale, 8 * scale + minimum)
+    points = _zero_points(scale, minimum, 15)
+    return IntegerBlocks(_nibbles(blocks[..., 4:]), scale, points * scale + minimum, points)
 
 
 def _unpack_q5_0(blocks: np.ndarray) -> IntegerBlocks:
@@ -53,7 +57,8 @@ def _unpack_q5_0(blocks: np.ndarray) -> IntegerBlocks:
 def _unpack_q5_1(blocks: np.ndarray) -> IntegerBlocks:
     integers = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4)
     scale, minimum = _halves(blocks, 0), _halves(blocks, 2)
-    return IntegerBlocks(integers + np.uint8(_ZERO_POINT - 16), scale, 16 * scale + minimum)
+    points = _zero_points(scale, minimum, 31)
+    return IntegerBlocks(integers + (_ZERO_POINT - points), scale, points * scale + minimum)
 
 
 def _unpack_q8_0(blocks: np.ndarray) -> IntegerBlocks:
@@ -81,9 +86,15 @@ def _unpack_q5_k(blocks: np.ndarray) -> IntegerBlocks:
     scales, minimum = _scales_and_minima(blocks)
     low = _nibbles_of_halves(blocks[..., 48:], 32).reshape(*blocks.shape[:-1], 8, 32)
     integers = low | (_bits(blocks[..., 16:48], 1) << 4)
-    return IntegerBlocks(
-        integers + np.uint8(_ZERO_POINT - 16), scales, np.float32(16) * scales - minimum
-    )
+    points = _zero_points(scales, -minimum, 31)
+    shifted = integers + (_ZERO_POINT - points)[..., None]
+    return IntegerBlocks(shifted, scales, points * scales - minimum)
+
+
+def _zero_points(scales: np.ndarray, minima: np.ndarray, largest: int) -> np.ndarray:
+    """Return the integer of each block whose value is nearest to 0, at most `largest`."""
+    ratio = np.divide(-minima, scales, out=np.zeros_like(scales), where=scales != 0)
+    return np.rint(ratio).clip(0, largest).astype(np.uint8)
 
 
 def _nibbles_of_halves(packed: np.ndarray, size: int) -> np.ndarray:
@@ -117,7 +128,7 @@ _UNPACK: dict[str, Callable[[np.ndarray], IntegerBlocks]] = {
 }
 LAYOUTS = {
     "Q4_0": BlockLayout(4, 32),
-    "Q4_1": BlockLayout(4, 32, has_offsets=True),
+    "Q4_1": BlockLayout(4, 32, has_offsets=True, has_zero_points=True),
     "Q5_0": BlockLayout(8, 32),
     "Q5_1": BlockLayout(8, 32, has_offsets=True),
     "Q8_0": BlockLayout(8, 32),
@@ -153,9 +164,10 @@ def unpack(rows: np.ndarray, type_name: str) -> IntegerBlocks:
     blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, num_bytes)
     unpacked = _UNPACK[type_name](blocks)
     size = LAYOUTS[type_name].block_size
-    offsets = unpacked.offsets
     return IntegerBlocks(
         unpacked.integers.reshape(len(rows), -1, size),
-        unpacked.scales.reshape(len(rows), -1),
-        None if offsets is None else offsets.reshape(len(rows), -1),
+        *(
+            None if numbers is None else numbers.reshape(len(rows), -1)
+            for numbers in (unpacked.scales, unpacked.offsets, unpacked.zero_points)
+        ),
     )

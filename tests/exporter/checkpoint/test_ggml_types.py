@@ -26,12 +26,24 @@ def test_unpacked_blocks_are_gguf_py_values(name):
     blocks = ggml_types.unpack(rows, name)
     assert blocks.integers.shape[-1] == layout.block_size
     assert int(blocks.integers.max()) < 2**layout.bits
-    values = blocks.integers.astype(np.float32) - 2 ** (layout.bits - 1)
-    values = values * blocks.scales[..., None]
+    points = 2 ** (layout.bits - 1)
+    if layout.has_zero_points:
+        assert int(blocks.zero_points.max()) < 2**layout.bits
+        points = blocks.zero_points[..., None].astype(np.float32)
+    values = (blocks.integers.astype(np.float32) - points) * blocks.scales[..., None]
     if not layout.has_offsets:
         assert blocks.offsets is None
         assert np.array_equal(values.reshape(SHAPE), expected)
         return
     whole = (values + blocks.offsets[..., None]).reshape(SHAPE)
-    size = np.abs(values) + np.abs(blocks.offsets[..., None])
-    assert np.all(np.abs(whole - expected) <= 2.0**-23 * size.reshape(SHAPE))
+    largest = np.abs(blocks.scales[..., None]) * 32  # of the terms that both round
+    size = np.broadcast_to(largest, values.shape).reshape(SHAPE) + np.abs(expected)
+    assert np.all(np.abs(whole - expected) <= 2.0**-23 * size)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1"])
+def test_zero_points_leave_offsets_of_at_most_half_a_step(name):
+    weights = np.random.default_rng(0).normal(0.02, 0.05, SHAPE).astype(np.float32)
+    rows = gguf.quants.quantize(weights, Kind[name])
+    blocks = ggml_types.unpack(rows, name)
+    assert np.all(np.abs(blocks.offsets) <= 0.5001 * np.abs(blocks.scales))

@@ -192,9 +192,13 @@ def test_kept_blocks_dequantize_to_the_checkpoints_values(name):
     if not kept.layout.has_offsets:
         assert np.array_equal(whole, values(tensor))
         return
-    offsets = np.repeat(kept.offsets(), kept.layout.block_size, 1)
-    off = np.abs(whole + offsets - values(tensor))
-    assert np.all(off <= 2.0**-23 * (np.abs(whole) + np.abs(offsets)))
+    blocks = tensor.unpack(kept.rows)
+    if kept.layout.has_zero_points:
+        shifts = (2.0 ** (kept.layout.bits - 1) - blocks.zero_points) * blocks.scales
+        whole = whole + np.repeat(shifts, kept.layout.block_size, 1)
+    whole = whole + np.repeat(kept.offsets(), kept.layout.block_size, 1)
+    largest = 32 * np.repeat(np.abs(blocks.scales), kept.layout.block_size, 1)
+    assert np.all(np.abs(whole - values(tensor)) <= 2.0**-22 * (largest + np.abs(whole)))
 
 
 def test_rows_in_another_order_and_parts_of_a_tensor_are_recognized():
