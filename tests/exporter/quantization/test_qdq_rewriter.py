@@ -105,7 +105,10 @@ def test_signed_blocks_are_the_numbers_of_blocks(bits, shape):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "compute qdq is for quantized weights; specify a precision of int8, "),
+        (
+            {"precision": "fp32"},
+            "compute qdq is for quantized weights; specify a precision of int8, ",
+        ),
         ({"precision": "int4", "ops": "gqa"}, "compute qdq needs the graph variant onnx"),
     ],
 )
