@@ -31,6 +31,11 @@ _NEUTRAL_SCALING = {
     "scaling.type": "none", "scaling.factor": 1, "scaling.attn_factor": 1, "scale_linear": 1,
 }  # fmt: skip
 _SCALING_CONTEXT = ("scaling.original_context_length", "scaling.finetuned")
+_SCALING_FACTORS = ("scaling.factor", "scale_linear")
+_SCALING_NUMBERS = {
+    *_SCALING_FACTORS, "scaling.attn_factor", "scaling.original_context_length",
+    "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
+}  # fmt: skip
 _GENERIC_NAMES = {"", "model", "ggml-model", "ggml", "consolidated", "unnamed"}
 _EXPERTS = re.compile(r"(.*)\.ffn_(gate|up|down)_exps\.weight")
 
@@ -121,12 +126,15 @@ class GgufCheckpoint:
     def complete_config(self, config: Any) -> None:
         """Set fields of a config that transformers does not read from the header (5.17 to 5.23).
 
-        It ignores rotary scaling and all but one part of a split file. Files may be truncated at
-        `header_size`. Raises CheckpointError for unknown rotary scaling.
+        It ignores rotary scaling, Phi-3's rotary size and all but one part of a split file. Files
+        may be truncated at `header_size`. Raises CheckpointError for unknown rotary scaling.
         """
         has_head = any(tensor.name == "output.weight" for tensor in self.tensors)
         if has_head and config.model_type not in ("falcon", "bloom"):
             config.tie_word_embeddings = False
+        if config.model_type == "phi3" and (size := self.fields.get("phi3.rope.dimension_count")):
+            share = size.contents() / _head_size(config)
+            config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": share}
         self._apply_rope_scaling(config)
 
     def _apply_rope_scaling(self, config: Any) -> None:
@@ -146,23 +154,26 @@ class GgufCheckpoint:
             for name, value in fields.items()
             if value != _NEUTRAL_SCALING.get(name) and name not in _SCALING_CONTEXT
         }
-        if not factors and (not active or fields.get("scaling.type") == "none"):
+        if fields.get("scaling.type") == "none":  # a factor has no effect
+            active = {name: active[name] for name in active if name not in _SCALING_FACTORS}
+        if not factors and not active:
             return
-        rope = config.rope_parameters
+        rope = getattr(config, "rope_parameters", None) or {}
         is_nested = "full_attention" in rope  # Gemma 3 scales its global layers only
         unscaled = rope["full_attention"] if is_nested else rope
-        scaling = _scaling(fields, factors, config, unscaled["rope_theta"])
+        scaling = _scaling(fields, factors, config, unscaled) if unscaled else None
         if scaling is None:
             reasons = [f"its rope.{name} is {value}" for name, value in active.items()]
             reasons += [f"it has {name}" for name in factors]
             raise CheckpointError(
-                f"{self.where}: {self.name} has an unsupported rotary scaling ({reasons[0]}); "
-                "specify the original checkpoint"
+                f"{self.where}: {self.name} has an unsupported rotary scaling "
+                f"({', '.join(reasons)}); specify the original checkpoint"
             )
         scaling = {**unscaled, **scaling}
         config.rope_parameters = {**rope, "full_attention": scaling} if is_nested else scaling
-        if scaling["rope_type"] == "longrope":
-            config.original_max_position_embeddings = scaling["original_max_position_embeddings"]
+        context = scaling.get("original_max_position_embeddings")
+        if context and hasattr(config, "original_max_position_embeddings"):
+            config.original_max_position_embeddings = context  # which transformers prefers
 
     def state(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], int]:
         """Return a model's state, with lazy matrices, and the number of unused weights.
@@ -291,47 +302,57 @@ def _is_rotary_factor(tensor: Any) -> bool:
     return "rope_freqs" in tensor.name or "rope_factors" in tensor.name
 
 
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _scaling(
-    fields: Mapping[str, Any], factors: Mapping[str, np.ndarray], config: Any, theta: float
+    fields: Mapping[str, Any],
+    factors: Mapping[str, np.ndarray],
+    config: Any,
+    unscaled: Mapping[str, Any],
 ) -> dict[str, Any] | None:
     """Return transformers' parameters of a file's rotary scaling, None if it is unknown.
 
     Args:
-        fields: Header fields that begin with "rope.scal", without this prefix's "rope.".
+        fields: Header fields that begin with "rope.scal", without "rope.".
         factors: Divisors of frequencies by tensor name, [D/2] each.
         config: The model's config.
-        theta: Base of the frequencies.
+        unscaled: Its rotary parameters.
     """
-    fields = dict(fields)
-    name = fields.pop("scaling.type", None)
-    factor = fields.pop("scaling.factor", fields.pop("scale_linear", None))
-    attention_factor = float(fields.pop("scaling.attn_factor", 1))
-    beta_fast = fields.pop("scaling.yarn_beta_fast", 32)
-    beta_slow = fields.pop("scaling.yarn_beta_slow", 1)
-    context = fields.pop("scaling.original_context_length", config.max_position_embeddings)
-    fields.pop("scaling.finetuned", None)
-    long, short = (factors.get(f"rope_factors_{n}.weight") for n in ("long", "short"))
-    if fields:
+    numbers = {name: value for name, value in fields.items() if name in _SCALING_NUMBERS}
+    if fields.keys() - _SCALING_NUMBERS - {"scaling.type", "scaling.finetuned"}:
         return None
-    if long is not None and short is not None and len(factors) == 2:
+    if not all(isinstance(n, int | float) and 0 < n < math.inf for n in numbers.values()):
+        return None
+    rotary_size = int(_head_size(config) * unscaled.get("partial_rotary_factor", 1))
+    if any(len(divisors) != rotary_size // 2 for divisors in factors.values()):
+        return None
+    name = fields.get("scaling.type")
+    factor = numbers.get("scaling.factor", numbers.get("scale_linear"))
+    attention_factor = float(numbers.get("scaling.attn_factor", 1))
+    context = numbers.get("scaling.original_context_length", config.max_position_embeddings)
+    if factors.keys() == {"rope_factors_long.weight", "rope_factors_short.weight"}:
+        if name not in (None, "longrope") or factor not in (None, 1):
+            return None
         return {
             "rope_type": "longrope",
             "factor": config.max_position_embeddings / context,
-            "long_factor": long.tolist(),
-            "short_factor": short.tolist(),
+            "long_factor": factors["rope_factors_long.weight"].tolist(),
+            "short_factor": factors["rope_factors_short.weight"].tolist(),
             "original_max_position_embeddings": int(context),
             "attention_factor": attention_factor,
         }
     if factors.keys() == {"rope_freqs.weight"} and config.model_type == "llama":
         (divisors,) = factors.values()
-        scaling = _llama3_scaling(theta, divisors.max())
+        scaling = _llama3_scaling(unscaled["rope_theta"], divisors.max())
         is_alone = name in (None, "none") and factor in (None, 1) and attention_factor == 1
         return scaling if is_alone and _match(divisors, scaling) else None
-    if factors or not factor:
+    if factors or factor is None:
         return None
     if name in (None, "linear") and attention_factor == 1:
         return {"rope_type": "linear", "factor": float(factor)}
-    if name != "yarn":
+    if name != "yarn" or factor < 1:
         return None
     return {
         "rope_type": "yarn",
@@ -339,8 +360,8 @@ def _scaling(
         "original_max_position_embeddings": int(context),
         # llama.cpp multiplies the attention factor of the YaRN paper by that of the header.
         "attention_factor": attention_factor * (0.1 * math.log(factor) + 1),
-        "beta_fast": float(beta_fast),
-        "beta_slow": float(beta_slow),
+        "beta_fast": float(numbers.get("scaling.yarn_beta_fast", 32)),
+        "beta_slow": float(numbers.get("scaling.yarn_beta_slow", 1)),
     }
 
 

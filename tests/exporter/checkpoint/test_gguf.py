@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from formats import stored_numbers
 from gguf import GGMLQuantizationType as Kind
 
@@ -248,6 +249,77 @@ def test_rotary_scaling_of_the_header_computes_like_the_original(
     numbers = write(path, Kind.F32, tmp_path, arch, write_scaling, **options)
     assert find(path).config.rope_parameters["rope_type"] == scaling["rope_type"]
     assert same(path, numbers, make_model(config))
+    unscaled = make_config(arch, kv_heads=2, scale=0.1, context=256)
+    assert not same(path, numbers, make_model(unscaled))
+
+
+class Field:
+    """Field of a header, as gguf-py reads it."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def contents(self):
+        return self.value
+
+
+def complete(config, tensors=(), **fields):
+    """Return the rotary parameters of a config with a header's fields."""
+    named = {f"arch.rope.{name.replace('__', '.')}": Field(v) for name, v in fields.items()}
+    gguf_files.GgufCheckpoint("target", "model.gguf", named, tensors).complete_config(config)
+    return config.rope_parameters
+
+
+def test_scaling_of_gemma_3_is_that_of_its_global_layers():
+    config = transformers.Gemma3TextConfig()
+    rope = complete(config, scaling__type="linear", scaling__factor=8.0)
+    assert rope["full_attention"] == {
+        "rope_type": "linear", "rope_theta": 1e6, "factor": 8.0,
+    }  # fmt: skip
+    assert rope["sliding_attention"]["rope_type"] == "default"
+
+
+def test_yarn_has_the_attention_factor_and_context_of_the_header():
+    config = transformers.Phi3Config(max_position_embeddings=131072, pad_token_id=0)
+    rope = complete(
+        config, scaling__type="yarn", scaling__factor=4.0, scaling__attn_factor=0.5,
+        scaling__original_context_length=32768, scaling__yarn_beta_fast=16.0,
+    )  # fmt: skip
+    assert rope["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * math.log(4)))
+    assert (rope["beta_fast"], rope["beta_slow"]) == (16.0, 1.0)
+    assert config.original_max_position_embeddings == 32768
+
+
+def test_rotary_size_of_phi_3_is_read():
+    config = transformers.Phi3Config(
+        hidden_size=3072, num_attention_heads=24, num_key_value_heads=8, pad_token_id=0
+    )
+    named = {"phi3.rope.dimension_count": Field(96)}
+    gguf_files.GgufCheckpoint("target", "model.gguf", named, ()).complete_config(config)
+    assert config.rope_parameters["partial_rotary_factor"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scaling__type": "none", "scaling__attn_factor": 1.2},
+        {"scaling__type": "yarn", "scaling__factor": -4.0},
+        {"scaling__type": "yarn", "scaling__factor": 4.0, "scaling__original_context_length": 0},
+        {"scaling__type": "linear", "scaling__factor": math.nan},
+        {"scaling__type": "linear", "scaling__factor": "4"},
+        {"scaling__type": "linear", "scaling__factor": 4.0, "scaling__attn_factor": 1.2},
+        {"scaling__type": "linear"},
+    ],
+)
+def test_scaling_with_impossible_numbers_is_rejected_in_one_line(fields):
+    for config in (transformers.LlamaConfig(), transformers.GPT2Config()):
+        with pytest.raises(CheckpointError, match="unsupported rotary scaling"):
+            complete(config, **fields)
+
+
+def test_factor_without_a_type_of_scaling_has_no_effect():
+    rope = complete(transformers.LlamaConfig(), scaling__type="none", scaling__factor=4.0)
+    assert rope["rope_type"] == "default"
 
 
 @pytest.mark.parametrize(
@@ -257,6 +329,7 @@ def test_rotary_scaling_of_the_header_computes_like_the_original(
         ("qwen2", lambda w: w.add_tensor("rope_freqs.weight", ONES), "rope_freqs.weight"),
         ("llama", lambda w: w.add_tensor("rope_factors_long.weight", ONES), "rope_factors_long"),
         ("llama", lambda w: w.add_tensor("rope_factors_short.weight", ONES), "rope_factors_sh"),
+        ("llama", lambda w: w.add_tensor("rope_freqs.weight", ONES[:3]), "rope_freqs.weight"),
         ("qwen2", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "is yarn"),
         ("qwen2", lambda w: w.add_rope_scaling_yarn_log_mul(0.1), "yarn_log_multiplier is 0.1"),
         ("qwen2", lambda w: w.add_rope_scaling_attn_factors(1.2), "attn_factor is 1.2"),
