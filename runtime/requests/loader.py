@@ -114,7 +114,7 @@ def load(
     note = "; ".join(filter(None, notes)) or None
     shared_chunk_length = None
     if more_models and target_on.is_cpu:
-        shared_chunk_length = _shared_chunk_length(target, loaded.target)
+        shared_chunk_length = _shared_chunk_length(target, loaded.target, invariant_length)
     pipeline = Pipeline(
         shortened,
         load_tokenizer(loaded),
@@ -137,17 +137,27 @@ def load(
     return pipeline
 
 
-def _shared_chunk_length(target: OrtModel, entry: ModelEntry) -> int | None:
+def _shared_chunk_length(
+    target: OrtModel, entry: ModelEntry, invariant_length: int
+) -> int | None:
     """Return the length of a prompt's chunks if other requests wait for their end.
 
-    Only lengths that the export recorded as invariant replace the longest, so that a text does not
-    depend on the number of slots. Chunks of 64 take 4 to 9% more time than those of 256 in int8.
+    Only invariant lengths replace the longest, so that a text does not depend on the number of
+    slots. Chunks of 64 take 4 to 9% more time than those of 256 in int8.
+
+    Args:
+        target: The model, after its self-test.
+        entry: Its entry in the manifest.
+        invariant_length: Longest pass that is invariant on this machine; 0 if only the lengths of
+            the self-test were tested, which then have to agree with the export.
     """
     recorded = entry.parity[target.ops].invariant_lengths
     longest = chunk_length(entry.cache.capacity)
-    is_tested = bool(target.invariant_lengths)
+    agrees = min(longest, self_test.LONGEST) in target.invariant_lengths
     is_invariant = longest_invariant((1, *recorded), longest) == longest
-    return PREFILL_LENGTH if is_tested and is_invariant else None
+    if invariant_length:
+        is_invariant &= invariant_length >= longest
+    return PREFILL_LENGTH if agrees and is_invariant else None
 
 
 def devices_of(

@@ -203,7 +203,8 @@ class Pipeline:
                     logits = slot.target.forward(chunk, len(chunk))
                     logprobs += token_logprobs(logits, following, num_logprobs) or []
                     seconds = time.perf_counter() - begin
-                self.slots.share_turns(lease, seconds, is_cancelled)
+                if start + SCORE_CHUNK < len(tokens) - 1:
+                    self.slots.share_turns(lease, seconds, is_cancelled)
         finally:
             lease.release()
         return logprobs
