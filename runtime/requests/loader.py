@@ -137,9 +137,7 @@ def load(
     return pipeline
 
 
-def _shared_chunk_length(
-    target: OrtModel, entry: ModelEntry, invariant_length: int
-) -> int | None:
+def _shared_chunk_length(target: OrtModel, entry: ModelEntry, invariant_length: int) -> int | None:
     """Return the length of a prompt's chunks if other requests wait for their end.
 
     Only invariant lengths replace the longest, so that a text does not depend on the number of

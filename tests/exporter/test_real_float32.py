@@ -36,10 +36,19 @@ def pipeline(smollm2):
     return smollm2.pipeline("fp32")
 
 
-def test_greedy_text_is_that_of_transformers(smollm2, pipeline):
-    for prompt in smollm2.prompts()[::4]:
+def check_greedy(smollm2, pipeline, prompts):
+    for prompt in prompts:
         tokens = pipeline.generate(prompt, LENGTH, num_draft_tokens=0, ignore_eos=True).tokens
         smollm2.check_greedy(prompt, list(tokens))
+
+
+def test_greedy_text_is_that_of_transformers(smollm2, pipeline):
+    check_greedy(smollm2, pipeline, smollm2.prompts()[::4])
+
+
+@pytest.mark.slow(exhaustive=True)
+def test_greedy_text_of_other_prompts_is_that_of_transformers(smollm2, pipeline):
+    check_greedy(smollm2, pipeline, [p for i, p in enumerate(smollm2.prompts()) if i % 4])
 
 
 def test_text_is_same_for_every_k(smollm2):

@@ -14,4 +14,4 @@ def test_divergence_is_within_its_bound(smollm2, tmp_path, report):
 
 
 def test_text_is_same_for_every_k(smollm2):
-    smollm2.check_every_k("int8", smollm2.prompts()[5::4])
+    smollm2.check_every_k("int8", smollm2.prompts()[::4])

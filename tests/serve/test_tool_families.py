@@ -257,7 +257,14 @@ def test_forced_call_is_in_the_familys_format_and_comes_back_from_history(served
     assert json.loads(call.function.arguments)["city"] in prompt
 
 
-@pytest.mark.parametrize("served_family", [*FAMILIES][::4], indirect=True)
+@pytest.mark.parametrize(
+    "served_family",
+    [
+        family if i % 4 == 0 else pytest.param(family, marks=pytest.mark.slow(exhaustive=True))
+        for i, family in enumerate(FAMILIES)
+    ],
+    indirect=True,
+)
 def test_response_format_with_tools_allows_a_call_or_text_of_the_format(served_family):
     _, pipeline, ai = served_family
     pipeline.text = None
