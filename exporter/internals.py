@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from types import ModuleType
@@ -57,25 +58,29 @@ def describe_versions() -> str:
     return "with " + ", ".join(packages)
 
 
+_registry_lock = threading.RLock()
+
+
 @contextlib.contextmanager
 def reuse_operator_registry() -> Iterator[None]:
     """Let the exports of a process share PyTorch's registry of ONNX operators (torch 2.13).
 
     `torch.onnx.export` builds one for each export, in about a second, and only reads it. A torch
-    without this class builds it as before.
+    without this class builds it as before. Threads take turns, as each restores torch's method.
     """
-    try:
-        module = importlib.import_module("torch.onnx._internal.exporter._registration")
-        registry_class, method = module.ONNXRegistry, vars(module.ONNXRegistry)["from_torchlib"]
-        cached = _cached_function(registry_class.from_torchlib)
-    except (ImportError, AttributeError, KeyError):
-        yield
-        return
-    registry_class.from_torchlib = staticmethod(cached)
-    try:
-        yield
-    finally:
-        registry_class.from_torchlib = method
+    with _registry_lock:
+        try:
+            module = importlib.import_module("torch.onnx._internal.exporter._registration")
+            registry_class, method = module.ONNXRegistry, vars(module.ONNXRegistry)["from_torchlib"]
+            cached = _cached_function(registry_class.from_torchlib)
+        except (ImportError, AttributeError, KeyError):
+            yield
+            return
+        registry_class.from_torchlib = staticmethod(cached)
+        try:
+            yield
+        finally:
+            registry_class.from_torchlib = method
 
 
 @functools.cache
