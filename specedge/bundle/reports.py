@@ -97,7 +97,8 @@ class WeightType:
     Attributes:
         num_weights: Weights of the type.
         file_bits: Bits per weight in the checkpoint, with scales.
-        bundle_bits: Bits per weight in the bundle, with scales and offsets; 32 if dequantized.
+        bundle_bits: Bits per weight in the bundle, with scales, offsets and zero points; 32 if
+            dequantized.
     """
 
     num_weights: int
