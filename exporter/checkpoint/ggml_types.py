@@ -166,8 +166,12 @@ def unpack(rows: np.ndarray, type_name: str) -> IntegerBlocks:
     size = LAYOUTS[type_name].block_size
     return IntegerBlocks(
         unpacked.integers.reshape(len(rows), -1, size),
-        *(
-            None if numbers is None else numbers.reshape(len(rows), -1)
-            for numbers in (unpacked.scales, unpacked.offsets, unpacked.zero_points)
-        ),
+        unpacked.scales.reshape(len(rows), -1),
+        _flat(unpacked.offsets),
+        _flat(unpacked.zero_points),
     )
+
+
+def _flat(numbers: np.ndarray | None) -> np.ndarray | None:
+    """Return numbers of blocks as rows. [N, ...] -> [N, blocks]"""
+    return None if numbers is None else numbers.reshape(len(numbers), -1)
