@@ -1,10 +1,9 @@
 """Block-wise quantization types of ggml, unpacked to integers, scales and offsets.
 
 The layouts are those of ggml-common.h. Types with a minimum have values d * q - m with unsigned q.
-The zero point of a block is the integer nearest to m / d, or the middle one for Q4_K, and the
-difference becomes the block's offset. A product of int8 activations is the more accurate the
-smaller the offsets are; zero points of 4-bit integers cost memory, which Q4_K does not require to
-be as accurate as llama.cpp.
+The zero point of a block is the integer nearest to m / d, and the difference becomes the block's
+offset, since products with int8 activations are more accurate with smaller offsets. Q4_K has the
+middle zero point: it is as accurate as llama.cpp without the memory of 4-bit zero points.
 """
 
 from __future__ import annotations

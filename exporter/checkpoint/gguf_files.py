@@ -132,8 +132,14 @@ class GgufCheckpoint:
         has_head = any(tensor.name == "output.weight" for tensor in self.tensors)
         if has_head and config.model_type not in ("falcon", "bloom"):
             config.tie_word_embeddings = False
-        if config.model_type == "phi3" and (size := self.fields.get("phi3.rope.dimension_count")):
-            share = size.contents() / _head_size(config)
+        if config.model_type == "phi3" and (field := self.fields.get("phi3.rope.dimension_count")):
+            size, head_size = field.contents(), _head_size(config)
+            if not isinstance(size, int) or not 0 < size <= head_size:
+                raise CheckpointError(
+                    f"{self.where}: {self.name} has a rotary size of {size} for heads of "
+                    f"{head_size}; download it again"
+                )
+            share = size / head_size
             config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": share}
         self._apply_rope_scaling(config)
 

@@ -297,6 +297,10 @@ def test_rotary_size_of_phi_3_is_read():
     named = {"phi3.rope.dimension_count": Field(96)}
     gguf_files.GgufCheckpoint("target", "model.gguf", named, ()).complete_config(config)
     assert config.rope_parameters["partial_rotary_factor"] == 0.75
+    for size in (0, 129, "96"):
+        named = {"phi3.rope.dimension_count": Field(size)}
+        with pytest.raises(CheckpointError, match=f"rotary size of {size} for heads of 128"):
+            gguf_files.GgufCheckpoint("target", "model.gguf", named, ()).complete_config(config)
 
 
 @pytest.mark.parametrize(
