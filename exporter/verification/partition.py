@@ -33,6 +33,7 @@ class Subgraph:
     constants: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
+    later: set[str] = field(default_factory=set)  # values that later subgraphs read
     size: int = 0  # bytes of weights, in float32
     layer: int = 0  # number of layers whose caches are read up to its end
 
@@ -238,14 +239,16 @@ class PartitionedGraph:
     def _connect(self) -> None:
         """Find each subgraph's inputs and outputs."""
         readers: defaultdict[str, set[int]] = defaultdict(set)
-        later = {value.name for value in self._model.graph.output}  # values read by later parts
+        graph_outputs = {value.name for value in self._model.graph.output}
+        later = set[str]()
         for i, part in reversed([*enumerate(self.parts)]):
             reads = {n for x in part.nodes for n in x.input if n and not self._is_constant(n)}
             produced = [name for node in part.nodes for name in node.output]
             self._origins |= {name: (i, position) for position, name in enumerate(produced)}
             part.inputs = sorted(reads - {*produced})
-            part.outputs = sorted(later & {*produced} - {""})
-            later |= reads
+            part.outputs = sorted((graph_outputs | later) & {*produced} - {""})
+            part.later = later
+            later = later | reads
             for name in part.inputs:
                 readers[name].add(part.layer)
         self._shared = {name for name, layers in readers.items() if len(layers) > 2}

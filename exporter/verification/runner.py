@@ -166,8 +166,8 @@ class Runner:
                             outputs |= {
                                 name: outputs[x] for name, x in stands_for.items() if x in outputs
                             }
-                        passes[i] |= outputs
-                        if (logits := passes[i].pop("logits", None)) is None:
+                        passes[i] = self._readable(action.name, number, passes[i] | outputs)
+                        if (logits := outputs.get("logits")) is None:
                             continue
                         results[i] = action.then(logits[0]) if action.then else logits[0]
                     elif isinstance(action, ReadRows):
@@ -182,6 +182,12 @@ class Runner:
                         session.fill({name: action.history(i) for name, i in indices.items()})
                 advance(1)
         return results
+
+    def _readable(self, file: str, number: int, values: Values) -> Values:
+        """Select the values that subgraphs after `number` read; a whole graph has none."""
+        parts = self._splits[file].parts if self.in_parts else []
+        later = parts[number].later if number < len(parts) else ()
+        return {name: value for name, value in values.items() if name in later}
 
     def check_files(self) -> None:
         """Load every file without optimizations or copies of its weights. Raises ExportError."""

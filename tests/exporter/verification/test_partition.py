@@ -17,7 +17,7 @@ from specedge.exporter.tracing import geometry
 from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.partition import PartitionedGraph
 from specedge.exporter.verification.runner import FillCaches, PassAction, ReadRows, Runner
-from specedge.exporter.verification.subgraph import open_session, unpacked_options
+from specedge.exporter.verification.subgraph import SubgraphSession, open_session, unpacked_options
 from specedge.int8_products import UNSIGNED_OPTION
 
 
@@ -76,6 +76,24 @@ def test_file_that_differs_bitwise_in_one_layer_is_found(num_layers, layer, tmp_
     node.attributes["scale"] = ir.AttrFloat32("scale", scale * (1 + 1e-6))
     ir.save(step, tmp_path / "step.onnx")
     assert verify_again(model, runner)[1] == ["step"]
+
+
+def test_values_are_released_after_their_last_reader(tmp_path, in_parts, monkeypatch):
+    """A pass keeps only what subgraphs to come read, not the outputs of every layer."""
+    runner = traced(model_of("llama", layers=6), tmp_path, "gqa")
+    held = []
+    run = SubgraphSession.run
+
+    def record(self, file, packed, values):
+        held.append(set(values))
+        return run(self, file, packed, values)
+
+    monkeypatch.setattr(SubgraphSession, "run", record)
+    runner.run([], through=[PassAction("decoder", np.arange(5), 0)])
+    parts = PartitionedGraph(runner.path("decoder")).parts
+    assert len(held) == len(parts)
+    for i, names in enumerate(held[1:], 1):
+        assert names <= {name for part in parts[i:] for name in part.inputs}
 
 
 @pytest.mark.slow(exhaustive=True)
