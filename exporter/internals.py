@@ -237,22 +237,24 @@ def build_multimodal_model(config: PreTrainedConfig) -> Any:
 
 
 def gguf_tensor_mapping(
-    model: torch.nn.Module, architecture: str
+    model: torch.nn.Module, architecture: str, permutation: str
 ) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
     """Return model names by GGUF tensor name, and a function that permutes values (5.17 to 5.23).
 
-    The function takes an array and its name in the file; it does not support stacked experts.
+    The function takes an array and its name in the file, and permutes as for the architecture
+    `permutation`; it does not support stacked experts.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as loading
 
     options = model.config.to_dict()  # type: ignore[union-attr,operator]
-    processor = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)(options)
+    options.setdefault("n_head", options.get("num_attention_heads"))  # its name in bloom
+    processor = loading.TENSOR_PROCESSORS.get(permutation, loading.TensorProcessor)(options)
     # transformers builds the table of all names for each module, which dominated loading time.
     build_table = gguf.get_tensor_name_map
     gguf.get_tensor_name_map = functools.cache(build_table)
     try:
-        names = loading.get_gguf_hf_weights_map(model, processor)
+        names = loading.get_gguf_hf_weights_map(model, processor, model_type=architecture)
     finally:
         gguf.get_tensor_name_map = build_table
 

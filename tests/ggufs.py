@@ -64,7 +64,7 @@ def write(
         for long, other in _NAMES.items():
             short = short.replace(long, other)
         of = heads.get(short.split(".")[-2]) if arch == "llama" else None
-        stored = _interleaved(array, of) if of else array
+        stored = interleave_halves(array, of) if of else array
         if array.ndim > 1:
             stored = gguf.quants.quantize(stored, kind)
         writer.add_tensor(short, stored, raw_dtype=kind if array.ndim > 1 else None)
@@ -78,7 +78,7 @@ def write(
     return numbers
 
 
-def _interleaved(matrix: np.ndarray, heads: int) -> np.ndarray:
+def interleave_halves(matrix: np.ndarray, heads: int) -> np.ndarray:
     """Rows as llama.cpp's converter moves a llama's: halves of a head that turn together. [R, C]"""
     halves = matrix.reshape(heads, 2, -1, *matrix.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(matrix.shape))

@@ -200,7 +200,7 @@ def _read(
         if remote is not None:
             remote.growth = opened.expansion
         whole, description = str(paths[0].absolute()), f"{where}: {paths[0].name}"
-        config = _load_pretrained(
+        config = opened.build_config() or _load_pretrained(
             AutoConfig.from_pretrained, description, header_folder, gguf_file=whole
         )
         opened.complete_config(config)

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
 from specedge.errors import CheckpointError, MissingExtraError
 
 from ..internals import gguf_tensor_mapping
 from ..libraries import first_line, quiet, translate_errors
-from . import ggml_types, gguf_header
+from . import ggml_types, gguf_architectures, gguf_header
 from .lazy_tensors import LazyTensor
 from .quantized_tensors import QuantizedTensor
 
@@ -123,6 +124,12 @@ class GgufCheckpoint:
             if tensor.tensor_type.name not in FLOATS and tensor.data.ndim == 2
         ]
 
+    def build_config(self) -> PreTrainedConfig | None:
+        """Return the config, None if transformers has to read it. Raises CheckpointError."""
+        shapes = {tensor.name: (*map(int, reversed(tensor.shape)),) for tensor in self.tensors}
+        with translate_errors(CheckpointError, f"{self.where}: {self.name} cannot be read: "):
+            return gguf_architectures.build_config(self.architecture, self.values(), shapes)
+
     def complete_config(self, config: Any) -> None:
         """Set fields of a config that transformers does not read from the header (5.17 to 5.23).
 
@@ -187,7 +194,9 @@ class GgufCheckpoint:
         `model` has no weights. Raises CheckpointError if a tensor has another size.
         """
         expected = model.state_dict()
-        names, process = gguf_tensor_mapping(model, self.architecture)
+        relation = gguf_architectures.ARCHITECTURES.get(self.architecture)
+        permutation = relation.permutation if relation else self.architecture
+        names, process = gguf_tensor_mapping(model, self.architecture, permutation or "")
         state: dict[str, torch.Tensor] = {}
         experts: dict[str, dict[str, torch.Tensor]] = {}
         num_unused = 0
