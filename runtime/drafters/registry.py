@@ -21,7 +21,7 @@ from .chain import Chain
 from .custom import CustomDrafter
 from .draft_model import DraftModel
 from .ngrams import NGramDrafter, NGramTables
-from .suffix import HALVES, EarlierOutputs, Suffix
+from .suffix import MAX_LENGTH, EarlierOutputs, Suffix
 
 NEEDS_MODEL = (DrafterName.MODEL, DrafterName.CHAIN)
 LOOKUP_MIN, LOOKUP_MAX = 2, 4  # match lengths of prompt lookup
@@ -91,7 +91,7 @@ class DrafterRegistry:
         if request.drafter == DrafterName.LOOKUP or shortest or longest:
             shortest = shortest or min(LOOKUP_MIN, longest or LOOKUP_MIN)
             longest = longest or max(LOOKUP_MAX, shortest)
-        return Suffix(earlier, min_match=shortest or 1, max_match=longest or 2 ** len(HALVES))
+        return Suffix(earlier, min_match=shortest or 1, max_match=longest or MAX_LENGTH)
 
     def _read(self, name: str) -> NGramTables:
         path = Path(name)

@@ -8,7 +8,6 @@ derived from the counts. A run is a sequence of 1, 2, 4, 8 or 16 tokens.
 from __future__ import annotations
 
 import copy
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,12 +25,14 @@ PRIOR_TESTS = 4.0  # weight of a prior rate, in tests
 DECAY = 0.95  # decay of earlier tests of a class: a weight of one half after 14 tests
 MAX_REMEMBERED = 2**15  # maximum tokens of earlier outputs, about 20 MB
 
-HALVES = (1, 2, 4, 8)  # half lengths of the matches of more than one token
-NUM_LENGTHS = 1 + len(HALVES)  # matches of 1, 2, 4, 8 and 16 tokens; others gave no gain
+NUM_LENGTHS = 5  # matches of 1, 2, 4, 8 and 16 tokens; others gave no gain
+MAX_LENGTH = 2 ** (NUM_LENGTHS - 1)
 NUM_FREQUENCIES = 4  # classes of the most frequent follower's relative frequency
 NUM_CLASSES = NUM_LENGTHS * NUM_FREQUENCIES  # for the text, and as many for earlier outputs
 
-Names = list[int]  # names of the runs that end at a position, shortest first
+SEPARATOR = -1  # before each text of an index
+
+Runs = list[int]  # numbers of the runs that end at a position, shortest first
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Suffix:
         earlier: EarlierOutputs | None = None,
         before_model: bool = False,
         min_match: int = 1,
-        max_match: int = 2 ** len(HALVES),
+        max_match: int = MAX_LENGTH,
     ) -> None:
         if not 1 <= min_match <= max_match:
             raise ValueError(
@@ -187,7 +188,6 @@ class _SuffixState:
             for reader in readers:
                 if follower := reader.follower():
                     record(follower[1], follower[0] == token)
-            for reader in readers:
                 reader.read(token)
         self._length += len(tokens)
 
@@ -201,28 +201,29 @@ class _Reader:
         levels: range,
         first_class: int = 0,
         adds: bool = False,
-        recent: Sequence[Names] = (),
+        tail: Sequence[int] = (),
     ) -> None:
         self._index, self._levels, self._first_class, self._adds = index, levels, first_class, adds
-        self._recent = list(recent)
+        self._tail = list(tail)  # last tokens, if they are not added
+        self._runs: Runs = []
 
     def read(self, token: int) -> None:
-        index, recent = self._index, self._recent
-        recent.append((index.add if self._adds else index.names)(recent, token))
-        if len(recent) > 4 * HALVES[-1]:
-            del recent[: -HALVES[-1]]
+        if self._adds:
+            self._runs = self._index.add(self._runs, token)
+        else:
+            self._tail = [*self._tail[1 - MAX_LENGTH :], token]
+            self._runs = self._index.find(self._tail)
 
     def follower(self) -> tuple[int, int] | None:
         """Return the most frequent next token and its class, or None without a match."""
-        if not self._recent:
-            return None
-        follower = self._index.follower(self._recent[-1], self._levels)
+        follower = self._index.follower(self._runs, self._levels)
         return follower and (follower[0], self._first_class + follower[1])
 
     def ahead(self, tokens: Sequence[int]) -> _Reader:
         """Return a reader after these further tokens, which are not added to the index."""
-        recent = self._recent[-HALVES[-1] :]
-        reader = _Reader(self._index, self._levels, self._first_class, recent=recent)
+        tail = self._index.last_text() if self._adds else self._tail
+        reader = _Reader(self._index, self._levels, self._first_class, tail=tail)
+        reader._runs = self._runs
         for token in tokens:
             reader.read(token)
         return reader
@@ -267,6 +268,7 @@ class EarlierOutputs:
         if newer.num_tokens + len(tokens) > half:
             newer, older = SuffixIndex(), newer
         self.indexes = newer, older
+        newer.begin_text()
         reader = _Reader(newer, range(NUM_LENGTHS), adds=True)
         for token in tokens[-half:]:
             reader.read(token)
@@ -275,92 +277,107 @@ class EarlierOutputs:
 class SuffixIndex:
     """Counts of the tokens that followed each run of 1, 2, 4, 8 and 16 tokens.
 
-    The most frequent follower of each run is kept, the latest on ties. Runs are named by the names
-    of their halves (Karp, Miller and Rosenberg 1972), so a token takes five steps and hash
-    collisions cannot occur. A token adds at most five names and counts, about 700 bytes.
+    The most frequent follower of each run is kept, the latest on ties. Most runs occur once: such a
+    run stands for the longer runs that end with it, which are indexed when it occurs again. So a
+    token of new text adds one run, and one of a repeated text at most five, about 500 bytes. Runs
+    are numbered, since objects would have to be garbage-collected.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._names: dict[int, int] = {}  # name of a run by token or pair of names
-        self._best = array("q", [0])  # most frequent follower by name, from 1
-        self._count = array("q", [0])  # its count by name
-        self._total = array("q", [0])  # count of all followers by name
-        self._others: dict[int, int] = {}  # count of each other follower by name and token
+        self._tokens = [SEPARATOR] * MAX_LENGTH
+        self._runs: dict[int | tuple[int, ...], int] = {}  # number of a run
+        self._first: list[int] = []  # end of the only occurrence by number; 0 if there are more
+        self._best: list[int] = []  # most frequent follower by number
+        self._count: list[int] = []  # its count by number
+        self._total: list[int] = []  # count of all followers by number
+        self._others: dict[int, int] = {}  # count of each other follower by number and token
 
-    def names(self, recent: Sequence[Names], token: int) -> Names:
-        """Return the names of the indexed runs that end with a token.
+    def begin_text(self) -> None:
+        """Begin another text, whose runs do not include tokens of the last one."""
+        self._tokens.append(SEPARATOR)
 
-        `recent` holds the names at the previous positions, at least the last 8.
-        """
-        names: Names = []
-        key = token
-        while (name := self._names.get(key)) is not None:
-            names.append(name)
-            level = len(names) - 1
-            if level == len(HALVES) or not (first := _first_half(recent, level)):
+    def last_text(self) -> list[int]:
+        """Return the last tokens of the text, at most MAX_LENGTH."""
+        return [token for token in self._tokens[-MAX_LENGTH:] if token != SEPARATOR]
+
+    def find(self, tail: list[int]) -> Runs:
+        """Return the runs that end with these last tokens of a text."""
+        tokens, runs, length = self._tokens, [], 1
+        key: int | tuple[int, ...] = tail[-1]
+        while (run := self._runs.get(key)) is not None:
+            runs.append(run)
+            length *= 2
+            if end := self._first[run]:
+                while length <= len(tail) and tokens[end - length : end] == tail[-length:]:
+                    runs.append(run)
+                    length *= 2
                 break
-            key = first << 32 | name
-        return names
+            if length > len(tail):
+                break
+            key = tuple(tail[-length:])
+        return runs
 
-    def add(self, recent: Sequence[Names], token: int) -> Names:
-        """Append a token to an indexed text; return the names of the runs that end with it."""
-        if recent:
-            self._follow(recent[-1], token)
+    def add(self, previous: Runs, token: int) -> Runs:
+        """Append a token to the text, after the runs `previous`; return the runs it ends."""
+        best, counts, totals = self._best, self._count, self._total
+        for run in previous:
+            total = totals[run]
+            totals[run] = total + 1
+            if not total or best[run] == token:
+                best[run] = token
+                counts[run] += 1
+            else:
+                self._count_other(run, token)
         self.num_tokens += 1
-        names, size, count = self._names, len(self._total), len(recent)
-        new_names: Names = []
-        key, level = token, 0
-        while True:
-            name = names.setdefault(key, size)
-            size += name == size
-            new_names.append(name)
-            if level == len(HALVES) or (half := HALVES[level]) > count:
-                break
-            if level >= len(first := recent[-half]):
-                break
-            key = first[level] << 32 | name
-            level += 1
-        zeros = bytes(8 * (size - len(self._total)))
-        for values in (self._best, self._count, self._total):
-            values.frombytes(zeros)
-        return new_names
+        tokens = self._tokens
+        tokens.append(token)
+        end, length = len(tokens), 1
+        runs: Runs = []
+        key: int | tuple[int, ...] = token
+        while (number := self._runs.get(key)) is not None:
+            runs.append(number)
+            length *= 2
+            if length > MAX_LENGTH:
+                return runs
+            if first := self._first[number]:
+                self._first[number] = 0
+                longer = self._new_run(tuple(tokens[first - length : first]), first)
+                best[longer], counts[longer] = best[number], counts[number]
+                totals[longer] = totals[number]
+            key = tuple(tokens[end - length :])
+        runs.append(self._new_run(key, end))
+        return runs
 
-    def follower(self, names: Names, levels: range) -> tuple[int, int] | None:
+    def follower(self, runs: Runs, levels: range) -> tuple[int, int] | None:
         """Return the most frequent follower of the longest run with followers, and its class.
 
         The class is NUM_FREQUENCIES times the level of the run's length, plus the class of the
         follower's relative frequency. Only runs of the given levels count.
         """
-        total = self._total
-        for level in range(min(len(names), levels.stop) - 1, levels.start - 1, -1):
-            name = names[level]
-            if count := total[name]:
-                frequency = NUM_FREQUENCIES * self._count[name] // (count + 1)
-                return self._best[name], NUM_FREQUENCIES * level + frequency
+        totals = self._total
+        for level in range(min(len(runs), levels.stop) - 1, levels.start - 1, -1):
+            run = runs[level]
+            if total := totals[run]:
+                frequency = NUM_FREQUENCIES * self._count[run] // (total + 1)
+                return self._best[run], NUM_FREQUENCIES * level + frequency
         return None
 
-    def _follow(self, names: Names, token: int) -> None:
-        best, counts, total, other_counts = self._best, self._count, self._total, self._others
-        for name in names:
-            if not total[name]:
-                total[name], best[name], counts[name] = 1, token, 1
-                continue
-            total[name] += 1
-            if best[name] == token:
-                counts[name] += 1
-                continue
-            key = name << 32 | token
-            count = other_counts.pop(key, 0) + 1
-            if count < counts[name]:
-                other_counts[key] = count
-                continue
-            if counts[name]:
-                other_counts[name << 32 | best[name]] = counts[name]
-            best[name], counts[name] = token, count
+    def _new_run(self, key: int | tuple[int, ...], end: int) -> int:
+        """Number a run that occurred once, up to `end`."""
+        run = self._runs[key] = len(self._first)
+        self._first.append(end)
+        for values in (self._best, self._count, self._total):
+            values.append(0)
+        return run
 
-
-def _first_half(recent: Sequence[Names], level: int) -> int:
-    """Return the name of the first half of the run at `level` + 1; 0 if there is none."""
-    half = HALVES[level]
-    return recent[-half][level] if half <= len(recent) and level < len(recent[-half]) else 0
+    def _count_other(self, run: int, token: int) -> None:
+        """Count a follower that was not the most frequent one so far."""
+        best, counts, others = self._best, self._count, self._others
+        key = run << 32 | token
+        count = others.pop(key, 0) + 1
+        if count < counts[run]:
+            others[key] = count
+        else:
+            others[run << 32 | best[run]] = counts[run]
+            best[run], counts[run] = token, count

@@ -147,7 +147,7 @@ def test_a_token_adds_at_most_a_thousand_bytes(alphabet):
     assert used < 1000 * len(tokens)
 
 
-class CountedNames(dict):
+class CountedRuns(dict):
     """A dict that counts how often it is asked."""
 
     asked = 0
@@ -156,21 +156,17 @@ class CountedNames(dict):
         self.asked += 1
         return super().get(*key)
 
-    def setdefault(self, *key):
-        self.asked += 1
-        return super().setdefault(*key)
-
 
 @pytest.mark.parametrize("alphabet", [1, 3, 50])
 def test_a_token_costs_five_steps_however_long_the_text_is(alphabet):
     drafter, history = Suffix(), History([0])
-    names = drafter._state._readers[0]._index._names = CountedNames()
+    runs = drafter._state._readers[0]._index._runs = CountedRuns()
     rng, asked = np.random.default_rng(0), []
     for _ in range(600):
         history.extend(rng.integers(0, alphabet, 3).tolist())
-        before = names.asked
+        before = runs.asked
         drafter.propose(history, 4, Sampling(), None)
-        asked.append(names.asked - before)
+        asked.append(runs.asked - before)
     assert 0 < max(asked) <= (1 + 3 + 4) * 5
 
 
@@ -191,6 +187,30 @@ def test_matches_do_not_span_outputs():
     earlier.add([3, 4])
     assert propose(Suffix(earlier), [2]) == []
     assert propose(Suffix(earlier), [3], 1) == [4]
+
+
+OUTPUTS = st.lists(st.lists(st.integers(0, 2), max_size=30), max_size=4)
+
+
+@given(OUTPUTS, st.lists(st.integers(0, 2), min_size=1, max_size=20))
+def test_followers_in_earlier_outputs_equal_those_of_counting(outputs, text):
+    earlier = EarlierOutputs()
+    for output in outputs:
+        earlier.add(output)
+    index = earlier.indexes[0]
+    runs = index.find(text[-16:])
+    separated = [token for output in outputs for token in (*output, None)]
+    for level, length in enumerate(reversed(LENGTHS)):
+        run = text[-length:]
+        ends = [i for i in range(length, len(separated)) if separated[i - length : i] == run]
+        followers = [separated[i] for i in ends if separated[i] is not None]
+        best = index.follower(runs, range(level, level + 1))
+        if len(run) < length or not followers:
+            assert best is None
+        else:
+            count = max(map(followers.count, followers))
+            assert followers.count(best[0]) == count
+            assert best[1] == 4 * level + 4 * count // (len(followers) + 1)
 
 
 def test_the_source_with_the_best_rate_is_drafted_from():
