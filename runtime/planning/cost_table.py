@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 COSTS_INTERVAL = 64  # tokens of text that share one lookup of costs
@@ -84,6 +85,17 @@ class CostTable:
 
     def at(self, length: int, greedy: bool) -> RoundCosts:
         """Return the costs of a round with `length` tokens in the cache."""
+        costs = self._costs.get((length, greedy))
+        if costs is None:
+            costs = self._costs[length, greedy] = self._interpolate(length, greedy)
+        return costs
+
+    @cached_property
+    def _costs(self) -> dict[tuple[int, bool], RoundCosts]:
+        """Costs by length and mode, shared by all requests."""
+        return {}
+
+    def _interpolate(self, length: int, greedy: bool) -> RoundCosts:
         mode = self.mode(greedy)
         target = self._interpolate_rows(mode.target, length)
         pass_lengths = range(1, self.rows[-1] + 1)

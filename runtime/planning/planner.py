@@ -151,15 +151,11 @@ class Planner:
         self.probe_loss = 0.0  # seconds lost by probes
         self.last_costs: RoundCosts | None = None
         self._longest_catch_up = 0.0  # seconds
-        self._costs: dict[int, RoundCosts] = {}
 
     def costs(self, length: int) -> RoundCosts:
         """Return the costs at about `length` tokens in the cache."""
-        interval = length // COSTS_INTERVAL
-        if interval not in self._costs:
-            middle = interval * COSTS_INTERVAL + COSTS_INTERVAL // 2
-            self._costs[interval] = self.table.at(middle, self.greedy)
-        return self._costs[interval]
+        start = length // COSTS_INTERVAL * COSTS_INTERVAL
+        return self.table.at(start + COSTS_INTERVAL // 2, self.greedy)
 
     def estimate(self, source: str) -> AcceptanceEstimate:
         """Return the acceptance estimate of a drafter."""
@@ -196,12 +192,11 @@ class Planner:
 
         A round without draft tokens, as at the end of a request, counts as plain.
         """
+        if choice.reason == ChoiceReason.PLAIN:
+            self.record_plain(choice)
+            return
         self.num_tokens += num_accepted + 1
         self.reason_counts[choice.reason] += 1
-        if choice.reason == ChoiceReason.PLAIN:
-            self.seconds += choice.seconds
-            self.plain_seconds += choice.seconds
-            return
         has_drafted = bool(sources) or choice.reason == ChoiceReason.PROBE
         seconds = choice.seconds if has_drafted else choice.plain_seconds
         plain_seconds = choice.plain_seconds * (num_accepted + 1)
@@ -215,6 +210,13 @@ class Planner:
         for i, source in enumerate(sources[: num_accepted + 1]):
             self.estimate(source).record(positions[source], i < num_accepted)
             positions[source] += 1
+
+    def record_plain(self, choice: RoundChoice, num_rounds: int = 1) -> None:
+        """Count rounds of plain decoding with the same choice."""
+        self.num_tokens += num_rounds
+        self.reason_counts[choice.reason] += num_rounds
+        self.seconds += num_rounds * choice.seconds
+        self.plain_seconds += num_rounds * choice.seconds
 
     @property
     def saved_seconds(self) -> float:

@@ -82,7 +82,7 @@ class AutoPlan:
     """
 
     def __init__(self, planner: Planner, drafters: Mapping[str, Drafter]) -> None:
-        self.planner = planner
+        self._planner = planner
         self.max_draft_tokens = planner.max_draft_tokens
         self.changes: list[tuple[int, RoundChoice]] = []
         self._drafters = drafters
@@ -94,14 +94,27 @@ class AutoPlan:
         self._num_plain = 0  # consecutive planned rounds with K = 0
         self._backoff = 0  # rounds without planning after the last planned one
         self._num_unplanned = 0  # how many of them remain
+        self._num_unrecorded = 0  # how many of them are done and not yet recorded
+        self._is_planned = False  # True if the round was planned
         self._length = 0  # length of the text before the round
         self._num_read = 0  # length of the text when the model drafted the last tested token
 
+    @property
+    def planner(self) -> Planner:
+        """Planner, which has recorded all rounds so far."""
+        if self._num_unrecorded:
+            assert self._choice is not None
+            self._planner.record_plain(self._choice, self._num_unrecorded)
+            self._num_unrecorded = 0
+        return self._planner
+
     def next(self, history: History, num_left: int) -> RoundPlan:
-        self._length = history.length
         if self._num_unplanned and self._round_plan is not None:
-            self._num_unplanned, self._suffix_tokens = self._num_unplanned - 1, []
+            self._num_unplanned -= 1
+            self._is_planned = False
             return self._round_plan
+        self._is_planned = True
+        self._length = history.length
         choice = self.planner.choose(self._options(history), history.length - 1)
         self._num_plain = self._num_plain + 1 if choice.reason == ChoiceReason.PLAIN else 0
         if self._num_plain > BACKOFF_AFTER:
@@ -116,6 +129,9 @@ class AutoPlan:
         return self._round_plan
 
     def record(self, round_: Round) -> None:
+        if not self._is_planned:
+            self._num_unrecorded += 1
+            return
         assert self._choice is not None
         if not self._suffix_tokens and not round_.num_drafted:
             self.planner.record(self._choice, (), 0)
@@ -146,8 +162,6 @@ class AutoPlan:
         return num_accepted
 
     def truncate(self, length: int) -> None:
-        if length and self._choice is not None and self._choice.reason == ChoiceReason.PLAIN:
-            return  # no drafter has cached draft tokens
         self._num_read = min(self._num_read, length)
         for drafter in self._drafters.values():
             drafter.truncate(length)

@@ -122,6 +122,22 @@ def test_planning_backs_off_where_nothing_pays():
     assert plan.planner.reason_counts == {"plain": 200}
 
 
+def test_unplanned_rounds_are_counted_whenever_the_planner_is_read():
+    plan = auto(table(prior={"suffix": 0.0}, unit=5e-4), suffix=Copies(7))
+    next_ = plan.next
+
+    def read_before_the_round(history, left):
+        step = next_(history, left)
+        assert plan.planner.num_tokens == history.num_new_tokens
+        return step
+
+    plan.next = read_before_the_round
+    decoder = SpeculativeDecoder(TableModel(lambda text: [1] + 7 * [0]), plan, Stopwatch())
+    for num_done, _ in enumerate(decoder.rounds([1, 2], GREEDY, 1, 40), 1):
+        assert plan.planner.reason_counts.total() == num_done
+    assert plan.planner.seconds == pytest.approx(40 * plan.planner.last_costs.plain)
+
+
 @pytest.mark.parametrize("draft", [0.05, 0.09, 0.2])
 def test_a_round_stays_within_the_remaining_budget(draft):
     distribution, wrong = hashed_distribution(1, 50), hashed_distribution(2, 50)
@@ -267,6 +283,13 @@ def test_an_explanation_names_costs_acceptance_choices_and_gain():
     assert explain(ReplayPlan([("model", 1, 9)], {"model": Copies(0)}), []) == [
         "fixed or replayed rounds: "
     ]
+
+
+def test_requests_share_the_costs_of_a_table():
+    costs = table()
+    assert Planner(costs, greedy=True).costs(50) is Planner(costs, greedy=True).costs(60)
+    assert Planner(costs, greedy=True).costs(50) is not Planner(costs, greedy=True).costs(70)
+    assert dataclasses.replace(costs, threads=3).at(50, True) == costs.at(50, True)
 
 
 def test_a_sampled_text_is_planned_with_sampled_costs():
