@@ -109,12 +109,10 @@ class SpeculativeDecoder:
         k = round_plan.num_draft_tokens
         draft_uniforms, accept_uniforms = numbers[:k], numbers[k : 2 * k]
         last_uniform = float(numbers[-1])
-        with self.stopwatch.part("sampling"):
-            limit = min(k, num_left - 1 if sampling.chooses else num_left)
-            drafter = round_plan.drafter
-            draft = (
-                propose(drafter, history, limit, sampling, draft_uniforms) if limit else Draft([])
-            )
+        drafter, draft = round_plan.drafter, Draft([])
+        if k and (limit := min(k, num_left - 1 if sampling.chooses else num_left)):
+            with self.stopwatch.part("sampling"):
+                draft = propose(drafter, history, limit, sampling, draft_uniforms)
         logits = self.target.forward(
             [*history.last(num_unread), *draft.tokens], len(draft.tokens) + 1
         )
@@ -135,8 +133,9 @@ class SpeculativeDecoder:
         history.extend(committed)
         if sampling.noise:
             sampling.noise.forget(history.length)
-        self.target.truncate(len(history.tokens) - 1)
-        self.plan.truncate(len(history.tokens) - 1)
+        self.target.truncate(history.length - 1)
+        if k:
+            self.plan.truncate(history.length - 1)
         round_ = Round(
             committed,
             num_drafted=len(draft.tokens),

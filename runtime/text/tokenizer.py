@@ -50,8 +50,11 @@ def encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Return the text of tokens without special tokens; raise BundleError on a panic."""
-    with translated_panics():
+    try:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    except BaseException:
+        with translated_panics():  # entered on failure only, to save time for each token
+            raise
 
 
 def _try(tokenizer: Tokenizer, special: bool) -> None:
