@@ -150,6 +150,7 @@ class Planner:
         self.plain_seconds = 0.0  # plain decoding of the same tokens
         self.probe_loss = 0.0  # seconds lost by probes
         self.last_costs: RoundCosts | None = None
+        self._plain: RoundChoice | None = None  # plain decoding at the last costs
         self._longest_catch_up = 0.0  # seconds
 
     def costs(self, length: int) -> RoundCosts:
@@ -170,7 +171,10 @@ class Planner:
         The choice does not depend on the number of remaining tokens, so that a seed's text does not
         depend on where a request ends.
         """
-        costs = self.last_costs = self.costs(length)
+        costs = self.costs(length)
+        if self._plain is None or costs is not self.last_costs:
+            self.last_costs = costs
+            self._plain = RoundChoice(PLAIN, 0, ChoiceReason.PLAIN, 1.0, costs.plain, costs.plain)
         best: RoundChoice | None = None
         for option in options:
             choice = self._best_choice(option, costs)
@@ -184,8 +188,7 @@ class Planner:
         ):
             return best
         probes = (probe for option in options if (probe := self._probe(option, costs)))
-        plain = RoundChoice(PLAIN, 0, ChoiceReason.PLAIN, 1.0, costs.plain, costs.plain)
-        return next(probes, None) or plain
+        return next(probes, None) or self._plain
 
     def record(self, choice: RoundChoice, sources: Sequence[str], num_accepted: int) -> None:
         """Update the estimates with a round's draft sources and number of accepted tokens.

@@ -123,9 +123,11 @@ class AutoPlan:
         else:
             self._backoff = 0
         self._num_unplanned = self._backoff
-        self._set_choice(choice)
-        name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
-        self._round_plan = RoundPlan(choice.drafter, self._drafters[name], choice.num_draft_tokens)
+        if choice is not self._choice or self._round_plan is None:
+            self._set_choice(choice)
+            name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
+            drafter = self._drafters[name]
+            self._round_plan = RoundPlan(choice.drafter, drafter, choice.num_draft_tokens)
         return self._round_plan
 
     def record(self, round_: Round) -> None:
@@ -187,8 +189,14 @@ class AutoPlan:
             self._suffix_tokens = prediction.tokens[: prediction.num_standalone]
             self._suffix_rates = prediction.rates
         num_suffix, rates = prediction.num_before_model, self._suffix_rates
+        worse = None
+        if not num_suffix and MODEL in self._drafters and CHAIN in self._drafters:
+            suffix_rate, model_rate = (self.planner.estimate(n).rate for n in (SUFFIX, MODEL))
+            worse = MODEL if suffix_rate >= model_rate else CHAIN
         options: list[DraftOption] = []
         for name in self._drafters:
+            if name == worse or (name == SUFFIX and not prediction.num_standalone):
+                continue
             if name == MODEL:
                 options.append(DraftOption(MODEL, MODEL, 0, max_model_tokens, num_unread))
             elif name == SUFFIX:
@@ -199,10 +207,6 @@ class AutoPlan:
                 options.append(DraftOption(CHAIN, SUFFIX, num_suffix, rest, num_unread, rates))
             else:  # costs are not measured; a drafter without a model is nearly free
                 options.append(DraftOption(name, name, max_tokens))
-        if not num_suffix and MODEL in self._drafters and CHAIN in self._drafters:
-            suffix_rate, model_rate = (self.planner.estimate(n).rate for n in (SUFFIX, MODEL))
-            worse = MODEL if suffix_rate >= model_rate else CHAIN
-            options = [option for option in options if option.drafter != worse]
         return options
 
     def _is_long_catch_up(self, num_unread: int, length: int) -> bool:
