@@ -62,12 +62,28 @@ def prompt_tokens(pipeline: Pipeline, name: str, count: int) -> list[list[int]]:
     return [pipeline.tokenizer.encode(text).ids for text in texts[:count]]
 
 
-def time_request(pipeline: Pipeline, prompt: list[int], length: int, **options: Any) -> float:
-    """Return the seconds per new token of one request with an empty cache."""
+def time_requests(
+    pipeline: Pipeline, prompt: list[int], length: int, requests: Sequence[dict[str, Any]]
+) -> list[float]:
+    """Return the seconds per new token of requests with empty caches, one in each slot.
+
+    Their rounds alternate, so that varying speed of the machine affects all of them alike.
+    """
     pipeline.forget()
-    start = time.perf_counter()
-    result = pipeline.generate(prompt, length, ignore_eos=True, **options)
-    return (time.perf_counter() - start) / result.stats.num_new_tokens
+    seconds, streams = [0.0] * len(requests), []
+    for i, options in enumerate(requests):
+        start = time.perf_counter()
+        streams.append(pipeline.stream(prompt, length, ignore_eos=True, **options))
+        seconds[i] += time.perf_counter() - start
+    running = list(range(len(streams)))
+    while running:
+        for i in tuple(running):
+            start = time.perf_counter()
+            if next(streams[i], None) is None:
+                running.remove(i)
+            seconds[i] += time.perf_counter() - start
+    counts = [stream.stats.num_new_tokens for stream in streams]
+    return [total / count for total, count in zip(seconds, counts, strict=True)]
 
 
 def confidence_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:

@@ -2,11 +2,11 @@
 
     python tools/measure_planner.py [--bundle FOLDER] [--set SET]... [--temperature T]... [--tune]
 
-Times are of complete requests including prefill, on an idle machine. Settings alternate for each
-prompt, `auto` and plain decoding before and after the others. Costs are measured at load with an
-empty data folder, again for every few prompts, or by `specedge tune`. Ratios are of total seconds,
-with 95% confidence intervals. The best fixed setting is the fastest over a whole set of prompts,
-which is unknown in advance.
+Times are of complete requests including prefill, on an idle machine. The requests of a prompt, one
+for each setting, alternate round by round. Costs are measured at load with an empty data folder,
+again for every few prompts, or by `specedge tune`. Ratios are of total seconds, with 95% confidence
+intervals. The best fixed setting is the fastest over a whole set of prompts, which is unknown in
+advance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness import (
     confidence_interval,
     prompt_tokens,
     threads_option,
-    time_request,
+    time_requests,
 )
 from specedge import Pipeline, load
 from specedge.benchmarks.measure import PLAIN_SETTING, Setting
@@ -35,12 +35,14 @@ from specedge.benchmarks.tune import measure as tune
 
 AUTO = Setting("auto", "auto")
 FIXED = [Setting(name, k) for name, k in (("model", 1), ("model", 4), ("suffix", 2), ("suffix", 4))]
+MAX_LENGTH = 512  # maximum length of texts
 
 
-def load_fresh(bundle: str | None, threads: int | None, tuned: bool) -> Pipeline:
+def load_fresh(bundle: str | None, threads: int | None, tuned: bool, slots: int) -> Pipeline:
     """Load a bundle as if for the first time on this machine."""
     os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp()
-    pipeline = load(bundle, threads=threads)
+    pipeline = load(bundle, threads=threads, slots=slots, max_length=MAX_LENGTH)
+    pipeline._chunk_length = MAX_LENGTH  # one thread reads all streams: none waits for a prefill
     if tuned:
         pipeline.costs.table = tune(pipeline).costs
     return pipeline
@@ -78,33 +80,34 @@ def main(
 ) -> None:
     """Measure auto against plain decoding and fixed settings."""
     path = os.fspath(Path(bundle).absolute()) if bundle else None
-    settings = FIXED if fixed else []
+    settings = [PLAIN_SETTING, AUTO, *(FIXED if fixed else [])]
     times: dict[tuple[float, str, Setting], list[float]] = {}
-    pipeline = load_fresh(path, threads, tuned)
+    pipeline = load_fresh(path, threads, tuned, len(settings))
+    if pipeline.draft is None:
+        settings = [setting for setting in settings if setting.drafter != "model"]
     prompts = {name: prompt_tokens(pipeline, name, count) for name in sets}
     for i in range(count):
         if i and i % each == 0:
             pipeline.close()
-            pipeline = load_fresh(path, threads, tuned)
+            pipeline = load_fresh(path, threads, tuned, len(settings))
         for temperature, name in product(temperatures, sets):
-            ends = [AUTO, PLAIN_SETTING] if i % 2 else [PLAIN_SETTING, AUTO]
-            others = settings[i % 4 :] + settings[: i % 4]
-            for setting in (*ends, *others, *ends[::-1]):
-                options = {"temperature": temperature, "seed": i, **setting.options}
-                seconds = time_request(pipeline, prompts[name][i], length, **options)
-                times.setdefault((temperature, name, setting), []).append(seconds)
+            order = settings[i % len(settings) :] + settings[: i % len(settings)]
+            requests = [{"temperature": temperature, "seed": i, **s.options} for s in order]
+            seconds = time_requests(pipeline, prompts[name][i], length, requests)
+            for setting, per_token in zip(order, seconds, strict=True):
+                times.setdefault((temperature, name, setting), []).append(per_token)
     ratios, over_best = [], []
     for temperature, name in product(temperatures, sets):
         auto, plain = (times[temperature, name, setting] for setting in (AUTO, PLAIN_SETTING))
-        pairs = [(sum(auto[i : i + 2]), sum(plain[i : i + 2])) for i in range(0, len(auto), 2)]
+        pairs = list(zip(auto, plain, strict=True))
         ratio, low, high = confidence_interval(pairs)
         ratios.append(ratio)
         line = (
             f"temperature {temperature:g}, {name}: {ratio:.3f} ({low:.3f} to {high:.3f}) of plain"
         )
-        if settings:
-            sums = {setting: 2 * sum(times[temperature, name, setting]) for setting in settings}
-            sums[PLAIN_SETTING] = sum(plain)
+        if fixed:
+            sums = {setting: sum(times[temperature, name, setting]) for setting in settings}
+            del sums[AUTO]
             best = min(sums, key=lambda setting: sums[setting])
             over_best.append(sum(auto) / sums[best])
             line += (
