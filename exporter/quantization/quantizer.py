@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -23,15 +24,7 @@ from ..graph import rewrites
 from ..graph.weights import FILE, drop_unused
 from ..progress import Progress
 from ..verification.runner import Runner
-from . import (
-    basis,
-    calibration,
-    equivalence,
-    gptq,
-    llama_cpp,
-    schemes,
-    smoothing,
-)
+from . import basis, calibration, gptq, llama_cpp, schemes, smoothing
 from .calibration import InputStatistics
 from .dequantize_rewriter import DequantizeRewriter
 from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_excluded, load_graph
@@ -101,8 +94,7 @@ def quantize(
     group_schemes: Schemes = {}
     work = folder.with_name(f"{folder.name}.basis")
     work.mkdir()
-    graphs = (_load(part, ops).graph for part in parts for ops in part.ops)
-    excluded = find_excluded(graphs, parts[0].model.num_experts)
+    excluded = _find_excluded(parts)
     if precision in ROTATED_PRECISIONS and parts[0].model.num_experts:
         progress.note(f"{first}: it is a mixture of experts, so it is not rotated")
     elif precision in ROTATED_PRECISIONS:
@@ -110,8 +102,7 @@ def quantize(
             parts, reason = _change_basis(parts, work, excluded)
         if reason:
             progress.note(f"{first}: {reason}")
-            graphs = (_load(part, ops).graph for part in parts for ops in part.ops)
-            excluded = find_excluded(graphs, parts[0].model.num_experts)
+            excluded = _find_excluded(parts)
     if precision == "int8-block":
         rounding = NEAREST
     if rounding == GPTQ and texts.prompts and _can_answer(parts[0]):
@@ -137,18 +128,15 @@ def quantize(
     for part in parts:
         with progress.step(f"Comparing the {part.role} in {precision}"):
             formats = _format_runners(part, work) if part is parts[0] else {}
-            graph_variants = {
+            choices = {
                 ops: group_schemes | _unquantized_schemes(part, ops, excluded)
                 for ops in part.reduced_variants(precision, suffixes)
             }
-            measured = measure_variants(part, folder, graph_variants, texts, progress, formats)
-        described = {
-            ops: (replace(quality, bits_per_weight=bits_per_weight), invariant)
-            for ops, (quality, invariant) in measured.items()
-        }
-        for quality, _ in described.values():
-            _warn_if_worse(part.role, precision, quality, progress)
-        entries.append(part.with_reports(described, precision))
+            entry = _compare(
+                part, precision, folder, choices, texts, progress, formats,
+                bits_per_weight=bits_per_weight,
+            )  # fmt: skip
+        entries.append(entry)
     shutil.rmtree(work)
     shutil.rmtree(before)
     return entries, store.file
@@ -163,10 +151,7 @@ def _keep(
     suffixes: Sequence[str],
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Write models with the checkpoint's quantized weights; return the same as `quantize`."""
-    first = parts[0]
-    excluded = find_excluded(
-        (_load(part, ops).graph for part in parts for ops in part.ops), first.model.num_experts
-    )
+    first, excluded = parts[0], _find_excluded(parts)
     graph_variants = {part.role: part.reduced_variants(KEEP, suffixes) for part in parts}
     with progress.step(f"Reading the {first.role}'s quantized weights"):
         kept = KeptWeights(tensors)
@@ -180,14 +165,39 @@ def _keep(
                 ops: written[part.role, ops] | _unquantized_schemes(part, ops, excluded)
                 for ops in graph_variants[part.role]
             }
-            measured = measure_variants(part, folder, choices, texts, progress)
-        described = {
-            ops: (replace(quality, bits_per_weight=bits_per_weight, types=types), invariant)
-            for ops, (quality, invariant) in measured.items()
-        }
-        entries.append(part.with_reports(described, KEEP))
+            entry = _compare(
+                part, KEEP, folder, choices, texts, progress,
+                bits_per_weight=bits_per_weight, types=types,
+            )  # fmt: skip
+        entries.append(entry)
     shutil.rmtree(first.folder)
     return entries, store.file
+
+
+def _find_excluded(parts: Sequence[FloatModel]) -> ExcludedWeights:
+    """Return the weights of routers and experts in all graphs of the models."""
+    graphs = (_load(part, ops).graph for part in parts for ops in part.ops)
+    return find_excluded(graphs, parts[0].model.num_experts)
+
+
+def _compare(
+    part: FloatModel,
+    precision: str,
+    folder: Path,
+    choices: Mapping[str, Schemes],
+    texts: CalibrationTexts,
+    progress: Progress,
+    formats: Mapping[str, Runner] | None = None,
+    **fields: Any,
+) -> ModelEntry:
+    """Measure quantized graphs; return the model's entry with reports that have these fields."""
+    measured = measure_variants(part, folder, choices, texts, progress, formats)
+    reports = {
+        ops: (replace(report, **fields), invariant) for ops, (report, invariant) in measured.items()
+    }
+    for report, _ in reports.values():
+        _warn_if_worse(part.role, precision, report, progress)
+    return part.with_reports(reports, precision)
 
 
 def _bits_per_weight(model: FloatModel, weights: FileEntry) -> float:
@@ -239,7 +249,7 @@ def _change_basis(
     try:
         changed, chosen = basis.write_models(parts, work, excluded)
         for original, rotated in zip(parts, changed, strict=True):
-            equivalence.check_equivalence(original, rotated)
+            basis.check_equivalence(original, rotated)
     except ParityError as error:
         return parts, f"it is not rotated, because the rotated graph differs ({error})"
     if chosen.reason:
@@ -274,7 +284,7 @@ def _warn_if_worse(
     role: str, precision: str, quality: QuantizationReport, progress: Progress
 ) -> None:
     """Note a precision that is less accurate than the llama.cpp format of its size."""
-    name = llama_cpp.COMPARABLE_FORMATS[precision]
+    name = llama_cpp.COMPARABLE_FORMATS.get(precision)
     if name in quality.formats and quality.divergence > quality.formats[name].divergence:
         progress.note(
             f"warning: {role} has a KL divergence of {quality.divergence:.2g} in {precision}, and "
