@@ -179,6 +179,8 @@ def check_integer(
     """
     limits = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
     try:
+        if isinstance(value, bool):
+            raise TypeError
         integer = operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
         raise OptionError(
@@ -192,7 +194,7 @@ def check_integer(
 def check_number(name: str, value: object, option: str | None = None) -> None:
     """Raise OptionError if a value is not a real number."""
     try:
-        if not isinstance(value, Real):
+        if not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError
         float(value)
     except (TypeError, OverflowError) as error:

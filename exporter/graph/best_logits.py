@@ -15,7 +15,7 @@ from specedge.bundle.gpu_signatures import SCORED, num_best, with_best
 from specedge.bundle.manifest import GraphEntry, ModelEntry
 
 from .graphs import variant_signature
-from .nodes import add_constant, producer
+from .nodes import MICROSOFT_DOMAIN, add_constant, producer
 from .shared_bytes import share_int8_embeddings
 
 
@@ -76,7 +76,7 @@ def share_embeddings(graph: ir.Graph) -> None:
             continue
         if len(turned.outputs[0].uses()) == 1 and [*turned.attributes["perm"].as_ints()] == [1, 0]:
             node.replace_input_with(1, table)
-            node.op_type, node.domain = "FusedMatMul", "com.microsoft"
+            node.op_type, node.domain = "FusedMatMul", MICROSOFT_DOMAIN
             node.attributes["transB"] = ir.AttrInt64("transB", 1)
             graph.remove(turned, safe=True)
     share_int8_embeddings(graph)

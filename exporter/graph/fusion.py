@@ -17,10 +17,9 @@ import onnx_ir.passes.common as passes
 
 from specedge.bundle.graph_variants import attention_ops, has_compute_type
 
-from .nodes import add_initializer, insert_node, operand, producer, static_shape
+from .nodes import MICROSOFT_DOMAIN, add_initializer, insert_node, operand, producer, static_shape
 from .weights import drop_unused, view_tensor
 
-MICROSOFT = "com.microsoft"
 HEAD_MULTIPLE = 16  # head sizes supported by ONNX Runtime's fused rotary embedding
 COS, SIN = 7, 8  # inputs of GroupQueryAttention
 
@@ -31,7 +30,7 @@ def fuse(model: ir.Model) -> None:
         rewrite(model.graph)
     passes.RemoveUnusedNodesPass()(model)
     drop_unused(model.graph)
-    model.graph.opset_imports[MICROSOFT] = 1
+    model.graph.opset_imports[MICROSOFT_DOMAIN] = 1
 
 
 def is_fused(ops: str) -> bool:
@@ -137,7 +136,7 @@ def _replace_norm(graph: ir.Graph, add: ir.Node, norm: ir.Node) -> None:
         "SkipSimplifiedLayerNormalization",
         [*add.inputs, norm.inputs[1]],
         {"epsilon": norm.attributes["epsilon"].as_float()},
-        domain="com.microsoft",
+        domain=MICROSOFT_DOMAIN,
         num_outputs=4 if is_read else 1,
     )
     for new, old in zip((node.outputs[0], *node.outputs[3:]), (output, total), strict=False):
@@ -210,7 +209,7 @@ def _rewrite_product(
     name = output.name
     whole = insert_node(
         product.node, "MatMulIntegerToFloat", [rows, weights, step, _flat(graph, scales), zero],
-        f"{name}.steps", output, "com.microsoft",
+        f"{name}.steps", output, MICROSOFT_DOMAIN,
     )  # fmt: skip
     output.name = f"{name}.unfused"
     scaled = insert_node(product.columns, "Mul", [whole, magnitude], str(name), output)

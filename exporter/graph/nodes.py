@@ -11,6 +11,8 @@ import onnx_ir as ir
 
 from ..tracing.attention import OPSET
 
+MICROSOFT_DOMAIN = "com.microsoft"  # of ONNX Runtime's contributed operators
+
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
     """Add a tensor as an initializer."""
@@ -77,7 +79,7 @@ class GraphBuilder:
     """
 
     def __init__(self, name: str) -> None:
-        opsets = {"": OPSET, "com.microsoft": 1}
+        opsets = {"": OPSET, MICROSOFT_DOMAIN: 1}
         self.graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name=name)
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], ir.Value] = {}
 

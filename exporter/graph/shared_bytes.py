@@ -12,7 +12,7 @@ from itertools import count
 import numpy as np
 import onnx_ir as ir
 
-from .nodes import GraphBuilder, operand, producer, static_shape
+from .nodes import MICROSOFT_DOMAIN, GraphBuilder, operand, producer, static_shape
 
 
 class _AppendingBuilder(GraphBuilder):
@@ -149,7 +149,7 @@ class MatMulNBitsRewriter:
             )
         sizes = {"K": rows, "N": columns, "bits": 8, "block_size": BLOCK}
         inputs = [node.inputs[0], *self._matrices[source, scales]]
-        product = ir.node("MatMulNBits", inputs, sizes, domain="com.microsoft")
+        product = ir.node("MatMulNBits", inputs, sizes, domain=MICROSOFT_DOMAIN)
         output = node.outputs[0]
         product.outputs[0].type, product.outputs[0].shape = output.type, output.shape
         node.replace_input_with(1, None)

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import add_constant, insert_node, operand, producer
+from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, insert_node, operand, producer
 from ..graph.weights import view_tensor
 from . import rounding
 from .experts import ExpertLayer, ExpertWeights
-from .graph_editor import INT8_ACCURACY_LEVEL, MICROSOFT_DOMAIN, GraphEditor, replace_output
+from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor, replace_output
 from .matrices import StoredTensor
 from .rounding import BLOCK_SIZE, BlockMatrix
 from .schemes import Scheme

@@ -11,7 +11,6 @@ import onnx_ir as ir
 from ..graph.nodes import add_constant, add_initializer, insert_node
 from .weight_store import WeightStore
 
-MICROSOFT_DOMAIN = "com.microsoft"
 INT8_ACCURACY_LEVEL = 4  # the accuracy level of MatMulNBits and QMoE with int8 activations
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import add_constant, insert_node
+from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, insert_node
 from ..graph.weights import view_tensor
 from . import expert_rewriter, rounding
 from .experts import ExpertLayer
-from .graph_editor import INT8_ACCURACY_LEVEL, MICROSOFT_DOMAIN, GraphEditor, replace_output
+from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor, replace_output
 from .matrices import Matrix, MatrixGroup, StoredTensor, tensor_data
 from .rounding import BlockMatrix, IntegerMatrix
 from .schemes import Scheme

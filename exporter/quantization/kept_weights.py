@@ -29,12 +29,12 @@ from specedge.bundle.reports import WeightType
 
 from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor, strips
 from ..graph import rewrites
-from ..graph.nodes import add_constant
+from ..graph.nodes import MICROSOFT_DOMAIN, add_constant
 from ..graph.weights import drop_unused, view_tensor
 from . import rounding, schemes
 from .experts import ExcludedWeights, expert_layers, load_graph
 from .float_model import FloatModel
-from .graph_editor import INT8_ACCURACY_LEVEL, MICROSOFT_DOMAIN, replace_output
+from .graph_editor import INT8_ACCURACY_LEVEL, replace_output
 from .integer_rewriter import IntegerRewriter, num_columns
 from .matrices import Matrix, MatrixGroup, StoredTensor, embeddings, matrix_groups, tensor_data
 from .rounding import BlockMatrix

@@ -240,7 +240,7 @@ def _check_reachable(address: str | None) -> None:
         )
     host, _, port = address.rpartition(":") if ":" in address else (address, "", str(HEAD_PORT))
     try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except (OSError, OverflowError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SpecEdgeError(

@@ -109,7 +109,7 @@ class ReasoningParser:
         if mark:
             self._pending, self._steps = rest, self._after
         else:
-            num_held = 0 if is_end else _overlap(thought, closing)
+            num_held = 0 if is_end else overlap(thought, closing)
             thought, self._pending = _split_at(thought, len(thought) - num_held)
         if self._is_first:
             thought = thought.lstrip("\n")
@@ -134,7 +134,7 @@ class ReasoningParser:
             yield text
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of a text that begins a mark."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

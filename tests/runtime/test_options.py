@@ -45,6 +45,8 @@ INVALID = [
     ({"min_p": "x" * 100}, "min_p must be a number, got 'x+'"),
     *(({"top_k": value}, "top_k") for value in (-1, "x")),
     ({"top_k": 2.0}, "top_k must be an integer"),
+    ({"top_k": True}, "top_k must be an integer"),
+    ({"temperature": True}, "temperature must be a number"),
     *(({"top_p": value}, "top_p") for value in (0, 1.5, "x", Decimal("0.5"))),
     *(({"min_p": value}, "min_p") for value in (-0.1, 2)),
     *(({"typical_p": value}, "typical_p") for value in (0, 1.1)),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tokenizers import Tokenizer
 
-from ..reasoning import ReasoningDelta
+from ..reasoning import ReasoningDelta, overlap
 from .families import lark_literal
 from .parser import CallDelta
 
@@ -97,7 +97,7 @@ class HarmonyParser:
                 at, mark = min(positions)
                 text, self._pending = self._pending[:at], self._pending[at + len(mark) :]
             else:
-                num_held = 0 if is_end else max(_overlap(self._pending, mark) for mark in ends)
+                num_held = 0 if is_end else max(overlap(self._pending, mark) for mark in ends)
                 cut = len(self._pending) - num_held
                 text, mark = self._pending[:cut], ""
                 self._pending = self._pending[cut:]
@@ -128,8 +128,3 @@ class HarmonyParser:
             yield CallDelta(self._num_calls - 1, None, None, text)
         elif text:
             yield text if self._kind == "text" else ReasoningDelta(text)
-
-
-def _overlap(text: str, mark: str) -> int:
-    longest = min(len(text), len(mark) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
