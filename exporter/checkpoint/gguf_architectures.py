@@ -6,10 +6,12 @@ Header fields, permutations and defaults are those of llama.cpp's converter and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 _FIELDS = {
@@ -20,7 +22,7 @@ _FIELDS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon",
+    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon",
     "attention.sliding_window": "sliding_window",
     "attention.clamp_kqv": "clip_qkv",
     "attention.scale": "attention_multiplier",
@@ -28,6 +30,17 @@ _FIELDS = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logit_scale logits_scaling",
     "use_parallel_residual": "use_parallel_residual",
+    "expert_count": "num_local_experts num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_shared_count": "n_shared_experts num_shared_experts moe_num_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor route_scale",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace num_dense_layers moe_layer_start_index",
+    "interleave_moe_layer_step": "moe_layer_interval",
 }  # header fields, without the architecture, and names in configs, of which the first is taken
 _FLAGS = {
     "attn_q.bias": "attention_bias use_bias",
@@ -36,6 +49,19 @@ _FLAGS = {
     "ffn_up.bias": "mlp_bias",
     "attn_q_norm.weight": "use_qk_norm qk_layernorm",
 }  # tensors of the first layer whose presence sets a field of the config
+
+
+_STORED_NAMES = {
+    "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "experts.down_proj": ("ffn_down_exps.weight",),
+    "experts.down_proj_bias": ("ffn_down_exps.bias",),
+    "router.weight": ("ffn_gate_inp.weight",),
+    "e_score_correction_bias": ("exp_probs_b.bias",),
+    "expert_bias": ("exp_probs_b.bias",),
+    "sinks": ("attn_sinks.weight",),
+}  # ends of names in models, and names in files, of which the first is that of the gate
+_OTHER_NAMES = re.compile(rf".*\blayers\.(\d+)\..*?\b({'|'.join(map(re.escape, _STORED_NAMES))})")
 
 
 @dataclass(frozen=True)
@@ -57,23 +83,38 @@ class GgufArchitecture:
 
 ARCHITECTURES = {
     "arcee": GgufArchitecture("arcee", "llama"),
+    "afmoe": GgufArchitecture("afmoe", options={"mup_enabled": True}),
     "chatglm": GgufArchitecture("glm"),
     "cohere2": GgufArchitecture("cohere2"),
     "command-r": GgufArchitecture("cohere"),
     "ernie4_5": GgufArchitecture("ernie4_5"),
+    "dots1": GgufArchitecture("dots1"),
+    "ernie4_5-moe": GgufArchitecture("ernie4_5_moe", options={"moe_layer_end_index": -1}),
+    "exaone-moe": GgufArchitecture("exaone_moe"),
     "exaone4": GgufArchitecture("exaone4"),
     "gemma": GgufArchitecture("gemma", "gemma2"),
     "glm4": GgufArchitecture("glm4"),
+    "glm4moe": GgufArchitecture("glm4_moe"),
+    "gpt-oss": GgufArchitecture("gpt_oss"),
+    "gpt2": GgufArchitecture("gpt2", "gpt2"),
     "gptneox": GgufArchitecture("gpt_neox", "bloom"),
     "granite": GgufArchitecture("granite", "llama"),
+    "granitemoe": GgufArchitecture("granitemoe", "llama"),
     "hunyuan-dense": GgufArchitecture("hunyuan_v1_dense"),
+    "hunyuan-moe": GgufArchitecture("hunyuan_v1_moe"),
     "jais2": GgufArchitecture("jais2"),
+    "llama": GgufArchitecture("llama", "llama", variants={"expert_count": "mixtral"}),
     "olmo": GgufArchitecture("olmo", "llama"),
     "olmo2": GgufArchitecture("olmo2", variants={"attention.sliding_window": "olmo3"}),
+    "olmoe": GgufArchitecture("olmoe"),
     "phi2": GgufArchitecture("phi"),
+    "qwen2moe": GgufArchitecture("qwen2_moe", "qwen2moe"),
+    "qwen3": GgufArchitecture("qwen3"),
+    "qwen3moe": GgufArchitecture("qwen3_moe", options={"norm_topk_prob": True}),
     "seed_oss": GgufArchitecture("seed_oss"),
     "smollm3": GgufArchitecture("smollm3", "llama"),
     "starcoder": GgufArchitecture("gpt_bigcode"),
+    "starcoder2": GgufArchitecture("starcoder2"),
 }
 
 
@@ -95,12 +136,14 @@ def build_config(
     types = [name for key, name in relation.variants.items() if header.get(key)]
     config_class = CONFIG_MAPPING[types[0] if types else relation.model_type]
     default = config_class()
+    header["attention.sliding_window"] = header.get("attention.sliding_window") or None
     values = {
-        name: header.get(key)
+        name: header[key]
         for key, names in _FIELDS.items()
-        if key in header or key == "attention.sliding_window"
+        if key in header
         for name in _first_field(default, names)
     }
+    values["num_hidden_layers"] -= header.get("nextn_predict_layers", 0)  # of speculative heads
     for tensor, names in _FLAGS.items():
         for name in _first_field(default, names):
             values[name] = values.get(name) or f"blk.0.{tensor}" in shapes
@@ -127,6 +170,38 @@ def build_config(
     )
 
 
+def tensor_names(keys: Iterable[str]) -> dict[str, str]:
+    """Return names in a model by names in a file, for those that gguf-py does not map."""
+    return {
+        f"blk.{match[1]}.{stored}": key
+        for key in keys
+        if (match := _OTHER_NAMES.fullmatch(key))
+        for stored in _STORED_NAMES[match[2]]
+    }
+
+
+def join_experts(
+    parts: Mapping[str, torch.Tensor], module: torch.nn.Module, shape: torch.Size
+) -> torch.Tensor:
+    """Return the weights or biases of all experts as a module has them.
+
+    Args:
+        parts: Tensors "gate" and "up", or "down", of the file, [E, R, C] or [E, R].
+        module: Module of the experts.
+        shape: Shape in the module.
+    """
+    if "down" in parts:
+        joined = parts["down"]
+    elif getattr(module, "is_concatenated", True):
+        joined = torch.cat([parts["gate"], parts["up"]], 1)
+    else:
+        stacked = torch.stack([parts["gate"], parts["up"]], 2)
+        joined = stacked.reshape(len(stacked), -1, *stacked.shape[3:])
+    if joined.ndim > 2 and getattr(module, "is_transposed", joined.shape != shape):
+        joined = joined.transpose(1, 2)
+    return joined
+
+
 def _first_field(config: PreTrainedConfig, names: str) -> list[str]:
     """Return the first of several names that a config has, if any."""
     return [name for name in names.split() if hasattr(config, name)][:1]
@@ -142,11 +217,10 @@ def _rope_parameters(
     header: Mapping[str, Any], head_size: int, default: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return unscaled rotary parameters, nested by layer type if the default is."""
-    rope = {
-        "rope_type": "default",
-        "rope_theta": header.get("rope.freq_base", 10_000.0),
-        "partial_rotary_factor": header.get("rope.dimension_count", head_size) / head_size,
-    }
+    rope = {"rope_type": "default", "rope_theta": header.get("rope.freq_base", 10_000.0)}
+    size = header.get("rope.dimension_count", head_size)
+    if size != head_size or "partial_rotary_factor" in default:
+        rope["partial_rotary_factor"] = size / head_size
     if "full_attention" not in default:
         return rope
     local = {**rope, "rope_theta": header.get("rope.freq_base_swa", rope["rope_theta"])}

@@ -38,7 +38,7 @@ _SCALING_NUMBERS = {
     "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
 }  # fmt: skip
 _GENERIC_NAMES = {"", "model", "ggml-model", "ggml", "consolidated", "unnamed"}
-_EXPERTS = re.compile(r"(.*)\.ffn_(gate|up|down)_exps\.weight")
+_EXPERTS = re.compile(r"(.*)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,7 @@ class GgufCheckpoint:
         relation = gguf_architectures.ARCHITECTURES.get(self.architecture)
         permutation = relation.permutation if relation else self.architecture
         names, process = gguf_tensor_mapping(model, self.architecture, permutation or "")
+        names |= gguf_architectures.tensor_names(expected)
         state: dict[str, torch.Tensor] = {}
         experts: dict[str, dict[str, torch.Tensor]] = {}
         num_unused = 0
@@ -206,8 +207,7 @@ class GgufCheckpoint:
                 num_unused += 0 if _is_rotary_factor(tensor) else _num_weights(tensor)
                 continue
             assert name is not None
-            match = _EXPERTS.fullmatch(tensor.name)
-            if match and match[2] != "down":
+            if match := _EXPERTS.fullmatch(tensor.name):
                 shape = torch.Size(map(int, reversed(tensor.shape)))
                 experts.setdefault(name, {})[match[2]] = _lazy(tensor, shape, None)
                 continue
@@ -217,10 +217,11 @@ class GgufCheckpoint:
                     f"{self.where}: {tensor.name} is {[*map(int, reversed(tensor.shape))]} in its "
                     f"file and {[*shape]} by its header; download it again"
                 )
-            state[name] = _lazy(tensor, shape, None if match else process)
-        for name, halves in experts.items():
-            if halves.keys() == {"gate", "up"}:
-                state[name] = torch.cat([halves["gate"], halves["up"]], 1)
+            state[name] = _lazy(tensor, shape, process)
+        for name, parts in experts.items():
+            if parts.keys() in ({"gate", "up"}, {"down"}):
+                module = model.get_submodule(name.rpartition(".")[0])
+                state[name] = gguf_architectures.join_experts(parts, module, expected[name].shape)
         return state, num_unused
 
 

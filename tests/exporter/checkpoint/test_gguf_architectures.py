@@ -20,7 +20,14 @@ from specedge.exporter.checkpoint import checkpoints, loader
 # Made with llama.cpp's convert_hf_to_gguf.py from random models of these configs; llama.cpp's
 # logits of the converted files were those of the loaded models.
 FILES = json.loads(Path(__file__).with_name("gguf_architectures.json").read_text("utf-8"))
-INTERLEAVED = {"arcee", "granite", "olmo", "smollm3"}
+INTERLEAVED = {"arcee", "granite", "granitemoe", "llama", "olmo", "smollm3"}
+OTHER_NAMES = {
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.expert_bias": "exp_probs_b.bias",
+    "self_attn.sinks": "attn_sinks.weight",
+}
 TYPES = {
     bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32,
     str: GGUFValueType.STRING,
@@ -28,14 +35,33 @@ TYPES = {
 
 
 def converted(architecture, name, array, config):
-    """Return an array as llama.cpp's converter writes it."""
-    if architecture in INTERLEAVED and (match := re.search(r"\.([qk])_proj\.", name)):
+    """Yield the values that llama.cpp's converter writes for a tensor, with their names."""
+    layer = re.search(r"\.(\d+)\.(.*)", name)
+    if match := re.search(r"\.experts\.(gate_up|down)_proj(_bias)?", name):
+        suffix = "bias" if match[2] else "weight"
+        if architecture == "gpt-oss" and suffix == "weight":
+            array = array.swapaxes(1, 2)
+        parts = {"down": array}
+        if match[1] == "gate_up":
+            rows = array.shape[1] // 2
+            ranges = (slice(0, rows), slice(rows, None))
+            if architecture == "gpt-oss":
+                ranges = (slice(0, None, 2), slice(1, None, 2))
+            parts = {"gate": array[:, ranges[0]], "up": array[:, ranges[1]]}
+        for part, values in parts.items():
+            yield f"blk.{layer[1]}.ffn_{part}_exps.{suffix}", np.ascontiguousarray(values)
+    elif layer and layer[2] in OTHER_NAMES:
+        yield f"blk.{layer[1]}.{OTHER_NAMES[layer[2]]}", array
+    elif architecture in INTERLEAVED and (match := re.search(r"\.([qk])_proj\.", name)):
         heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
-        return interleave_halves(array, heads)
-    if architecture == "gptneox" and "query_key_value" in name:
+        yield name, interleave_halves(array, heads)
+    elif architecture == "gptneox" and "query_key_value" in name:
         heads = array.reshape(config.num_attention_heads, 3, -1, *array.shape[1:])
-        return np.ascontiguousarray(heads.swapaxes(0, 1).reshape(array.shape))
-    return array + 1 if architecture == "gemma" and "norm" in name else array
+        yield name, np.ascontiguousarray(heads.swapaxes(0, 1).reshape(array.shape))
+    elif architecture == "gpt2" and re.search(r"\.c_\w+\.weight", name):
+        yield name, np.ascontiguousarray(array.T)
+    else:
+        yield name, array + 1 if architecture == "gemma" and "norm" in name else array
 
 
 def write_file(path, file, model):
@@ -51,12 +77,11 @@ def write_file(path, file, model):
     writer.add_token_list([f"<{i}>" for i in range(model.config.vocab_size)])
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, file["header"]["block_count"])
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+    for key, tensor in model.state_dict().items():
+        if key == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        stem = names.get_name(name.rpartition(".")[0])
-        array = converted(architecture, name, tensor.numpy(), model.config)
-        writer.add_tensor(f"{stem}.{name.rpartition('.')[2]}", array)
+        for name, array in converted(architecture, key, tensor.numpy(), model.config):
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")) or name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -67,13 +92,17 @@ def write_file(path, file, model):
 def test_file_of_an_architecture_is_read_as_its_original(family, tmp_path):
     file, path = FILES[family], tmp_path / "model.gguf"
     model = make_model(CONFIG_MAPPING[file["model_type"]](pad_token_id=None, **file["config"]))
+    for name, buffer in model.named_buffers():
+        if name.endswith("_bias"):
+            buffer.normal_(0, 0.1)
     write_file(path, file, model)
     progress = Progress()
     loaded = loader.load(checkpoints.find("target", str(path), None), progress)
     assert not progress.notes
-    expected, state = dict(model.named_parameters()), stored_numbers(loaded)
-    assert state.keys() == expected.keys()
-    for name, tensor in expected.items():
+    state = stored_numbers(loaded)
+    assert state.keys() == dict(model.named_parameters()).keys()
+    state |= dict(loaded.model.state_dict())
+    for name, tensor in model.state_dict().items():
         assert torch.allclose(state[name], tensor, rtol=0, atol=1e-6), name
     tokens = torch.arange(32)[None]
     with torch.no_grad(), loaded.sources.materialized(loaded.model):
