@@ -142,7 +142,7 @@ class Pipeline:
         temperature: float = 0.0,
         *,
         wait: bool = True,
-        shown: Collection[int] = (),
+        visible_tokens: Collection[int] = (),
         stop_tokens: Collection[int] = (),
         include_stop: bool = False,
         **options: Unpack[RequestOptions],
@@ -154,7 +154,7 @@ class Pipeline:
             max_new_tokens: As in `generate`.
             temperature: As in `generate`.
             wait: As in `generate`.
-            shown: Special tokens whose names are in the text; others have no text.
+            visible_tokens: Special tokens that are included in the text; others have no text.
             stop_tokens: Tokens that end the text like end tokens, even with `ignore_eos`.
             include_stop: True if the text includes the stop string that ends it.
         """
@@ -164,7 +164,7 @@ class Pipeline:
         if stop_tokens:
             ends = tuple(dict.fromkeys((*sampling.end_tokens, *stop_tokens)))
             sampling = replace(sampling, end_tokens=ends)
-        return self._begin(request, sampling, tokens, wait, shown, include_stop)
+        return self._begin(request, sampling, tokens, wait, visible_tokens, include_stop)
 
     def score(
         self,
@@ -180,7 +180,7 @@ class Pipeline:
         Args:
             prompt: At least one token.
             num_logprobs: Number of most likely tokens to report for each position.
-            is_cancelled: Asked before each chunk; True ends the computation early.
+            is_cancelled: Called before each chunk; True ends the computation early.
 
         Raises:
             PromptError: The prompt has no token, or one that the model does not have.
@@ -220,12 +220,12 @@ class Pipeline:
         sampling: Sampling,
         prompt: list[int],
         wait: bool,
-        shown: Collection[int],
+        visible_tokens: Collection[int],
         include_stop: bool,
     ) -> Stream:
-        room = self.bundle.context_length - len(prompt)
-        limit = min(request.max_new_tokens, room)
-        is_limited = request.max_new_tokens <= room
+        num_free = self.bundle.context_length - len(prompt)
+        limit = min(request.max_new_tokens, num_free)
+        is_limited = request.max_new_tokens <= num_free
         seed = secrets.randbits(32) if request.seed is None else request.seed
         if request.coupling == Coupling.GUMBEL:
             sampling = replace(sampling, noise=GumbelNoise(seed, request.choice))
@@ -239,7 +239,7 @@ class Pipeline:
             ends=frozenset(sampling.end_tokens),
             limit=limit,
             at_limit=FinishReason.LENGTH if is_limited else FinishReason.CONTEXT,
-            shown=shown,
+            visible_tokens=visible_tokens,
             include_stop=include_stop,
         )
         self.drafters.check(request.drafter)  # before a slot is taken

@@ -79,7 +79,7 @@ class TextAssembler:
         ends: End tokens.
         limit: Maximum number of tokens.
         at_limit: Finish reason at the limit.
-        shown: Special tokens whose names are in the text.
+        visible_tokens: Special tokens that are included in the text.
         include_stop: True if the text includes the stop string that ends it.
     """
 
@@ -92,10 +92,10 @@ class TextAssembler:
         ends: frozenset[int],
         limit: int,
         at_limit: FinishReason,
-        shown: Collection[int] = (),
+        visible_tokens: Collection[int] = (),
         include_stop: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt, shown)
+        self._detokenizer = Detokenizer(tokenizer, prompt, visible_tokens)
         self._stop_strings = StopStrings(stops, include_stop)
         self._buffer = SpanBuffer()
         self._ends, self._limit, self._at_limit = ends, limit, at_limit
@@ -177,14 +177,14 @@ class Detokenizer:
 
     A piece is the text that a token adds to the tokens before it, held back while it ends in an
     incomplete character. Pieces do not depend on the grouping of tokens. Special tokens have no
-    text, except those that are `shown`.
+    text, except `visible_tokens`.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], shown: Collection[int] = ()
+        self, tokenizer: Tokenizer, prompt: Sequence[int], visible_tokens: Collection[int] = ()
     ) -> None:
         self._decode = partial(decode, tokenizer)
-        self._names = {token: str(tokenizer.id_to_token(token)) for token in shown}
+        self._names = {token: str(tokenizer.id_to_token(token)) for token in visible_tokens}
         self._emitted = list(prompt[-_CONTEXT:])
         self._pending: list[int] = []
         while self._emitted and self._decode(self._emitted).endswith("\ufffd"):

@@ -257,7 +257,7 @@ def _template_variables(text: str | None, effort: str | None) -> dict[str, Any]:
         try:
             value = parse(text)
         except JsonError as error:
-            raise click.UsageError(f"--chat-template-kwargs is {error}") from error
+            raise click.UsageError(f"--chat-template-kwargs: {error}") from error
         if not isinstance(value, dict):
             raise click.UsageError("--chat-template-kwargs must be a JSON object")
         variables |= value

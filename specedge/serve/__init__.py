@@ -1,1 +1,1 @@
-"""A server with OpenAI's API over a pipeline's slots."""
+"""OpenAI-compatible HTTP server of a pipeline."""

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: requests as chats, and responses of /v1/messages."""
+"""Anthropic's Messages API: conversion of requests to chats, and responses of /v1/messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parse_message_request(body: object, settings: ParserSettings) -> ParsedReque
     """Parse the body of a /v1/messages request.
 
     Raises:
-        ApiError: A field's value is invalid, or a field unknown in strict mode.
+        ApiError: A field has an invalid value, or is unknown in strict mode.
     """
     ignored = None if settings.strict else IgnoredFields()
     fields = FieldReader(body, ignored=ignored)
@@ -74,7 +74,7 @@ def parse_message_request(body: object, settings: ParserSettings) -> ParsedReque
 
 
 def _is_prefill(messages: list[dict[str, Any]]) -> bool:
-    """Return True if the answer continues the last message, which is the assistant's."""
+    """Return True if the last message is the assistant's and is to be continued."""
     last = messages[-1] if messages else {}
     content = last.get("content")
     texts = [content] if isinstance(content, str) else [part["text"] for part in content or []]
@@ -90,7 +90,7 @@ def _parse_system(fields: FieldReader) -> list[dict[str, Any]]:
 
 
 def _text_parts(fields: FieldReader, content: object, name: str) -> str:
-    """Return the text of a content: text, or blocks of text."""
+    """Return the text of content, which is a string or a list of text blocks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -154,7 +154,7 @@ def _parse_blocks(
 
 
 def _parse_tools(fields: FieldReader) -> list[dict[str, Any]]:
-    """Return the functions in OpenAI's format; tools that Anthropic's servers run are ignored."""
+    """Return the function tools in OpenAI's format; server-side tools are ignored."""
     tools = []
     for i, value in enumerate(fields.take_list("tools", "a list of tools")):
         tool = fields.child(value, f"tools[{i}]")
@@ -199,18 +199,18 @@ def error_body(error: ApiError) -> dict[str, Any]:
         "type": _ERROR_TYPES.get(error.status, default),
         "message": error.message,
     }
-    if error.code == NO_THREADS:  # the SDK's tool runner then sends the whole conversation
+    if error.code == NO_THREADS:  # makes the SDK's tool runner send the complete conversation
         body["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
     return {"type": "error", "error": body}
 
 
 class MessagesShaper:
-    """A message of Anthropic's API, and the events of its stream."""
+    """Shaper of Anthropic's messages and of the events of their streams."""
 
     def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
         self._stops = request.options.get("stop", [])
         self._decode = logprobs.decode
-        self._items: list[OutputItem] = []  # as far as events have reported them
+        self._items: list[OutputItem] = []  # those reported by events so far
         self._fields: dict[str, Any] = {
             "id": new_id("msg_"),
             "type": "message",
@@ -301,7 +301,7 @@ def _block(item: OutputItem) -> dict[str, Any]:
         return {"type": "text", "text": item.text, "citations": None}
     try:
         arguments = json.loads(item.text or "{}")
-    except ValueError:  # a call that was cut
+    except ValueError:  # a truncated call
         arguments = {}
     return {"type": "tool_use", "id": item.id, "name": item.name, "input": arguments}
 

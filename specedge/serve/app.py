@@ -1,4 +1,4 @@
-"""The ASGI application: routes, settings and middleware."""
+"""ASGI application: routes, settings and middleware."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from .tools.harmony import is_harmony
 
 T = TypeVar("T")
 
-# The chat page, which may load and request nothing from other hosts.
+# The chat page. Its content security policy forbids resources of other hosts.
 PAGE_SCRIPTS = ("page.js", "page-client.js", "page-markdown.js")
 PAGE_FILES = {"/": "page.html"} | {f"/{name}": name for name in ("page.css", *PAGE_SCRIPTS)}
 PAGE_HEADERS = {
@@ -82,14 +82,15 @@ class ServerSettings:
         max_body: Maximum size of a request's body in bytes.
         api_key: API key that clients must send, if any.
         origins: Origins of web pages that may send requests from a browser.
-        generation_config: "auto" applies the sampling that the model's authors recommend where a
-            request leaves its fields out, "none" the defaults of OpenAI's API.
-        hosts: Allowed `Host` names, of any port; by default any with a key, else those of loopback.
-        strict: True to refuse unknown fields and other names of the model.
-        aliases: Further names of the model.
-        template_variables: Variables of the chat template that apply to all requests.
-        reuse_sampled_tokens: True to keep tokens that the model drew for prompts that repeat their
-            text, so that the prefix cache fits.
+        generation_config: Sampling defaults: "auto" uses the model's generation config, "none"
+            the defaults of OpenAI's API.
+        hosts: Allowed names in the `Host` header, with any port; by default all if there is a key,
+            else the loopback names.
+        strict: True to reject unknown fields and unknown model names.
+        aliases: Further model names.
+        template_variables: Variables of the chat template for all requests.
+        reuse_sampled_tokens: True to reuse the sampled tokens of earlier answers in prompts that
+            contain their text, for longer prefix matches.
     """
 
     model: str | None = None
@@ -120,8 +121,8 @@ Settings = ServerSettings  # its name in 0.1
 
 
 def model_defaults(sampling: SamplingFilters) -> dict[str, float]:
-    """Return the options that a model's recommended sampling sets, none where it is greedy."""
-    if sampling.greedy:  # checkpoints without a recommendation
+    """Return the options set by a model's generation config; none if it is greedy."""
+    if sampling.greedy:  # checkpoints without a generation config
         return {}
     neutral = SamplingFilters()
     options: dict[str, float] = dataclasses.asdict(sampling)
@@ -129,12 +130,12 @@ def model_defaults(sampling: SamplingFilters) -> dict[str, float]:
 
 
 def make_app(pipeline: Pipeline, settings: ServerSettings | None = None) -> Starlette:
-    """Return the application of a pipeline; each of its slots runs one request at a time."""
+    """Return the ASGI application that serves a pipeline."""
     return _Server(pipeline, settings or ServerSettings()).app()
 
 
 class _Server:
-    """State that the routes share."""
+    """State shared by the routes."""
 
     def __init__(self, pipeline: Pipeline, settings: ServerSettings) -> None:
         self._pipeline, self._settings = pipeline, settings
@@ -156,7 +157,7 @@ class _Server:
         )
         self._bodies = BodyReader(settings.max_body, settings.body_timeout)
         self._parser_pool = ThreadPoolExecutor(PARSER_THREADS)
-        # Requests that wait for a grammar take no parser thread from others.
+        # Compiling a grammar may take seconds and must not block the parser threads.
         self._compiler_pool = ThreadPoolExecutor(self._jobs.capacity)
 
     def app(self) -> Starlette:
@@ -174,7 +175,7 @@ class _Server:
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._get_model),
         ]
-        # Some clients get a base URL without "/v1".
+        # Some clients are configured with a base URL without "/v1".
         routes += [
             Route(route.path.removeprefix("/v1"), route.endpoint, methods=route.methods)
             for route in routes
@@ -281,7 +282,7 @@ class _Server:
         }
 
     def _capabilities(self) -> list[str]:
-        """Return the capabilities of the model, by the names of Ollama's API and more."""
+        """Return the model's capabilities: those of Ollama's API and further ones."""
         template = self._pipeline.bundle.chat_template
         if template is None:
             return ["completion", "logprobs", "structured_outputs"]
@@ -293,7 +294,7 @@ class _Server:
         return name == self._model or name in self._settings.aliases
 
     def _unknown_model(self, name: object) -> ApiError:
-        message = f"the model {str(name)[:100]!r} does not exist; this server has {self._model!r}"
+        message = f"the model {str(name)[:100]!r} does not exist; this server runs {self._model!r}"
         return ApiError(message, "model", "model_not_found", 404)
 
     async def _health(self, http_request: Request) -> Response:
@@ -311,7 +312,7 @@ class _Server:
         return JSONResponse({"version": __version__})
 
     async def _props(self, http_request: Request) -> Response:
-        """Return what llama.cpp's /props has: the template and the defaults."""
+        """Return chat template and defaults in the format of llama.cpp's /props."""
         bundle = self._pipeline.bundle
         return JSONResponse(
             {
@@ -328,7 +329,7 @@ class _Server:
         )
 
     async def _stored_response(self, http_request: Request) -> Response:
-        """Return or drop a response that is kept."""
+        """Return or delete a stored response."""
         id_ = http_request.path_params["id"]
         response = self._store.get(id_)
         if response is None:
@@ -340,7 +341,7 @@ class _Server:
         return JSONResponse(response.body)
 
     async def _count_tokens(self, http_request: Request) -> Response:
-        """Return the number of prompt tokens of a request of Anthropic's API."""
+        """Return the number of prompt tokens of an Anthropic request."""
         async with self._bodies.read(http_request) as body:
             work = partial(self._parse, body, anthropic.parse_message_request)
             request = await _run_in(self._parser_pool, work)
@@ -349,7 +350,7 @@ class _Server:
         return JSONResponse({"input_tokens": len(tokens)})
 
     async def _tokenize(self, http_request: Request) -> Response:
-        """Return the tokens of a text or of messages, as vLLM and llama.cpp do."""
+        """Return the tokens of a text or of messages, in the format of vLLM and llama.cpp."""
         async with self._bodies.read(http_request) as body:
             parse = partial(requests.parse_tokenize, _parse_json(body), self._parser_settings)
             request, with_pieces = await _run_in(self._parser_pool, parse)
@@ -375,25 +376,25 @@ class _Server:
 
 
 def _parse_json(body: bytearray) -> Any:
-    """Return the JSON value of a body; responses repeat parts of it, so it must serialize again."""
+    """Return the JSON value of a body; it must be serializable, since responses repeat parts."""
     try:
         value = parse(body.decode())
         reason = _serialization_error(value)
     except (JsonError, UnicodeDecodeError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        raise ApiError(f"invalid body: {error}", code="invalid_json") from error
     if reason is not None:
-        raise ApiError(f"the body is not valid JSON: {reason}", code="invalid_json")
+        raise ApiError(f"invalid body: {reason}", code="invalid_json")
     return value
 
 
 def _serialization_error(value: Any) -> str | None:
-    """Return the reason why a value cannot be written as portable JSON, None if it can."""
+    """Return the reason why a value cannot be serialized as JSON, or None if it can."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        return "it has half of a surrogate pair, which is not a character"
+        return "it contains an unpaired surrogate"
     except ValueError:  # 1e999 is parsed as infinity
-        return "it has a number that is too large"
+        return "it contains a number that is too large"
     except RecursionError:
         return "it is nested too deeply"
     return None
@@ -404,7 +405,7 @@ async def _run_in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
 
 
 def _page_route(path: str) -> Callable[[Request], Any]:
-    """Return the handler of one of the page's files."""
+    """Return the handler of a file of the chat page."""
     name = PAGE_FILES[path]
     media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
 

@@ -1,4 +1,4 @@
-"""Request bodies with limits: bytes and seconds of each, and bytes of all together."""
+"""Reader of request bodies with limits on size, time, and total memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from starlette.requests import Request
 
 from .errors import ApiError, busy_error
 
-DRAIN_FACTOR = 4  # times the size limit: read and discarded, so that the sender gets the error
-TOTAL_FACTOR = 16  # times the size limit: buffered by all requests that are not parsed yet
+DRAIN_FACTOR = 4  # up to this multiple of the size limit, bodies are drained before the error
+TOTAL_FACTOR = 16  # maximum of all buffered bodies, as a multiple of the size limit
 
 
 class BodyReader:
-    """Reads JSON bodies of at most `max_size` bytes within `timeout` seconds."""
+    """Reader of JSON bodies of at most `max_size` bytes within `timeout` seconds."""
 
     def __init__(self, max_size: int, timeout: float) -> None:
         self._max_size, self._timeout = max_size, timeout
@@ -23,10 +23,10 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncGenerator[bytearray]:
-        """Read the body, which counts towards the total until the context is left.
+        """Read the body, which counts towards the total until the context exits.
 
         Raises:
-            ApiError: The body is not JSON, too large, too slow, or too much for now.
+            ApiError: The content type is not JSON, or a limit is exceeded.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
@@ -61,7 +61,7 @@ class BodyReader:
         )
 
     async def _fits(self, request: Request, body: bytearray) -> bool:
-        """Read the body; return False if it is too large, after draining some of the rest."""
+        """Read the body; return False if it is too large, after draining part of the rest."""
         size = 0
         async for part in request.stream():
             size += len(part)
@@ -75,7 +75,7 @@ class BodyReader:
 
     def _append(self, body: bytearray, part: bytes) -> None:
         if self._num_buffered + len(part) > TOTAL_FACTOR * self._max_size:
-            message = "bodies of other requests fill the server's memory for them"
+            message = "the bodies of concurrent requests exceed the server's limit"
             raise busy_error(message, Connection="close")
         self._num_buffered += len(part)
         body += part

@@ -1,4 +1,4 @@
-"""Responses of /v1/chat/completions and /v1/completions, whole and as chunks of a stream."""
+"""Responses of /v1/chat/completions and /v1/completions, complete and streamed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .requests import ParsedRequest
 from .tools.parser import CallDelta
 
 FINGERPRINT = f"specedge-{__version__}"
-MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON lacks; as in OpenAI's API
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks, as in OpenAI's API
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class LogprobFormatter:
-    """Formats log-probabilities with the texts of their tokens."""
+    """Formatter of log-probabilities, with the text of each token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -57,7 +57,7 @@ class LogprobFormatter:
     def prompt_for_completion(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
-        """Return `choices[].logprobs` of a prompt's tokens; the first one has none."""
+        """Return `choices[].logprobs` of a prompt; null for the first token."""
         formatted = self.for_completion(logprobs, len(self._text(tokens[0])))
         first = {
             "tokens": self._text(tokens[0]),
@@ -68,11 +68,11 @@ class LogprobFormatter:
         return {name: [value, *formatted[name]] for name, value in first.items()}
 
     def prompt_by_id(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
-        """Return vLLM's `prompt_logprobs`: by token id, None for the first token."""
+        """Return `prompt_logprobs` in vLLM's format: by token id, null for the first token."""
         return [None, *map(self._by_id, logprobs)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with special ones."""
+        """Return the text of tokens, including special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _offsets(texts: Sequence[str], start: int) -> Iterator[int]:
 
 
 class _ChunkShaper(ABC):
-    """Common parts of the responses of chats and completions."""
+    """Base class of the shapers of chats and completions."""
 
     prefix = object_name = chunk_name = ""
 
@@ -133,10 +133,10 @@ class _ChunkShaper(ABC):
 
     @abstractmethod
     def _choice(self, index: int, choice: ResponseChoice) -> dict[str, Any]:
-        """Return a complete choice for a response that is no stream."""
+        """Return a complete choice for a non-streaming response."""
 
     def _chunk(self, entry: dict[str, Any], choice: ResponseChoice | None, num_new: int = 0) -> str:
-        """Return a chunk with one choice's entry, to which `num_new` tokens were added."""
+        """Return a chunk for a choice that has `num_new` further tokens."""
         usage: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
         if self._request.continuous_usage and choice is not None:
             usage["usage"] = _usage_so_far(choice, num_new)
@@ -146,7 +146,7 @@ class _ChunkShaper(ABC):
         return {"token_ids": list(tokens)} if self._request.return_token_ids else {}
 
     def _prompt_fields(self, choice: ResponseChoice) -> dict[str, Any]:
-        """Return the prompt's token ids and log-probabilities, as far as they are asked for."""
+        """Return the prompt's token ids and log-probabilities, if requested."""
         fields: dict[str, Any] = {}
         if self._request.return_token_ids:
             fields["prompt_token_ids"] = choice.prompt_tokens
@@ -174,7 +174,7 @@ def _usage_so_far(choice: ResponseChoice, num_new: int) -> dict[str, int]:
 
 
 class ChatShaper(_ChunkShaper):
-    """Responses of /v1/chat/completions."""
+    """Shaper of responses of /v1/chat/completions."""
 
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -186,7 +186,7 @@ class ChatShaper(_ChunkShaper):
     def piece(
         self, index: int, piece: TextPiece, parts: Sequence[AnswerPart], choice: ResponseChoice
     ) -> Iterator[str]:
-        """Yield a chunk for each part; the first has the spans and log-probabilities."""
+        """Yield a chunk for each part; the first one has the spans and log-probabilities."""
         deltas = [_delta_of(part) for part in parts]
         spans, logprobs = self._spans(piece), self._format_logprobs(piece.logprobs)
         token_ids = self._token_ids(piece.tokens)
@@ -228,7 +228,7 @@ def _delta_of(part: AnswerPart) -> dict[str, Any]:
 
 
 def _reasoning_fields(text: str) -> dict[str, Any]:
-    """Return thinking by the names that vLLM, llama.cpp and OpenRouter give it."""
+    """Return thinking under the field names of vLLM, llama.cpp and OpenRouter."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -244,14 +244,14 @@ def _call_delta(part: CallDelta) -> dict[str, Any]:
 
 
 class CompletionShaper(_ChunkShaper):
-    """Responses of /v1/completions."""
+    """Shaper of responses of /v1/completions."""
 
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
         super().__init__(model, request, logprobs)
-        self._lengths = Counter[int]()  # characters of each choice's tokens so far
-        self._begun: set[int] = set()  # choices of which a chunk was sent
+        self._lengths = Counter[int]()  # number of characters of each choice so far
+        self._begun: set[int] = set()  # choices with at least one chunk
 
     def begin(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:
         yield from ()
@@ -272,7 +272,7 @@ class CompletionShaper(_ChunkShaper):
         yield self._chunk(ending | {"text": "", "logprobs": None}, choice)
 
     def _prompt(self, index: int, choice: ResponseChoice) -> Iterator[str]:
-        """Yield a chunk with the prompt before a choice's first text, if the client wants it."""
+        """Yield a chunk with the prompt before a choice's first text, if requested."""
         if index in self._begun:
             return
         self._begun.add(index)
@@ -295,9 +295,9 @@ class CompletionShaper(_ChunkShaper):
         return self._ending(index, choice) | entry | self._prompt_fields(choice)
 
     def _new_logprobs(self, choice: ResponseChoice) -> list[TokenLogprobs]:
-        """Return the log-probabilities of the new tokens, with `echo` also that of an end token.
+        """Return the log-probabilities of the new tokens, with `echo` including an end token.
 
-        lm-evaluation-harness takes the last one for that of the only new token.
+        lm-evaluation-harness assumes that the last entry is that of the single new token.
         """
         generation = choice.generation
         if not self._request.echo or generation.logprobs is None:
@@ -305,7 +305,7 @@ class CompletionShaper(_ChunkShaper):
         return generation.logprobs[: len(generation.tokens)]
 
     def _echo(self, index: int, choice: ResponseChoice) -> tuple[str, dict[str, Any] | None]:
-        """Return the text of the prompt and its log-probabilities, if they begin the response."""
+        """Return the text of the prompt and its log-probabilities, if `echo` is set."""
         if not self._request.echo:
             return "", None
         prompt = self._request.prompts[index // self._request.num_choices_each]

@@ -1,4 +1,4 @@
-"""Choices of a response as they grow, and the protocol of response shapes."""
+"""Choices of a response during generation, and the protocol of response shapers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FINISH_REASONS = {
 
 @dataclass
 class OutputItem:
-    """An item of a choice: a text, thinking, or the arguments of a call of the function `name`."""
+    """Item of a choice: text, thinking, or the arguments of a call of the function `name`."""
 
     text: str = ""
     id: str | None = None
@@ -43,11 +43,11 @@ class OutputItem:
 
 
 class ReasoningCounter:
-    """Counter of the tokens of a text that are thinking, with the marker that ends it.
+    """Counter of thinking tokens, including the closing marker.
 
     Args:
         detokenizer: Detokenizer of the text.
-        parser: Parser of the text, besides that of the response.
+        parser: Parser of the text, separate from that of the response.
     """
 
     def __init__(self, detokenizer: Detokenizer, parser: OutputParser | HarmonyParser) -> None:
@@ -64,18 +64,18 @@ class ReasoningCounter:
 
 @dataclass
 class ResponseChoice:
-    """A choice as it grows.
+    """Choice of a response during and after generation.
 
     Attributes:
         parser: Parser of thinking and tool calls.
         items: Text, thinking and calls so far.
         first_time: `time.perf_counter()` at the first piece.
         logprobs: Log-probabilities of the tokens so far.
-        tokens: The tokens so far.
-        reasoning_counter: Counter of the tokens that are thinking, if any may be.
-        prompt_tokens: The tokens of the prompt.
-        prompt_logprobs: Log-probabilities of the prompt's tokens but the first, if asked for.
-        finished: The generation, once it has ended.
+        tokens: Tokens so far.
+        reasoning_counter: Counter of thinking tokens, if the model supports thinking.
+        prompt_tokens: Tokens of the prompt.
+        prompt_logprobs: Log-probabilities of the prompt's tokens except the first, if requested.
+        finished: The generation, after it has ended.
     """
 
     parser: OutputParser | HarmonyParser = field(default_factory=OutputParser)
@@ -89,7 +89,7 @@ class ResponseChoice:
     finished: Generation | None = None
 
     def parse(self, piece: TextPiece) -> list[AnswerPart]:
-        """Return the parts that a piece completes."""
+        """Return the parts completed by a piece."""
         return self.parser.feed(piece.text)
 
     def parse_end(self) -> list[AnswerPart]:
@@ -105,7 +105,7 @@ class ResponseChoice:
             self.items[-1].text += part_text(part)
 
     def count_reasoning(self, tokens: Sequence[int]) -> None:
-        """Count the thinking among the next tokens."""
+        """Count the thinking tokens among the next tokens."""
         if self.reasoning_counter is not None:
             self.reasoning_counter.add(tokens)
 
@@ -116,7 +116,7 @@ class ResponseChoice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Return the number of tokens that are thinking."""
+        """Return the number of thinking tokens."""
         return 0 if self.reasoning_counter is None else self.reasoning_counter.count
 
     @property
@@ -143,7 +143,7 @@ class ResponseChoice:
 
     @property
     def generation(self) -> Generation:
-        """Return the generation of a choice that has ended."""
+        """Return the generation of a finished choice."""
         assert self.finished is not None
         return self.finished
 
@@ -158,45 +158,45 @@ def continues_item(items: Sequence[OutputItem], part: AnswerPart) -> bool:
 
 
 def new_item(part: AnswerPart) -> OutputItem:
-    """Return the item that a part begins, without its text."""
+    """Return the item begun by a part, without its text."""
     if isinstance(part, CallDelta):
         return OutputItem("", part.id, part.name)
     return OutputItem(is_reasoning=isinstance(part, ReasoningDelta))
 
 
 def part_text(part: AnswerPart) -> str:
-    """Return the text of a part, or its share of a call's arguments."""
+    """Return the text of a part, or the arguments in a part of a call."""
     if isinstance(part, CallDelta):
         return part.arguments
     return part.text if isinstance(part, ReasoningDelta) else part
 
 
 class ResponseShaper(Protocol):
-    """Format of one endpoint's responses: a whole body, or lines of server-sent events."""
+    """Formatter of an endpoint's responses: a complete body, or server-sent events."""
 
     def begin(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:
-        """Yield the lines before any text."""
+        """Yield the lines at the start of a stream."""
 
     def piece(
         self, index: int, piece: TextPiece, parts: Sequence[AnswerPart], choice: ResponseChoice
     ) -> Iterator[str]:
-        """Yield the lines of a piece, whose parts are not yet added to the choice."""
+        """Yield the lines of a piece before its parts are added to the choice."""
 
     def end(self, index: int, choice: ResponseChoice) -> Iterator[str]:
-        """Yield the lines for the end of a choice."""
+        """Yield the lines at the end of a choice."""
 
     def finish(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:
-        """Yield the lines for the end of all choices."""
+        """Yield the lines at the end of a stream."""
 
     def fail(self, error: ApiError) -> Iterator[str]:
-        """Yield the lines for an error in the midst of a stream."""
+        """Yield the lines that report an error during a stream."""
 
     def body(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
-        """Return the body of a response that is no stream."""
+        """Return the body of a non-streaming response."""
 
 
 def usage_of(choices: Sequence[ResponseChoice], num_choices_each: int) -> dict[str, Any]:
-    """Return the usage of all choices; the choices of a prompt share its tokens."""
+    """Return the total usage; a prompt's tokens are counted once for all of its choices."""
     stats = [choice.generation.stats for choice in choices]
     prompt_stats = stats[::num_choices_each]
     prompt = sum(s.num_prompt_tokens for s in prompt_stats)
@@ -222,11 +222,11 @@ def usage_of(choices: Sequence[ResponseChoice], num_choices_each: int) -> dict[s
 
 
 def sse_event(payload: Mapping[str, Any], name: str | None = None) -> str:
-    """Return a server-sent event in ASCII, because some clients end lines at U+2028, too."""
+    """Return a server-sent event in ASCII, since some clients split lines at U+2028."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(payload)}\n\n"
 
 
 def new_id(prefix: str) -> str:
-    """Return a random id with the prefix of OpenAI's API, which some clients look at."""
+    """Return a random id with a prefix of OpenAI's API, which some clients check."""
     return f"{prefix}{secrets.token_hex(12)}"

@@ -8,11 +8,11 @@ from typing import Any
 from specedge.errors import ContextLengthError, PromptError, SpecEdgeError
 
 UNSUPPORTED = "unsupported_value"
-RETRY_AFTER = 1  # seconds; the shortest running text frees its slot
+RETRY_AFTER = 1  # seconds
 
 
 class ApiError(Exception):
-    """An HTTP error response. `param` names the invalid field of the request, if any."""
+    """Error with an HTTP response; `param` names the invalid field of the request, if any."""
 
     def __init__(
         self,
@@ -55,20 +55,20 @@ def busy_error(reason: str, **headers: str) -> ApiError:
 
 
 def prompt_error(error: PromptError, field: str) -> ApiError:
-    """Return the client's error for a prompt in a field."""
+    """Return the API error for an invalid prompt in a field."""
     is_long = isinstance(error, ContextLengthError)
     return ApiError(str(error), field, "context_length_exceeded" if is_long else "invalid_prompt")
 
 
 def logged_error(error: BaseException) -> ApiError:
-    """Return the error that a client gets, and log it if it is the server's fault."""
+    """Return the API error for an exception, which is logged if it is unexpected."""
     if not isinstance(error, ApiError):
-        logging.getLogger("specedge").error("a request failed", exc_info=error)
+        logging.getLogger("specedge").error("request failed", exc_info=error)
     return client_error(error)
 
 
 def client_error(error: BaseException) -> ApiError:
-    """Return the error that a client gets, without the details of an internal failure."""
+    """Return the API error for an exception, without details of internal errors."""
     if isinstance(error, ApiError):
         return error
     internal = "internal server error; see the server's log"

@@ -1,4 +1,4 @@
-"""Typed access to the fields of a request, and the sampling options that they set.
+"""Typed access to request fields, and their conversion to pipeline options.
 
 docs/clients.md has a table of all fields.
 """
@@ -19,7 +19,7 @@ from .errors import UNSUPPORTED, ApiError
 
 ANY = object()
 
-# Options of the pipeline by the names that OpenAI's API, vLLM and llama.cpp have for them.
+# Pipeline options and their field names in OpenAI's API, vLLM and llama.cpp.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "temperature": ("temperature",),
     "top_p": ("top_p",),
@@ -39,7 +39,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "regex": ("regex", "guided_regex"),
     "grammar": ("grammar", "guided_grammar"),
 }
-DEFAULTS = {"temperature": 1.0}  # of OpenAI's API, where they differ from the pipeline's
+DEFAULTS = {"temperature": 1.0}  # defaults of OpenAI's API that differ from the pipeline's
 MAX_GRAMMAR = 2**16  # characters: longer ones can take seconds to parse
 LIST_OPTIONS = ("stop", "logit_bias", "bad_words")
 MAX_BAD_WORDS = 2**16  # characters: a megabyte takes seconds to tokenize
@@ -48,7 +48,7 @@ MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
 SPECULATIVE = ("drafter", "num_draft_tokens", "off")
 
-# Fields without an effect here, accepted with any value.
+# Fields that are accepted with any value and ignored.
 _COMMON = (
     "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
 )  # fmt: skip
@@ -61,7 +61,7 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
         *_COMMON, "truncation", "max_tool_calls", "client_metadata",
     ),
 }  # fmt: skip
-# Fields that would change the response in a way that this server cannot, by the values that do not.
+# Unsupported fields that would change the response, and their accepted values.
 UNSUPPORTED_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "chat": {"modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto")},
     "completions": {"best_of": (1,), "suffix": ("",)},
@@ -71,31 +71,31 @@ UNSUPPORTED_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "prompt": (),
     },
 }
-MAX_IGNORED = 32  # names of ignored fields that a response lists
+MAX_IGNORED = 32  # maximum number of ignored fields listed in a response
 _MAX_NAME = 80
 
 
 class IgnoredFields:
-    """Names of fields that had no effect because the server does not know them."""
+    """Names of unknown fields, which are ignored."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
 
     def add(self, path: str) -> None:
-        """Add a field by its path, without indices of lists."""
+        """Add a field by its path, without list indices."""
         name = ascii(re.sub(r"\[\d+\]", "[]", path[: 4 * _MAX_NAME]))[1:-1][:_MAX_NAME]
-        name = re.sub(r"[^\w.\[\]$:/@+-]", "?", name)  # it becomes a header and a label
+        name = re.sub(r"[^\w.\[\]$:/@+-]", "?", name)  # safe in headers and metric labels
         if name not in self.names and len(self.names) < MAX_IGNORED:
             self.names.append(name)
 
 
 class FieldReader:
-    """Reads each field of a JSON object once; null means absent.
+    """Reader of the fields of a JSON object; null is equivalent to absent.
 
     Args:
         value: The object.
-        path: Its path in the body, for errors; empty for the body itself.
-        ignored: Collects the names of unknown fields; None refuses them.
+        path: Path of the object in the body, for errors; empty for the body itself.
+        ignored: Collector of unknown fields; None to reject them.
     """
 
     def __init__(self, value: object, path: str = "", ignored: IgnoredFields | None = None) -> None:
@@ -110,26 +110,26 @@ class FieldReader:
 
     @property
     def is_strict(self) -> bool:
-        """Return True if unknown fields are refused."""
+        """Return True if unknown fields are rejected."""
         return self.ignored is None
 
     def take(self, *names: str) -> Any:
-        """Return the value of the first of some names that is present, None if none is."""
+        """Remove the fields with these names; return the first value, or None."""
         values = [self._fields.pop(name, None) for name in names]
         self._names += names
         return next((value for value in values if value is not None), None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the fields that are yet to be taken."""
+        """Return the names of the remaining fields."""
         return tuple(self._fields)
 
     def peek(self, name: str) -> Any:
-        """Return the value of a field that is yet to be taken."""
+        """Return the value of a remaining field, or None, without removing it."""
         return self._fields.get(name)
 
     def take_typed(self, name: str, value_type: type, description: str) -> Any:
-        """Return a field's value of exactly one type, which `description` names."""
+        """Take a field and check its type; `description` names the type in errors."""
         value = self.take(name)
         if value is not None and type(value) is not value_type:
             raise self.error(
@@ -156,28 +156,28 @@ class FieldReader:
         return value or []
 
     def take_object(self, name: str) -> FieldReader | None:
-        """Return a reader of a field's object, None if it is absent."""
+        """Return a reader of a field that is an object, or None if it is absent."""
         value = self.take_typed(name, dict, "an object")
         return None if value is None else self.child(value, self.path_of(name))
 
     def require_object(self, name: str) -> FieldReader:
-        """Return a reader of a field's object, which must be present."""
+        """Return a reader of a required field that is an object."""
         fields = self.take_object(name)
         if fields is None:
             raise self.error(name, f"{name} is required")
         return fields
 
     def child(self, value: object, path: str) -> FieldReader:
-        """Return a reader of an object within this one."""
+        """Return a reader of a nested object."""
         return FieldReader(value, path, self.ignored)
 
     def skip(self, *names: str) -> None:
-        """Take fields that have no effect."""
+        """Remove fields that have no effect."""
         for name in names:
             self.take(name)
 
-    def refuse_unsupported(self, fields: Mapping[str, tuple[Any, ...]]) -> None:
-        """Take unsupported fields; refuse values other than those without an effect."""
+    def reject_unsupported(self, fields: Mapping[str, tuple[Any, ...]]) -> None:
+        """Remove unsupported fields; raise ApiError unless their values are accepted ones."""
         for name, values in fields.items():
             value = self.take(name)
             if value is None or any(_is_same(value, other) for other in values):
@@ -190,12 +190,12 @@ class FieldReader:
             )
 
     def finish(self) -> None:
-        """Note fields that were not taken as ignored, or refuse them."""
+        """Record the remaining fields as ignored, or raise ApiError in strict mode."""
         for name in self._fields:
             if self.ignored is not None:
                 self.ignored.add(self.path_of(name))
                 continue
-            message = f"there is no field {excerpt(name)}{suggest(name, self._names)}"
+            message = f"unknown field {excerpt(name)}{suggest(name, self._names)}"
             raise self.error(name[:100], message, "unknown_field")
 
     def path_of(self, name: str) -> str:
@@ -203,7 +203,7 @@ class FieldReader:
         return f"{self.path}.{name}" if self.path else name
 
     def error(self, name: str, message: str, code: str = "invalid_value") -> ApiError:
-        """Return an error about a field of this object."""
+        """Return an error for a field of this object."""
         return ApiError(
             f"{self.path}: {message}" if self.path else message, self.path_of(name), code
         )
@@ -214,20 +214,20 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def excerpt(value: Any) -> str:
-    """Return a value as JSON for an error message, cut if it is long."""
+    """Return a value as JSON for an error message, truncated to 60 characters."""
     text = json.dumps(value, ensure_ascii=True)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @dataclass(frozen=True)
 class OutputRules:
-    """Rules of a text's end and of its visible tokens.
+    """Options of a text that are not options of `GenerationRequest`.
 
     Attributes:
-        stop_tokens: Token ids that end the text like end tokens.
+        stop_tokens: Token ids that end the text, in addition to the end tokens.
         include_stop: True if the text includes the stop string that ends it.
         show_special: True if the text includes special tokens.
-        text_biases: Additions to the logits of the tokens of texts.
+        text_biases: Logit biases by text; each applies to all tokens of its text.
     """
 
     stop_tokens: tuple[int, ...] = ()
@@ -237,7 +237,7 @@ class OutputRules:
 
 
 def parse_limit(fields: FieldReader, names: Iterable[str]) -> tuple[int | None, str]:
-    """Return the maximum number of new tokens, None for no limit, and the field that sets it."""
+    """Return the maximum number of new tokens (None for no limit) and the field that sets it."""
     limits = {name: fields.take_int(name, -2) for name in names}
     name = next((name for name, limit in limits.items() if limit is not None), next(iter(limits)))
     limit = limits[name]
@@ -252,17 +252,19 @@ def parse_options(
     schema: dict[str, Any] | None = None,
     schema_field: str = "response_format",
 ) -> tuple[dict[str, Any], OutputRules, dict[str, str]]:
-    """Return the checked options of the pipeline's request, and the rules of its output.
-
-    The third value has the fields that set options under other names, for errors.
+    """Parse and validate the options of a request.
 
     Args:
-        fields: The fields of the request's body.
-        max_new_tokens: The limit of the text, which the field `limit_name` gives.
-        limit_name: The field's name, for errors.
-        defaults: Options that apply where the fields leave them out.
-        schema: The JSON schema of the response format.
-        schema_field: The field that sets the response format.
+        fields: Fields of the request's body.
+        max_new_tokens: Maximum number of new tokens.
+        limit_name: Field that sets `max_new_tokens`, for errors.
+        defaults: Values of options that the request omits.
+        schema: JSON schema of the response format.
+        schema_field: Field that sets the response format.
+
+    Returns:
+        The pipeline's options, the output rules, and the field of each option that has another
+        name in the request.
     """
     option_fields = {name: f"speculative.{name}" for name in SPECULATIVE}
     option_fields["max_new_tokens"] = limit_name
@@ -308,7 +310,7 @@ def parse_options(
 
 
 def field_error(error: OptionError, option_fields: Mapping[str, str]) -> ApiError:
-    """Return the client's error for an option, by the name of the field that set it."""
+    """Return the API error for an invalid option, which names the request's field."""
     option = error.option
     name = option_fields.get(option, option) if option else None
     limit_name = option_fields.get("max_new_tokens", "max_new_tokens")
@@ -319,7 +321,7 @@ def field_error(error: OptionError, option_fields: Mapping[str, str]) -> ApiErro
 
 
 def _normalize(options: dict[str, Any], option_fields: Mapping[str, str]) -> None:
-    """Replace values by which clients switch options off or write whole numbers as floats."""
+    """Normalize values that disable an option, and integers written as floats."""
     for name in ("top_k", "seed", "min_new_tokens"):
         value = options.get(name)
         if isinstance(value, float) and value.is_integer():
@@ -346,7 +348,7 @@ def _normalize(options: dict[str, Any], option_fields: Mapping[str, str]) -> Non
 
 
 def _lark_of_gbnf(grammar: str, name: str) -> str:
-    """Return a grammar of llama.cpp's GBNF in Lark's syntax."""
+    """Convert a grammar from llama.cpp's GBNF to Lark syntax."""
     try:
         from llguidance.gbnf_to_lark import gbnf_to_lark
     except ImportError:
@@ -355,16 +357,16 @@ def _lark_of_gbnf(grammar: str, name: str) -> str:
         return grammar
     try:
         return str(gbnf_to_lark(grammar))
-    except Exception as error:  # without a specific type
+    except Exception as error:  # gbnf_to_lark raises no specific type
         message = f"{name} is not valid GBNF: {' '.join(str(error).split())[:200]}"
         raise ApiError(message, name, "invalid_value") from error
 
 
 def _split_biases(options: dict[str, Any]) -> tuple[tuple[str, float], ...]:
-    """Convert biases to token ids by number; return those that are given by text.
+    """Remove the biases of texts from `logit_bias` and return them.
 
-    OpenAI's and vLLM's form is an object by token id; llama.cpp's may be by text, or a list of
-    pairs, where false bans a token.
+    OpenAI and vLLM use an object by token id. llama.cpp also accepts texts as keys, and a list of
+    pairs, in which false bans a token.
     """
     biases = options.get("logit_bias")
     if biases is None or biases == [] or biases == {}:
@@ -373,7 +375,7 @@ def _split_biases(options: dict[str, Any]) -> tuple[tuple[str, float], ...]:
     pairs = list(biases.items()) if isinstance(biases, dict) else biases
     is_pairs = isinstance(pairs, list) and all(isinstance(p, list | tuple) for p in pairs)
     if not is_pairs or any(len(pair) != 2 for pair in pairs) or len(pairs) > MAX_ENTRIES:
-        return ()  # refused with the other options
+        return ()  # rejected with the other options
     by_token: dict[Any, Any] = {}
     by_text: list[tuple[str, float]] = []
     for key, bias in pairs:
@@ -395,7 +397,7 @@ def _split_biases(options: dict[str, Any]) -> tuple[tuple[str, float], ...]:
 
 
 def _parse_structured_outputs(fields: FieldReader) -> dict[str, Any]:
-    """Return the grammar of vLLM's `structured_outputs`, if it is given."""
+    """Return the grammar option set by vLLM's `structured_outputs`, if any."""
     outputs = fields.take_object("structured_outputs")
     if outputs is None:
         return {}
@@ -406,7 +408,7 @@ def _parse_structured_outputs(fields: FieldReader) -> dict[str, Any]:
     }
     if outputs.take_flag("json_object"):
         options["json_schema"] = {"type": "object"}
-    outputs.refuse_unsupported({"structural_tag": ()})
+    outputs.reject_unsupported({"structural_tag": ()})
     options |= _parse_choice_list(outputs, "choice")
     outputs.finish()
     options = {name: value for name, value in options.items() if value is not None}
@@ -415,7 +417,7 @@ def _parse_structured_outputs(fields: FieldReader) -> dict[str, Any]:
 
 
 def _parse_choice_list(fields: FieldReader, name: str = "guided_choice") -> dict[str, Any]:
-    """Return a grammar that allows one of some texts, if a field lists them."""
+    """Return a grammar that allows the texts listed in a field, if it is present."""
     choices = fields.take_list(name, "a list of texts")
     if not choices:
         return {}
@@ -436,7 +438,7 @@ def _parse_stop_tokens(fields: FieldReader) -> tuple[int, ...]:
 
 
 def _check_options(options: Mapping[str, Any], option_fields: Mapping[str, str]) -> None:
-    """Raise ApiError for booleans, which Python takes for numbers, and for lists that are long."""
+    """Raise ApiError for booleans, which Python accepts as numbers, and for long lists."""
     for name, value in options.items():
         if isinstance(value, bool) and name != "ignore_eos":
             name = option_fields.get(name, name)
@@ -448,7 +450,7 @@ def _check_options(options: Mapping[str, Any], option_fields: Mapping[str, str])
             raise ApiError(message, name, "invalid_value")
     words = options.get("bad_words")
     if isinstance(words, str | list) and _num_characters(words) > MAX_BAD_WORDS:
-        message = f"bad_words must have at most {MAX_BAD_WORDS} characters together"
+        message = f"bad_words must have at most {MAX_BAD_WORDS} characters in total"
         raise ApiError(message, "bad_words", "invalid_value")
 
 
@@ -458,7 +460,7 @@ def _num_characters(words: str | list[Any]) -> int:
 
 
 def _parse_speculative(fields: FieldReader | None) -> dict[str, Any]:
-    """Return the drafter, by name and never a file, and the number of draft tokens."""
+    """Return drafter and number of draft tokens; clients cannot specify n-gram files."""
     if fields is None:
         return {}
     drafter = fields.take_typed("drafter", str, "a name")

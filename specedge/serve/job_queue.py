@@ -1,4 +1,4 @@
-"""Generations that run in the pipeline's slots, one thread each, and those that wait for a slot."""
+"""Job queue: generations that run in the pipeline's slots, one thread each, or wait for a slot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .errors import ApiError, busy_error, logged_error
 
 @dataclass(frozen=True)
 class TextPiece:
-    """New text by token, the ids of the new tokens and their log-probabilities."""
+    """Text piece: its spans, and the ids and log-probabilities of its tokens."""
 
     spans: list[TextSpan]
     logprobs: list[TokenLogprobs]
@@ -31,13 +31,13 @@ class TextPiece:
         return "".join(span.text for span in self.spans)
 
 
-JobEvent = TextPiece | Generation  # pieces of a text, then the generation itself
+JobEvent = TextPiece | Generation  # pieces of a text, then the generation
 
-StreamFactory = Callable[[Callable[[], bool]], Stream]  # gets a function that asks for cancellation
+StreamFactory = Callable[[Callable[[], bool]], Stream]  # its argument is `is_cancelled`
 
 
 class JobQueue:
-    """First-come, first-served queue: one job per slot runs, `max_waiting` more may wait."""
+    """First-in, first-out queue: one job per slot runs, and up to `max_waiting` more wait."""
 
     def __init__(self, num_slots: int, max_waiting: int) -> None:
         self.num_slots, self.capacity = num_slots, num_slots + max_waiting
@@ -53,17 +53,17 @@ class JobQueue:
         """Raise ApiError if `count` jobs exceed the capacity of the queue."""
         if count > self.capacity:
             raise ApiError(
-                f"the request asks for {count} choices, this server runs at most {self.capacity} "
-                "concurrently",
+                f"the request has {count} choices, but this server runs or queues at most "
+                f"{self.capacity}",
                 "n",
             )
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
-        """Reserve room for `count` jobs; raise ApiError if there is none now."""
+        """Admit `count` jobs; raise ApiError if the queue is full."""
         if self.num_admitted + count > self.capacity:
             raise busy_error(
-                f"{self.num_admitted} texts are running or waiting, the maximum of this server"
+                f"the queue is full: {self.num_admitted} requests are running or waiting"
             )
         self.num_admitted += count
         try:
@@ -76,12 +76,12 @@ class JobQueue:
     ) -> AsyncGenerator[JobEvent]:
         """Wait for a slot and yield the events of a stream.
 
-        Closing the generator frees the slot after the current round, or chunk of a prompt. `on_end`
-        gets the statistics of the stream, however it ends.
+        Closing the generator frees the slot after the current round or prompt chunk. `on_end` is
+        called with the statistics of the stream, also if it fails or is cancelled.
         """
         async with self._slots:
             thread = _StreamThread(asyncio.get_running_loop(), start)
-            thread.start()  # if no thread can be started, none has to be waited for
+            thread.start()  # before `try`: a thread that does not start must not be awaited
             self.num_running += 1
             try:
                 while True:
@@ -94,7 +94,7 @@ class JobQueue:
             finally:
                 thread.cancel()
                 try:
-                    await thread.ended.wait()  # now the slot is free
+                    await thread.ended.wait()  # the stream has released its slot
                 finally:
                     if (stats := thread.stats) is not None:
                         on_end(stats)
@@ -117,7 +117,7 @@ class _StreamThread:
 
     @property
     def stats(self) -> Stats | None:
-        """Return the statistics of the stream so far, None before it starts."""
+        """Return the statistics of the stream so far, or None before it starts."""
         return None if self._stream is None else self._stream.stats
 
     def cancel(self) -> None:
@@ -148,12 +148,12 @@ class _StreamThread:
                 return
 
     def _post(self, function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def _new_logprobs(stream: Stream, start: int) -> list[TokenLogprobs]:
-    """Return log-probabilities from token `start` on, without that of an end token."""
+    """Return the log-probabilities from token `start` on, except that of an end token."""
     logprobs = stream.logprobs(start)
     return logprobs[:-1] if stream.finish_reason == FinishReason.END else logprobs
 
@@ -161,7 +161,7 @@ def _new_logprobs(stream: Stream, start: int) -> list[TokenLogprobs]:
 async def merge_events(
     jobs: Sequence[AsyncGenerator[JobEvent]],
 ) -> AsyncGenerator[tuple[int, JobEvent]]:
-    """Yield the events of several jobs as they come, each with its job's index."""
+    """Yield the events of several jobs as they arrive, each with the index of its job."""
     events: asyncio.Queue[tuple[int, JobEvent | Exception]] = asyncio.Queue()
 
     async def follow(i: int, job: AsyncGenerator[JobEvent]) -> None:

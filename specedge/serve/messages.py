@@ -1,4 +1,4 @@
-"""Messages and items that clients send, converted to the messages of a chat template."""
+"""Conversion of request messages and items to the messages of a chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING_PARTS = ("thinking", "reasoning", "reasoning_text", "summary_text")
-SEALED = "specedge:"  # begins `encrypted_content`
+ENCODING_PREFIX = "specedge:"  # of `encrypted_content`, which is encoded and not encrypted
 _ITEM_FIELDS = ("type", "id", "status")
 
 
@@ -29,15 +29,15 @@ def parse_messages(
 ) -> list[Message]:
     """Return messages for a chat template.
 
-    In the field "input" of /v1/responses, calls, their outputs and reasoning are items; they become
-    assistants' messages and messages of the role "tool".
+    In the field "input" of /v1/responses, calls, call outputs and reasoning are separate items;
+    they are converted to assistant messages and tool messages.
 
     Args:
-        value: The messages or items.
-        field_name: The field that has them.
-        ignored: Collects the names of unknown fields; None refuses them.
-        history: Earlier messages of the conversation, which come first.
-        store: Items to which references may point.
+        value: Messages or items.
+        field_name: Field that contains them.
+        ignored: Collector of unknown fields; None to reject them.
+        history: Earlier messages of the conversation.
+        store: Store of the items that `item_reference` may refer to.
 
     Raises:
         ApiError: A message is invalid.
@@ -49,14 +49,14 @@ def parse_messages(
     for i, item in enumerate(value):
         path = f"{field_name}[{i}]"
         if not isinstance(item, dict):
-            raise ApiError(f"{path} must be an object with a role and a content", path)
+            raise ApiError(f"{path} must be an object with role and content", path)
         if item.get("type") == "item_reference" and field_name == "input":
             item = _stored_item(item.get("id"), path, store)
         fields = FieldReader(item, path, ignored)
         parser.add(fields, item.get("type") if field_name == "input" else None)
         fields.finish()
     if not parser.messages:
-        raise ApiError(f"{field_name} has no message", field_name, "invalid_value")
+        raise ApiError(f"{field_name} contains no message", field_name, "invalid_value")
     return parser.messages
 
 
@@ -66,13 +66,13 @@ def has_tool_calls(messages: list[Message]) -> bool:
 
 
 class _MessageParser:
-    """Converts messages and items one by one."""
+    """Converter of messages and items, one at a time."""
 
     def __init__(self, ignored: IgnoredFields | None, history: Sequence[Message]) -> None:
         self.messages: list[Message] = [_copied(message) for message in history]
         self._ignored = ignored
-        self._call_names: dict[str, str] = {}  # function names by the ids of calls so far
-        self._reasoning = ""  # of an item whose message or call is yet to come
+        self._call_names: dict[str, str] = {}  # function names by call id
+        self._reasoning = ""  # of a reasoning item, until its message or call follows
         for message in history:
             self._note_calls(message.get("tool_calls", []))
 
@@ -118,7 +118,7 @@ class _MessageParser:
         ]
         text = fields.take("reasoning_content", "reasoning", "thinking")
         reasoning = self._take_reasoning() + (text if isinstance(text, str) else reasoning)
-        fields.refuse_unsupported({"function_call": (), "audio": ()})
+        fields.reject_unsupported({"function_call": (), "audio": ()})
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
@@ -135,7 +135,7 @@ class _MessageParser:
         return call
 
     def _append_call(self, fields: FieldReader) -> None:
-        """Add an item's call to the last message if it is an assistant's, else to a new one."""
+        """Add a call to the last message if it is the assistant's, else to a new one."""
         fields.skip(*_ITEM_FIELDS)
         call = _tool_call(fields, "call_id", fields)
         reasoning = self._take_reasoning()
@@ -156,8 +156,8 @@ class _MessageParser:
         content, summary = fields.take_list("content"), fields.take_list("summary")
         encrypted = fields.take("encrypted_content")
         parts = content or summary
-        if not content and isinstance(encrypted, str) and encrypted.startswith(SEALED):
-            parts = [{"text": _unsealed(encrypted)}]
+        if not content and isinstance(encrypted, str) and encrypted.startswith(ENCODING_PREFIX):
+            parts = [{"text": _decode_reasoning(encrypted)}]
         self._reasoning += "".join(
             part["text"]
             for part in parts
@@ -172,7 +172,7 @@ class _MessageParser:
         self._call_names |= {call["id"]: call["function"]["name"] for call in calls}
 
     def _tool_message(self, fields: FieldReader, id_name: str, id_: object, text: str) -> Message:
-        """Return the message of a call's result; some templates need the name of its function."""
+        """Return the message of a call result; some templates need the function's name."""
         if not isinstance(id_, str) or id_ not in self._call_names:
             message = f"{id_name} must be the id of an earlier call, got {excerpt(id_)}"
             raise fields.error(id_name, message)
@@ -180,7 +180,7 @@ class _MessageParser:
         return {"role": "tool", "content": text, "tool_call_id": id_, "name": name}
 
     def _content_text(self, fields: FieldReader, content: object, name: str) -> tuple[str, str]:
-        """Return the text and the reasoning of a content: text, or parts of text."""
+        """Return text and reasoning of content, which is a string or a list of parts."""
         if content is None:
             return "", ""
         if isinstance(content, str):
@@ -196,7 +196,7 @@ class _MessageParser:
         return "".join(texts), "".join(reasoning)
 
     def _parse_part(self, part: object, path: str) -> tuple[str, bool]:
-        """Return the text of a content part, and True if it is reasoning."""
+        """Return the text of a content part, and whether it is reasoning."""
         if isinstance(part, str):
             return part, False
         fields = FieldReader(part, path, self._ignored)
@@ -213,19 +213,19 @@ class _MessageParser:
 
 
 def _copied(message: Message) -> Message:
-    """Return a copy of a message, to which calls can be added."""
+    """Return a copy of a message with a separate list of calls."""
     calls = {"tool_calls": [*message["tool_calls"]]} if "tool_calls" in message else {}
     return {**message, **calls}
 
 
-def sealed(text: str) -> str:
-    """Return reasoning in the form of `encrypted_content`, for clients that send that back."""
-    return SEALED + base64.b64encode(text.encode()).decode()
+def encode_reasoning(text: str) -> str:
+    """Return reasoning as `encrypted_content`, which stateless clients send back."""
+    return ENCODING_PREFIX + base64.b64encode(text.encode()).decode()
 
 
-def _unsealed(text: str) -> str:
+def _decode_reasoning(text: str) -> str:
     try:
-        return base64.b64decode(text.removeprefix(SEALED), validate=True).decode()
+        return base64.b64decode(text.removeprefix(ENCODING_PREFIX), validate=True).decode()
     except ValueError:
         return ""
 
@@ -239,7 +239,7 @@ def _stored_item(id_: object, path: str, store: ResponseStore | None) -> dict[st
 
 
 def _tool_call(fields: FieldReader, id_name: str, function: FieldReader) -> dict[str, Any]:
-    """Return a call; its arguments are an object if they parse as one, else text as it came."""
+    """Return a call; its arguments are an object if they are valid JSON, else unchanged text."""
     id_ = fields.take(id_name)
     if not isinstance(id_, str) or not id_:
         raise fields.error(id_name, f"{id_name} must be text, got {excerpt(id_)}", "invalid_type")
@@ -254,7 +254,7 @@ def _tool_call(fields: FieldReader, id_name: str, function: FieldReader) -> dict
 
 
 def call_message(id_: str, name: str, arguments: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Return a call as a message has it."""
+    """Return a call in the format of `tool_calls`."""
     return {"id": id_, "type": "function", "function": {"name": name} | _arguments(arguments)}
 
 

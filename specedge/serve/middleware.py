@@ -1,7 +1,7 @@
-"""ASGI middleware: allowed hosts and origins, the API key, and request counts.
+"""ASGI middleware: allowed hosts and origins, API keys, and request logging.
 
-A browser lets any page send requests to this machine. By DNS rebinding, a page whose own host name
-resolves to this machine can also read the responses; its requests have that name as their Host.
+Browsers let any web page send requests to localhost (CSRF). With DNS rebinding, a page whose host
+name resolves to localhost can also read the responses; its requests have that name as their Host.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from .errors import ApiError
 from .metrics import DISCONNECTED, STATUS, ServerMetrics
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# Schemes of apps that embed a browser; no web page has them as its origin.
+# Origin schemes of desktop apps that embed a browser; web pages cannot have them.
 APP_SCHEMES = ("app", "tauri", "vscode-webview", "file")
 ORIGIN_PATTERN = (
     r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?|(app|tauri|vscode-webview|file)://.*"
 )
-ERROR = "specedge.error"  # key of a request's scope: the error of its response
-REPORT = "specedge.report"  # key of a request's scope: tokens and speeds, for the access log
+ERROR = "specedge.error"  # scope key: error of the response
+REPORT = "specedge.report"  # scope key: token counts and throughput, for the access log
 _LOG = logging.getLogger("specedge")
 _ACCESS_LOG = logging.getLogger("specedge.access")
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
 
 
 class HostMiddleware:
-    """Middleware that refuses requests for other hosts or from other web pages.
+    """Middleware that rejects requests with a `Host` or `Origin` that is not allowed.
 
     Args:
-        app: The application behind it.
-        hosts: Allowed `Host` names, of any port; empty allows any, which needs an API key against
-            DNS rebinding.
-        origins: Allowed origins besides the server's own and those of `hosts`.
-        allow_any_origin: True if every origin is allowed.
+        app: Wrapped application.
+        hosts: Allowed host names, with any port; empty to allow all, which is safe against DNS
+            rebinding only with an API key.
+        origins: Allowed origins in addition to the server's own and those of `hosts`.
+        allow_any_origin: True to allow all origins.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HostMiddleware:
 
 
 def check_host(host: str) -> None:
-    """Raise ValueError for a name that no request's host equals, such as one with a port."""
+    """Raise ValueError unless the argument is a host name or address without a port."""
     if host == "*" or host.lower() not in (_host_name(f"//{host}"), _host_name(f"//[{host}]")):
         raise ValueError(
             "an allowed host is a name or an address without scheme, port or wildcard, such as "
@@ -109,7 +109,7 @@ def _excerpt(text: str) -> str:
 
 
 class ApiKeyMiddleware:
-    """Middleware that requires the API key, if there is one, except for `open_paths`."""
+    """Middleware that requires the API key, if one is set, except for `open_paths`."""
 
     def __init__(self, app: ASGIApp, key: str | None, open_paths: Collection[str]) -> None:
         self._app, self._key, self._open_paths = app, key, open_paths
@@ -139,16 +139,16 @@ class ApiKeyMiddleware:
 
 
 class RequestLogMiddleware:
-    """Middleware that counts and logs requests, and gives each an id.
+    """Middleware that counts and logs requests, and assigns request ids.
 
-    A refused request is one line of the log, with the field that is wrong. The logger
-    "specedge.access" gets a line for each request, with its tokens and speeds. A request that is
-    cancelled before its response begins, by a shutdown, gets an error.
+    Rejected requests are logged with the invalid field. The logger "specedge.access" receives one
+    line per request, with token counts and throughput. Requests that a shutdown cancels before
+    their response begins get an error response.
 
     Args:
-        app: The application behind it.
-        metrics: The metrics of the server.
-        paths: Paths that are counted by name; others count as "other".
+        app: Wrapped application.
+        metrics: Metrics of the server.
+        paths: Paths with a metric label of their own; all others are labeled "other".
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: Collection[str]) -> None:
@@ -195,7 +195,7 @@ class RequestLogMiddleware:
 
 
 def shutdown_error() -> ApiError:
-    """Return the error of requests that a shutdown of the server cancels."""
+    """Return the error for requests that are cancelled by a shutdown."""
     return ApiError("the server is shutting down", code="server_shutdown", status=503)
 
 

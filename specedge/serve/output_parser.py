@@ -9,7 +9,12 @@ AnswerPart = str | CallDelta | ReasoningDelta
 
 
 class OutputParser:
-    """Splits a text into parts by a parser of thinking and one of tool calls, as far as given."""
+    """Parser that splits generated text into thinking, text and tool calls.
+
+    Args:
+        reasoning: Parser of thinking, if the model supports it.
+        calls: Parser of tool calls, if the request has tools.
+    """
 
     def __init__(
         self, reasoning: ReasoningParser | None = None, calls: ToolCallParser | None = None
@@ -17,7 +22,7 @@ class OutputParser:
         self._reasoning, self._calls = reasoning, calls
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """Add more of the text; return the parts that it completes."""
+        """Append text; return the parts completed by it."""
         return self._parse_calls([text] if self._reasoning is None else self._reasoning.feed(text))
 
     def end(self) -> list[AnswerPart]:
@@ -27,12 +32,12 @@ class OutputParser:
 
     @property
     def is_complete(self) -> bool:
-        """Return True if the last call has all of its arguments."""
+        """Return True unless the last call is incomplete."""
         return self._calls is None or self._calls.is_complete
 
     @property
     def is_reasoning(self) -> bool:
-        """Return True if the text so far ends within thinking."""
+        """Return True if the current position is within thinking."""
         return self._reasoning is not None and self._reasoning.is_inside
 
     def _parse_calls(self, parts: list[ReasoningDelta | str]) -> list[AnswerPart]:

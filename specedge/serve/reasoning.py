@@ -1,4 +1,4 @@
-"""Thinking of models: its markers, its parser, and grammars that begin after it."""
+"""Thinking of reasoning models: markers, parser, and grammars that apply after the thinking."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TAIL = 24  # tokens at the end of a prompt in which thinking may begin
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """A part of a text that is thinking."""
+    """Part of a text that is thinking."""
 
     text: str
 
@@ -31,16 +31,16 @@ class ThinkingFormat:
     closing: str
 
     @property
-    def marks(self) -> tuple[str, ...]:
-        """Return the parts of the markers that may be special tokens."""
+    def delimiters(self) -> tuple[str, ...]:
+        """Return the delimiters, which may be special tokens."""
         return self.opening.partition("thought")[0], self.closing
 
     def is_open(self, prompt_end: str) -> bool:
-        """Return True if a text that follows the end of a prompt begins within thinking."""
+        """Return True if the prompt ends within thinking."""
         return prompt_end.rstrip().endswith(self.opening.rstrip())
 
     def is_closed(self, prompt_end: str) -> bool:
-        """Return True if the prompt itself ends the thinking."""
+        """Return True if the prompt ends with a closing marker, which disables thinking."""
         return prompt_end.rstrip().endswith(self.closing)
 
 
@@ -53,35 +53,35 @@ FORMATS = (
 
 
 def thinking_format_of(template: str, tokenizer: Tokenizer) -> ThinkingFormat | None:
-    """Return the format of a model's thinking, None if it has no known one."""
+    """Return the thinking format of a model, or None if it is not known to support thinking."""
     for thinking in FORMATS:
-        opening = thinking.marks[0]
+        opening = thinking.delimiters[0]
         if opening in template and thinking.closing in template:
             return thinking
-        if all(tokenizer.token_to_id(mark) is not None for mark in thinking.marks):
+        if all(tokenizer.token_to_id(text) is not None for text in thinking.delimiters):
             return thinking
     return None
 
 
 class ReasoningParser:
-    """Splits a text into thinking and the rest, independently of how its pieces are cut.
+    """Streaming parser that splits a text into thinking and the rest.
 
-    Line breaks around the markers belong to neither.
+    The parts do not depend on the boundaries of the pieces. Line breaks around markers are dropped.
     """
 
     def __init__(self, thinking: ThinkingFormat, is_open: bool) -> None:
         self._format = thinking
         self._pending = ""
         self._steps = self._inside if is_open else self._start
-        self._is_first = True  # no thinking was emitted yet
+        self._is_first = True  # no thinking has been emitted
 
     @property
     def is_inside(self) -> bool:
-        """Return True if the text so far ends within thinking."""
+        """Return True if the current position is within thinking."""
         return self._steps == self._inside
 
     def feed(self, text: str) -> list[ReasoningDelta | str]:
-        """Add more of the text; return the parts that it completes."""
+        """Append text; return the parts completed by it."""
         self._pending += text
         return list(self._parts(is_end=False))
 
@@ -91,7 +91,7 @@ class ReasoningParser:
 
     def _parts(self, is_end: bool) -> Iterator[ReasoningDelta | str]:
         step = None
-        while step != self._steps:  # until a step leaves the state as it is
+        while step != self._steps:  # until the state does not change
             step = self._steps
             yield from step(is_end)
 
@@ -105,15 +105,15 @@ class ReasoningParser:
 
     def _inside(self, is_end: bool) -> Iterator[ReasoningDelta | str]:
         closing = self._format.closing
-        thought, mark, rest = self._pending.partition(closing)
-        if mark:
+        thought, marker, rest = self._pending.partition(closing)
+        if marker:
             self._pending, self._steps = rest, self._after
         else:
-            num_held = 0 if is_end else overlap(thought, closing)
+            num_held = 0 if is_end else partial_marker_length(thought, closing)
             thought, self._pending = _split_at(thought, len(thought) - num_held)
         if self._is_first:
             thought = thought.lstrip("\n")
-        if not mark and not is_end:
+        if not marker and not is_end:
             kept = thought.rstrip("\n")
             self._pending, thought = thought[len(kept) :] + self._pending, kept
         else:
@@ -134,10 +134,10 @@ class ReasoningParser:
             yield text
 
 
-def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that begins a mark."""
-    longest = min(len(text), len(mark) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
+def partial_marker_length(text: str, marker: str) -> int:
+    """Return the length of the longest suffix of a text that is a proper prefix of a marker."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def _split_at(text: str, index: int) -> tuple[str, str]:
@@ -147,19 +147,22 @@ def _split_at(text: str, index: int) -> tuple[str, str]:
 def grammar_after_thinking(
     options: Mapping[str, Any], thinking: ThinkingFormat, tokenizer: Tokenizer, is_open: bool
 ) -> str | None:
-    """Return a grammar of thinking, then of the text that the options allow; None if that is free.
+    """Return a grammar that applies the options' grammar after the thinking.
 
     Args:
-        options: Options of the pipeline's request.
-        thinking: The format of the thinking.
-        tokenizer: The tokenizer, which may have tokens for the markers.
-        is_open: True if the text begins within thinking; else it may begin with the opening.
+        options: Pipeline options of the request.
+        thinking: Thinking format of the model.
+        tokenizer: Tokenizer, which may have tokens for the markers.
+        is_open: True if the text begins within thinking; else thinking is optional.
+
+    Returns:
+        The grammar in Lark syntax; None if the options have no grammar.
     """
     body = lark_rules(options, "body__")
     if body is None:
         return None
-    ids = {mark: tokenizer.token_to_id(mark) for mark in (thinking.opening, thinking.closing)}
-    opening, closing = (_literal(mark, ids[mark]) for mark in ids)
+    ids = {text: tokenizer.token_to_id(text) for text in (thinking.opening, thinking.closing)}
+    opening, closing = (_literal(text, token) for text, token in ids.items())
     added = sorted({*tokenizer.get_added_tokens_decoder()} - {ids[thinking.closing]})
     if ids[thinking.closing] is None:
         rules = [f"thinking__[lazy]: {_regex('(?s:.*)' + re.escape(thinking.closing))}"]
@@ -172,7 +175,7 @@ def grammar_after_thinking(
 
 
 def lark_rules(options: Mapping[str, Any], name: str) -> str | None:
-    """Return rules in Lark's syntax, of which `name` is the text that the options allow."""
+    """Return the options' grammar as Lark rules with the start rule `name`, or None."""
     if (schema := options.get("json_schema")) is not None:
         value = simplify(json.loads(schema) if isinstance(schema, str) else dict(schema))
         if "x-guidance" not in value:
@@ -186,10 +189,10 @@ def lark_rules(options: Mapping[str, Any], name: str) -> str | None:
 
 
 def _regex(pattern: str) -> str:
-    """Return a pattern as a literal in Lark's syntax."""
+    """Return a regular expression in Lark syntax."""
     escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)
     return f"/{escaped}/".replace("\n", r"\n")
 
 
-def _literal(mark: str, token: int | None) -> str:
-    return json.dumps(mark, ensure_ascii=False) if token is None else f"<[{token}]>"
+def _literal(text: str, token: int | None) -> str:
+    return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"

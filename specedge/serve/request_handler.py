@@ -1,4 +1,4 @@
-"""Execution of one request from admission to its last byte; a disconnect cancels it."""
+"""Execution of a request, from admission to the last byte or the client's disconnect."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from .requests import ParsedRequest, PreparedRequest, option_error
 
 T = TypeVar("T")
 
-ERROR_TIMEOUT = 5.0  # seconds to send an error after part of a stream
-SAMPLED_HEADER = "x-specedge-sampled-tokens"  # of the prompt, kept as the model drew them
+ERROR_TIMEOUT = 5.0  # seconds to send an error within a stream
+SAMPLED_HEADER = "x-specedge-sampled-tokens"  # number of reused sampled tokens in the prompt
 IGNORED_HEADER = "x-specedge-ignored"  # names of unknown fields of the request
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -42,17 +42,17 @@ _STREAM_HEADERS = [
 
 
 class RequestHandler:
-    """ASGI application for one request.
+    """ASGI application for a single request.
 
     Args:
-        pipeline: The pipeline that generates.
-        jobs: The queue of the server.
-        metrics: The metrics of the server.
-        shaper: The format of the response.
-        request: The parsed request.
-        prepare: Tokenizes the prompts. Called after admission, because compiling a grammar takes
-            long.
-        timeout: Seconds until the last byte.
+        pipeline: Pipeline that generates the text.
+        jobs: Job queue of the server.
+        metrics: Metrics of the server.
+        shaper: Response shaper of the endpoint.
+        request: Parsed request.
+        prepare: Function that tokenizes the prompts and compiles grammars. It is called after
+            admission, because compilation is slow.
+        timeout: Maximum number of seconds until the last byte.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RequestHandler:
         self._deadline = asyncio.get_running_loop().time() + timeout
         self._prepared = PreparedRequest([], {})
         self._choices: list[ResponseChoice] = []
-        self._has_begun = False  # to stream
+        self._has_begun = False  # response headers of a stream have been sent
         names = ", ".join(request.ignored)
         self._headers = {IGNORED_HEADER: names} if names else {}
 
@@ -119,7 +119,7 @@ class RequestHandler:
             await self._send_error(scope, send, self._api_error(error))
 
     async def _send_error(self, scope: Scope, send: Send, error: ApiError) -> None:
-        """End a stream with an error, unless the client does not read."""
+        """End a stream with an error; give up if the client does not read it."""
         scope[STATUS] = str(error.status)
         with suppress(TimeoutError):
             async with asyncio.timeout(ERROR_TIMEOUT):
@@ -146,7 +146,7 @@ class RequestHandler:
         ]
 
     def _keep_tokens(self) -> None:
-        """Keep the tokens of texts, also of those that were cut."""
+        """Store the sampled tokens, including those of cancelled texts."""
         for choice in self._choices if self._request.sampled is not None else ():
             tokens = choice.tokens if choice.finished is None else choice.finished.tokens
             self._request.sampled.add([*choice.prompt_tokens, *tokens])  # type: ignore[union-attr]
@@ -171,7 +171,7 @@ class RequestHandler:
                 lines: list[str] = []
                 if any(parts) or piece is not _EMPTY_PIECE:
                     lines += self._shaper.piece(index, piece, parts, choice)
-                self._add(choice, event, parts)  # before a possibly slow client reads them
+                self._add(choice, event, parts)  # before yielding, since clients may be slow
                 if isinstance(event, Generation):
                     lines += self._shaper.end(index, choice)
                 for line in lines:
@@ -180,7 +180,7 @@ class RequestHandler:
             yield line
 
     def _without_text(self, event: JobEvent) -> JobEvent:
-        """Return an event without its text if only the prompt's log-probabilities are wanted."""
+        """Return an event, without its text if the request only scores the prompt."""
         if not self._request.score_only:
             return event
         if isinstance(event, TextPiece):
@@ -192,8 +192,8 @@ class RequestHandler:
     def _events(self) -> AsyncGenerator[tuple[int, JobEvent]]:
         """Run each choice as a job.
 
-        The choices of a prompt have consecutive seeds, or with Gumbel coupling one seed and
-        consecutive choice numbers.
+        The choices of a prompt have consecutive seeds, or with Gumbel coupling the same seed and
+        consecutive values of `choice`.
         """
         options = dict(self._prepared.options)
         if options.get("coupling") == Coupling.GUMBEL:
@@ -204,7 +204,7 @@ class RequestHandler:
     def _start(
         self, index: int, options: dict[str, Any], is_cancelled: Callable[[], bool]
     ) -> Stream:
-        """Start the stream of a choice; runs in a separate thread, which scores prompts first."""
+        """Score the prompt if requested, and start the stream; runs in the thread of the job."""
         choice, rules = self._choices[index], self._request.rules
         if (num_logprobs := self._request.prompt_logprobs) is not None:
             prompt = choice.prompt_tokens
@@ -217,7 +217,7 @@ class RequestHandler:
             choice_options["seed"] = (seed + choice_index) % 2**64
         return self._pipeline.stream(
             choice.prompt_tokens,
-            shown=self._prepared.visible_tokens,
+            visible_tokens=self._prepared.visible_tokens,
             stop_tokens=rules.stop_tokens,
             include_stop=rules.include_stop,
             **options | choice_options,
@@ -240,11 +240,11 @@ class RequestHandler:
     def _api_error(self, error: Exception) -> ApiError:
         if isinstance(error, TimeoutError):
             return ApiError(
-                f"the request took longer than the {self._timeout:g} seconds that this server "
-                "allows, including the wait for a slot",
+                f"the request exceeded the server's timeout of {self._timeout:g} seconds, which "
+                "includes the wait for a slot",
                 code="timeout",
                 status=504,
-                headers={"x-should-retry": "false"},  # OpenAI's clients retry after a 504
+                headers={"x-should-retry": "false"},  # OpenAI's clients retry on status 504
             )
         if isinstance(error, OptionError):
             return option_error(error, self._request)
@@ -254,7 +254,7 @@ class RequestHandler:
 
 
 def _report(choices: list[ResponseChoice]) -> str:
-    """Return the tokens and the speeds of a request, for the access log."""
+    """Return token counts and throughput of a request, for the access log."""
     stats = [choice.finished.stats for choice in choices if choice.finished is not None]
     if not stats:
         return ""
@@ -266,11 +266,11 @@ def _report(choices: list[ResponseChoice]) -> str:
     return f", {prompt} prompt tokens ({reused} cached), {new} new{speed}{rate}"
 
 
-_EMPTY_PIECE = TextPiece([], [])  # marks the end of a text
+_EMPTY_PIECE = TextPiece([], [])  # stands for the piece at the end of a text
 
 
 def _parse(choice: ResponseChoice, event: JobEvent) -> list[AnswerPart]:
-    """Return the parts that an event completes."""
+    """Return the parts completed by an event."""
     return choice.parse_end() if isinstance(event, Generation) else choice.parse(event)
 
 
@@ -283,7 +283,7 @@ async def _end(send: Send) -> None:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of the work; cancel it and return None if the client disconnects."""
+    """Return the result of `work`, or cancel it and return None if the client disconnects."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,4 +1,4 @@
-"""Request parsing: from the JSON body to the prompts and options of the pipeline."""
+"""Request parsing: conversion of JSON bodies to prompts and options of the pipeline."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from .response_store import ResponseStore
 from .sampled_tokens import SampledTokens
 from .tools.call_format import CallFormat, call_format_of
 from .tools.declarations import ToolSet, parse_chat_tools, parse_responses_tools
-from .tools.harmony import MARKS as HARMONY_MARKS
+from .tools.harmony import SPECIAL_TOKENS as HARMONY_TOKENS
 from .tools.harmony import HarmonyParser, after_analysis, final_rules, is_harmony
 
 DEFAULT_COMPLETION = 16  # tokens, as in OpenAI's API
 _CHAT_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 _COMPLETION_LIMITS = ("max_tokens", "n_predict")
 _RESPONSE_LIMITS = ("max_output_tokens",)
-# Variables that render sets itself.
+# Template variables that have separate fields.
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -59,12 +59,12 @@ class ParserSettings:
     """Settings of request parsing.
 
     Attributes:
-        context_length: The maximum number of tokens of a text.
-        defaults: Options that apply where a body leaves them out.
-        strict: True to refuse unknown fields.
-        template_variables: Variables of the chat template that apply to all requests.
+        context_length: Maximum number of tokens of a text.
+        defaults: Values of options that a request omits.
+        strict: True to reject unknown fields.
+        template_variables: Variables of the chat template for all requests.
         store: Earlier responses, to which requests may refer.
-        sampled: Tokens that the model drew, kept for prompts; None to tokenize all text anew.
+        sampled: Sampled tokens to reuse in prompts; None to always use the tokenizer.
     """
 
     context_length: int
@@ -77,34 +77,34 @@ class ParserSettings:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request whose fields are checked.
+    """Request with validated fields.
 
     Attributes:
-        prompts: Text, token ids or messages each.
-        options: Options of the pipeline's request.
-        prompt_field: The field that holds the prompts.
-        rules: Rules of the text's end and of its visible tokens.
+        prompts: Prompts, each a string, token ids or messages.
+        options: Options of the pipeline.
+        prompt_field: Field that contains the prompts.
+        rules: Stop tokens and visible tokens of the text.
         template: Options of the chat template.
         num_choices_each: Number of choices of each prompt (`n`).
-        stream: True if the response is a stream of events.
+        stream: True for a stream of events.
         include_usage: True if the stream ends with the usage.
         continuous_usage: True if each chunk of the stream has the usage so far.
         trace: True if a stream reports the outcome of each token.
         return_token_ids: True if the response has the token ids of prompts and texts.
         echo: True if the text of a completion begins with its prompt.
-        score_only: True if no text is wanted, only log-probabilities of the prompt.
-        prompt_logprobs: Number of most likely tokens at each position of the prompt, None for no
-            log-probabilities of the prompt.
+        score_only: True to return only the log-probabilities of the prompt, without new text.
+        prompt_logprobs: Number of most likely tokens to report at each position of the prompt;
+            None for no log-probabilities of the prompt.
         add_special_tokens: True if the tokenizer adds its special tokens to a completion's prompt.
-        truncate: Maximum number of tokens of a prompt, whose beginning is cut; None for no limit.
+        truncate: Maximum number of prompt tokens, beyond which the beginning is dropped, or None.
         echoed: Fields that the response repeats.
-        option_fields: Fields that set options under other names.
+        option_fields: Request fields of options that have another name in the request.
         tools: Functions that the model may call.
         ignored: Names of unknown fields.
-        store: Where the response is to be kept, None if nowhere.
-        messages: Messages of the conversation without instructions, as far as they are stored.
-        seals_reasoning: True if reasoning items have `encrypted_content`.
-        sampled: Tokens that the model drew, kept for the prompts; None to tokenize them anew.
+        store: Store of the response, or None if it is not stored.
+        messages: Messages to store with the response, without instructions.
+        encodes_reasoning: True if reasoning items have `encrypted_content`.
+        sampled: Sampled tokens to reuse in the prompts; None to always use the tokenizer.
     """
 
     prompts: list[Any]
@@ -129,12 +129,12 @@ class ParsedRequest:
     ignored: tuple[str, ...] = ()
     store: ResponseStore | None = None
     messages: list[Message] = field(default_factory=list)
-    seals_reasoning: bool = False
+    encodes_reasoning: bool = False
     sampled: SampledTokens | None = None
 
     @property
     def num_choices(self) -> int:
-        """Return the number of texts of all prompts."""
+        """Return the total number of choices of all prompts."""
         return len(self.prompts) * self.num_choices_each
 
     @property
@@ -150,17 +150,17 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request with token ids and options of the pipeline.
+    """Tokenized request, ready to run.
 
     Attributes:
         prompts: Token ids of each prompt.
-        options: Options of the pipeline's request.
-        call_format: The format of the text's calls, if it may have any.
-        visible_tokens: Special tokens whose names stay in the text.
-        thinking: The format of the text's thinking, if it may have any.
+        options: Options of the pipeline.
+        call_format: Format of tool calls, or None if calls are not parsed.
+        visible_tokens: Special tokens that are included in the text.
+        thinking: Thinking format, or None if thinking is not parsed.
         is_thinking: True if the text begins within thinking.
-        is_harmony: True if the text has harmony's channels.
-        num_sampled: Number of prompt tokens that the tokenizer would split otherwise.
+        is_harmony: True if the text is in harmony format.
+        num_sampled: Number of prompt tokens that differ from the tokenizer's output.
     """
 
     prompts: list[list[int]]
@@ -174,7 +174,7 @@ class PreparedRequest:
 
     @property
     def has_reasoning(self) -> bool:
-        """Return True if the text may have thinking."""
+        """Return True if the text may contain thinking."""
         return self.thinking is not None or self.is_harmony
 
     def parser(self) -> OutputParser | HarmonyParser:
@@ -193,7 +193,7 @@ def parse_chat(body: object, settings: ParserSettings) -> ParsedRequest:
     """Parse the body of a /v1/chat/completions request.
 
     Raises:
-        ApiError: A field's value is invalid, or a field unknown in strict mode.
+        ApiError: A field has an invalid value, or is unknown in strict mode.
     """
     fields = _reader(body, settings)
     messages = parse_messages(fields.take("messages"), "messages", fields.ignored)
@@ -206,7 +206,7 @@ def parse_chat(body: object, settings: ParserSettings) -> ParsedRequest:
     has_logprobs = fields.take_flag("logprobs")
     top = fields.take_int("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not has_logprobs:
-        raise ApiError("top_logprobs needs logprobs", "top_logprobs", "invalid_value")
+        raise ApiError("top_logprobs requires logprobs", "top_logprobs", "invalid_value")
     if has_logprobs:
         options["logprobs"] = top or 0
     request = ParsedRequest(
@@ -298,13 +298,13 @@ def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
         tools=tools,
         store=settings.store if stores else None,
         messages=conversation,
-        seals_reasoning="reasoning.encrypted_content" in include,
+        encodes_reasoning="reasoning.encrypted_content" in include,
     )
     return _finish(fields, "responses", request, settings)
 
 
 def _history(previous_id: str | None, settings: ParserSettings) -> list[Message]:
-    """Return the messages of an earlier response's conversation."""
+    """Return the messages of the conversation of an earlier response."""
     if previous_id is None:
         return []
     response = None if settings.store is None else settings.store.get(previous_id)
@@ -319,7 +319,7 @@ def parse_tokenize(body: object, settings: ParserSettings) -> tuple[ParsedReques
     """Parse the body of a /tokenize request.
 
     Returns:
-        A request with the prompt, and True if the response has the text of each token.
+        A request with the prompt, and True if the response must include the text of each token.
     """
     fields = _reader(body, settings)
     messages = fields.take("messages")
@@ -343,7 +343,7 @@ def parse_tokenize(body: object, settings: ParserSettings) -> tuple[ParsedReques
 
 
 def parse_detokenize(body: object, settings: ParserSettings) -> list[int]:
-    """Parse the body of a /detokenize request; return its tokens."""
+    """Return the tokens in the body of a /detokenize request."""
     fields = _reader(body, settings)
     tokens: list[int] = fields.take_list("tokens", "a list of token ids")
     if not all(type(token) is int and token >= 0 for token in tokens):
@@ -360,7 +360,7 @@ def _parse_options(
     limit_name: str,
     response_format: ResponseFormat,
 ) -> tuple[dict[str, Any], OutputRules, dict[str, str]]:
-    """Return the values of `parse_options`; without a limit, the context's applies."""
+    """Call `parse_options`; the default limit is the context length."""
     max_new_tokens = settings.context_length if limit is None else limit
     return parse_options(
         fields,
@@ -379,7 +379,7 @@ def _reader(body: object, settings: ParserSettings) -> FieldReader:
 def _finish(
     fields: FieldReader, endpoint: str, request: ParsedRequest, settings: ParserSettings
 ) -> ParsedRequest:
-    """Take the fields that all endpoints have, then ignore or refuse the rest."""
+    """Parse the fields that are common to all endpoints; ignore or reject unknown ones."""
     fields.take_typed("model", str, "a name")
     num_choices, trace = 1, False
     if endpoint != "responses":
@@ -390,13 +390,13 @@ def _finish(
     stream_options = fields.take_object("stream_options")
     if stream_options is not None:
         if not stream and fields.is_strict:
-            raise ApiError("stream_options needs stream", "stream_options", "invalid_value")
+            raise ApiError("stream_options requires stream", "stream_options", "invalid_value")
         usage = stream_options.take_flag("include_usage")
         continuous_usage = stream_options.take_flag("continuous_usage_stats")
         stream_options.skip("include_obfuscation")
         stream_options.finish()
     return_token_ids = fields.take_flag("return_token_ids")
-    fields.refuse_unsupported(UNSUPPORTED_FIELDS[endpoint])
+    fields.reject_unsupported(UNSUPPORTED_FIELDS[endpoint])
     fields.skip(*NEUTRAL[endpoint])
     fields.finish()
     return dataclasses.replace(
@@ -413,7 +413,7 @@ def _finish(
 
 
 def _parse_template(fields: FieldReader, settings: ParserSettings) -> TemplateOptions:
-    """Return the template's options; thinking can be set by the fields of several APIs."""
+    """Parse the options of the chat template, including the thinking fields of several APIs."""
     variables = dict(settings.template_variables)
     effort = fields.take_typed("reasoning_effort", str, "a name")
     if (reasoning := fields.take("reasoning")) is not None:
@@ -443,7 +443,7 @@ def _parse_template(fields: FieldReader, settings: ParserSettings) -> TemplateOp
 
 
 def _parse_thinking_switch(fields: FieldReader) -> bool | None:
-    """Return the switch of thinking of Qwen's, Ollama's or Anthropic's API, if one is given."""
+    """Return whether thinking is enabled by Qwen's, Ollama's or Anthropic's field, or None."""
     thinking = fields.take("enable_thinking", "think", "thinking")
     if isinstance(thinking, dict):
         return thinking.get("type") != "disabled"
@@ -453,7 +453,7 @@ def _parse_thinking_switch(fields: FieldReader) -> bool | None:
 
 
 def thinking_variables(is_enabled: bool) -> dict[str, bool]:
-    """Return the variables by which templates of today's models switch thinking."""
+    """Return the template variables that enable or disable thinking."""
     return {"enable_thinking": is_enabled, "thinking": is_enabled}
 
 
@@ -462,7 +462,7 @@ def _parse_prompt_logprobs(fields: FieldReader) -> int | None:
 
 
 def _parse_truncation(fields: FieldReader, settings: ParserSettings) -> int | None:
-    """Return the maximum length of the prompt; -1 is the longest that leaves room for a token."""
+    """Return the maximum number of prompt tokens; -1 selects the context length minus one."""
     limit = fields.take_int("truncate_prompt_tokens", -1)
     if limit == 0:
         raise fields.error("truncate_prompt_tokens", "truncate_prompt_tokens must not be 0")
@@ -473,7 +473,7 @@ def prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
     """Render and tokenize the prompts of a request.
 
     Raises:
-        ApiError: The pipeline does not take the prompts or the options.
+        ApiError: A prompt or an option is invalid.
     """
     prepared = _prepare(pipeline, request)
     if request.sampled is None:
@@ -489,7 +489,7 @@ def prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
 
 
 def _checked(pipeline: Pipeline, request: ParsedRequest, tokens: list[int]) -> list[int]:
-    """Return the tokens of a prompt that may have become longer."""
+    """Validate the length of a prompt that sampled tokens may have extended."""
     try:
         return pipeline.prompts.tokens(tokens)
     except PromptError as error:
@@ -526,7 +526,7 @@ def _prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
 def _with_thinking(
     pipeline: Pipeline, request: ParsedRequest, prepared: PreparedRequest
 ) -> PreparedRequest:
-    """Return the request with the format of its text's thinking, after which grammars begin."""
+    """Return the request with its thinking format, and with grammars that follow thinking."""
     template, tokenizer = pipeline.bundle.chat_template, pipeline.tokenizer
     if not request.is_chat or template is None:
         return prepared
@@ -545,35 +545,35 @@ def _with_thinking(
         options=options,
         thinking=thinking,
         is_thinking=is_open,
-        visible_tokens=prepared.visible_tokens | _special_tokens(pipeline, thinking.marks),
+        visible_tokens=prepared.visible_tokens | _special_tokens(pipeline, thinking.delimiters),
     )
 
 
 def _with_harmony(pipeline: Pipeline, prepared: PreparedRequest) -> PreparedRequest:
-    """Return the request with harmony's channels in its text and in its grammar."""
+    """Return the request with visible harmony tokens, and with grammars for its channels."""
     options, tokenizer = prepared.options, pipeline.tokenizer
     has_calls = prepared.call_format is not None and prepared.call_format.grammar is not None
     rules = lark_rules(options, "body__" if has_calls else "inner__")
     if rules is not None:
         rules = rules if has_calls else final_rules(rules, "body__", tokenizer)
         options = _with_grammar(options, after_analysis(rules, tokenizer))
-    visible = prepared.visible_tokens | _special_tokens(pipeline, HARMONY_MARKS)
+    visible = prepared.visible_tokens | _special_tokens(pipeline, HARMONY_TOKENS)
     return dataclasses.replace(prepared, options=options, visible_tokens=visible, is_harmony=True)
 
 
 def _with_grammar(options: Mapping[str, Any], grammar: str) -> dict[str, Any]:
-    """Return options with a grammar instead of those that they have."""
+    """Return options whose grammar is replaced."""
     return {k: v for k, v in options.items() if k not in GRAMMARS} | {"grammar": grammar}
 
 
 def _special_tokens(pipeline: Pipeline, names: Collection[str] | None = None) -> frozenset[int]:
-    """Return the special tokens with some names, by default all."""
+    """Return the ids of the special tokens with these names (default: all)."""
     added = pipeline.tokenizer.get_added_tokens_decoder().items()
     return frozenset(t for t, a in added if a.special and (names is None or a.content in names))
 
 
 def _with_text_biases(pipeline: Pipeline, request: ParsedRequest) -> dict[str, Any]:
-    """Return the options with biases by text converted to those of the text's tokens."""
+    """Return the options, with logit biases of texts converted to those of their tokens."""
     options = dict(request.options)
     for text, bias in request.rules.text_biases:
         tokens = pipeline.tokenizer.encode(text, add_special_tokens=False).ids
@@ -589,12 +589,12 @@ def _tokenize(
     options: dict[str, Any],
     tools: list[dict[str, Any]] | None = None,
 ) -> list[list[int]]:
-    """Return the token ids of each prompt, and check the options with the pipeline."""
+    """Validate the options with the pipeline, and return the token ids of each prompt."""
     try:
         pipeline.sampling(build_request(**options))
         return [_tokens_of(pipeline, request, prompt, tools) for prompt in prompts]
     except OptionError as error:
-        name, reason = _refused_function(request, options, str(error))
+        name, reason = _rejected_function(request, options, str(error))
         if name is not None:
             message = f"tools: the schema of the function {name!r} is rejected: {reason}"
             raise ApiError(message, "tools", "invalid_value") from error
@@ -617,12 +617,12 @@ def _tokens_of(
     return prompts.tokens(tokens if truncate is None else tokens[-truncate:])
 
 
-def _refused_function(
+def _rejected_function(
     request: ParsedRequest, options: Mapping[str, Any], message: str
 ) -> tuple[str | None, str]:
-    """Return the function whose schema llguidance refuses in a grammar of tools, and the reason.
+    """Return the function whose schema llguidance rejects, and the reason.
 
-    The message begins with the line and ends with an excerpt of the grammar.
+    llguidance's message begins with the line in the grammar, and ends with an excerpt of it.
     """
     match = re.search(r"at (\d+)\(\d+\): failed to compile JSON schema: (.*?)( \d+ \||$)", message)
     if request.tools is None or match is None or "grammar" not in options:
@@ -633,17 +633,17 @@ def _refused_function(
 
 
 def option_error(error: OptionError, request: ParsedRequest) -> ApiError:
-    """Return the client's error for an option, with the field of the request that set it."""
+    """Return the API error for an option, with the request field that set it."""
     if error.option != "grammar" or "grammar" in request.options:
         return field_error(error, request.option_fields)
-    # The server built the grammar, from the tools or of the format that follows the thinking.
+    # The grammar was built by the server, from tools or from a format that follows thinking.
     names = [request.option_fields[name] for name in GRAMMARS if name in request.options]
     name = names[0] if names and request.tools is None else "tools"
     return ApiError(f"{name}: {error}", name, "invalid_value")
 
 
 def _parse_prompts(prompt: object) -> list[Any]:
-    """Return a list of prompts: text or token ids each."""
+    """Return a list of prompts, each a string or token ids."""
     if isinstance(prompt, str) or _is_token_ids(prompt):
         return [prompt]
     items = prompt if isinstance(prompt, list) else []

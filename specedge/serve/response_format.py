@@ -1,4 +1,4 @@
-"""Response formats: `response_format` of chats, `text` of responses."""
+"""Response formats: `response_format` of chats and completions, `text` of /v1/responses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TYPES = ("text", "json_object", "json_schema")
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """A response format: any text, or JSON of a schema.
+    """Response format: text without constraints, or JSON that matches a schema.
 
     Attributes:
-        field_name: The field of the request that sets it.
-        schema: The JSON schema, None for any text.
-        value: The format as the client sent it.
+        field_name: Field of the request that sets the format.
+        schema: JSON schema, or None for text without constraints.
+        value: Format as sent by the client.
     """
 
     field_name: str
@@ -27,7 +27,7 @@ class ResponseFormat:
 
 
 def parse_chat_format(fields: FieldReader) -> ResponseFormat:
-    """Parse `response_format` of /v1/chat/completions, whose schema is a nested object."""
+    """Parse `response_format`, in which the schema is in a nested object."""
     name = "response_format"
     value = fields.peek(name)
     inner = fields.take_object(name)
@@ -41,7 +41,7 @@ def parse_chat_format(fields: FieldReader) -> ResponseFormat:
 
 
 def parse_responses_format(fields: FieldReader) -> ResponseFormat:
-    """Parse `text` of /v1/responses, whose format has the schema's fields itself."""
+    """Parse `text` of /v1/responses, in which the schema's fields are part of `format`."""
     name = "text"
     text = fields.take_object(name)
     if text is None:
@@ -66,7 +66,7 @@ def _take_type(fields: FieldReader) -> str:
 
 
 def _schemaless_format(fields: FieldReader, name: str, value: dict[str, Any]) -> ResponseFormat:
-    """Return the format for any text, or for JSON: any object, or of llama.cpp's `schema`."""
+    """Return the format of type "text" or "json_object", with llama.cpp's optional `schema`."""
     schema: dict[str, Any] | None = None
     if value["type"] == "json_object":
         schema = fields.take_typed("schema", dict, "an object") or {"type": "object"}
@@ -75,7 +75,7 @@ def _schemaless_format(fields: FieldReader, name: str, value: dict[str, Any]) ->
 
 
 def _take_schema(fields: FieldReader) -> dict[str, Any]:
-    """Return a named schema, which the text follows whether it is `strict` or not."""
+    """Return a schema, which is enforced even if `strict` is false."""
     fields.take_typed("name", str, "text")
     fields.take_typed("description", str, "text")
     fields.take_flag("strict")

@@ -1,4 +1,4 @@
-"""Responses kept in memory, for `previous_response_id` and references to items."""
+"""In-memory store of responses, for `previous_response_id` and `item_reference`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ MAX_CHARACTERS = 2**25  # maximum JSON characters of all conversations
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response with the messages of its conversation, without instructions."""
+    """Response with the messages of its conversation, except instructions."""
 
     body: dict[str, Any]
     messages: list[dict[str, Any]]
 
     @property
     def items(self) -> dict[str, dict[str, Any]]:
-        """Return the items of the output by their ids."""
+        """Return the output items by id."""
         return {item["id"]: item for item in self.body["output"]}
 
 
 class ResponseStore:
-    """The latest responses, as many as fit into the limits; safe for several threads."""
+    """Thread-safe store of the latest responses within limits."""
 
     def __init__(
         self, max_responses: int = MAX_RESPONSES, max_characters: int = MAX_CHARACTERS
@@ -37,7 +37,7 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def add(self, response: StoredResponse) -> None:
-        """Keep a response, and drop the oldest ones beyond the limits."""
+        """Store a response and evict the oldest ones beyond the limits."""
         size = len(json.dumps([response.body, response.messages], ensure_ascii=False))
         with self._lock:
             self._responses[response.body["id"]] = response, size
@@ -49,19 +49,19 @@ class ResponseStore:
                 self._num_characters -= dropped
 
     def get(self, id_: str) -> StoredResponse | None:
-        """Return a response, None if it is not kept."""
+        """Return a response, or None if it is not stored."""
         with self._lock:
             return self._responses.get(id_, (None, 0))[0]
 
     def remove(self, id_: str) -> bool:
-        """Drop a response; return False if it is not kept."""
+        """Delete a response; return False if it is not stored."""
         with self._lock:
             _, size = self._responses.pop(id_, (None, 0))
             self._num_characters -= size
         return size > 0
 
     def item(self, id_: str) -> dict[str, Any] | None:
-        """Return an item of the output of a response, None if it is not kept."""
+        """Return an output item of any response, or None if it is not stored."""
         with self._lock:
             responses = [response for response, _ in self._responses.values()]
         return next((r.items[id_] for r in reversed(responses) if id_ in r.items), None)

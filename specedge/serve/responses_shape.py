@@ -1,4 +1,4 @@
-"""Responses of /v1/responses: reasoning, a message of one text, and function calls."""
+"""Responses of /v1/responses, complete and streamed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .choices import (
 )
 from .errors import ApiError
 from .job_queue import TextPiece
-from .messages import call_message, sealed
+from .messages import call_message, encode_reasoning
 from .output_parser import AnswerPart
 from .requests import ParsedRequest
 from .response_store import StoredResponse
@@ -31,13 +31,13 @@ _INCOMPLETE_DETAILS = {"reason": "max_output_tokens"}
 
 
 class ResponsesShaper:
-    """A response object, and the events of its stream."""
+    """Shaper of response objects and of the events of their streams."""
 
     def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
         self._sequence_number = 0
         self._request = request
         self._ids: list[str] = []
-        self._items: list[OutputItem] = []  # as far as events have reported them
+        self._items: list[OutputItem] = []  # those reported by events so far
         options = request.options
         self._fields: dict[str, Any] = {
             "id": new_id("resp_"),
@@ -123,7 +123,7 @@ class ResponsesShaper:
         return response
 
     def _add_item(self, item: OutputItem) -> Iterator[str]:
-        """Yield the events that begin an item, without its text."""
+        """Yield the events at the start of an item."""
         self._items.append(item)
         item_json = self._item_json(self._last, item, "in_progress")
         if item.name is None:
@@ -145,7 +145,7 @@ class ResponsesShaper:
             yield self._event("response.function_call_arguments.delta", **location, delta=text)
 
     def _finish_item(self, status: str) -> Iterator[str]:
-        """Yield the events that end the last item."""
+        """Yield the events at the end of the last item."""
         item, last = self._items[-1], self._last
         if item.is_reasoning:
             location = self._content_location
@@ -174,7 +174,7 @@ class ResponsesShaper:
 
     @property
     def _content_location(self) -> dict[str, Any]:
-        """Return the fields that locate the last item's text."""
+        """Return the fields that identify the last item's content part."""
         item_id = self._id(self._last, self._items[-1])
         return {"item_id": item_id, "output_index": self._last, "content_index": 0}
 
@@ -188,7 +188,7 @@ class ResponsesShaper:
         fields: dict[str, Any] = {"id": self._id(index, item), "status": status}
         if item.is_reasoning:
             content = [_content_part(item, item.text)]
-            encrypted = sealed(item.text) if self._request.seals_reasoning else None
+            encrypted = encode_reasoning(item.text) if self._request.encodes_reasoning else None
             fields |= {"type": "reasoning", "summary": [], "content": content}
             return fields | {"encrypted_content": encrypted}
         if item.name is None:
@@ -204,7 +204,7 @@ class ResponsesShaper:
 
 
 def _message(choice: ResponseChoice) -> dict[str, Any]:
-    """Return the assistant's message of a choice, as a later request continues it."""
+    """Return the assistant message of a choice, for later requests of the conversation."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.text}
     if reasoning := choice.reasoning:
         message["reasoning_content"] = reasoning
@@ -216,8 +216,8 @@ def _message(choice: ResponseChoice) -> dict[str, Any]:
 
 
 def _status(choice: ResponseChoice) -> str:
-    is_cut = choice.generation.finish_reason in _INCOMPLETE
-    return "incomplete" if is_cut else "completed"
+    is_truncated = choice.generation.finish_reason in _INCOMPLETE
+    return "incomplete" if is_truncated else "completed"
 
 
 def _content_part(item: OutputItem, text: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Tokens that the model drew, kept for prompts whose text they spell.
+"""Store of sampled tokens, which are reused in prompts that contain their text.
 
-The tokenizer may split a text otherwise than the model drew it. A prompt that repeats the text then
-differs from the prefix cache at that place, and all behind it would be computed again.
+A tokenizer may split a text differently from the tokens that the model sampled. A prompt that
+contains the text then matches the prefix cache only up to the first different token.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 MAX_SEQUENCES = 64
-MAX_TOKENS = 2**20  # maximum tokens of all sequences
+MAX_TOKENS = 2**20  # maximum total length of all sequences
 
 
 class SampledTokens:
-    """The latest sequences of prompt and text, within limits; safe for several threads."""
+    """Thread-safe store of the latest token sequences (prompt and text) within limits."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SampledTokens:
         self._lock = threading.Lock()
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Keep a sequence instead of those that it continues, and drop the oldest ones."""
+        """Store a sequence, replacing its prefixes, and evict the oldest ones beyond the limits."""
         sequence = list(tokens)
         with self._lock:
             others = [s for s in self._sequences if s != sequence[: len(s)]]
@@ -43,14 +43,16 @@ class SampledTokens:
                 self._sequences.popleft()
 
     def apply(self, prompt: list[int]) -> tuple[list[int], int]:
-        """Return a prompt that begins with tokens of the sequence that spells most of its text.
+        """Replace the beginning of a prompt by stored tokens that decode to the same text.
+
+        The sequence that matches most of the prompt is used.
 
         Returns:
-            The prompt, and the number of its tokens that are split otherwise.
+            The prompt, and the number of its tokens that differ from the tokenizer's output.
         """
         with self._lock:
             sequences = [*self._sequences]
-        spans = [(*self._spelled(prompt, sequence), sequence) for sequence in sequences]
+        spans = [(*self._common_text(prompt, sequence), sequence) for sequence in sequences]
         if not spans:
             return prompt, 0
         num_prompt, num_sampled, sequence = max(spans, key=lambda span: span[0])
@@ -65,14 +67,14 @@ class SampledTokens:
         )
         return begin + prompt[num_prompt:], num_sampled - num_equal - first
 
-    def _spelled(self, prompt: Sequence[int], sequence: Sequence[int]) -> tuple[int, int]:
-        """Return the lengths of the longest beginnings of both that spell the same text.
+    def _common_text(self, prompt: Sequence[int], sequence: Sequence[int]) -> tuple[int, int]:
+        """Return the lengths of the longest prefixes of both that have the same text.
 
-        Added tokens, such as special ones, are equal to themselves alone.
+        Added tokens, such as special tokens, match only themselves.
         """
         i = j = 0
         lengths = 0, 0
-        ahead = ""  # text by which the one side is longer: of the prompt, else of the sequence
+        ahead = ""  # text of the longer side beyond the shorter one
         is_prompt_ahead = False
         while True:
             if not ahead:
@@ -98,5 +100,5 @@ class SampledTokens:
             ahead = ahead[len(text) :] or text[len(ahead) :]
 
     def _text(self, token: int) -> str:
-        """Return the text of a token as the vocabulary spells it, which joins without loss."""
+        """Return the text of a token in the vocabulary, which concatenates without loss."""
         return self._tokenizer.id_to_token(token) or ""

@@ -1,4 +1,4 @@
-"""The application on a socket, from its first request to a graceful shutdown."""
+"""HTTP server: listening socket, uvicorn, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from starlette.types import ASGIApp
 
 from specedge.errors import SpecEdgeError
 
-MAX_HEADERS = 2**16  # bytes of a request's headers
-UNREAD_TIMEOUT = 120  # seconds until a connection whose client does not read is closed
+MAX_HEADERS = 2**16  # maximum size of a request's headers in bytes
+UNREAD_TIMEOUT = 120  # seconds until the connection of a client that does not read is closed
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 is any free one.
+    """Return a listening socket; port 0 selects a free port.
 
     Raises:
         SpecEdgeError: The address cannot be used.
@@ -31,13 +31,13 @@ def listen(host: str, port: int) -> socket.socket:
         raise SpecEdgeError(
             f"cannot listen on {host}, port {port}: {reason}; choose another --host or --port"
         ) from error
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; accepted connections inherit it
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; inherited by accepted connections
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_TIMEOUT)
     return listening
 
 
 def base_url(listening: socket.socket) -> str:
-    """Return the base URL for clients of OpenAI's API."""
+    """Return the base URL for OpenAI clients."""
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -45,7 +45,7 @@ def base_url(listening: socket.socket) -> str:
 def serve(
     app: ASGIApp, listening: socket.socket, grace: int, on_ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until SIGINT or SIGTERM; then give running requests `grace` seconds."""
+    """Serve until SIGINT or SIGTERM, then wait up to `grace` seconds for running requests."""
     config = uvicorn.Config(
         app,
         http="h11",
@@ -63,7 +63,7 @@ def serve(
 
 
 class GracefulServer(uvicorn.Server):
-    """Server that reports when it is ready and does not raise the stop signal again."""
+    """uvicorn server that reports when it is ready and does not re-raise stop signals."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)

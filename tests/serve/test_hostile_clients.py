@@ -193,7 +193,7 @@ def test_bodies_have_a_size_together_too(pair):
         (told,) = select.select(senders, [], [], 20)[0]
         status, headers, said = answer(told)
         assert (status, headers["retry-after"], headers["connection"]) == (429, "1", "close")
-        assert "bodies of other requests fill" in error_of(said)["message"]
+        assert "the bodies of concurrent requests exceed" in error_of(said)["message"]
         senders.remove(told)
         for one in senders[1:]:
             one.close()
@@ -205,7 +205,7 @@ def test_more_texts_than_the_server_takes_are_refused_untokenized(port, pair, mo
     monkeypatch.setattr(pair.prompts, "tokens_of", lambda _: 1 / 0)
     status, _, said = ask(port, "POST", "/v1/completions", SHORT | fields)
     assert (status, error_of(said)["param"]) == (400, "n")
-    assert "asks for 3 choices, this server runs at most 2" in error_of(said)["message"]
+    assert "has 3 choices, but this server runs or queues at most 2" in error_of(said)["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -219,6 +219,6 @@ def test_markers_that_are_text_work_as_well():
 
 def test_marker_of_gemma_is_found_among_the_prompts_tokens():
     gemma = ThinkingFormat("<|channel>thought\n", "<channel|>")
-    assert gemma.marks == ("<|channel>", "<channel|>")
+    assert gemma.delimiters == ("<|channel>", "<channel|>")
     assert gemma.is_open("<|turn>model\n<|channel>thought\n")
     assert gemma.is_closed("<|channel>thought\n<channel|>")

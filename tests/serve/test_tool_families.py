@@ -224,7 +224,7 @@ def served_family(request):
     template = CHATML if request.param == "explained" else FAMILIES[request.param][0]
     family = family_of(template)
     assert family.name == request.param
-    marks = [mark for mark in family.marks if mark != "```json"]
+    marks = [mark for mark in family.delimiters if mark != "```json"]
     pipeline = scripted_pair(template, dict.fromkeys(marks, True))
     with serving(pipeline, model=MODEL) as port, client(port) as ai:
         yield request.param, pipeline, ai

@@ -1,1 +1,1 @@
-"""Function calling: declarations, grammars, and parsing of calls in generated text."""
+"""Function calling: declarations, grammars, and parsers of calls in generated text."""

@@ -1,4 +1,4 @@
-"""Call format of a bundle's chat template, applied to one request."""
+"""Tool-call format of a bundle's chat template, applied to a request."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format of a request's calls: in messages, in the grammar and in the generated text.
+    """Format of a request's tool calls, in messages, grammar and generated text.
 
     Attributes:
-        family: The format of the bundle's template.
-        support: The parts of conversations with tools that the template shows.
-        tools: The functions, None if only earlier messages have calls.
-        grammar: The grammar of the text, None if it is free.
-        visible_tokens: Special tokens that mark calls, whose names stay in the text.
-        is_ambiguous: True if a text of the grammar may begin like a call and be none.
+        family: Call format of the bundle's template.
+        support: Features of tool use that the template renders.
+        tools: Functions, or None if only earlier messages contain calls.
+        grammar: Grammar of the text, or None if it is unconstrained.
+        visible_tokens: Special tokens that delimit calls and are included in the text.
+        is_ambiguous: True if the grammar allows text that begins like a call.
     """
 
     family: CallFamily
@@ -47,13 +47,13 @@ class CallFormat:
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """Return the functions in the form that templates take."""
+        """Return the functions in the format of chat templates."""
         if self.tools is None or not self.support.tools:
             return None
         return [function.template_json for function in self.tools.functions]
 
     def convert_messages(self, messages: list[Message]) -> list[Message]:
-        """Return messages in the form that the template takes: its ids, or tools as text."""
+        """Convert messages to the format supported by the template."""
         if not self.family.is_native:
             return explain_calls(messages, self.tools)
         if not self.family.parallel:
@@ -79,13 +79,13 @@ def call_format_of(
     """Return the call format of a request.
 
     Args:
-        bundle: The bundle with the chat template.
-        tokenizer: The bundle's tokenizer.
-        tools: The functions, None if only earlier messages have calls.
-        text_rules: Rules of a grammar of texts that are no calls; see `grammar_of`.
+        bundle: Bundle with the chat template.
+        tokenizer: Tokenizer of the bundle.
+        tools: Functions, or None if only earlier messages contain calls.
+        text_rules: Grammar of text without calls; see `grammar_of`.
 
     Raises:
-        ApiError: The tools make no grammar that can be compiled.
+        ApiError: The grammar of the tools is too large or too deeply nested.
     """
     added = tokenizer.get_added_tokens_decoder()
     support, family = tool_support(bundle, tools is not None), EXPLAINED
@@ -93,13 +93,13 @@ def call_format_of(
         names = [added_token.content for added_token in added.values()]
         family = family_of(bundle.chat_template or "", names)
     special = {token for token, added_token in added.items() if added_token.special}
-    ids = {mark: tokenizer.token_to_id(mark) for mark in family.marks}
-    mark_tokens = {mark: token for mark, token in ids.items() if token is not None}
-    other_tokens = sorted(added.keys() - special - {*mark_tokens.values(), *bundle.end_tokens})
+    ids = {text: tokenizer.token_to_id(text) for text in family.delimiters}
+    delimiter_tokens = {text: token for text, token in ids.items() if token is not None}
+    other_tokens = sorted(added.keys() - special - {*delimiter_tokens.values(), *bundle.end_tokens})
     try:
         grammar = None
         if tools is not None:
-            grammar = grammar_of(tools, family, mark_tokens, other_tokens, text_rules)
+            grammar = grammar_of(tools, family, delimiter_tokens, other_tokens, text_rules)
     except RecursionError as error:
         raise ApiError("tools are nested too deeply", "tools", "invalid_value") from error
     if grammar is not None and len(grammar) > MAX_GRAMMAR:
@@ -108,17 +108,17 @@ def call_format_of(
             "tools",
             "invalid_value",
         )
-    visible = frozenset(mark_tokens.values()) & special if tools is not None else frozenset()
+    visible = frozenset(delimiter_tokens.values()) & special if tools is not None else frozenset()
     is_free = tools is None or not tools.is_call_required
-    is_ambiguous = is_free and text_rules is not None and not family.marked
+    is_ambiguous = is_free and text_rules is not None and not family.requires_marker
     return CallFormat(family, support, tools, grammar, frozenset(visible), is_ambiguous)
 
 
 def explain_calls(messages: list[Message], tools: ToolSet | None) -> list[Message]:
-    """Return messages that explain functions, calls and their results as text.
+    """Return messages with functions, calls and results as text, for templates without tools.
 
-    For templates that show none: the first message lists the functions, calls are text of the
-    assistant, and results are messages of the user.
+    The first message lists the functions, calls become text of the assistant, and results become
+    user messages.
     """
     converted: list[Message] = []
     for message in messages:
@@ -144,7 +144,7 @@ _EXPLANATION = (
 
 
 def _with_spelled_calls(message: Message, family: CallFamily) -> Message:
-    """Return a message with its calls as text, in the format of a family or in Hermes'."""
+    """Return a message with its calls as text, in the family's format or in that of Hermes."""
     if "tool_calls" not in message:
         return message
     calls = [(call["function"]["name"], _json(call)) for call in message["tool_calls"]]
@@ -154,7 +154,7 @@ def _with_spelled_calls(message: Message, family: CallFamily) -> Message:
 
 
 def _json(call: dict[str, Any]) -> str:
-    """Return the arguments of a call as JSON text, or as they came."""
+    """Return the arguments of a call as JSON text; text is returned unchanged."""
     arguments = call["function"]["arguments"]
     if isinstance(arguments, str):
         return arguments
@@ -162,7 +162,7 @@ def _json(call: dict[str, Any]) -> str:
 
 
 def _separate_calls(messages: list[Message]) -> list[Message]:
-    """Return messages with one call each, before its result, for templates that take no more."""
+    """Split parallel calls into messages with one call each, followed by its result."""
     separated: list[Message] = []
     position = 0
     while position < len(messages):
@@ -183,9 +183,9 @@ def _separate_calls(messages: list[Message]) -> list[Message]:
 
 
 def _with_content_as_reasoning(message: Message) -> Message:
-    """Return a message with a call whose content, if it has reasoning, too, is part of that.
+    """Move the content of a message with a call and reasoning to the reasoning.
 
-    The template of gpt-oss takes no more than one of both beside a call.
+    The template of gpt-oss rejects messages with all three.
     """
     reasoning, content = message.get("reasoning_content"), message["content"]
     if not (reasoning and content and "tool_calls" in message):
@@ -194,7 +194,7 @@ def _with_content_as_reasoning(message: Message) -> Message:
 
 
 def _with_message_tools(messages: list[Message], tools: ToolSet) -> list[Message]:
-    """Return messages of which the first, a system message, has the functions as JSON text."""
+    """Add the functions, as JSON text, to the system message."""
     functions = [function.template_json["function"] for function in tools.functions]
     system: Message = {"role": "system", "content": ""}
     if messages[0]["role"] == "system":
@@ -214,5 +214,5 @@ def _with_short_ids(message: Message) -> Message:
 
 
 def _short_id(id_: str) -> str:
-    """Return an id of nine letters and digits: the id itself or its hash."""
+    """Return an id of nine alphanumeric characters: the id itself, or its hash."""
     return id_ if _SHORT_ID.fullmatch(id_) else hashlib.sha256(id_.encode()).hexdigest()[:9]

@@ -1,4 +1,4 @@
-"""Tool declarations: functions, and which of them the model may or must call."""
+"""Parsing of tool declarations and `tool_choice`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True)
 class FunctionTool:
-    """A function with the JSON schema of its arguments, which calls follow if it is `strict`.
+    """Function with the JSON schema of its arguments, which is enforced if `strict` is set.
 
-    `keys` is the order of the declaration's keys, which templates show.
+    `keys` is the order of the keys in the declaration, which affects the rendered template.
     """
 
     name: str
@@ -31,7 +31,7 @@ class FunctionTool:
 
     @property
     def template_json(self) -> dict[str, Any]:
-        """Return the function in the form in which transformers passes it to a template."""
+        """Return the function in the format that transformers passes to templates."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -43,14 +43,14 @@ class FunctionTool:
 
 @dataclass(frozen=True)
 class ToolSet:
-    """The functions of a request, at least one.
+    """Functions of a request (at least one) and `tool_choice`.
 
     Attributes:
-        functions: All functions, which the template shows.
+        functions: All functions, as passed to the template.
         choice: "auto" or "required".
-        required_name: The function that the model must call, if one is named.
-        parallel: False if the model may call at most once.
-        allowed_names: The functions that the model may call, if not all.
+        required_name: Function that the model must call, if one is named.
+        parallel: False if the text may contain at most one call.
+        allowed_names: Functions that the model may call, or None for all.
     """
 
     functions: tuple[FunctionTool, ...]
@@ -61,7 +61,7 @@ class ToolSet:
 
     @property
     def is_call_required(self) -> bool:
-        """Return True if the text must be a call."""
+        """Return True if the text must consist of calls."""
         return self.choice == "required" or self.required_name is not None
 
     @property
@@ -74,10 +74,10 @@ class ToolSet:
 
 
 def parse_chat_tools(fields: FieldReader) -> ToolSet | None:
-    """Parse the tools of a chat, whose functions are nested objects.
+    """Parse the tools of a chat, in which functions are nested objects.
 
     Returns:
-        The tools; None if there are none or none may be called.
+        The tools, or None if there are none or `tool_choice` is "none".
     """
 
     def function_fields(tool: FieldReader) -> FieldReader:
@@ -89,14 +89,14 @@ def parse_chat_tools(fields: FieldReader) -> ToolSet | None:
 
 
 def parse_responses_tools(fields: FieldReader) -> ToolSet | None:
-    """Parse the tools of /v1/responses, whose functions are the tools themselves."""
+    """Parse the tools of /v1/responses, in which functions are not nested."""
     return _parse_tools(fields, lambda tool: tool)
 
 
 def _parse_tools(
     fields: FieldReader, function_fields: Callable[[FieldReader], FieldReader]
 ) -> ToolSet | None:
-    """Parse tools; those of other types than functions, for other servers, are ignored."""
+    """Parse tools; built-in tools of other servers are ignored."""
     tools = fields.take_typed("tools", list, "a list of functions") or []
     choice = fields.take("tool_choice")
     parallel = fields.take_typed("parallel_tool_calls", bool, "true or false")
@@ -113,7 +113,7 @@ def _parse_tools(
             functions.append(_parse_function(tool, function_fields))
     names = [function.name for function in functions]
     if duplicate := next((name for name in names if names.count(name) > 1), None):
-        message = f"tools has two functions {excerpt(duplicate)}"
+        message = f"tools contains the function {excerpt(duplicate)} twice"
         raise ApiError(message, "tools", "invalid_value")
     allowed_names = None
     if names and isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -150,7 +150,7 @@ def _check_type(tool: FieldReader) -> None:
 
 
 def _parse_parameters(fields: FieldReader) -> dict[str, Any]:
-    """Return the schema of the arguments, an object; without properties if it is absent."""
+    """Return the schema of the arguments; by default an object without properties."""
     schema: dict[str, Any] | None = fields.take_typed("parameters", dict, "an object")
     if schema is None:
         return _NO_PARAMETERS | {"additionalProperties": False}
@@ -166,14 +166,14 @@ def _parse_choice(
     function_fields: Callable[[FieldReader], FieldReader],
     names: list[str],
 ) -> tuple[str, str | None]:
-    """Return "auto", "required" or "none", and the function that must be called, if any."""
+    """Return "auto", "required" or "none", and the name of the required function, if any."""
     field_name = "tool_choice"
     if value is None or value == "none":
         return value or "auto", None
     if not names:
         if value == "auto" and not fields.is_strict:
             return "auto", None
-        raise ApiError("tool_choice needs tools", field_name, "invalid_value")
+        raise ApiError("tool_choice requires tools", field_name, "invalid_value")
     if not isinstance(value, dict):
         if value not in _CHOICES:
             choices = ", ".join(_CHOICES)
@@ -194,9 +194,9 @@ def _parse_choice(
 def _parse_allowed_tools(
     fields: FieldReader, value: dict[str, Any], names: list[str]
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the mode of an "allowed_tools" choice and the functions that it allows.
+    """Return the mode and the function names of an "allowed_tools" choice.
 
-    Both are in an object of their own in chats, and in the choice itself in /v1/responses.
+    They are nested in a further object in chats, but not in /v1/responses.
     """
     choice = fields.child(value, "tool_choice")
     choice.skip("type")
@@ -212,6 +212,7 @@ def _parse_allowed_tools(
     options.finish()
     unknown = next((name for name in allowed if name not in names), None)
     if unknown is not None or not allowed:
-        named = "no function" if not allowed else f"{excerpt(unknown)}, which is no function"
-        raise ApiError(f"tool_choice allows {named} of tools", "tool_choice", "invalid_value")
+        message = f"tool_choice allows {excerpt(unknown)}, which is not a function in tools"
+        message = message if allowed else "tool_choice allows no function"
+        raise ApiError(message, "tool_choice", "invalid_value")
     return mode, tuple(allowed)

@@ -1,4 +1,4 @@
-"""Formats of tool calls, recognized by the text of the chat template."""
+"""Formats of tool calls, detected from the text of the chat template."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _DEEPSEEK = "<｜tool▁calls▁begin｜>"
 
 @dataclass(frozen=True)
 class Pairs:
-    """Format of arguments that are pairs of keys and values instead of a JSON object.
+    """Format of arguments as key-value pairs instead of a JSON object.
 
     Attributes:
         before: Text before a key.
         middle: Text between key and value.
         after: Text after a value.
-        between: Text between two pairs.
-        quote: Text around strings; "" for raw text, None for JSON strings.
+        between: Text between pairs.
+        quote: Delimiter of strings; "" for raw text, None for JSON strings.
     """
 
     before: str
@@ -34,33 +34,35 @@ class Pairs:
 
 @dataclass(frozen=True)
 class CallFamily:
-    """A format of calls.
+    """Format of tool calls.
 
-    A `marker` begins the calls. One call of a function is
+    Calls are written as
+
+        `opening` CALL `between` CALL ... `closing`
+
+    where CALL is
 
         `before` NAME `middle` ARGUMENTS `after`
 
-    with `between` two calls, after `opening` and before `closing` of all.
-
     Attributes:
         name: Name of the format.
-        marker: Text that begins the calls.
+        marker: Text that delimiters the beginning of calls.
         before: Text before a function's name.
         middle: Text between name and arguments.
         after: Text after the arguments.
-        between: Text between two calls.
+        between: Text between calls.
         opening: Text before the first call.
         closing: Text after the last call.
-        marks: Parts of these texts that may be special tokens.
+        delimiters: Parts of these texts that may be special tokens.
         arguments: Key of the arguments if a call is a JSON object.
-        marked: False if a text that begins with a brace or bracket is a call, too.
-        parallel: False if a text that follows a grammar has at most one call.
-        short_ids: True if the template takes only ids of nine letters and digits.
-        syntax: Syntax of calls that `syntaxes` parses; "" for JSON objects.
-        end: Text with which the calls of that syntax end; "" if they end with the text.
-        pairs: Format of arguments that are no JSON object.
-        is_native: False if the template does not show tools, so that messages explain them.
-        others: Other texts that begin calls.
+        requires_marker: False if text that begins with a brace or bracket may also be a call.
+        parallel: False if grammars allow at most one call.
+        short_ids: True if the template accepts only ids of nine alphanumeric characters.
+        syntax: Name of the parser in `syntaxes`; "" for JSON objects.
+        end: End of calls in that syntax; "" for the end of the text.
+        pairs: Format of arguments as key-value pairs.
+        is_native: False if the template does not support tools, so that messages describe them.
+        alternatives: Further markers, accepted in generated text.
     """
 
     name: str
@@ -71,31 +73,31 @@ class CallFamily:
     between: str = ""
     opening: str = ""
     closing: str = ""
-    marks: tuple[str, ...] = ()
+    delimiters: tuple[str, ...] = ()
     arguments: str | None = "arguments"
-    marked: bool = True
+    requires_marker: bool = True
     parallel: bool = True
     short_ids: bool = False
     syntax: str = ""
     end: str = ""
     pairs: Pairs | None = None
     is_native: bool = True
-    others: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
     def header(self, names: Sequence[str]) -> re.Pattern[str]:
-        """Return the pattern of the text before a call's arguments, as a grammar writes it."""
+        """Return the pattern of the text before the arguments, as enforced by the grammar."""
         either = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
         middle = re.escape(self.middle).replace(re.escape(_ID), "[a-zA-Z0-9]{9}")
         return re.compile(f"{re.escape(self.before)}({either}){middle}")
 
     def spell(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return the text of calls with arguments as JSON text, for a format without pairs."""
+        """Return the text of calls whose arguments are JSON text; for formats without pairs."""
         middle = self.middle.replace(_ID, "000000000")
         spelled = [f"{self.before}{name}{middle}{text}{self.after}" for name, text in calls]
         return self.opening + self.between.join(spelled) + self.closing
 
 
-_ID = "\0"  # represents an id in `middle`
+_ID = "\0"  # placeholder of an id in `middle`
 _OBJECT = '{"name": "'
 _HERMES = CallFamily(
     "Hermes",
@@ -104,7 +106,7 @@ _HERMES = CallFamily(
     middle='", "arguments": ',
     after="}\n</tool_call>",
     between="\n",
-    marks=(HERMES, "</tool_call>"),
+    delimiters=(HERMES, "</tool_call>"),
 )
 _GENERIC = CallFamily(
     "JSON",
@@ -113,9 +115,9 @@ _GENERIC = CallFamily(
     middle='", "arguments": ',
     after="}",
     between="\n",
-    marked=False,
+    requires_marker=False,
     syntax="json",
-    others=("```json", "{", "["),
+    alternatives=("```json", "{", "["),
 )
 EXPLAINED = CallFamily(**{**vars(_HERMES), "name": "explained", "is_native": False})
 _XML = CallFamily(
@@ -125,11 +127,11 @@ _XML = CallFamily(
     middle=">\n",
     after="</function>\n</tool_call>",
     between="\n",
-    marks=(HERMES, "</tool_call>"),
+    delimiters=(HERMES, "</tool_call>"),
     syntax="xml",
     end="</tool_call>",
     pairs=Pairs("<parameter=", ">\n", "\n</parameter>\n"),
-    others=("<function=",),
+    alternatives=("<function=",),
 )
 _GLM = CallFamily(
     "GLM 4",
@@ -138,7 +140,7 @@ _GLM = CallFamily(
     middle="\n",
     after="</tool_call>",
     between="\n",
-    marks=(HERMES, "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    delimiters=(HERMES, "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     syntax="glm",
     end="</tool_call>",
     pairs=Pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
@@ -152,7 +154,7 @@ _LFM2 = CallFamily(
     between=", ",
     opening="<|tool_call_start|>[",
     closing="]<|tool_call_end|>",
-    marks=("<|tool_call_start|>", "<|tool_call_end|>"),
+    delimiters=("<|tool_call_start|>", "<|tool_call_end|>"),
     syntax="pythonic",
     end="<|tool_call_end|>",
     pairs=Pairs("", "=", between=", ", quote=None),
@@ -166,11 +168,11 @@ _PYTHONIC = CallFamily(
     between=", ",
     opening="[",
     closing="]",
-    marks=(LLAMA,),
-    marked=False,
+    delimiters=(LLAMA,),
+    requires_marker=False,
     syntax="pythonic",
     pairs=Pairs("", "=", between=", ", quote=None),
-    others=("[",),
+    alternatives=("[",),
 )
 _GEMMA = CallFamily(
     "Gemma 4",
@@ -178,7 +180,7 @@ _GEMMA = CallFamily(
     before="<|tool_call>call:",
     middle="{",
     after="}<tool_call|>",
-    marks=("<|tool_call>", "<tool_call|>", GEMMA_QUOTE),
+    delimiters=("<|tool_call>", "<tool_call|>", GEMMA_QUOTE),
     syntax="gemma",
     end="<tool_call|>",
     pairs=Pairs("", ":", between=",", quote=GEMMA_QUOTE),
@@ -192,7 +194,7 @@ _COMMAND = CallFamily(
     between=",\n    ",
     opening="<|START_ACTION|>[\n    ",
     closing="\n]<|END_ACTION|>",
-    marks=("<|START_ACTION|>", "<|END_ACTION|>"),
+    delimiters=("<|START_ACTION|>", "<|END_ACTION|>"),
     arguments="parameters",
     syntax="json",
     end="<|END_ACTION|>",
@@ -203,7 +205,7 @@ _HARMONY = CallFamily(
     before="<|channel|>commentary to=functions.",
     middle=" <|constrain|>json<|message|>",
     after="<|call|>",
-    marks=("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"),
+    delimiters=("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"),
     arguments=None,
     parallel=False,
     syntax="harmony",
@@ -214,9 +216,9 @@ _LLAMA = CallFamily(
     before=_OBJECT,
     middle='", "parameters": ',
     after="}",
-    marks=(LLAMA,),
+    delimiters=(LLAMA,),
     arguments="parameters",
-    marked=False,
+    requires_marker=False,
     parallel=False,
 )
 
@@ -224,9 +226,9 @@ _LLAMA = CallFamily(
 def family_of(template: str, token_names: Sequence[str] = ()) -> CallFamily:
     """Return the call format of a chat template.
 
-    A template that takes no tools gets calls in Hermes' format, which messages explain; one that
-    takes tools in a format that is unknown here gets the format of the tokenizer's added tokens,
-    else JSON objects.
+    For templates without tools, it is that of Hermes, which is described in messages. For templates
+    with tools in an unknown format, it is detected from the tokenizer's added tokens, and defaults
+    to JSON objects.
     """
     family = _family_of_text(template)
     if family is _GENERIC and token_names:
@@ -252,7 +254,7 @@ def _family_of_text(template: str) -> CallFamily:
         "<|tool_call|>": _listed("<|/tool_call|>" if "<|/tool_call|>" in template else ""),
         HERMES: _HERMES,
     }
-    family = next((family for mark, family in families.items() if mark in template), None)
+    family = next((family for marker, family in families.items() if marker in template), None)
     if family is not None:
         return family
     if "<|start_header_id|>" in template and '"parameters": ' in template:
@@ -264,9 +266,16 @@ def _mistral(template: str) -> CallFamily:
     short = re.search(r"length\s*!=\s*9", template) is not None
     if ARGS in template:
         middle = f"{CALL_ID}{_ID}{ARGS}" if CALL_ID in template else ARGS
-        marks = (MISTRAL, CALL_ID, ARGS)
+        delimiters = (MISTRAL, CALL_ID, ARGS)
         return CallFamily(
-            "Mistral", MISTRAL, MISTRAL, middle, "", marks=marks, arguments=None, short_ids=short
+            "Mistral",
+            MISTRAL,
+            MISTRAL,
+            middle,
+            "",
+            delimiters=delimiters,
+            arguments=None,
+            short_ids=short,
         )
     space = " " if f"{MISTRAL} [" in template else ""
     return CallFamily(
@@ -278,7 +287,7 @@ def _mistral(template: str) -> CallFamily:
         between=", ",
         opening=f"{MISTRAL}{space}[",
         closing="]",
-        marks=(MISTRAL,),
+        delimiters=(MISTRAL,),
         short_ids=short,
     )
 
@@ -294,7 +303,7 @@ def _listed(end: str) -> CallFamily:
         between=", ",
         opening="<|tool_call|>[",
         closing=f"]{end}",
-        marks=("<|tool_call|>", *([end] if end else [])),
+        delimiters=("<|tool_call|>", *([end] if end else [])),
         syntax="json",
         end=end,
     )
@@ -303,7 +312,7 @@ def _listed(end: str) -> CallFamily:
 def _deepseek(template: str) -> CallFamily:
     begin, call_end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     separator, end = "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"
-    is_fenced = "```json" in template  # V3 and R1; V3.1 has the name first
+    is_fenced = "```json" in template  # V3 and R1; calls of V3.1 begin with the name
     return CallFamily(
         "DeepSeek V3" if is_fenced else "DeepSeek V3.1",
         _DEEPSEEK,
@@ -313,7 +322,7 @@ def _deepseek(template: str) -> CallFamily:
         between="\n" if is_fenced else "",
         opening=_DEEPSEEK,
         closing=end,
-        marks=(_DEEPSEEK, begin, call_end, separator, end),
+        delimiters=(_DEEPSEEK, begin, call_end, separator, end),
         arguments=None,
         syntax="deepseek",
         end=end,
@@ -321,7 +330,7 @@ def _deepseek(template: str) -> CallFamily:
 
 
 def lark_literal(text: str, tokens: dict[str, int]) -> str:
-    """Return a text in Lark's syntax, with token ids for the marks in `tokens`."""
+    """Return a text as a Lark literal, with token ids for the delimiters in `tokens`."""
     cuts = "|".join(map(re.escape, (*tokens, _ID)))
     return " ".join(_piece(piece, tokens) for piece in re.split(f"({cuts})", text) if piece)
 

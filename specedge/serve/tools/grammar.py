@@ -1,4 +1,4 @@
-"""Grammars of texts that call functions, in Lark's syntax."""
+"""Grammars of texts with tool calls, in Lark syntax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specedge.runtime.text.schemas import simplify
 from .declarations import FunctionTool, ToolSet
 from .families import CallFamily, Pairs, lark_literal
 
-# White space of arguments as templates write it; a function's own setting has precedence.
+# Whitespace of arguments as in templates; settings in a function's schema take precedence.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -23,17 +23,18 @@ def grammar_of(
     other_tokens: Sequence[int] = (),
     text_rules: str | None = None,
 ) -> str | None:
-    """Return the grammar of a text, None if it is free.
+    """Return the grammar of a text, or None if it is unconstrained.
 
-    If a call is required, the text is calls only. If the model may choose and a function is strict,
-    it is any text without the family's marker, then calls.
+    If a call is required, the grammar allows calls only. If calls are optional and a function is
+    strict, it allows any text without the family's marker, followed by calls.
 
     Args:
-        tools: The functions.
-        family: The format of calls.
-        tokens: Token ids of the family's marks that are special tokens.
-        other_tokens: Added tokens that free text may have, which llguidance does not take for text.
-        text_rules: Rules of a text that is no call, of which the first is named `text__`.
+        tools: Functions of the request.
+        family: Format of calls.
+        tokens: Token ids of the family's delimiters that are special tokens.
+        other_tokens: Added tokens that are allowed in free text; llguidance's regular expressions
+            do not match them.
+        text_rules: Rules of text without calls; the first one is named `text__`.
     """
     calls = _calls(tools, family, tokens)
     if tools.is_call_required:
@@ -44,7 +45,7 @@ def grammar_of(
         return None
     marker, rules, num_read = re.escape(family.marker), [], 0
     other = f"<[{','.join(map(str, other_tokens))}]>" if other_tokens else None
-    if not family.marked:
+    if not family.requires_marker:
         text = rf"/[^{{\[\s](?s:.*)/ & ~/{marker}(?s:.*)/"
         more = f"({other} MORE?)*" if other else ""
         start = f"start: TEXT? {more} | {lark_literal(family.marker, tokens)}? calls"
@@ -63,7 +64,7 @@ def grammar_of(
 def _calls(
     tools: ToolSet, family: CallFamily, tokens: dict[str, int], num_read: int = 0
 ) -> list[str]:
-    """Return the rules of the calls, of whose text `num_read` characters were matched before."""
+    """Return the rules of the calls, without the first `num_read` characters."""
 
     def call(lead: str) -> str:
         return " | ".join(
@@ -89,7 +90,7 @@ def _calls(
 def _pair_rules(
     name: str, schema: Mapping[str, Any], pairs: Pairs, tokens: dict[str, int]
 ) -> list[str]:
-    """Return the rules of arguments that are pairs of keys and values."""
+    """Return the rules of arguments as key-value pairs."""
     properties = schema.get("properties")
     properties = properties if isinstance(properties, dict) else {}
     required = schema.get("required", [])
@@ -102,7 +103,7 @@ def _pair_rules(
         items.append(f"{before} {value} {after}".strip())
         rules += _value_rules(value, properties[key], schema, pairs, tokens)
     between = lark_literal(pairs.between, tokens)
-    tail = ""  # of optional pairs, each of which may be the last one
+    tail = ""  # optional pairs, in order
     num_required = sum(key in required for key in keys)
     for i in range(len(items) - 1, num_required - 1, -1):
         separator = f"{between} " if i else ""
@@ -118,7 +119,7 @@ def _value_rules(
     pairs: Pairs,
     tokens: dict[str, int],
 ) -> list[str]:
-    """Return the rules of a value: raw or quoted text if it is a string, else JSON."""
+    """Return the rules of a value: raw or quoted text for strings, else JSON."""
     declared = value if isinstance(value, dict) else {}
     choices = declared.get("enum")
     is_string = declared.get("type") == "string" or (
@@ -131,13 +132,13 @@ def _value_rules(
     if isinstance(choices, list):
         literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
         return [f"{name}: {quote} ({literals}) {quote}"]
-    # Text up to a character that begins the text behind it: "<" of a tag or a mark.
+    # Text up to "<", which begins the tag or delimiter after it.
     text = f"{name.upper()}: /[^<]+/"
     return [f"{name}: {quote} {name.upper()}? {quote}", text]
 
 
 def _schema(function: FunctionTool, is_required: bool) -> str:
-    """Return the JSON schema of the arguments: any object if the call is free and not strict."""
+    """Return the JSON schema of the arguments; any object if it is not to be enforced."""
     is_free = not (is_required or function.strict)
     schema = {"type": "object"} if is_free else simplify(function.parameters)
     settings = schema.get("x-guidance")

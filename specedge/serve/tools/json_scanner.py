@@ -1,4 +1,4 @@
-"""Incremental JSON scanner that rejects the first character that cannot follow."""
+"""Incremental JSON scanner that rejects the first invalid character."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERS = {
     "+": {"0": "x", "1": "x"},
     "x": {"0": "x", "1": "x"},
 }
-_KINDS = dict.fromkeys("123456789", "1") | {"E": "e"}  # of characters in a number
+_CHARACTER_CLASSES = dict.fromkeys("123456789", "1") | {"E": "e"}  # in numbers
 
 
 class JsonScanner:
@@ -28,21 +28,21 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self.closed = False
-        self._due: list[str] = []  # what closes those that are open
+        self._closers: list[str] = []  # expected closing characters
         self._take: Callable[[str], bool] = self._value
         self._rest = self._number = ""
         self._is_key = False
         self._num_digits = 0
 
     def take(self, character: str) -> bool:
-        """Read a character; return False if it cannot follow."""
+        """Read a character; return False if it is invalid at this position."""
         return self._take(character)
 
     def _value(self, character: str) -> bool:
         if character in _SPACE:
             return True
         if character in _CLOSERS:
-            self._due.append(_CLOSERS[character])
+            self._closers.append(_CLOSERS[character])
             self._take = self._first_key if character == "{" else self._first_item
         elif character == '"':
             self._is_key, self._take = False, self._string
@@ -74,15 +74,15 @@ class JsonScanner:
     def _after(self, character: str) -> bool:
         """Read a character after a value."""
         if character == ",":
-            self._take = self._key if self._due[-1] == "}" else self._value
+            self._take = self._key if self._closers[-1] == "}" else self._value
             return True
         return character in _SPACE or self._closes(character)
 
     def _closes(self, character: str) -> bool:
-        if character != self._due[-1]:
+        if character != self._closers[-1]:
             return False
-        self._due.pop()
-        self._take, self.closed = self._after, not self._due
+        self._closers.pop()
+        self._take, self.closed = self._after, not self._closers
         return True
 
     def _string(self, character: str) -> bool:
@@ -109,9 +109,9 @@ class JsonScanner:
         return character == expected
 
     def _in_number(self, character: str) -> bool:
-        to = _NUMBERS[self._number].get(_KINDS.get(character, character))
-        if to is not None:
-            self._number = to
+        state = _NUMBERS[self._number].get(_CHARACTER_CLASSES.get(character, character))
+        if state is not None:
+            self._number = state
             return True
         self._take = self._after
         return self._number in ("0", "1", "f", "x") and self._after(character)

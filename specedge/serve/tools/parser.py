@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..reasoning import partial_marker_length
 from .declarations import ToolSet
 from .families import ARGS, CALL_ID, HERMES, LLAMA, MISTRAL, CallFamily
 from .scanner import CLOSING, CallScanner
@@ -17,7 +18,7 @@ from .syntaxes import DECODER, Schemas, call_of, parse_syntax
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A part of a call: more of its arguments; the first part has its id and its name, too."""
+    """Part of a call, with part of its arguments; only the first part has id and name."""
 
     index: int
     id: str | None
@@ -26,15 +27,15 @@ class CallDelta:
 
 
 TextOrCall = str | CallDelta
-Calls = list[tuple[str, str]]  # names, and arguments as JSON
+Calls = list[tuple[str, str]]  # (name, arguments as JSON text)
 
 
 class ToolCallParser:
-    """Splits a text into parts of text and of calls, independently of how its pieces are cut.
+    """Streaming parser that splits generated text into text and tool calls.
 
-    In a text that follows a grammar, a call begins as soon as its name is complete, and its
-    arguments are streamed. In any other text a call is one part, once its end is read; a call that
-    does not parse is text. White space around a call is dropped.
+    Under a grammar, a call begins as soon as its name is complete, and its arguments are streamed.
+    Otherwise, a call is a single part, emitted after its end; calls that cannot be parsed are text.
+    Whitespace around calls is dropped. The parts do not depend on the boundaries of the pieces.
     """
 
     def __init__(self, tools: ToolSet, family: CallFamily, has_grammar: bool) -> None:
@@ -43,23 +44,23 @@ class ToolCallParser:
         self._family = family
         self._has_grammar = has_grammar and family.pairs is None
         self._max_calls = None if tools.parallel and tools.required_name is None else 1
-        self._num_ends = 0  # texts of the family's end among the pending text, as parsed last
+        self._num_ends = 0  # occurrences of `family.end` in the pending text when last parsed
         self._header = family.header(self._names)
-        self._pending = ""  # text that is not emitted yet
-        self._pending_space = ""  # white space before it, dropped if a call follows
-        self._has_output = self._after_call = False  # parts so far; the last was a call
-        self._inside = False  # pending text begins with a marker or follows one
+        self._pending = ""  # text that has not been emitted
+        self._pending_space = ""  # whitespace before it, dropped if a call follows
+        self._has_output = self._after_call = False  # any part so far; the last one was a call
+        self._inside = False  # the pending text may be a call
         self._scan: CallScanner | None = None
         self._arguments: _Arguments | None = None
         self.num_calls = 0
 
     @property
     def is_complete(self) -> bool:
-        """Return True if the last call has all of its arguments."""
+        """Return True unless the last call is incomplete."""
         return self._arguments is None
 
     def feed(self, text: str) -> list[TextOrCall]:
-        """Add more of the text; return the parts that it completes."""
+        """Append text; return the parts completed by it."""
         self._pending += text
         return list(self._parts(ended=False))
 
@@ -80,7 +81,7 @@ class ToolCallParser:
             if calls == []:
                 return
             if calls is None:
-                # Not a call: its first character is text, and another marker may follow.
+                # Not a call: emit its first character, since a marker may follow.
                 yield from self._emit(self._pending_space + self._pending[:1])
                 self._pending, self._inside = self._pending[1:], False
                 continue
@@ -92,7 +93,7 @@ class ToolCallParser:
         """Take the calls at the start of the pending text.
 
         Returns:
-            The calls; none if more text is needed, None if the text is no call.
+            The calls; an empty list if more text is needed, None if the text is not a call.
         """
         if self._family.syntax:
             return self._syntax_calls(ended)
@@ -104,12 +105,12 @@ class ToolCallParser:
         if self._scan.is_possible:
             result = _parse_calls(self._family, self._pending, self._schemas)
         self._scan = None
-        if result is None and self._family.arguments is not None:  # complete calls before others
+        if result is None and self._family.arguments is not None:  # complete calls, then others
             result = _dumped(parse_syntax(_JSON_CALLS, self._pending, self._schemas))
         return self._take_calls(result)
 
     def _syntax_calls(self, ended: bool) -> Calls | None:
-        """Take the calls at the start of the pending text, once their end is there."""
+        """Take the calls at the start of the pending text after their end has been read."""
         end = self._family.end
         num_ends = self._pending.count(end) if end else 0
         if not ended and num_ends == self._num_ends:
@@ -117,7 +118,7 @@ class ToolCallParser:
         self._num_ends = num_ends
         result = _dumped(parse_syntax(self._family, self._pending, self._schemas))
         if result is None and not ended:
-            return []  # the end may be within an argument
+            return []  # `end` may be part of an argument
         return self._take_calls(result)
 
     def _take_calls(self, result: tuple[Calls, str] | None) -> Calls | None:
@@ -131,7 +132,7 @@ class ToolCallParser:
         return _parse_calls(self._family, text, self._schemas) is not None
 
     def _text(self, ended: bool) -> Iterator[TextOrCall]:
-        """Yield the pending text before a call, without white space that a call may follow."""
+        """Yield the pending text before a call, except trailing whitespace."""
         position, is_call = self._find_call(ended)
         text, rest = self._pending[:position], self._pending[position:]
         certain = text.rstrip()
@@ -145,22 +146,22 @@ class ToolCallParser:
         yield from self._emit(certain)
 
     def _find_call(self, ended: bool) -> tuple[int, bool]:
-        """Return the position of a call or of a possible beginning, and True if it is a call."""
+        """Return the position of a call or a partial marker, and True if it is a call."""
         text, family = self._pending, self._family
-        if not family.marked and (not self._has_output or self._after_call):
+        if not family.requires_marker and (not self._has_output or self._after_call):
             rest = text.lstrip(" \t\r\n;")
-            starts = (family.marker, *(family.others or ("{",)))
+            starts = (family.marker, *(family.alternatives or ("{",)))
             if rest.startswith(starts):
                 return len(text) - len(rest), True
             if not ended and any(start.startswith(rest) for start in starts):
                 return 0, False
-        markers = [m for m in (family.marker, *family.others) if len(m) > 1]
-        if not family.marked and not family.syntax:
+        markers = [m for m in (family.marker, *family.alternatives) if len(m) > 1]
+        if not family.requires_marker and not family.syntax:
             markers = []
         positions = [at for marker in markers if (at := text.find(marker)) >= 0]
         if positions:
             return min(positions), True
-        num_held = 0 if ended else max((_overlap(text, m) for m in markers), default=0)
+        num_held = 0 if ended else max((partial_marker_length(text, m) for m in markers), default=0)
         return len(text) - num_held, False
 
     def _emit(self, text: str) -> Iterator[TextOrCall]:
@@ -169,7 +170,7 @@ class ToolCallParser:
             yield text
 
     def _grammar_calls(self) -> Iterator[TextOrCall]:
-        """Yield the calls of a text that follows a grammar, as far as it goes."""
+        """Yield parts of the calls in a text that follows a grammar."""
         while True:
             if self._arguments is None:
                 header = self._header.search(self._pending)
@@ -193,14 +194,14 @@ class ToolCallParser:
 
 
 class _Arguments:
-    """Finds the end of a JSON object."""
+    """Scanner that finds the end of a JSON object."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._escaped = self.closed = False
 
     def read(self, text: str) -> int:
-        """Return the number of characters that belong to the object."""
+        """Return the number of characters that are part of the object."""
         for i, character in enumerate(text):
             if self._in_string:
                 self._in_string = self._escaped or character != '"'
@@ -215,21 +216,15 @@ class _Arguments:
         return len(text)
 
 
-def _overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of a text that begins a marker."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
-
-
-# Reads complete calls before one that is cut or broken.
-_JSON_CALLS = CallFamily("JSON", LLAMA, "", "", "", syntax="json", others=(HERMES, MISTRAL))
+# For complete calls that are followed by a truncated or invalid one.
+_JSON_CALLS = CallFamily("JSON", LLAMA, "", "", "", syntax="json", alternatives=(HERMES, MISTRAL))
 
 
 def _parse_calls(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str] | None:
     """Parse the calls at the start of a text.
 
     Returns:
-        The first call and the rest of the text if calls end one by one, else all calls and no rest;
+        The first call and the remaining text if each call has an end marker, else all calls and "";
         None if the text does not begin with a call.
     """
     try:
@@ -249,7 +244,7 @@ def _parse_calls(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls
 
 
 def _parse_hermes(text: str, schemas: Schemas) -> tuple[Calls, str]:
-    """Parse one call, whose end tag may be missing at the end of the text."""
+    """Parse one call; its end tag may be missing at the end of the text."""
     start = len(text) - len(text.removeprefix(HERMES).lstrip())
     value, end = DECODER.raw_decode(text, start)
     rest = text[end:].lstrip()
@@ -259,7 +254,7 @@ def _parse_hermes(text: str, schemas: Schemas) -> tuple[Calls, str]:
 
 
 def _parse_marked(text: str, schemas: Schemas) -> Iterator[tuple[str, str]]:
-    """Yield calls whose names and arguments are between marks."""
+    """Yield calls whose names and arguments are separated by markers."""
     head = re.compile(
         rf"\s*{re.escape(MISTRAL)}\s*([\w-]+)(?:{re.escape(CALL_ID)}\w*)?{re.escape(ARGS)}\s*"
     )
@@ -281,7 +276,7 @@ def _call_list(value: object) -> list[Any]:
 def _dumped(
     result: tuple[Sequence[tuple[str, dict[str, Any]]], str] | None,
 ) -> tuple[Calls, str] | None:
-    """Return parsed calls with their arguments as JSON, None if they cannot be written as it."""
+    """Return parsed calls with arguments as JSON text, or None if they cannot be serialized."""
     try:
         return None if result is None else ([_dump(*call) for call in result[0]], result[1])
     except ValueError:
@@ -290,5 +285,5 @@ def _dumped(
 
 def _dump(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is parsed as infinity
-    text.encode()  # UnicodeEncodeError, a ValueError, for half a pair of surrogates
+    text.encode()  # raises UnicodeEncodeError, a ValueError, for unpaired surrogates
     return name, text

@@ -1,6 +1,6 @@
-"""Incremental check that a text may still become calls, reading each character once.
+"""Incremental scanner that decides in linear time if a text may become tool calls.
 
-The parser validates calls; the scanner rejects a text as soon as no continuation makes it a call.
+The parser validates calls; the scanner rejects a text as soon as it cannot be continued to a call.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from .json_scanner import JsonScanner
 
 CLOSING = HERMES.replace("<", "</")
 
-# Coroutines that take a character and yield True if a JSON value ended with the one before;
-# ValueError if the character cannot follow.
+# Coroutines that receive a character, and yield True if the previous one ended a JSON value. They
+# raise ValueError for an invalid character.
 _Steps = Generator[bool, str, None]
 
 
 class CallScanner:
-    """Scans a growing text; `begins` returns True if a complete JSON value in it is a call."""
+    """Scanner of a growing text; `begins` validates a text that ends with a JSON value."""
 
     def __init__(
         self, family: CallFamily, names: Sequence[str], begins: Callable[[str], bool]
     ) -> None:
         self._steps, self._begins, self._num_read = _steps(family, names), begins, 0
         next(self._steps)
-        self.is_possible = True  # the text may be calls
+        self.is_possible = True  # the text may become calls
         self.is_complete = False  # the calls have ended
 
     def read(self, text: str) -> None:
-        """Scan up to the end of the text, or until it cannot be calls."""
+        """Scan new characters of the text, until it cannot become calls."""
         try:
             while self._num_read < len(text) and self.is_possible:
                 character = text[self._num_read]
@@ -62,7 +62,7 @@ def _steps(family: CallFamily, names: Sequence[str]) -> _Steps:
 
 
 def _marked_calls(names: Sequence[str]) -> _Steps:
-    """Scan calls whose names and arguments are between marks, after the first marker."""
+    """Scan calls whose names and arguments are separated by markers, after the first marker."""
     while True:
         character, name = (yield from _after_space((yield False))), ""
         while character != "[":
@@ -70,11 +70,11 @@ def _marked_calls(names: Sequence[str]) -> _Steps:
             _check(any(other.startswith(name) for other in names))
             character = yield False
         _check(name in names)
-        mark = character
-        while mark not in (ARGS, CALL_ID):
-            mark += yield False
-            _check(ARGS.startswith(mark) or CALL_ID.startswith(mark))
-        if mark == CALL_ID:
+        marker = character
+        while marker not in (ARGS, CALL_ID):
+            marker += yield False
+            _check(ARGS.startswith(marker) or CALL_ID.startswith(marker))
+        if marker == CALL_ID:
             while (character := (yield False)).isalnum() or character == "_":
                 pass
             yield from _literal(ARGS, character)
@@ -83,7 +83,7 @@ def _marked_calls(names: Sequence[str]) -> _Steps:
 
 
 def _literal(text: str, first: str) -> _Steps:
-    """Scan a literal text whose first character is read already."""
+    """Scan a literal whose first character has been read."""
     _check(first == text[0])
     for character in text[1:]:
         _check((yield False) == character)
@@ -96,7 +96,7 @@ def _after_space(character: str) -> Generator[bool, str, str]:
 
 
 def _value(opening: str, first: str) -> _Steps:
-    """Scan a JSON object or list after optional white space."""
+    """Scan a JSON object or list after optional whitespace."""
     character, value = (yield from _after_space(first)), JsonScanner()
     _check(character == opening and value.take(character))
     while not value.closed:
@@ -104,7 +104,7 @@ def _value(opening: str, first: str) -> _Steps:
 
 
 def _end_of_value() -> _Steps:
-    """Scan white space to the end of the text."""
+    """Scan whitespace up to the end of the text."""
     character = yield True
     while True:
         _check(character.isspace())

@@ -1,4 +1,4 @@
-"""Syntaxes of calls that are no plain JSON objects: lenient parsers of whole calls."""
+"""Lenient parsers of complete tool calls in several syntaxes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parse_syntax(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls
     """Parse the calls at the start of a text.
 
     Returns:
-        The calls and the rest of the text; None if the text does not begin with a call.
+        The calls and the remaining text; None if the text does not begin with a call.
     """
     try:
         calls, rest = _PARSERS[family.syntax](family, text, schemas)
@@ -39,12 +39,12 @@ DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def call_of(value: object, schemas: Schemas) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a call that is a JSON object.
+    """Return name and arguments of a call that is a JSON object.
 
     Arguments may be JSON text, empty or missing.
 
     Raises:
-        ValueError: The value is no call of a function in `schemas`.
+        ValueError: The value is not a call of a function in `schemas`.
     """
     call = value if isinstance(value, dict) else {}
     if isinstance(call.get("function"), dict):  # as in OpenAI's messages
@@ -57,7 +57,7 @@ def call_of(value: object, schemas: Schemas) -> tuple[str, dict[str, Any]]:
 
 
 def parse_arguments(arguments: object) -> dict[str, Any]:
-    """Return arguments as an object; they may be its JSON text, empty or missing."""
+    """Return arguments as an object; they may be JSON text, empty or missing."""
     if isinstance(arguments, str):
         arguments = DECODER.decode(arguments) if arguments.strip() else {}
     arguments = {} if arguments is None else arguments
@@ -67,7 +67,7 @@ def parse_arguments(arguments: object) -> dict[str, Any]:
 
 
 def _parse_json(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
-    """Parse JSON objects, or lists of these, in a row."""
+    """Parse a sequence of JSON objects or lists of objects."""
     openings = (family.marker, "```json", "[TOOL_CALLS]", "[")
     closings = (";", ",", "]", "```", "</tool_call>", *filter(None, [family.end]))
     calls: Calls = []
@@ -82,16 +82,16 @@ def _parse_json(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls,
     return calls, text[end:]
 
 
-def _skip(text: str, position: int, *marks: str) -> int:
-    """Return the position behind white space and marks."""
+def _skip(text: str, position: int, *markers: str) -> int:
+    """Return the position after whitespace and markers."""
     while position < len(text):
         if text[position].isspace():
             position += 1
             continue
-        mark = next((mark for mark in marks if text.startswith(mark, position)), None)
-        if mark is None:
+        marker = next((marker for marker in markers if text.startswith(marker, position)), None)
+        if marker is None:
             break
-        position += len(mark)
+        position += len(marker)
     return position
 
 
@@ -108,7 +108,7 @@ _GLM_PAIR = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_
 def _parse_tagged(
     call: re.Pattern[str], pair: re.Pattern[str], family: CallFamily, text: str, schemas: Schemas
 ) -> tuple[Calls, str]:
-    """Parse a call whose arguments are pairs of tags: `call` and `pair` have two groups each."""
+    """Parse a call whose arguments are tagged pairs; `call` and `pair` have two groups each."""
     match = call.match(text)
     if match is None or match[1] not in schemas:
         raise ValueError("no call")
@@ -118,7 +118,7 @@ def _parse_tagged(
 
 
 def _typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a raw text by the type of its property: a string, else JSON."""
+    """Return raw text unchanged if its property is a string, else parsed as JSON."""
     properties = schema.get("properties")
     declared = properties.get(key) if isinstance(properties, dict) else None
     if isinstance(declared, dict) and declared.get("type") == "string":
@@ -130,7 +130,7 @@ def _typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
 
 
 def _parse_pythonic(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
-    """Parse a list of calls in Python's syntax, with names of constants of Python or JSON."""
+    """Parse a list of calls in Python syntax, with constants of Python or JSON."""
     position = _skip(text, 0, family.marker)
     has_bracket = text.startswith("[", position)
     position += has_bracket
@@ -154,7 +154,7 @@ _CALL_START = re.compile(r"[\w.-]+\s*\(")
 
 
 def _call_end(text: str, start: int) -> int | None:
-    """Return the end of a call in Python's syntax; None if there is none, or it is cut."""
+    """Return the end of a call in Python syntax, or None if there is no complete call."""
     match = _CALL_START.match(text, start)
     position, depth, quote = 0 if match is None else match.end(), 1, ""
     if match is None:
@@ -190,7 +190,7 @@ def _literal(node: ast.expr) -> Any:
         return dict(zip(keys, map(_literal, node.values), strict=True))
     value = ast.literal_eval(node)
     if not isinstance(value, str | int | float | bool | None):
-        raise ValueError("no JSON value")
+        raise ValueError("not a JSON value")
     return value
 
 
@@ -227,7 +227,7 @@ def _parse_gemma(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls
 
 
 class _GemmaReader:
-    """Reader of Gemma 4's values: JSON without quotes around keys, with a token around strings."""
+    """Reader of Gemma 4's values: JSON with unquoted keys, and a special token as string quote."""
 
     def __init__(self, text: str, position: int) -> None:
         self._text, self.position = text, position
@@ -265,15 +265,15 @@ class _GemmaReader:
             self._take(",")
         return values
 
-    def _take(self, mark: str) -> bool:
+    def _take(self, marker: str) -> bool:
         self.position = _skip(self._text, self.position)
-        is_next = self._text.startswith(mark, self.position)
-        self.position += len(mark) if is_next else 0
+        is_next = self._text.startswith(marker, self.position)
+        self.position += len(marker) if is_next else 0
         return is_next
 
-    def _until(self, mark: str) -> str:
-        end = self._text.index(mark, self.position)
-        text, self.position = self._text[self.position : end], end + len(mark)
+    def _until(self, marker: str) -> str:
+        end = self._text.index(marker, self.position)
+        text, self.position = self._text[self.position : end], end + len(marker)
         return text
 
 
