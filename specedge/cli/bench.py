@@ -87,8 +87,8 @@ def _range(part: str) -> Iterator[int]:
 @options.threads
 @options.ops
 @options.as_json
-@click.option("--csv", metavar="FILE", help="Write a CSV file with a line for each setting.")
-@click.option("--html", metavar="FILE", help="Write an HTML page with plots.")
+@click.option("--csv", metavar="FILE", help="Write the results as CSV, one line per setting.")
+@click.option("--html", metavar="FILE", help="Write a self-contained HTML page with plots.")
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 def bench(
     bundle: str | None,
@@ -110,9 +110,10 @@ def bench(
     overwrite: bool,
     **distribution: Any,
 ) -> None:
-    """Benchmark drafters and numbers of draft tokens against plain decoding.
+    """Benchmark drafters and draft lengths.
 
-    Results include the speed-up predicted by the formulas of 'specedge theory'.
+    Each setting is compared with plain decoding and with the speed-up predicted by the formulas of
+    'specedge theory'.
     """
     from specedge.benchmarks.measure import settings
     from specedge.cli import bench_output, bench_page, plots
@@ -163,7 +164,7 @@ def _read(
     from specedge.cli.prompts import read_prompt_texts
 
     if form and prompts is None:
-        raise click.UsageError("--format needs --prompts")
+        raise click.UsageError("--format requires --prompts")
     names = sets or (() if prompts is not None else SETS)
     named_prompts: list[tuple[str, UserPrompt]] = [
         (name, text) for name in dict.fromkeys(names) for text in SETS[name]

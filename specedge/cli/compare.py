@@ -48,7 +48,7 @@ def compare(
     from specedge.benchmarks.comparison import compare as run
 
     if system is not None and not chat:
-        raise click.UsageError("--system needs --chat")
+        raise click.UsageError("--system requires --chat")
     pipeline = options.load_pipeline(bundle, device, threads, ops, draft_device)
     prompt_input: str | list[int] = options.read_prompt(prompt, chat)
     with options.usage_errors():

@@ -27,9 +27,12 @@ DEVICES = ("cpu", "cuda", "tensorrt", "rtx")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @options.as_json
 def doctor(device: str | None, report: str | None, overwrite: bool, as_json: bool) -> None:
-    """Show which devices work on this machine, and how to fix those that do not."""
+    """Diagnose devices and packages.
+
+    Shows which devices work on this machine, and how to fix those that do not.
+    """
     if overwrite and report is None:
-        raise click.UsageError("--overwrite needs --report")
+        raise click.UsageError("--overwrite requires --report")
     if report is not None:
         options.check_output(report, [], overwrite, "--report")
     from specedge.diagnosis.doctor import diagnose

@@ -37,14 +37,15 @@ from specedge.cli.terminal import sanitize_line
     "--golden/--no-golden",
     default=True,
     show_default=True,
-    help="Write conformance vectors for hosts (golden transcripts).",
+    help="Write conformance vectors for hosts.",
 )
 def embed(
     bundle: str | None, ks: tuple[int, ...], layout: str, output: Path | None, golden: bool
 ) -> None:
-    """Add graphs for applications without specedge to a bundle.
+    """Add host graphs to a bundle.
 
-    The graphs contain a complete round of speculative decoding and the tokenizer. They replace
+    Host graphs let applications run a bundle with ONNX Runtime alone: they contain a complete round
+    of speculative decoding and the tokenizer. They replace
     existing graphs of this kind.
     """
     for path in add_graphs(bundle, output, ks, layout, golden):
@@ -58,7 +59,7 @@ def add_graphs(
     layout: str = "auto",
     golden: bool = True,
 ) -> list[str]:
-    """Add graphs for hosts to a bundle and return their paths."""
+    """Add host graphs to a bundle and return their paths."""
     from specedge.exporter import embed as run
     from specedge.verification.transcripts import transcripts
 

@@ -41,7 +41,11 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
     show_default=True,
     help="Draft tokens per round of the fixed-shape graphs.",
 )
-@click.option("--max-length", type=click.IntRange(2), help="Maximum context length.")
+@click.option(
+    "--max-length",
+    type=click.IntRange(2),
+    help="Context length.  [default: the model's, at most 4096]",
+)
 @click.option(
     "--ops",
     type=click.Choice(("auto", *OPS)),
@@ -68,12 +72,12 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--compute",
     type=click.Choice(tuple(COMPUTE_TYPES)),
-    help="Add graphs with this compute type, for GPUs; qdq is int8 for TensorRT.",
+    help="Add graph variants with this compute type, for GPUs; qdq is for TensorRT.",
 )
 @click.option(
     "--cache",
     type=click.Choice(tuple(CACHE_TYPES)),
-    help="Add graphs with caches of this type, which have half the size.",
+    help="Add graph variants with this cache type, which halves the cache size.",
 )
 @click.option(
     "--draft-vocab",
@@ -105,10 +109,13 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--hosts",
     is_flag=True,
-    help="Add graphs for applications without specedge, like 'specedge embed'.",
+    help="Also add host graphs, as 'specedge embed' does.",
 )
 def export(draft: str, target: str, output: str | None, hosts: bool, **request: Any) -> None:
-    """Export a target and an optional draft model to a bundle of ONNX graphs."""
+    """Export models to a bundle of ONNX graphs.
+
+    Without --draft, the bundle drafts by suffix decoding.
+    """
     from specedge.exporter import export as run
     from specedge.exporter.request import ExportRequest
 

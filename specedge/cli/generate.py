@@ -84,7 +84,9 @@ def generate(
     as_json: bool,
     **request: Any,
 ) -> None:
-    """Generate a continuation of PROMPT; `-` reads it from standard input.
+    """Generate a continuation of PROMPT.
+
+    `-` reads the prompt from standard input.
 
     The output equals the target's greedy text, or follows its distribution. Decoding is greedy
     unless --temperature is set: the sampling defaults recommended by the model's authors, shown by
@@ -93,13 +95,13 @@ def generate(
     if (prompt is None) == (prompts is None):
         raise click.UsageError("specify either PROMPT or --prompts FILE")
     if system is not None and not chat:
-        raise click.UsageError("--system needs --chat")
+        raise click.UsageError("--system requires --chat")
     if prompts is None and (form is not None or output is not None or overwrite or resume):
-        raise click.UsageError("--format, --output, --overwrite and --resume need --prompts")
+        raise click.UsageError("--format, --output, --overwrite and --resume require --prompts")
     if address is not None and prompts is None:
-        raise click.UsageError("--ray needs --prompts")
+        raise click.UsageError("--ray requires --prompts")
     if num_actors is not None and address is None:
-        raise click.UsageError("--ray-actors needs --ray")
+        raise click.UsageError("--ray-actors requires --ray")
     models = {
         "bundle": bundle,
         "device": device,
@@ -109,13 +111,15 @@ def generate(
     }
     if prompts is not None:
         if traced or as_json or explain or replay is not None:
-            raise click.UsageError("--trace, --json, --explain and --replay need a single PROMPT")
+            raise click.UsageError(
+                "--trace, --json, --explain and --replay require a single PROMPT"
+            )
         output = "-" if output is None else output
         ray = None if address is None else (address, num_actors)
         _many(prompts, form, chat, system, output, overwrite, resume, ray, models, request)
     elif prompt is not None:
         if request["logprobs"] is not None and not as_json:
-            raise click.UsageError("--logprobs needs --json or --prompts")
+            raise click.UsageError("--logprobs requires --json or --prompts")
         if replay is not None:
             request |= _replay_options(replay, request["num_draft_tokens"])
         _one(prompt, chat, system, traced, explain, as_json, models, request)
@@ -142,7 +146,7 @@ def _many(
     from specedge.runtime.requests.batch import item_fingerprint
 
     if resume and (overwrite or output == "-"):
-        raise click.UsageError("--resume needs --output and excludes --overwrite")
+        raise click.UsageError("--resume requires --output and excludes --overwrite")
     mode = RESUME if resume else OVERWRITE if overwrite else NEW
     if output != "-":
         options.check_output(output, [prompts], overwrite=mode != NEW)

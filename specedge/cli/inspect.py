@@ -18,14 +18,14 @@ from specedge.sampling_options import SamplingFilters
 @click.command()
 @options.bundle
 @click.option("--check", is_flag=True, help="Verify the hashes of all files.")
-@click.option("--memory", is_flag=True, help="Show the estimated peak memory instead.")
+@click.option("--memory", is_flag=True, help="Estimate the peak memory instead.")
 @options.device
 @options.ops
 @options.as_json
 def inspect(
     bundle: str | None, check: bool, memory: bool, device: str, ops: str, as_json: bool
 ) -> None:
-    """Show the contents and the origin of a bundle."""
+    """Show the contents of a bundle."""
     from specedge.bundle import store
 
     manifest = Bundle.read(store.find_bundle(bundle))

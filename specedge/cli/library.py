@@ -43,7 +43,10 @@ def list_(as_json: bool) -> None:
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 def remove(names: tuple[str, ...], yes: bool) -> None:
-    """Remove bundles, specified by a NAME shown by 'specedge list' or by their folder."""
+    """Remove bundles.
+
+    NAME is a name shown by 'specedge list', or a bundle folder.
+    """
     from specedge import bundle_library
 
     folders = list(dict.fromkeys(bundle_library.find_removable(name) for name in names))

@@ -15,7 +15,7 @@ from specedge.errors import PromptError
 
 @click.group()
 def ngram() -> None:
-    """Build n-gram tables for drafting without a model."""
+    """Build n-gram tables for drafting."""
 
 
 @ngram.command()
@@ -39,7 +39,10 @@ def build(
     special_tokens: bool,
     bundle: str | None,
 ) -> None:
-    """Count the n-grams of TEXT files, tokenized by a bundle's tokenizer; `-` is standard input."""
+    """Count the n-grams of text files.
+
+    The files are tokenized by a bundle's tokenizer; `-` is standard input.
+    """
     options.check_output(output, texts, overwrite)
     read = {name: options.read_text(name) for name in texts}
     from specedge.bundle import Bundle, store

@@ -48,7 +48,7 @@ KEY = "SPECEDGE_API_KEY"
 @click.option(
     "--strict",
     is_flag=True,
-    help="Reject requests with unknown fields or other model names, instead of ignoring these.",
+    help="Reject requests with unknown fields or model names, instead of ignoring them.",
 )
 @click.option(
     "--chat-template",
@@ -69,8 +69,8 @@ KEY = "SPECEDGE_API_KEY"
 @click.option(
     "--reuse-sampled-tokens",
     is_flag=True,
-    help="Use the sampled tokens of earlier answers in prompts that contain their text, which "
-    "reuses more of the prefix cache. Such prompts may differ from the tokenizer's output.",
+    help="Reuse the sampled tokens of earlier answers in prompts that contain their text, for "
+    "longer prefix matches. Such prompts may differ from the tokenizer's output.",
 )
 @click.option(
     "--access-log", is_flag=True, help="Log each request with token counts and throughput."
@@ -169,7 +169,10 @@ def serve(
     threads: int | None,
     ops: str,
 ) -> None:
-    """Serve a bundle with an OpenAI-compatible API; $SPECEDGE_API_KEY sets an API key."""
+    """Run an OpenAI-compatible server.
+
+    If $SPECEDGE_API_KEY is set, clients must send it as their API key.
+    """
     try:
         from specedge.serve import app, middleware, server
     except ModuleNotFoundError as error:

@@ -70,7 +70,7 @@ def theory(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Print the theoretical speed-up of speculative decoding.
+    """Predict the speed-up of speculative decoding.
 
     Costs are relative to a single-token target pass. Set --alpha and --draft-cost to the values
     that 'specedge compare' measures for your models.
@@ -78,7 +78,7 @@ def theory(
     from specedge.cli import plots
 
     if figures is None and (form or overwrite):
-        raise click.UsageError("--format and --overwrite need --figures")
+        raise click.UsageError("--format and --overwrite require --figures")
     if figures is not None:
         plots.check_folder(figures, form or "svg", overwrite)
     if alpha is not None and draft_cost is not None:

@@ -33,7 +33,10 @@ def tune(
     ops: str,
     as_json: bool,
 ) -> None:
-    """Measure the costs of a bundle on this machine, for '--num-draft-tokens auto'."""
+    """Measure pass costs for the planner.
+
+    The costs are used by '--num-draft-tokens auto' on this machine.
+    """
     from rich.progress import TaskProgressColumn
 
     from specedge.benchmarks import tune as tuning

@@ -68,7 +68,7 @@ def verify(
     from specedge.cli.prompts import read_prompt_texts
 
     if form and not prompts:
-        raise click.UsageError("--format needs --prompts")
+        raise click.UsageError("--format requires --prompts")
     if self_test and prompts:
         raise click.UsageError("--self-test excludes --prompts")
     additional = [] if prompts is None else read_prompt_texts(prompts, form)

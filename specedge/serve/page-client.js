@@ -1,4 +1,4 @@
-// Requests to the server, as any client of OpenAI's API sends them.
+// Client of the server's OpenAI-compatible API.
 
 async function checked(response) {
   if (response.ok) return response;
@@ -17,7 +17,7 @@ export async function describeModel(key) {
   return (await response.json()).data[0];
 }
 
-// Yield the events of a stream; throw the error that ends it, if any.
+// Yield the events of a stream; throw an error if it ends with one.
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -73,7 +73,7 @@ export function newAnswer() {
   return { role: "assistant", content: "", reasoning: "", tool_calls: [], spans: [] };
 }
 
-// Return the message as requests have it.
+// Return a message in the format of requests.
 export function sentMessage({ role, content, reasoning, tool_calls, tool_call_id }) {
   return {
     role,
@@ -93,7 +93,7 @@ export function speed({ usage }) {
   return `${usage.completion_tokens} tokens, ${(1 / secondsPerToken(usage)).toFixed(1)} tokens/s`;
 }
 
-// Return an answer's speed, and how it came about, in words.
+// Return a description of an answer's speed and acceptance rate.
 export function figures({ usage, firstSeconds }) {
   if (!usage?.completion_tokens) return "";
   const { num_drafted, num_accepted, num_rounds } = usage.speculative;

@@ -1,4 +1,4 @@
-// The Markdown that chat models write, as nodes: nothing of an answer is parsed as HTML.
+// Renderer of Markdown in answers, which builds nodes and never parses HTML.
 
 export function element(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
@@ -10,13 +10,13 @@ export function copyButton(text, label) {
   const button = element("button", { type: "button", className: "small", textContent: "Copy", ariaLabel: label });
   button.addEventListener("click", async () => {
     const copied = await copy(text());
-    button.textContent = copied ? "Copied" : "Not copied";
+    button.textContent = copied ? "Copied" : "Copy failed";
     setTimeout(() => (button.textContent = "Copy"), 1500);
   });
   return button;
 }
 
-// The clipboard is for secure contexts only; a selection works over plain HTTP, too.
+// The clipboard API requires a secure context; execCommand also works over plain HTTP.
 async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
   const area = element("textarea", { value: text });
@@ -44,7 +44,7 @@ function inline(text) {
 }
 
 const HEADING = /^ {0,3}#{1,6} +(.*)/, BULLET = /^ *[-*+] +(.*)/, NUMBERED = /^ *(\d+)[.)] +(.*)/, ROW = /^ *\|(.*)\| *$/;
-const KINDS = { blank: /^\s*$/, heading: HEADING, bullets: BULLET, numbers: NUMBERED, table: ROW, text: /^/ };
+const BLOCK_PATTERNS = { blank: /^\s*$/, heading: HEADING, bullets: BULLET, numbers: NUMBERED, table: ROW, text: /^/ };
 
 function listItems(lines, pattern) {
   return lines.map((line) => {
@@ -67,15 +67,15 @@ const BLOCKS = {
   text: (lines) => element("p", {}, ...inline(lines.join("\n").trim())),
 };
 
-// Return a block for each run of lines of one kind.
+// Return the blocks of a text: consecutive lines of the same type.
 function blocks(text) {
-  const runs = [];
+  const groups = [];
   for (const line of text.split("\n")) {
-    const kind = Object.keys(KINDS).find((name) => KINDS[name].test(line));
-    if (kind === runs.at(-1)?.kind && kind !== "heading") runs.at(-1).lines.push(line);
-    else runs.push({ kind, lines: [line] });
+    const type = Object.keys(BLOCK_PATTERNS).find((name) => BLOCK_PATTERNS[name].test(line));
+    if (type === groups.at(-1)?.type && type !== "heading") groups.at(-1).lines.push(line);
+    else groups.push({ type, lines: [line] });
   }
-  return runs.filter(({ kind }) => kind !== "blank").map(({ kind, lines }) => BLOCKS[kind](lines));
+  return groups.filter(({ type }) => type !== "blank").map(({ type, lines }) => BLOCKS[type](lines));
 }
 
 function codeBlock(language, code) {
@@ -83,7 +83,7 @@ function codeBlock(language, code) {
   return element("div", { className: "code" }, head, element("pre", { tabIndex: 0 }, code));
 }
 
-// Return the nodes of a text; a fence that is not closed yet goes to the text's end.
+// Return the nodes of a text; an unclosed code fence extends to the end of the text.
 export function markdown(text) {
   return text.split(/^ {0,3}```/m).flatMap((part, i) => {
     if (i % 2 === 0) return blocks(part);

@@ -1,4 +1,4 @@
-// The page: a chat for chat models, a completion view for text models, and the tokens beside it.
+// Page of `specedge serve`: chat for chat models, completion for others, and a view of the tokens.
 import { describeModel, figures, newAnswer, secondsPerToken, sentMessage, speed, stream } from "./page-client.js";
 import { copyButton, element, markdown } from "./page-markdown.js";
 
@@ -9,21 +9,21 @@ const EXAMPLES = [
   "Write a Python function that returns the n-th Fibonacci number.",
   "Give me three ideas for a cheap weekend trip with children.",
 ];
-const COMPLETION = { max_tokens: 128, temperature: 0 }; // where the settings are empty
+const COMPLETION = { max_tokens: 128, temperature: 0 }; // defaults of the completion view
 const PROMPTS = { code: "def read_config(path):", prose: "The old lighthouse keeper had not spoken to anyone for" };
 
 let model = null;
 let running = null; // AbortController of the answer in progress
 let chats = stored("specedge-chats", []);
 let chat = newChat();
-let shown = null; // { body, answer } of the tokens view
+let inspected = null; // { body, answer } in the tokens view
 
-// What a browser keeps may be absent, full or forbidden.
-function stored(name, missing) {
+// Local storage may be empty, full or disabled.
+function stored(name, fallback) {
   try {
-    return JSON.parse(localStorage.getItem(name)) ?? missing;
+    return JSON.parse(localStorage.getItem(name)) ?? fallback;
   } catch {
-    return missing;
+    return fallback;
   }
 }
 
@@ -31,7 +31,7 @@ function store(name, value) {
   try {
     localStorage.setItem(name, JSON.stringify(value));
   } catch {
-    // the page works without it
+    // ignored: the page works without storage
   }
 }
 
@@ -57,11 +57,11 @@ function toolsOf(text) {
     const tools = JSON.parse(text);
     return tools.map((tool) => (tool.function ? tool : { type: "function", function: tool }));
   } catch {
-    throw new Error("The tools in the settings are not a JSON list of functions.");
+    throw new Error("Invalid settings: tools must be a JSON list of functions.");
   }
 }
 
-// Return the fields of a request that the settings give.
+// Return the request fields set by the settings.
 function requestOptions() {
   const fields = {};
   for (const name of NUMBERS) if (setting(name)) fields[name] = Number(setting(name));
@@ -78,18 +78,19 @@ function say(text) {
   at("status").textContent = text;
 }
 
-// Run one answer at a time; the buttons follow. A screen reader says what `generate` returns.
-async function run(errorPlace, generate) {
+// Run one generation at a time and update the buttons. The result of `generate` is announced to
+// screen readers.
+async function run(errorNode, generate) {
   if (running) return;
   running = new AbortController();
-  errorPlace.textContent = "";
+  errorNode.textContent = "";
   showRunning();
   say("Generating.");
   try {
     say(await generate(running.signal));
   } catch (error) {
     say(error.name === "AbortError" ? "Stopped." : "");
-    if (error.name !== "AbortError") errorPlace.textContent = error.message;
+    if (error.name !== "AbortError") errorNode.textContent = error.message;
   } finally {
     running = null;
     showRunning();
@@ -99,11 +100,11 @@ async function run(errorPlace, generate) {
 function showRunning() {
   for (const button of document.querySelectorAll(".stop")) button.hidden = !running;
   for (const button of document.querySelectorAll(".go")) button.hidden = Boolean(running);
-  at("compare").disabled = Boolean(running) || !shown?.answer.usage;
+  at("compare").disabled = Boolean(running) || !inspected?.answer.usage;
   for (const id of ["continue", "copy-result"]) at(id).disabled = Boolean(running) || !at("result").textContent;
 }
 
-// Call a function at most once a frame.
+// Return a function that calls `call` at most once per frame.
 function eachFrame(call) {
   let waiting = false;
   return () => {
@@ -122,7 +123,7 @@ function newChat() {
   return { messages: [] };
 }
 
-// Put a chat first in the list; one without messages leaves it.
+// Move a chat to the top of the list; chats without messages are removed.
 function saveChat(saved) {
   chats = [saved, ...chats.filter((other) => other !== saved)].filter(({ messages }) => messages.length);
   storeChats();
@@ -206,13 +207,13 @@ function showMessage(message, body) {
     parts.push(element("details", { className: "thinking", open: wasOpen }, summary, ...markdown(message.reasoning)));
   }
   parts.push(...markdown(message.content), ...message.tool_calls.map(callNode));
-  if (message.finish === "length") parts.push(element("p", { className: "note", textContent: "Cut at the maximum length." }));
+  if (message.finish === "length") parts.push(element("p", { className: "note", textContent: "Truncated at the maximum length." }));
   if (message.stopped) parts.push(element("p", { className: "note", textContent: "Stopped." }));
   if (!parts.length) parts.push(element("p", { className: "note", textContent: message.finish ? "Empty answer." : "…" }));
   body.replaceChildren(...parts);
 }
 
-// A call, and a field for its result where none is given yet.
+// Return the node of a call, with a form for its result if there is none yet.
 function callNode(call) {
   const { name, arguments: text } = call.function;
   const node = element("details", { className: "call", open: true }, element("summary", { textContent: `Tool call: ${name}` }), element("pre", { tabIndex: 0, textContent: text }));
@@ -224,8 +225,8 @@ function callNode(call) {
       event.preventDefault();
       chat.messages.push({ role: "tool", tool_call_id: call.id, content: area.value });
       const last = chat.messages.findLast((message) => message.role === "assistant");
-      const given = new Set(chat.messages.map((message) => message.tool_call_id));
-      if (last.tool_calls.every(({ id }) => given.has(id))) answerFrom(chat.messages.length);
+      const answeredIds = new Set(chat.messages.map((message) => message.tool_call_id));
+      if (last.tool_calls.every(({ id }) => answeredIds.has(id))) answerFrom(chat.messages.length);
       else showChat();
     });
     node.append(send);
@@ -255,7 +256,7 @@ function edit(message, i, body) {
   area.focus();
 }
 
-// Drop the messages from an index on, and answer those before it.
+// Remove the messages from an index on, and answer the remaining ones.
 function answerFrom(i) {
   return run(at("chat-error"), async (signal) => {
     chat.messages.length = i;
@@ -304,8 +305,8 @@ function complete() {
     const answer = newAnswer();
     at("result-figures").textContent = "";
     const show = () => {
-      const given = element("span", { className: "given", textContent: body.prompt });
-      at("result").replaceChildren(given, answer.content);
+      const prompt = element("span", { className: "prompt", textContent: body.prompt });
+      at("result").replaceChildren(prompt, answer.content);
       showTokens(body, answer);
     };
     const showSoon = eachFrame(() => answer.finished || show());
@@ -327,29 +328,29 @@ function spanNodes(spans) {
   return spans.map(({ text, fate }) => element("span", { className: fate, title: fate, textContent: text }));
 }
 
-// Append the spans that a place does not show yet.
+// Append the new spans of an answer to an element.
 function showSpans(id, answer) {
-  const place = at(id);
-  if (place.answer !== answer) place.replaceChildren();
-  place.answer = answer;
-  place.append(...spanNodes(answer?.spans?.slice(place.childElementCount) ?? []));
+  const container = at(id);
+  if (container.answer !== answer) container.replaceChildren();
+  container.answer = answer;
+  container.append(...spanNodes(answer?.spans?.slice(container.childElementCount) ?? []));
 }
 
 function showTokens(body, answer) {
-  if (shown?.answer !== answer) {
+  if (inspected?.answer !== answer) {
     at("plain").hidden = true;
     at("verdict").textContent = "";
   }
-  shown = answer && { body, answer };
+  inspected = answer && { body, answer };
   showSpans("text-speculative", answer);
   at("figures-speculative").textContent = answer ? figures(answer) : "";
   at("compare").disabled = Boolean(running) || !body || !answer?.usage;
 }
 
-// Run the shown request again by plain decoding, with the same seed.
+// Repeat the inspected request with plain decoding and the same seed.
 function compare() {
   return run(at("verdict"), async (signal) => {
-    const { body, answer } = shown;
+    const { body, answer } = inspected;
     const plain = newAnswer();
     const show = () => {
       showSpans("text-plain", plain);
@@ -361,10 +362,10 @@ function compare() {
     await stream({ ...body, ...seed, speculative: { off: true } }, setting("key"), signal, plain, show);
     const times = secondsPerToken(plain.usage) / secondsPerToken(answer.usage);
     const greedy = (body.temperature ?? model.default_sampling.temperature) === 0;
-    const text = (one) => one.spans.map((span) => span.text).join("");
-    const equal = text(plain) === text(answer) ? "the same" : "NOT the same";
+    const textOf = ({ spans }) => spans.map((span) => span.text).join("");
+    const comparison = textOf(plain) === textOf(answer) ? "the texts are identical" : "the texts differ";
     const verdict = `Speculative decoding is ${times.toFixed(2)} times as fast`;
-    at("verdict").textContent = greedy ? `${verdict}; the texts are ${equal}.` : `${verdict}.`;
+    at("verdict").textContent = greedy ? `${verdict}; ${comparison}.` : `${verdict}.`;
     return "";
   });
 }
@@ -373,7 +374,7 @@ function compare() {
 
 const isNarrow = () => matchMedia("(max-width: 60rem)").matches;
 
-// There is room for one view beside the text, and on a phone for one view.
+// One side view fits beside the text; narrow screens show a single view.
 function toggle(button, open) {
   for (const other of open ? document.querySelectorAll(".toggle") : []) {
     const isBeside = other !== toggleOf("chats") && button !== toggleOf("chats");

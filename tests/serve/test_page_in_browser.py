@@ -87,7 +87,7 @@ def test_a_text_model_completes_beside_its_colored_tokens(visit):
         page.click("[aria-controls=tokens]")
         page.click("text=Complete >> visible=true")
         page.click("#compare:enabled")
-        page.wait_for_selector("#verdict:has-text('times as fast; the texts are the same.')")
+        page.wait_for_selector("#verdict:has-text('times as fast; the texts are identical.')")
         wanted = pair.generate(PROMPT, 60, num_draft_tokens=3)
         assert page.text_content("#result") == PROMPT + wanted.text
         assert spans(page, "text-speculative") == [[one.text, one.fate] for one in wanted.spans]
