@@ -11,7 +11,7 @@ from served import MODEL, PROMPT, chat_pair, health, serving, until
 from specedge.bundle import store
 from tool_pairs import scripted_pair
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the test extra")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the browser extra")
 pytestmark = pytest.mark.hosts
 
 CHROMIUM = next(
