@@ -1,5 +1,6 @@
 """Fixtures: each test has empty data and cache folders, and no network."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import itertools
@@ -7,10 +8,18 @@ import os
 import signal
 import threading
 
+WORKER, WORKERS = (os.environ.get(f"PYTEST_XDIST_WORKER{x}", "") for x in ("", "_COUNT"))
+CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+if WORKER and CPUS:
+    # One CPU for each worker, before thread pools exist: with more threads than CPUs, ONNX
+    # Runtime's busy waiting takes half of the time.
+    os.sched_setaffinity(0, {sorted(CPUS)[len(CPUS) * int(WORKER[2:]) // int(WORKERS)]})
+
 import pytest
 from hypothesis import settings
 
 from specedge.bundle import store
+from specedge.runtime.backend import sessions
 from virtual import table
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -68,6 +77,24 @@ def _folders_of_the_session(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _sessions_of_the_embedded_pair():
+    """Open each graph of the embedded pair once, which is half of the time of a load."""
+    folder, opened, open_session = store.embedded_folder(), {}, sessions.Device.open
+
+    def open_once(device, path):
+        if not path.is_relative_to(folder):
+            return open_session(device, path)
+        key = device, path, sessions.onnxruntime().SessionOptions  # which tests replace
+        if key not in opened:
+            opened[key] = open_session(device, path)
+        return opened[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions.Device, "open", open_once)
+        yield
+
+
 @pytest.fixture
 def own_costs(monkeypatch):
     """Let each first load in a test's empty folders measure pass costs, as on a new machine."""
@@ -75,6 +102,17 @@ def own_costs(monkeypatch):
 
 
 _COSTS_FOLDER = store.costs_folder
+
+
+@pytest.fixture
+def all_cpus():
+    """Run a test and the processes that it starts on all CPUs, not on the worker's alone."""
+    if CPUS:
+        pinned = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, CPUS)
+    yield
+    if CPUS:
+        os.sched_setaffinity(0, pinned)
 
 
 @pytest.fixture(scope="session")
@@ -120,11 +158,10 @@ def self_draft(pipeline):
     """Return the embedded target with itself as the draft model."""
     from specedge.runtime.backend.onnx_model import OrtModel
     from specedge.runtime.backend.self_test import exact_device
-    from specedge.runtime.backend.sessions import Device
     from specedge.runtime.requests.pipeline import Pipeline
 
     bundle = pipeline.bundle
-    twin = OrtModel(bundle, bundle.target, exact_device([bundle.target], Device()))
+    twin = OrtModel(bundle, bundle.target, exact_device([bundle.target], sessions.Device()))
     return Pipeline(bundle, pipeline.tokenizer, pipeline.target, twin)
 
 

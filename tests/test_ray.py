@@ -123,6 +123,7 @@ def test_no_cluster_at_an_address_is_one_line_in_bounded_time(text, options, sai
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.usefixtures("all_cpus")
 def test_missing_resources_are_one_line(cluster, text):
     text.write_text("a\n", "utf-8")
     asked = ["generate", "--prompts", text, "-k", 4, "--ray", cluster.address]

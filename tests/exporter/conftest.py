@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from specedge.bundle import Bundle, store  # noqa: E402
 from specedge.exporter import Progress, export  # noqa: E402
 from specedge.exporter.verification import partition, runner  # noqa: E402
 
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 PAIRS = {
     "gpt2": ("gpt2", {"noise": 0.1, "context": 256}),
     "llama": ("llama", {"kv_heads": 2, "context": 256}),

@@ -128,6 +128,7 @@ def test_rows_keep_their_bits_whatever_shares_their_pass(made):
     made.check_rows()
 
 
+@pytest.mark.usefixtures("all_cpus")
 def test_the_text_is_the_same_on_one_thread_and_on_two(made):
     """In processes of their own: in this one there may be a pool that sessions share."""
     found = []
