@@ -1,5 +1,6 @@
 """`specedge doctor` on any machine: right about this one, and about those that are made up here."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -8,7 +9,7 @@ import onnxruntime as ort
 import pytest
 
 from distributions import install, only
-from installed import run, run_process
+from installed import run
 from specedge.cli import cli
 from specedge.diagnosis import doctor, probe
 from specedge.diagnosis.doctor import ask
@@ -41,6 +42,15 @@ class InferenceSession:
         right = numpy.maximum(inputs["x"] @ weights + bias, 0)
         return [RESULT]
 """
+
+
+PROBED = functools.cache(ask)
+
+
+@pytest.fixture
+def probed_once(monkeypatch):
+    """Ask this machine each question once for all tests."""
+    monkeypatch.setattr(doctor, "ask", PROBED)
 
 
 @pytest.fixture
@@ -76,10 +86,10 @@ def diagnosis(*arguments):
     return result.returncode, json.loads(result.stdout)
 
 
+@pytest.mark.usefixtures("probed_once")
 def test_the_diagnosis_of_this_machine_is_correct():
-    result = run_process("doctor", "--json")
-    found = json.loads(result.stdout)
-    assert result.returncode == 0
+    code, found = diagnosis()
+    assert code == 0
     assert found["onnxruntime"]["version"] == ort.__version__
     assert found["devices"].keys() == {"cpu", "cuda", "tensorrt", "rtx"}
     assert found["devices"]["cpu"]["works"]
@@ -91,6 +101,7 @@ def test_the_diagnosis_of_this_machine_is_correct():
     assert found["driver"].keys() & {"missing", "gpus", "error"}
 
 
+@pytest.mark.usefixtures("probed_once")
 def test_text_has_a_line_for_each_device_and_the_commands_that_help():
     result = run("doctor")
     assert result.returncode == 0
@@ -101,6 +112,7 @@ def test_text_has_a_line_for_each_device_and_the_commands_that_help():
     assert result.stdout.count("there is no NVIDIA driver: libcuda.so.1 is not found\n  fix") <= 1
 
 
+@pytest.mark.usefixtures("probed_once")
 def test_why_not_is_one_line():
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         line = doctor.why_not("cuda")
@@ -204,6 +216,7 @@ def test_a_provider_that_hangs_is_ended(module):
     assert answer.ended == "no response within 3 s while importing onnxruntime"
 
 
+@pytest.mark.usefixtures("probed_once")
 def test_a_report_is_one_file_with_all_that_json_prints(tmp_path, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{Path.home()}/lib")
     path = tmp_path / "report.json"
@@ -217,6 +230,7 @@ def test_a_report_is_one_file_with_all_that_json_prints(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["report.json"]
 
 
+@pytest.mark.usefixtures("probed_once")
 def test_a_report_replaces_a_file_only_with_overwrite(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("mine")
@@ -228,6 +242,7 @@ def test_a_report_replaces_a_file_only_with_overwrite(tmp_path):
     assert json.loads(path.read_text("utf-8"))
 
 
+@pytest.mark.usefixtures("probed_once")
 def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def full(*paths):
         raise OSError(28, "No space left on device")

@@ -7,6 +7,7 @@ import torch
 from transformers import AyaVisionConfig, LlavaConfig
 
 import published
+from cases import exhaustive, slow
 from checkpoints import VOCAB_SIZE, make_tokenizer
 from published import PUBLISHED, REFUSED
 from specedge.errors import CheckpointError, SpecEdgeError
@@ -59,8 +60,12 @@ def test_text_part_that_lacks_weights_is_refused(name, tokenizer, tmp_path, monk
         loader.load(checkpoints.find("target", str(folder), None), Progress())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", REFUSED)
+FIRST = {message: kind for kind, (message, _) in reversed(REFUSED.items())}
+
+
+@pytest.mark.parametrize(
+    "kind", [(slow if FIRST[REFUSED[kind][0]] == kind else exhaustive)(kind) for kind in REFUSED]
+)
 def test_unsupported_type_is_refused_before_weights_are_read(kind, tokenizer, tmp_path):
     folder = published.save_refused(kind, tokenizer, tmp_path / "model")
     with pytest.raises(SpecEdgeError, match=REFUSED[kind][0]) as error:

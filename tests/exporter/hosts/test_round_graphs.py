@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 import specedge
-from cases import exhaustive
+from cases import exhaustive, slow
 from round_host import Fused, Split
 from specedge.exporter import export
 from specedge.exporter.hosts.round_graphs import accept_graph, draft_graph, fused_round
@@ -95,7 +95,14 @@ def test_round_graphs_generate_the_text_of_the_decoder(bundle, hosts, layout, op
     check(*hosts(layout, bundle, 4, ops), sampling)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "exported",
+    [
+        slow("bfloat16"),
+        *map(exhaustive, ("embedded", "gpt2", "llama", "qwen2", "mistral", "padded", "windowed")),
+    ],
+    indirect=True,
+)
 @EVERY_LAYOUT
 def test_round_graphs_of_every_pair_generate_the_text_of_the_decoder(exported, hosts, layout):
     for sampling in (SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[-1]):

@@ -1,5 +1,6 @@
 """Graphs in another basis compute the same function."""
 
+import functools
 import json
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from architectures import ARCHITECTURES
 from checkpoints import make_model
-from comparing import traced
+from comparing import model_of, traced
 from specedge.errors import ParityError
 from specedge.exporter.quantization import basis, rotation
 from specedge.exporter.quantization.matrices import embeddings, matrix_groups
@@ -54,14 +55,14 @@ def with_gains(model):
 class Changed:
     """A model's decoders in another basis."""
 
-    def __init__(self, model, folder, ops="onnx", change=lambda basis_: basis_):
+    def __init__(self, model, folder, ops="onnx"):
         folder.mkdir()
         self.before = traced(with_gains(model), folder, ops)
         self.folder = folder.with_name("changed")
         self.folder.mkdir()
         path = folder / self.before.files["decoder"].source.file_name(ops)
         self.original = path
-        self.basis = change(basis.choose_basis([ir.load(path).graph], set()))
+        self.basis = basis.choose_basis([ir.load(path).graph], set())
         model = ir.load(path)
         with basis.WeightStore(self.folder) as store:
             basis.change_graph(model, self.basis, set(), store)
@@ -92,11 +93,17 @@ class Changed:
         )
 
 
-@pytest.fixture
-def changed(tmp_path):
-    return lambda kind, **options: Changed(
-        make_eager(ARCHITECTURES[kind][1]()), tmp_path / "before", **options
-    )
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """Return a function that rotates each model once."""
+
+    @functools.cache
+    def changed(kind, ops="onnx"):
+        shared = kind in ("llama", "gpt2")  # forms that other tests trace, too
+        model = model_of(kind) if shared else make_eager(ARCHITECTURES[kind][1]())
+        return Changed(model, tmp_path_factory.mktemp("basis") / "before", ops)
+
+    return changed
 
 
 def make_eager(config):
@@ -166,7 +173,7 @@ def test_channels_of_all_sizes_are_spread(changed):
     assert (after < 0.4 * before).all()
 
 
-def test_a_wrong_rotation_is_refused(changed, monkeypatch):
+def test_a_wrong_rotation_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Rotation, "undo", lambda self, x: self.apply(x))
     with pytest.raises(ParityError, match="inverse rotation, it differs"):
-        changed("llama")
+        Changed(model_of("llama"), tmp_path / "before")
