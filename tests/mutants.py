@@ -187,7 +187,7 @@ def noise_by_column(original, self, distribution, position):
 def noise_of_the_round(original, row, sampling, history):
     if sampling.noise is None:
         return original(row, sampling, history)
-    return sampling.noise.choose(row_distribution(row, sampling, history), history.num_kept)
+    return sampling.noise.choose(row_distribution(row, sampling, history), history.num_committed)
 
 
 @mutant(NOISE + "choose", "decoding/test_coupling.py")

@@ -1,4 +1,4 @@
-"""Placeholders of large matrices, whose values stay in the checkpoint's files.
+"""Placeholders of large matrices, whose values remain in the checkpoint's files.
 
 A placeholder [R, C] is a strided view of about R + C NaNs, so that accidental reads are detected.
 Its address identifies the matrix, and the strides of a view identify the matrix's axes: views are
@@ -32,11 +32,11 @@ _WIDTHS: dict[type, str] = {nn.Linear: "out_features", nn.Embedding: "embedding_
 
 
 class WeightSources:
-    """Stored matrices by the address of their placeholder."""
+    """Map from placeholders to stored matrices, by address."""
 
     def __init__(self) -> None:
         self._addresses: list[int] = []  # sorted
-        self._behind: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._matrices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def placeholder(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the float32 placeholder of a stored matrix, or a copy of a small one. [R, C]"""
@@ -45,16 +45,16 @@ class WeightSources:
         strides = _placeholder_strides(matrix.shape)
         size = _num_elements(matrix.shape, strides)
         # Different NaN payloads, so that no optimizer deduplicates two placeholders.
-        bits = torch.full((size,), _NAN + len(self._behind) + 1, dtype=torch.int32)
+        bits = torch.full((size,), _NAN + len(self._matrices) + 1, dtype=torch.int32)
         tensor = bits.view(torch.float32).as_strided(matrix.shape, strides)
         bisect.insort(self._addresses, tensor.data_ptr())
-        self._behind[tensor.data_ptr()] = (tensor, matrix)
+        self._matrices[tensor.data_ptr()] = (tensor, matrix)
         return tensor
 
     def close(self) -> None:
         """Release the files; the model cannot be used afterwards."""
         self._addresses.clear()
-        self._behind.clear()
+        self._matrices.clear()
 
     def find(self, array: np.ndarray) -> torch.Tensor | None:
         """Return the matrix of a placeholder, or of a view of one; None for other arrays.
@@ -63,7 +63,7 @@ class WeightSources:
         """
         index = bisect.bisect_right(self._addresses, array.ctypes.data) - 1
         start = self._addresses[index] if index >= 0 else 0
-        placeholder, matrix = self._behind.get(start, (None, None))
+        placeholder, matrix = self._matrices.get(start, (None, None))
         offset = (array.ctypes.data - start) // 4
         if placeholder is None or matrix is None:
             return None
@@ -85,12 +85,12 @@ class WeightSources:
         at_once: bool = False,
         only_shapes: bool = False,
     ) -> Iterator[None]:
-        """Replace placeholders by the stored values, in `dtype`, while the context lasts.
+        """Replace placeholders by the stored values, in `dtype`, until the context exits.
 
         Args:
             model: Model with placeholders.
             dtype: Type to compute in.
-            at_once: Cast all matrices now, instead of each module's for the duration of its call.
+            at_once: Cast all matrices immediately, instead of each module's during its call.
             only_shapes: Do not read files; matrix products return zeros.
         """
         memory, zeros = BufferPool(), functools.cache(torch.zeros)
@@ -151,8 +151,8 @@ def _resolve_view(
             steps = array.strides[i] // 4
             axes_of[next(axis for axis in smallest_first if steps % strides[axis] == 0)].append(i)
     lengths = [math.prod(array.shape[i] for i in axes) for axes in axes_of]
-    cut = [axis for axis, n in enumerate(matrix.shape) if lengths[axis] != n]
-    axis = cut[0] if cut else 0
+    sliced = [axis for axis, n in enumerate(matrix.shape) if lengths[axis] != n]
+    axis = sliced[0] if sliced else 0
     first, rest = divmod(offset, strides[axis])
     expected = [
         math.prod([4 * strides[axis], *(array.shape[j] for j in axes[position + 1 :])])
@@ -162,9 +162,9 @@ def _resolve_view(
     order = [i for axes in axes_of for i in axes]
     if (
         [array.strides[i] for i in order] != expected
-        or len(cut) > 1
+        or len(sliced) > 1
         or rest
-        or (offset and not cut)
+        or (offset and not sliced)
         or first + lengths[axis] > matrix.shape[axis]
     ):
         raise ExportError(
@@ -178,7 +178,7 @@ def _resolve_view(
     return part
 
 
-_KINDS = {
+_NUMPY_DTYPES = {
     torch.float64: np.float64, torch.float16: np.float16, torch.int8: np.int8, torch.uint8: np.uint8
 }  # fmt: skip
 
@@ -191,11 +191,11 @@ class BufferPool:
 
     @contextlib.contextmanager
     def borrow(self, size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Lend a buffer while the context lasts; huge ones are not reused. [size]"""
+        """Lend a buffer until the context exits; huge ones are not reused. [size]"""
         fitting = [b for b in self._free if b.numel() >= size and b.dtype == dtype]
         # Not `torch.empty`, which `exact_model.Float64Mode` intercepts.
-        kind = _KINDS.get(dtype, np.float32)
-        new = torch.from_numpy(np.empty(0 if fitting else size, kind))
+        numpy_dtype = _NUMPY_DTYPES.get(dtype, np.float32)
+        new = torch.from_numpy(np.empty(0 if fitting else size, numpy_dtype))
         buffer = min(fitting, key=torch.numel) if fitting else new
         self._free = [b for b in self._free if b is not buffer]
         yield buffer[:size]
@@ -273,9 +273,9 @@ def _set_parameters_per_call(
         calls.append(call := contextlib.ExitStack())
         wide = {}
         for name, tensor in stored_weights.items():
-            kind = dtype if name in products else torch.float32
-            room = call.enter_context(memory.borrow(tensor.numel(), kind))
-            wide[name] = room.view(tensor.shape).copy_(materialize(tensor))
+            weight_dtype = dtype if name in products else torch.float32
+            buffer = call.enter_context(memory.borrow(tensor.numel(), weight_dtype))
+            wide[name] = buffer.view(tensor.shape).copy_(materialize(tensor))
         _set_parameters(module, wide, call)
 
     def after(*args: object) -> None:

@@ -1,13 +1,12 @@
-"""K draft steps as one graph, so that a GPU drafts in one call without its host.
+"""K draft steps as one graph, so that a GPU drafts K tokens in one call.
 
 Each step's token is the input of the next one: the most probable token (the lowest id on ties), or
 a sampled one. The caches that a step writes are outputs, which the caller binds to the input
 buffers: all steps then update the same buffers without copies.
 
-Sampling has the arithmetic of `hosts/sampling_nodes.py`, restricted to operators that GPUs run. No
-shape depends on a value, so disabled filters are computed as well. Rows are sorted, which takes a
-GPU a few passes over a row. Sums are computed by blocks first, because CUDA's CumSum recomputes
-the sum of each position from the start.
+Sampling uses the arithmetic of `hosts/sampling_nodes.py`, restricted to operators with GPU kernels.
+No shape depends on a value, so disabled filters are computed as well. Sums are computed by blocks
+first, because CUDA's CumSum takes quadratic time.
 
 T input tokens of the first step, K draft tokens, C columns.
 """
@@ -124,22 +123,24 @@ class _SampledChoice:
             *(inputs[name] for name in (*SAMPLING_SETTINGS, "seen"))
         )
         self._nodes, self._uniforms, self._seen = nodes, inputs["uniforms"], inputs["seen"]
-        self._draws = TokenSampler(nodes, settings, draft.num_columns)
+        self._sampler = TokenSampler(nodes, settings, draft.num_columns)
         self._samples = list[SampledToken]()
 
     def column(self, logits: ir.Value) -> ir.Value:
         """Sample a column. [1, C] -> [1, 1]"""
         at = len(self._samples)
         uniform = self._nodes("Slice", self._uniforms, [at], [at + 1], [0])
-        draw = self._draws.draw(logits, self._seen, uniform)
-        self._seen = draw.seen
-        self._samples.append(draw)
-        return draw.column
+        sample = self._sampler.sample(logits, self._seen, uniform)
+        self._seen = sample.seen
+        self._samples.append(sample)
+        return sample.column
 
     def outputs(self, drafted: list[ir.Value]) -> dict[str, ir.Value]:
         """Return the graph's outputs other than caches."""
-        rows = {step_output(i, "weights"): draw.weights for i, draw in enumerate(self._samples)}
-        return {"drawn": self._nodes("Concat", *(d.summary for d in self._samples), axis=0)} | rows
+        rows = {step_output(i, "weights"): sample.weights for i, sample in enumerate(self._samples)}
+        return {
+            "drawn": self._nodes("Concat", *(sample.summary for sample in self._samples), axis=0)
+        } | rows
 
 
 def _value_type(dtype: str, shape: Sequence[int | str]) -> tuple[ir.DataType, list[int | str]]:
@@ -168,9 +169,9 @@ class SampledToken:
     """Sampled token and its distribution.
 
     Attributes:
-        column: Its column, [1, 1].
-        seen: Columns in the history including it, [1, C].
-        weights: Weights it was sampled from, [1, C].
+        column: Column of the token. [1, 1]
+        seen: Columns of the history, including the token. [1, C]
+        weights: Weights of the distribution. [1, C]
         summary: Row of the output `drawn` (`specedge/bundle/gpu_signatures.py`).
     """
 
@@ -187,7 +188,7 @@ class TokenSampler:
         self, nodes: GraphBuilder, settings: sampling_nodes.SamplingInputs, num_columns: int
     ) -> None:
         self._nodes, self._settings, self._size = nodes, settings, num_columns
-        self._is_drawn = nodes("Greater", settings.temperature, 0.0)
+        self._is_sampled = nodes("Greater", settings.temperature, 0.0)
         top_k = settings.top_k
         is_few = nodes("And", nodes("Greater", top_k, 0), nodes("Less", top_k, num_columns))
         self._last = nodes("Sub", nodes("Where", is_few, top_k, num_columns), 1)
@@ -197,21 +198,21 @@ class TokenSampler:
         ones = nodes("Expand", 1, [1, num_columns])
         self._ranks = nodes("CumSum", ones, np.array(1), exclusive=1)
 
-    def draw(self, logits: ir.Value, seen: ir.Value, uniform: ir.Value) -> SampledToken:
+    def sample(self, logits: ir.Value, seen: ir.Value, uniform: ir.Value) -> SampledToken:
         """Return the most probable token at temperature 0, else sample. [1, C], [1, C], [1]"""
         nodes, settings = self._nodes, self._settings
-        is_wrong = nodes("ReduceSum", nodes("Mul", logits, 0.0), [1])
+        is_not_finite = nodes("ReduceSum", nodes("Mul", logits, 0.0), [1])
         logits = sampling_nodes.apply_penalty(nodes, logits, seen, settings.penalty)
         values = nodes("TopK", logits, [self._size], num_outputs=2)
         (columns,) = nodes.others(values)
         kept = self._kept(values)
         weights = nodes("ScatterElements", self._zeros, columns, kept, axis=1)
-        position, total = self._place(weights, uniform, "LessOrEqual")
-        column = nodes("Where", self._is_drawn, position, _first_columns(nodes, columns, 1))
+        position, total = self._find_position(weights, uniform, "LessOrEqual")
+        column = nodes("Where", self._is_sampled, position, _first_columns(nodes, columns, 1))
         weight = nodes("GatherElements", weights, column, axis=1)
         count = nodes("ReduceSum", self._ones(nodes("Greater", kept, 0.0)), [1])
         best = (_first_columns(nodes, x, num_best(self._size)) for x in (kept, columns))
-        parts = (column, is_wrong, count, weight, total, *best)
+        parts = (column, is_not_finite, count, weight, total, *best)
         wide = [x if x is total else nodes("Cast", x, to=DOUBLE) for x in parts]
         summary = nodes("Concat", *wide, axis=1)
         return SampledToken(column, sampling_nodes.mark_seen(nodes, seen, column), weights, summary)
@@ -225,13 +226,13 @@ class TokenSampler:
             "Exp", sampling_nodes.apply_temperature(nodes, values, largest, settings.temperature)
         )
         weights = nodes("Where", nodes("Less", values, smallest), 0.0, weights)
-        last, _ = self._place(weights, settings.top_p, "Less")
+        last, _ = self._find_position(weights, settings.top_p, "Less")
         is_in = nodes("Or", nodes("LessOrEqual", self._ranks, last), self._is_whole)
         return sampling_nodes.apply_min_p(
             nodes, nodes("Where", is_in, weights, 0.0), settings.min_p
         )
 
-    def _place(
+    def _find_position(
         self, weights: ir.Value, share: ir.Value, is_short: str
     ) -> tuple[ir.Value, ir.Value]:
         """Return the first position whose cumulative weight reaches a share, and the total weight.
@@ -253,7 +254,7 @@ class TokenSampler:
         before = nodes("Gather", nodes("CumSum", totals, np.array(0), exclusive=1), block)
         inside = nodes("CumSum", nodes("Gather", blocks, block), np.array(1))
         short = nodes(is_short, inside, nodes("Sub", goal, before))
-        # If rounding moves the goal behind the block, take the last position with a weight.
+        # If rounding moves the goal beyond the block, take the last position with a weight.
         less = nodes("Less", inside, nodes("Slice", inside, [-1], [END], [1]))
         counts = (nodes("ReduceSum", self._ones(x), [1]) for x in (short, less))
         within = nodes("Cast", nodes("Min", *counts), to=INT)

@@ -105,10 +105,10 @@ class _Embedding:
         default_k = PLAIN_K if bundle.draft is None else bundle.num_draft_tokens
         ks = sorted({*self.num_draft_tokens} or {default_k})
         check_integer("num_draft_tokens", ks[0], 1)
-        if room := [k for k in ks if k > bundle.num_draft_tokens]:
+        if larger_ks := [k for k in ks if k > bundle.num_draft_tokens]:
             raise ExportError(
                 f"the caches are sized for rounds of {bundle.num_draft_tokens} draft tokens, not "
-                f"of {room[0]}; export the pair with --num-draft-tokens {room[0]}"
+                f"{larger_ks[0]}; export the pair with --num-draft-tokens {larger_ks[0]}"
             )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {self.layout!r}")

@@ -27,7 +27,7 @@ from .quantizer import add_variants, quantize
 from .report import compute_logits
 from .texts import CalibrationTexts
 
-MIN_PARAMETERS = 4_000_000  # of smaller models the node overhead determines the pass time
+MIN_PARAMETERS = 4_000_000  # below, node overhead dominates the pass time
 MIN_KEPT_ACCEPTANCE = 0.9  # fraction of the acceptance rate of the unquantized draft
 CANDIDATE_PRECISIONS = ("int4", "int8")
 MAX_SECONDS, MAX_PASSES = 2.0, 40  # limits of timing, with all candidates in alternation
@@ -90,10 +90,11 @@ def select_draft_precision(
             _measure_acceptance(candidate, target_logits, texts, head)
         _measure_times(candidates)
     best = _select(candidates)
-    own_seconds = candidates[0].seconds
+    unquantized_seconds = candidates[0].seconds
     summary = "; ".join(
         f"{candidate.precision}: acceptance rate {candidate.sampled:.1%} sampled, "
-        f"{candidate.greedy:.1%} greedy, {candidate.seconds / own_seconds:.2f} times the pass time"
+        f"{candidate.greedy:.1%} greedy, "
+        f"{candidate.seconds / unquantized_seconds:.2f} times the pass time"
         for candidate in candidates
     )
     progress.note(f"draft: {best.precision} ({summary}); override with --draft-precision")
@@ -110,13 +111,13 @@ def select_draft_precision(
 def _select(candidates: Sequence[DraftCandidate]) -> DraftCandidate:
     """Return the fastest candidate whose acceptance rate is close to the unquantized one's."""
     unquantized, *quantized = candidates
-    good = [
+    acceptable = [
         candidate
         for candidate in quantized
         if candidate.sampled >= MIN_KEPT_ACCEPTANCE * unquantized.sampled
         and candidate.greedy >= MIN_KEPT_ACCEPTANCE * unquantized.greedy
     ]
-    return min([unquantized, *good], key=lambda candidate: candidate.seconds)
+    return min([unquantized, *acceptable], key=lambda candidate: candidate.seconds)
 
 
 def _runner(written: FloatModel) -> Runner:

@@ -87,7 +87,7 @@ def _run_checks(
     """Run all checks; return the invariant pass lengths, and the files that differ."""
     depth_checks: list[Check] = []
     all_checks: list[Check] = []
-    if runner.left_out is not None:
+    if runner.representatives is not None:
         depth_checks = [checks.full_depth_check(runner, part, error_check) for part in parts]
         parts, all_checks = map(
             list, zip(*(checks.subset_reference(runner, part) for part in parts), strict=True)

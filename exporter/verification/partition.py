@@ -33,9 +33,9 @@ class Subgraph:
     constants: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
-    later: set[str] = field(default_factory=set)  # values that later subgraphs read
+    later: set[str] = field(default_factory=set)  # values read by later subgraphs
     size: int = 0  # bytes of weights, in float32
-    layer: int = 0  # number of layers whose caches are read up to its end
+    layer: int = 0  # number of layers that have begun by its end
 
 
 class PartitionedGraph:
@@ -65,7 +65,7 @@ class PartitionedGraph:
             if node.op_type in ("Cast", "Transpose", "Reshape") and self._is_large(node.input[0]):
                 self._computed[node.output[0]] = node
         self.first: list[str] = []
-        self.parts = self._cut(first)
+        self.parts = self._split(first)
         self._origins: dict[str, tuple[int, int]] = {}  # subgraph of a value, and its index there
         self._shared: set[str] = set()  # values that more than two layers read
         self._connect()
@@ -109,13 +109,13 @@ class PartitionedGraph:
             for name in self.parts[index].constants:
                 if self._is_passed(name):
                     value = self.compute(name)
-                    kind = self._type(name)
-                    room = stack.enter_context(memory.borrow(value.numel(), kind))
-                    rows = room.view(value.shape)
-                    for piece in chunks(value, kind):
+                    dtype = self._type(name)
+                    buffer = stack.enter_context(memory.borrow(value.numel(), dtype))
+                    rows = buffer.view(value.shape)
+                    for piece in chunks(value, dtype):
                         rows[: len(piece)] = piece
                         rows = rows[len(piece) :]
-                    values[name] = room.view(value.shape).numpy()
+                    values[name] = buffer.view(value.shape).numpy()
             yield values
 
     def _is_passed(self, name: str) -> bool:
@@ -155,7 +155,7 @@ class PartitionedGraph:
             for name in (*node.input, *node.output):
                 if name and name not in indices:
                     indices[name] = len(indices)
-                    descriptions.append(self._kind(name, index))
+                    descriptions.append(self._describe_value(name, index))
             bare = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
             bare.attribute.extend(node.attribute)
             bare.input.extend(str(indices.get(name, "")) for name in node.input)
@@ -163,22 +163,22 @@ class PartitionedGraph:
             descriptions.append(bare.SerializeToString(deterministic=True))
         return tuple(descriptions), list(indices)
 
-    def _kind(self, name: str, index: int) -> object:
+    def _describe_value(self, name: str, index: int) -> object:
         """Describe a value in a subgraph without its name; weights by their shape."""
         if self._is_constant(name):
             return tuple(self.shape(name)) if self._is_weight(name) else self._source(name)
         part = self.parts[index]
         if name not in part.inputs:
             return name in part.outputs
-        kind = self._types[name].type.SerializeToString(deterministic=True)
+        value_type = self._types[name].type.SerializeToString(deterministic=True)
         if _layer_of(name):
-            return kind
+            return value_type
         # Graph inputs, and values that many layers read, such as masks, are identified by name.
         produced_in, position = self._origins.get(name, (0, 0))
         origin = (
             name if name in self._shared or not produced_in else (index - produced_in, position)
         )
-        return kind, origin, name in part.outputs
+        return value_type, origin, name in part.outputs
 
     def weights(self, index: int) -> tuple[object, ...]:
         """Return the sources of a subgraph's weights, in order of use."""
@@ -211,7 +211,7 @@ class PartitionedGraph:
         stored = self._stored.get(name)
         return name in self._computed or (stored is not None and bool(stored.external_data))
 
-    def _cut(self, first: list[str] | None) -> list[Subgraph]:
+    def _split(self, first: list[str] | None) -> list[Subgraph]:
         parts, layers = [Subgraph()], set[str]()
         for node in self._model.graph.node:
             if node.output[0] in self._computed:
@@ -261,8 +261,8 @@ def _layer_of(name: str) -> str:
 
 def _passed_constant(name: str, shape: list[int], dtype: torch.dtype) -> onnx.TensorProto:
     """Return a placeholder of a constant that the caller passes to the session."""
-    kind = next(kind for kind, dtype_ in TORCH_TYPES.items() if dtype_ == dtype)
-    tensor = onnx.TensorProto(name=name, data_type=kind, dims=shape)
+    data_type = next(number for number, type_ in TORCH_TYPES.items() if type_ == dtype)
+    tensor = onnx.TensorProto(name=name, data_type=data_type, dims=shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     size = math.prod(shape) * dtype.itemsize
     for key, text in (("location", FILE), ("offset", 0), ("length", size)):
@@ -281,13 +281,13 @@ class RepresentativeParts:
     start: int
     names: Mapping[str, Mapping[str, str]]
 
-    def has(self, index: int) -> bool:
-        """Return True if a subgraph is left out."""
+    def skips(self, index: int) -> bool:
+        """Return True if a subgraph is skipped."""
         return self.end <= index < self.start
 
 
 def find_representatives(splits: Mapping[str, PartitionedGraph]) -> RepresentativeParts | None:
-    """Select subgraphs that include all forms, by skipping some in the middle; None if impossible.
+    """Select subgraphs that include all forms, skipping some in the middle; None if impossible.
 
     `splits` are the files of one graph variant, the decoder first, split at the same values.
     """
@@ -322,8 +322,8 @@ def _map_names(split: PartitionedGraph, end: int, start: int) -> dict[str, str] 
     """Map values of skipped subgraphs that later ones read to the values that replace them."""
     if start >= len(split.parts):
         return {}
-    left_out = {name for part in split.parts[end:start] for name in part.outputs}
-    read = {name for part in split.parts[start:] for name in part.inputs} & left_out
+    skipped = {name for part in split.parts[end:start] for name in part.outputs}
+    read = {name for part in split.parts[start:] for name in part.inputs} & skipped
     before, after = (split.form(index - 1)[1] for index in (end, start))
     if not read <= {*after}:
         return None

@@ -31,15 +31,15 @@ from ..tracing.geometry import Geometry
 from .exact_model import ROUNDINGS, RoundingNoiseMode, exact_arithmetic
 from .row_errors import float32_error_bounds, row_errors
 
-WHOLE = 1024  # maximum context length that is compared completely
-SMALL = 50_000_000  # maximum parameters of a small model
-PART, TAIL = 256, 48  # positions compared at the start and at the end of the context
-LARGE_PART, LARGE_TAIL = 32, 12  # the same for large models
-TRIES = 64  # maximum number of times that tokens with routing near-ties are sampled again
-WORTHLESS = 0.1  # refused error, relative to the logits' standard deviation
+MAX_COMPLETE_LENGTH = 1024  # context length up to which all positions are compared
+MAX_SMALL_PARAMETERS = 50_000_000  # maximum parameters of a small model
+NUM_FIRST, NUM_LAST = 256, 48  # positions compared at the start and at the end of the context
+LARGE_NUM_FIRST, LARGE_NUM_LAST = 32, 12  # the same for large models
+MAX_RESAMPLINGS = 64  # of tokens with routing near-ties
+MAX_RELATIVE_ERROR = 0.1  # float32 error, relative to the logits' standard deviation
 CHUNK = 256  # maximum tokens per pass
-ROOM = 1 << 24  # maximum logits per pass
-HELD = 1 << 27  # maximum logits in memory, in float64
+MAX_PASS_LOGITS = 1 << 24  # maximum logits per pass
+MAX_STORED_LOGITS = 1 << 27  # maximum logits in memory, in float64
 History = Callable[[int], np.ndarray]
 
 
@@ -79,17 +79,17 @@ class Reference:
 
 def compared_positions(geometry: Geometry, num_parameters: int) -> list[tuple[int, int]]:
     """Return the compared segments of the context: the whole, or its start and end."""
-    context, small = geometry.context_length, num_parameters <= SMALL
-    small &= min(context, WHOLE) * geometry.padded_vocab_size <= HELD
-    part, tail = (PART, TAIL) if small else (LARGE_PART, LARGE_TAIL)
-    if context <= part + tail or (context <= WHOLE and small):
+    context, small = geometry.context_length, num_parameters <= MAX_SMALL_PARAMETERS
+    small &= min(context, MAX_COMPLETE_LENGTH) * geometry.padded_vocab_size <= MAX_STORED_LOGITS
+    part, tail = (NUM_FIRST, NUM_LAST) if small else (LARGE_NUM_FIRST, LARGE_NUM_LAST)
+    if context <= part + tail or (context <= MAX_COMPLETE_LENGTH and small):
         return [(0, context)]
     return [(0, part), (context - tail, context)]
 
 
 def chunk_length(geometry: Geometry) -> int:
     """Return the number of tokens per pass, fewer for large vocabularies."""
-    return min(CHUNK, max(1, ROOM // geometry.padded_vocab_size))
+    return min(CHUNK, max(1, MAX_PASS_LOGITS // geometry.padded_vocab_size))
 
 
 def compute_references(
@@ -119,7 +119,7 @@ def compute_references(
         tokens = random.integers(0, num_tokens, end - start)
         history = _earlier_rows(start, references, geometry)
         left_out = 0
-        for _ in range(TRIES):
+        for _ in range(MAX_RESAMPLINGS):
             part, near = _compute_segment(model, sources, tokens, start, history, geometry)
             if not near.any():
                 break
@@ -129,7 +129,7 @@ def compute_references(
         else:
             raise ParityError(
                 f"{role}: its routers' margins are below the float32 error for {near.sum()} of "
-                f"{len(tokens)} tokens, {TRIES} times; such near-ties cannot be compared"
+                f"{len(tokens)} tokens, {MAX_RESAMPLINGS} times; such near-ties cannot be compared"
             )
         references.append(replace(part, left_out=left_out))
         advance(end - start)
@@ -151,7 +151,7 @@ def _check_magnitude(role: str, parts: list[Reference]) -> None:
             raise ParityError(f"{role}: its logits are the same for all tokens; check its LM head")
         off = part.logits_pytorch / part.logits.std(1)
         off = np.median(off) if np.isfinite(off).all() else np.inf
-        if not off <= WORTHLESS:
+        if not off <= MAX_RELATIVE_ERROR:
             raise ParityError(
                 f"{role}: this model is not accurate in float32: PyTorch's logits differ by "
                 f"{off:.1e} of their standard deviation"

@@ -113,7 +113,7 @@ class Runner:
             )
 
     @functools.cached_property
-    def left_out(self) -> RepresentativeParts | None:
+    def representatives(self) -> RepresentativeParts | None:
         """Selection of subgraphs that represent all forms of a large model."""
         return find_representatives(self._splits) if self.in_parts else None
 
@@ -121,10 +121,10 @@ class Runner:
     def kept(self) -> list[int]:
         """Indices of the caches that the representative subgraphs read."""
         names = list(self._shapes)
-        if self.left_out is None:
+        if self.representatives is None:
             return list(range(len(names)))
         decoder = self._splits["decoder"].parts
-        kept = [*decoder[: self.left_out.end], *decoder[self.left_out.start :]]
+        kept = [*decoder[: self.representatives.end], *decoder[self.representatives.start :]]
         return [i for i, name in enumerate(names) if any(name in part.inputs for part in kept)]
 
     def path(self, name: str) -> Path:
@@ -154,17 +154,17 @@ class Runner:
         kept = {at: i for i, at in enumerate(self.kept)}
         with contextlib.closing(self._stages()) as sessions:
             for number, session in enumerate(sessions):
-                left_out = self.left_out is not None and self.left_out.has(number)
-                for i in _order_actions(through if left_out else actions, bool(session.caches)):
-                    action, shorter = actions[i], i >= len(through)
+                skipped = self.representatives is not None and self.representatives.skips(number)
+                for i in _order_actions(through if skipped else actions, bool(session.caches)):
+                    action, is_partial = actions[i], i >= len(through)
                     if isinstance(action, PassAction):
                         outputs = session.run(action.name, action.packed, passes[i])
                         if action.on_outputs:
                             action.on_outputs(outputs)
-                        if self.left_out is not None and shorter:
-                            stands_for = self.left_out.names[action.name]
+                        if self.representatives is not None and is_partial:
+                            replacements = self.representatives.names[action.name]
                             outputs |= {
-                                name: outputs[x] for name, x in stands_for.items() if x in outputs
+                                name: outputs[x] for name, x in replacements.items() if x in outputs
                             }
                         passes[i] = self._readable(action.name, number, passes[i] | outputs)
                         if (logits := outputs.get("logits")) is None:
@@ -178,7 +178,7 @@ class Runner:
                         session.repeat(action.length, action.end)
                     else:
                         at = {name: index[name] for name in session.caches}
-                        indices = {n: kept[i] for n, i in at.items()} if shorter else at
+                        indices = {n: kept[i] for n, i in at.items()} if is_partial else at
                         session.fill({name: action.history(i) for name, i in indices.items()})
                 advance(1)
         return results

@@ -129,9 +129,9 @@ class _SuffixState:
 
     def predict(self, history: History, max_tokens: int) -> Prediction:
         """Return a prediction; the last one is reused for the same text and length."""
-        drafted = history.last(history.length - history.num_kept)
+        drafted = history.last(history.length - history.num_committed)
         if (
-            (missing := history.num_kept - self._length)
+            (missing := history.num_committed - self._length)
             or drafted
             or max_tokens > self._max_predicted
         ):

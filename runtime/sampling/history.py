@@ -52,8 +52,8 @@ class History:
         return self.length - self.num_prompt_tokens
 
     @property
-    def num_kept(self) -> int:
-        """Number of committed tokens, without draft tokens."""
+    def num_committed(self) -> int:
+        """Number of tokens without draft tokens."""
         return self._length
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -119,8 +119,8 @@ class _TokenCounts:
     def _column(self, token: int) -> int:
         column = self._columns.setdefault(token, len(self._columns))
         if column == len(self._ids):
-            room = np.zeros(max(64, column), np.intp)
-            self._ids = np.concatenate([self._ids, room])
-            self._counts = np.concatenate([self._counts, room])
+            zeros = np.zeros(max(64, column), np.intp)
+            self._ids = np.concatenate([self._ids, zeros])
+            self._counts = np.concatenate([self._counts, zeros])
         self._ids[column] = token
         return column

@@ -264,7 +264,7 @@ class GrammarConstraint:
         Raises:
             OptionError: The text violates the grammar, as a draft may.
         """
-        drafted = history.length > history.num_kept
+        drafted = history.length > history.num_committed
         if drafted and self._num_renewals["mixed"] >= MAX_RENEWALS:
             raise _LimitError("the grammar is not applied to drafts: it takes too much computation")
         self._mixed |= drafted

@@ -16,7 +16,7 @@ from specedge.runtime.requests.stream import Generation
 from specedge.runtime.sampling.history import common_prefix_length
 
 from ..theory.formulas import speedup
-from .measure import pace
+from .measure import seconds_per_token
 from .summary import host_seconds_per_round, seconds_per_draft_pass, seconds_per_target_pass
 
 
@@ -108,7 +108,8 @@ def compare(
 def _summarize(
     plain: list[Generation], speculative: list[Generation], request: dict[str, Any]
 ) -> Comparison:
-    ratios = [pace(p.stats) / pace(s.stats) for p, s in zip(plain, speculative, strict=True)]
+    pairs = zip(plain, speculative, strict=True)
+    ratios = [seconds_per_token(p.stats) / seconds_per_token(s.stats) for p, s in pairs]
     base, all_stats = [g.stats for g in plain], [g.stats for g in speculative]
     target = median(map(seconds_per_target_pass, base))
     plain_host = median(map(host_seconds_per_round, base)) / target

@@ -178,7 +178,7 @@ def _cycle(
         after = run(PLAIN_SETTING)
         yield TimedRun(PLAIN_SETTING, index, turn, after)
         for setting, stats in group:
-            rates = (pace, _request_pace)
+            rates = (seconds_per_token, _request_seconds_per_token)
             speedups = [(rate(before) + rate(after)) / 2 / rate(stats) for rate in rates]
             yield TimedRun(setting, index, turn, stats, *speedups)
         before = after
@@ -192,10 +192,10 @@ def _run(
     return pipeline.generate(prompt.tokens, **request | setting.options)
 
 
-def pace(stats: Stats) -> float:
+def seconds_per_token(stats: Stats) -> float:
     """Return seconds per new token: sampled texts may have different lengths."""
     return stats.decode_seconds / stats.num_new_tokens
 
 
-def _request_pace(stats: Stats) -> float:
+def _request_seconds_per_token(stats: Stats) -> float:
     return (stats.prefill_seconds + stats.decode_seconds) / stats.num_new_tokens

@@ -54,7 +54,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
     """Measure a full cost table at several lengths of the caches, which are overwritten.
 
     Raises:
-        ContextLengthError: If the context has no room for a draft token.
+        ContextLengthError: If the context is too short for a draft token.
     """
     context = min(model.context_length for model in pipeline.bundle.models.values())
     if context < MIN_CONTEXT:

@@ -383,11 +383,11 @@ def _confidence_notes(bundle: Bundle) -> tuple[str, ...]:
         "the texts that were run",
         f"sampled and joint are {NUM_TESTS} tests; each fails a correct bundle with probability "
         f"about {ALPHA:.1e}, all together {FALSE_ALARM:.0e} (chi-square is an approximation)",
-        f"'would catch' is the smallest total variation over the cells that the test detects with "
+        f"'detectable' is the smallest total variation over the cells that the test detects with "
         f"probability {POWER:.0%}, for any shape of the deviation; smaller ones may go undetected",
-        f"'at most off' is an upper bound of the total variation over the cells, with "
+        f"'upper bound' is that of the total variation over the cells, with "
         f"{CONFIDENCE:.0%} confidence for each setting",
-        "'would catch' of sampled is that of the rank test; --json has that of each test",
+        "'detectable' of sampled is that of the rank test; --json has that of each test",
         "the distributions are those of the target's graph on this machine; its error against "
         "PyTorch was measured at export only",
         "the random numbers are the same in every audit; the number used depends on the time",

@@ -137,8 +137,8 @@ class _GreedyTexts:
 def greedy(subject: Subject, budget: Budget) -> CheckResult:
     """Compare speculative text at temperature 0 with the target alone, token by token.
 
-    Texts may differ at near-ties only: where the two largest logits are no further apart than
-    twice the device's noise.
+    Texts may differ only at near-ties, where the margin of the two largest logits is at most twice
+    the noise of the device.
     """
     ks = subject.greedy_ks
     # Without a draft model, suffix decoding drafts, as in requests.
@@ -152,9 +152,9 @@ def greedy(subject: Subject, budget: Budget) -> CheckResult:
     for prompt in subject.greedy_prompts:
         if budget.over:
             break
-        room = subject.sizes["target"].context_length - len(prompt.tokens)
+        num_free = subject.sizes["target"].context_length - len(prompt.tokens)
         tokens = list(prompt.tokens)
-        plain = _target_alone(subject, tokens, min(ROWS, room), budget)
+        plain = _target_alone(subject, tokens, min(ROWS, num_free), budget)
         ties = _near_ties(subject, texts, prompt.name, tokens, plain)
         for k, decoder in decoders.items():
             if budget.over:

@@ -195,7 +195,7 @@ def _finding(
         facts[name] |= {test: vars(test_result) for test, test_result in vars(tests).items()}
     lines = [
         f"{'':{NAME}}  texts cells  p of: strings  first accepted  later accepted  "
-        "would catch  at most off  after"
+        " detectable  upper bound  prompt"
     ]
     lines += [_line(name, tests, prompts[name]) for name, tests in results.items()]
     first, later = together.values()
@@ -210,7 +210,7 @@ def _finding(
     texts = [tests.strings.num_samples for tests in results.values()]
     least = min(texts) if len(results) == num_settings else 0
     if least < LEAST_TEXTS:
-        summary = f"only {least} texts of a setting, {LEAST_TEXTS} are needed"
+        summary = f"a setting has only {least} texts; {LEAST_TEXTS} are required"
         return CheckResult("joint", SHORT, summary, tuple(lines), facts)
     summary = (
         f"the first {LENGTH} tokens of {sum(texts)} texts follow the target's joint distribution"

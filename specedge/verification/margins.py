@@ -1,7 +1,7 @@
-"""Decision margins: the change of logits that could turn a decision of a round.
+"""Decision margins: the smallest change of logits that could change a decision of a round.
 
 Another machine or version of ONNX Runtime may change each logit by up to e. At temperature T, this
-changes the probability p of some tokens by at most 2 e p (1 - p) / T for small e: the derivative
+changes a probability p by at most 2 e p (1 - p) / T for small e: the derivative
 of the softmax if their logits increase by e and all others decrease by e. A margin is the smallest
 e that could change a decision, in units of the logits. K draft tokens, V vocabulary entries.
 """
@@ -23,13 +23,13 @@ from specedge.sampling_options import Sampling
 
 @dataclass(frozen=True)
 class FilteredRow:
-    """Distribution after the filters, and the margin of what they removed.
+    """Distribution after the filters, and the margin of the filters.
 
     `probs` [V] are probabilities in double precision, 0 for removed tokens.
     """
 
     probs: Floats
-    cut: float
+    filter_margin: float
 
 
 def greedy_margin(row: Row, sampling: Sampling, history: History) -> float:
@@ -45,17 +45,17 @@ def filter_row(row: Row, sampling: Sampling, history: History, vocab_size: int) 
     """Apply top-k, top-p and min-p to a row above temperature 0."""
     scores = process_logits(row.array(), sampling, history, row.ids).astype(np.float64)
     order = np.argsort(-scores, kind="stable")
-    falling, temperature, cuts = scores[order], sampling.temperature, [math.inf]
+    descending, temperature, cuts = scores[order], sampling.temperature, [math.inf]
     num_kept = len(scores)
     if 0 < sampling.top_k < num_kept:
-        num_kept = int(np.count_nonzero(falling >= falling[sampling.top_k - 1]))
-        cuts.append(_gap(falling, num_kept))
-    weights = np.exp((falling[:num_kept] - falling[0]) / temperature)
+        num_kept = int(np.count_nonzero(descending >= descending[sampling.top_k - 1]))
+        cuts.append(_gap(descending, num_kept))
+    weights = np.exp((descending[:num_kept] - descending[0]) / temperature)
     if sampling.top_p < 1:
         sums = weights.cumsum() / weights.sum()
         cuts.append(_distance(sums, sampling.top_p) * temperature)
         num_kept = int(np.count_nonzero(sums - weights / weights.sum() < sampling.top_p))
-        cuts.append(_gap(falling, num_kept))
+        cuts.append(_gap(descending, num_kept))
     if sampling.min_p > 0:
         distances = np.log(weights / sampling.min_p)
         cuts.append(temperature * float(np.abs(distances).min()) / 2)
@@ -65,15 +65,15 @@ def filter_row(row: Row, sampling: Sampling, history: History, vocab_size: int) 
     return FilteredRow(probs / probs.sum(), min(cuts))
 
 
-def _gap(falling: Floats, num_kept: int) -> float:
+def _gap(descending: Floats, num_kept: int) -> float:
     """Return half the difference of the last kept and the first removed logit."""
-    if num_kept >= len(falling):
+    if num_kept >= len(descending):
         return math.inf
-    return (float(falling[num_kept - 1]) - float(falling[num_kept])) / 2
+    return (float(descending[num_kept - 1]) - float(descending[num_kept])) / 2
 
 
-def draw_margin(probs: Floats, uniform: float, temperature: float) -> float:
-    """Return the margin of a draw: the distance of its uniform from the cumulative sums."""
+def sample_margin(probs: Floats, uniform: float, temperature: float) -> float:
+    """Return the margin of a sample: the distance of its uniform from the cumulative sums."""
     return _distance(probs[probs > 0].cumsum()[:-1], uniform) * temperature
 
 
@@ -85,8 +85,8 @@ def _distance(sums: Floats, point: float) -> float:
 
 
 @dataclass(frozen=True)
-class JudgedDraft:
-    """Draft that was tested above temperature 0.
+class VerifiedDraft:
+    """Draft verified above temperature 0.
 
     Attributes:
         tokens: Draft tokens. [K]
@@ -105,7 +105,7 @@ class JudgedDraft:
     temperature: float
 
     def margin(self, verdict: Verdict) -> float:
-        """Return the smallest margin of the tests, the target's filters and the last draw."""
+        """Return the smallest margin of the tests, the target's filters and the last sample."""
         at, margins = verdict.num_accepted, list[float]()
         for i, token in enumerate(self.tokens[: at + 1]):
             prob = float(self.targets[i].probs[token])
@@ -113,10 +113,10 @@ class JudgedDraft:
             slack = 2 * (self.tests[i] * drafted * (1 - drafted) + prob * (1 - prob))
             gap = abs(float(self.tests[i]) * drafted - prob)
             margins.append(self.temperature * gap / slack if slack else math.inf)
-        margins += [target.cut for target in self.targets[: at + 1]]
+        margins += [target.filter_margin for target in self.targets[: at + 1]]
         target = self.targets[at].probs
         if at == len(self.tokens):
-            return min(*margins, draw_margin(target, self.last, self.temperature))
+            return min(*margins, sample_margin(target, self.last, self.temperature))
         residual = np.maximum(target - self.drafted[at].probs, 0)
         total = float(residual.sum())
         if not total:

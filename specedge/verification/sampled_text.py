@@ -183,7 +183,7 @@ def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> 
     problems, facts = [], {}
     lines = [
         f"{'':{NAME}} tokens  p of: rank  draft bias  serial pairs  accepted  "
-        "     rate (expected)  would catch"
+        "     rate (expected)   detectable"
     ]
     for name, sample in samples.items():
         verdicts = _verdicts(sample, alpha)
@@ -204,7 +204,7 @@ def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> 
         summary = f"{count} sampled tokens do not follow the target's distribution: {problems[0]}"
         return CheckResult("sampled", FAILED, summary, tuple(problems[1:] + lines), facts)
     if least < LEAST_TOKENS:
-        summary = f"only {least} tokens of a setting, {LEAST_TOKENS} are needed"
+        summary = f"a setting has only {least} tokens; {LEAST_TOKENS} are required"
         return CheckResult("sampled", SHORT, summary, tuple(lines), facts)
     summary = (
         f"{count} sampled tokens follow the target's distribution; a total variation distance of "

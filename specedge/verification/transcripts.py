@@ -33,10 +33,10 @@ from specedge.runtime.text.tokenizer import decode
 from specedge.sampling_options import Sampling
 from specedge.verification.margins import (
     FilteredRow,
-    JudgedDraft,
-    draw_margin,
+    VerifiedDraft,
     filter_row,
     greedy_margin,
+    sample_margin,
 )
 
 from ..benchmarks.prompts import SETS
@@ -235,11 +235,11 @@ class _Listener:
         draws = uniforms(self._seed, len(self.margins) * (2 * self._k + 1), len(rows))
         drafted = [self._filter(row, text, sampling) for row, text in steps]
         margins = [
-            min(row.cut, draw_margin(row.probs, float(draw), temperature))
+            min(row.filter_margin, sample_margin(row.probs, float(draw), temperature))
             for row, draw in zip(drafted, draws, strict=True)
         ]
         targets = [self._filter(logits[i], text, sampling) for i, text in enumerate(texts)]
-        judged = JudgedDraft(
+        judged = VerifiedDraft(
             draft.tokens, drafted, targets, accept_uniforms, last_uniform, temperature
         )
         self.margins.append(min([*margins, judged.margin(verdict)]))

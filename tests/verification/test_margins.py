@@ -8,7 +8,7 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
-from specedge.verification.margins import JudgedDraft, draw_margin, filter_row, greedy_margin
+from specedge.verification.margins import VerifiedDraft, filter_row, greedy_margin, sample_margin
 
 V = 12
 TEXT = History([1, 2])
@@ -43,7 +43,7 @@ def test_shares_are_the_distribution_that_the_runtime_draws_from(sampling):
         found = filter_row(Row(logits), sampling, TEXT, V)
         wanted = probabilities(logits, sampling, TEXT).row(V)
         np.testing.assert_allclose(found.probs, wanted, atol=1e-6)
-        assert found.cut > 0
+        assert found.filter_margin > 0
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
@@ -52,7 +52,7 @@ def test_logits_that_move_by_less_than_a_draws_margin_draw_the_same(sampling):
     for seed, logits in enumerate(rows(1, 60)):
         u = float(np.random.default_rng(seed).random())
         found = filter_row(Row(logits), sampling, TEXT, V)
-        margin = min(found.cut, draw_margin(found.probs, u, sampling.temperature))
+        margin = min(found.filter_margin, sample_margin(found.probs, u, sampling.temperature))
         token = probabilities(logits, sampling, TEXT).pick(u)
         for other in range(20):
             near = moved(logits, 0.8 * min(margin, 0.2), other)
@@ -77,8 +77,8 @@ def test_logits_that_move_by_less_than_a_verdicts_margin_are_judged_the_same(sam
             filter_row(Row(row), sampling, text, V) for row, text in zip(ours, texts, strict=True)
         ]
         drafted = [filter_row(Row(row), sampling, TEXT, V) for row in theirs]
-        judged = JudgedDraft(draft.tokens, drafted, targets, tests, last, sampling.temperature)
-        margin = min(judged.margin(verdict), *(one.cut for one in drafted))
+        judged = VerifiedDraft(draft.tokens, drafted, targets, tests, last, sampling.temperature)
+        margin = min(judged.margin(verdict), *(one.filter_margin for one in drafted))
         for other in range(20):
             for by, is_near in ((0.8 * min(margin, 0.1), True), (6 * margin, False)):
                 dists = [probabilities(moved(row, by, other), sampling, TEXT) for row in theirs]

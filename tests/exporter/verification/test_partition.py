@@ -104,7 +104,7 @@ def test_values_are_released_after_their_last_reader(tmp_path, in_parts, monkeyp
 def test_representative_layers_are_run_alone(kind, ops, tmp_path, in_parts):
     runner = traced(model_of(kind, layers=6), tmp_path, ops)
     assert 6 <= len(runner.kept) <= 8
-    assert runner.left_out.start - runner.left_out.end >= 3
+    assert runner.representatives.start - runner.representatives.end >= 3
 
 
 def test_start_and_end_of_large_models_are_compared():

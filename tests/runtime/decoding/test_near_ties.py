@@ -134,7 +134,7 @@ class Forgetting(Ending):
         self._full = False
 
     def banned(self, history):
-        if self._full and history.length > history.num_kept:
+        if self._full and history.length > history.num_committed:
             raise OptionError("the grammar cannot be applied to this text")
         self._full |= history.num_new_tokens >= 12
         return super().banned(history)
@@ -164,8 +164,8 @@ class Tiring:
         self._num_left = num_left
 
     def banned(self, history):
-        self._num_left -= history.length > history.num_kept
-        if self._num_left < 0 and history.length > history.num_kept:
+        self._num_left -= history.length > history.num_committed
+        if self._num_left < 0 and history.length > history.num_committed:
             raise OptionError("the grammar is not followed along drafts here")
         return np.zeros(7, bool)
 
