@@ -27,8 +27,7 @@ COMMAND = (sys.executable, "-m", "specedge", "export")
 
 @pytest.fixture
 def options(pairs):
-    draft, target = pairs.checkpoint("gpt2")
-    return ("--draft", draft, "--target", target, "--max-length", "32")
+    return ("--target", pairs.checkpoint("gpt2")[1], "--max-length", "32", "--ops", "onnx")
 
 
 @pytest.fixture
