@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from filelock import FileLock
@@ -18,10 +19,11 @@ from specedge.exporter.tracing import tracer
 
 TRANSLATED = tracer.translate  # which no test has swapped
 LIBRARIES = ("specedge", "torch", "transformers")  # whose code a trace knows by their versions
-# Fields of a config that no computation reads; `_form` has the weights' types.
+# Fields of configs and modules that no computation reads; `_form` has the weights' types.
 IGNORED = {
-    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
-    "pad_token_id", "quantization_config", "transformers_version",
+    "_name_or_path", "_use_kernels", "architectures", "bos_token_id", "dtype", "eos_token_id",
+    "initializer_range", "name_or_path", "pad_token_id", "quantization_config",
+    "transformers_version",
 }  # fmt: skip
 
 
@@ -81,13 +83,14 @@ def _form(whole):
     )
     config = whole.model.config
     options = {name: x for name, x in config.to_dict().items() if name not in IGNORED}
+    options = json.loads(json.dumps(options, default=str), parse_float=_rounded)
     return (
         whole.ops,
         whole.last,
         str(whole.layers),
         tuple((name, type(module), _own(module)) for name, module in whole.named_modules()),
         weights,
-        json.dumps(options, default=str, sort_keys=True),
+        json.dumps(options, sort_keys=True),
         config._attn_implementation,
     )
 
@@ -105,8 +108,17 @@ def _is_changed(whole):
 
 def _own(module):
     """Return a module's plain attributes and its replaced forward."""
-    plain = {name: x for name, x in vars(module).items() if isinstance(x, int | float | str)}
+    plain = {
+        name: _rounded(x) if isinstance(x, float) else x
+        for name, x in vars(module).items()
+        if isinstance(x, int | float | str) and name not in IGNORED
+    }
     return str(plain), _name(module)
+
+
+def _rounded(number):
+    """Return a number in the precision of graphs and of GGUF files."""
+    return float(np.float32(number))
 
 
 def _name(module):
