@@ -40,19 +40,19 @@ def quantized(name, num_rows=N, label=""):
     )
 
 
-def grouped(bits, block_size, num_rows=N, order=None, zeros=True):
+def grouped(bits, block_size, num_rows=N, order=None, zeros=True, size=K):
     """A matrix with zero points, whose blocks may have their inputs in another order."""
     random = np.random.default_rng([bits, block_size, num_rows])
-    num_blocks, top = K // block_size, 2**bits
+    num_blocks, top = size // block_size, 2**bits
     integers = random.integers(0, top, (num_rows, num_blocks, block_size), np.uint8)
     scales = random.uniform(0.01, 0.02, (num_rows, num_blocks)).astype(np.float32)
     points = random.integers(0, top, (num_rows, num_blocks), np.uint8) if zeros else None
     shift = points[..., None] if zeros else top // 2
-    ordered = ((integers.astype(np.float32) - shift) * scales[..., None]).reshape(num_rows, K)
+    ordered = ((integers.astype(np.float32) - shift) * scales[..., None]).reshape(num_rows, size)
     whole = np.empty_like(ordered)
     whole[:, slice(None) if order is None else order] = ordered
     return QuantizedTensor(
-        f"int{bits} in {block_size}", f"int{bits}", (num_rows, K), integers.size,
+        f"int{bits} in {block_size}", f"int{bits}", (num_rows, size), integers.size,
         BlockLayout(bits, block_size, has_zero_points=zeros), lambda at: whole[at],
         lambda at: IntegerBlocks(integers[at], scales[at], None, points[at] if zeros else None),
         order,
@@ -97,7 +97,7 @@ def write_float(folder, table, matrices):
             for name, width in zip(outputs, widths, strict=True)
         ],
         initializers,
-        value_info=[tensor("x", TensorProto.FLOAT, [1, "T", K])],
+        value_info=[tensor("x", TensorProto.FLOAT, [1, "T", table.shape[1]])],
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     path = folder / "decoder.onnx"
@@ -158,6 +158,18 @@ def test_products_and_lookups_with_zero_points(bits, block_size, zeros, tmp_path
         exact = run(tmp_path / "float", ids)
         for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
             assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("num_blocks", [3, 5])
+def test_4_bit_zero_points_of_an_odd_number_of_blocks(num_blocks, tmp_path):
+    table, *matrices = (grouped(4, 32, n, size=32 * num_blocks) for n in (V, N, 16))
+    path = write_float(tmp_path / "float", table, list(map(values, matrices)))
+    model, _ = rewrite(path, tmp_path / "kept", [table, *matrices])
+    ops = [node.op_type for node in model.graph]
+    assert ops == ["GatherBlockQuantized", "MatMulNBits", "Split"]
+    exact = run(tmp_path / "float", [5, 0, 39, 17])
+    for actual, expected in zip(run(tmp_path / "kept", [5, 0, 39, 17]), exact, strict=True):
+        assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
 
 
 def test_int8_inputs_of_products_with_zero_points_cost_little(tmp_path):
