@@ -35,11 +35,11 @@ _FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "expert_shared_count": "n_shared_experts num_shared_experts moe_num_shared_experts",
-    "expert_weights_scale": "routed_scaling_factor route_scale",
+    "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
-    "leading_dense_block_count": "first_k_dense_replace num_dense_layers moe_layer_start_index",
+    "leading_dense_block_count": "first_k_dense_replace moe_layer_start_index",
     "interleave_moe_layer_step": "moe_layer_interval",
 }  # header fields, without the architecture, and names in configs, of which the first is taken
 _FLAGS = {
@@ -58,7 +58,6 @@ _STORED_NAMES = {
     "experts.down_proj_bias": ("ffn_down_exps.bias",),
     "router.weight": ("ffn_gate_inp.weight",),
     "e_score_correction_bias": ("exp_probs_b.bias",),
-    "expert_bias": ("exp_probs_b.bias",),
     "sinks": ("attn_sinks.weight",),
 }  # ends of names in models, and names in files, of which the first is that of the gate
 _OTHER_NAMES = re.compile(rf".*\blayers\.(\d+)\..*?\b({'|'.join(map(re.escape, _STORED_NAMES))})")
@@ -83,7 +82,6 @@ class GgufArchitecture:
 
 ARCHITECTURES = {
     "arcee": GgufArchitecture("arcee", "llama"),
-    "afmoe": GgufArchitecture("afmoe", options={"mup_enabled": True}),
     "chatglm": GgufArchitecture("glm"),
     "cohere2": GgufArchitecture("cohere2"),
     "command-r": GgufArchitecture("cohere"),
@@ -109,8 +107,11 @@ ARCHITECTURES = {
     "olmoe": GgufArchitecture("olmoe"),
     "phi2": GgufArchitecture("phi"),
     "qwen2moe": GgufArchitecture("qwen2_moe", "qwen2moe"),
+    "qwen2vl": GgufArchitecture("qwen2"),
     "qwen3": GgufArchitecture("qwen3"),
     "qwen3moe": GgufArchitecture("qwen3_moe", options={"norm_topk_prob": True}),
+    "qwen3vl": GgufArchitecture("qwen3"),
+    "qwen3vlmoe": GgufArchitecture("qwen3_moe", options={"norm_topk_prob": True}),
     "seed_oss": GgufArchitecture("seed_oss"),
     "smollm3": GgufArchitecture("smollm3", "llama"),
     "starcoder": GgufArchitecture("gpt_bigcode"),

@@ -89,6 +89,20 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerRules] = {
     ),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    "bloom": PreTokenizerRules((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
+    "exaone-moe": PreTokenizerRules(
+        (
+            rf"{_CONTRACTIONS}|{_BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+        )
+    ),
+    "jais-2": PreTokenizerRules(
+        (
+            _words(r"\p{N}{1,3}").removesuffix(r"\s+(?!\S)|\s+")
+            + "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
+            + r"|\s",
+        )
+    ),
     "deepseek-coder": PreTokenizerRules(
         (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
     ),

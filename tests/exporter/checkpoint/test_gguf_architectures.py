@@ -25,7 +25,6 @@ OTHER_NAMES = {
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.expert_bias": "exp_probs_b.bias",
     "self_attn.sinks": "attn_sinks.weight",
 }
 TYPES = {
