@@ -39,7 +39,7 @@ def destination(output: Path) -> Iterator[Path]:
 
 
 def _check(output: Path) -> None:
-    """Refuse a destination that cannot hold a bundle, before any work."""
+    """Reject a destination that cannot hold a bundle, before any work."""
     if output == Path.cwd():
         raise ExportError("--output is the current folder; specify another folder")
     if _has_other_files(output):

@@ -193,15 +193,15 @@ def _for_each_variant(
 ) -> dict[str, T]:
     """Call `do` for each graph variant; note those that fail, and raise if all do."""
     done: dict[str, T] = {}
-    refused: dict[str, ExportError] = {}
+    rejections: dict[str, ExportError] = {}
     for ops in graph_variants:
         try:
             done[ops] = do(ops)
         except ExportError as error:
-            refused[ops] = error
-    reasons = {ops: str(error).removeprefix(f"{part.role}: ") for ops, error in refused.items()}
+            rejections[ops] = error
+    reasons = {ops: str(error).removeprefix(f"{part.role}: ") for ops, error in rejections.items()}
     if not done:
-        ops, first = next(iter(refused.items()))
+        ops, first = next(iter(rejections.items()))
         raise type(first)(f"{part.role}: {reasons[ops]}; it cannot be exported in {ops}")
     for ops, reason in reasons.items():
         part.progress.note(f"{part.role}: no {ops} graphs, because {reason}")

@@ -166,7 +166,7 @@ class ExportRequest:
             raise ExportError("--output is empty; specify a folder")
 
     def _check_draft(self) -> None:
-        """Refuse options of a separate draft model for a self-draft, or without a draft model."""
+        """Reject options of a separate draft model for a self-draft, or without a draft model."""
         if self.draft_name is not None:
             is_own_precision = self.draft_precision not in (None, self.precision_of("target"))
             if self.num_draft_layers is not None and is_own_precision:

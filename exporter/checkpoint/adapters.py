@@ -146,12 +146,14 @@ def _mark_untied(model: Any) -> Any:
 
 
 def _check(where: str, folder: Path, model: str) -> None:
-    """Refuse adapters that cannot be merged, and those of other models."""
+    """Reject adapters that cannot be merged, and those of other models."""
     with translate_errors(CheckpointError, f"{where}: {CONFIG} cannot be read: "):
         config = json.loads((folder / CONFIG).read_text("utf-8"))
-        kind, base = str(config["peft_type"]), config.get("base_model_name_or_path")
-    if kind != "LORA":
-        raise CheckpointError(f"{where} is a {kind} adapter; only LoRA adapters can be merged")
+        adapter_type, base = str(config["peft_type"]), config.get("base_model_name_or_path")
+    if adapter_type != "LORA":
+        raise CheckpointError(
+            f"{where} is a {adapter_type} adapter; only LoRA adapters can be merged"
+        )
     if unsupported := [name for name in _UNSUPPORTED if config.get(name)]:
         raise CheckpointError(
             f"{where} has {unsupported[0]}, which cannot be merged per matrix; merge it with "

@@ -224,12 +224,12 @@ def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any]) -> Any
             f"{role} {name} specifies a custom weights file, which is not supported"
         )
     quantized_formats.check(f"{role} {name}", raw, folders.base_checkpoint(role, name, folder))
-    kind = raw.get("model_type")
-    unknown = isinstance(kind, str) and kind and kind not in CONFIG_MAPPING
-    if "auto_map" in raw and (unknown or not kind):
+    model_type = raw.get("model_type")
+    unknown = isinstance(model_type, str) and model_type and model_type not in CONFIG_MAPPING
+    if "auto_map" in raw and (unknown or not model_type):
         raise CheckpointError(f"{role} {name} requires custom code, which specedge does not run")
     if unknown:
-        shown = folders.printable_line(str(kind)[:40])
+        shown = folders.printable_line(str(model_type)[:40])
         raise CheckpointError(
             f"{role} {name}: its config.json has the model type '{shown}', which transformers "
             f"does not know ({internals.describe_versions()}); specify another model"

@@ -29,7 +29,7 @@ def is_path_like(name: str) -> bool:
 
 
 def check_layout(role: str, name: str, folder: Path, files: set[str]) -> None:
-    """Refuse a folder that contains something other than a checkpoint. Raises CheckpointError."""
+    """Reject a folder that contains something other than a checkpoint. Raises CheckpointError."""
     where = f"{role} {name}"
     if not files:
         raise CheckpointError(f"{where} is an empty folder; specify one with a checkpoint")

@@ -145,12 +145,12 @@ def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
     """
     import gguf
 
-    kind = gguf.GGMLQuantizationType[type_name]
+    quantization_type = gguf.GGMLQuantizationType[type_name]
     rows = data.view(np.ndarray).reshape(-1, data.shape[-1])
-    shape = gguf.quants.quant_shape_from_byte_shape(data.shape, kind)
+    shape = gguf.quants.quant_shape_from_byte_shape(data.shape, quantization_type)
     values = np.empty((len(rows), shape[-1]), np.float32)
     for at in strips(*values.shape):
-        part = gguf.quants.dequantize(rows[at].reshape(1, -1), kind)
+        part = gguf.quants.dequantize(rows[at].reshape(1, -1), quantization_type)
         values[at] = part.reshape(-1, shape[-1])
     return values.reshape(shape)
 

@@ -276,16 +276,16 @@ def _num_weights(tensor: Any) -> int:
 
 
 def _quantized_tensor(tensor: Any) -> QuantizedTensor:
-    data, kind = tensor.data, tensor.tensor_type
+    data, tensor_type = tensor.data, tensor.tensor_type
     size, num_rows = map(int, tensor.shape)
     return QuantizedTensor(
         tensor.name,
-        kind.name,
+        tensor_type.name,
         (num_rows, size),
         int(tensor.n_bytes),
-        ggml_types.LAYOUTS.get(kind.name),
-        lambda rows: ggml_types.dequantize(data[rows], kind.name),
-        lambda rows: ggml_types.unpack(data[rows], kind.name),
+        ggml_types.LAYOUTS.get(tensor_type.name),
+        lambda rows: ggml_types.dequantize(data[rows], tensor_type.name),
+        lambda rows: ggml_types.unpack(data[rows], tensor_type.name),
     )
 
 
@@ -293,17 +293,17 @@ def _lazy(tensor: Any, shape: torch.Size, process: Any) -> torch.Tensor:
     """Return a tensor of the file; a matrix is read lazily."""
     import gguf
 
-    kind = tensor.tensor_type
-    dtype = getattr(torch, FLOATS.get(kind.name, "float32"))
+    tensor_type = tensor.tensor_type
+    dtype = getattr(torch, FLOATS.get(tensor_type.name, "float32"))
     is_matrix = min(len(shape), len(tensor.shape)) > 1
 
     def read() -> torch.Tensor:
-        if is_matrix and kind.name in FLOATS:
-            data = tensor.data.view(np.int16) if kind.name == "BF16" else tensor.data
-        elif kind.name in FLOATS:
-            data = gguf.quants.dequantize(tensor.data, kind)
+        if is_matrix and tensor_type.name in FLOATS:
+            data = tensor.data.view(np.int16) if tensor_type.name == "BF16" else tensor.data
+        elif tensor_type.name in FLOATS:
+            data = gguf.quants.dequantize(tensor.data, tensor_type)
         else:
-            data = ggml_types.dequantize(tensor.data, kind.name)
+            data = ggml_types.dequantize(tensor.data, tensor_type.name)
         if process is not None:
             data = process(data, tensor.name)
         values = torch.from_numpy(np.ascontiguousarray(data))

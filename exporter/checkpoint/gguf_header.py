@@ -143,37 +143,37 @@ class _Scanner:
         if not name or name in names:
             raise ValueError("a field has no name" if not name else f"{name[:80]} occurs twice")
         names.add(name)
-        kind = self._number("I")
-        if kind == _STRING:
+        type_id = self._number("I")
+        if type_id == _STRING:
             self._text(name[:80])
-        elif kind == _ARRAY:
+        elif type_id == _ARRAY:
             self._array(name[:80])
         else:
-            value = self._value(name[:80], kind)
+            value = self._value(name[:80], type_id)
             if name == "general.alignment":
-                if value < 1 or value & (value - 1) or kind != 4:
+                if value < 1 or value & (value - 1) or type_id != 4:
                     raise ValueError("general.alignment is not a power of two")
                 self._alignment = value
             if name.endswith(".block_count"):
                 self._num_layers = value
 
-    def _value(self, name: str, kind: int) -> int:
-        if kind not in _FORMATS:
-            raise ValueError(f"{name} has the unknown type {kind}")
-        form = _FORMATS[kind]
+    def _value(self, name: str, type_id: int) -> int:
+        if type_id not in _FORMATS:
+            raise ValueError(f"{name} has the unknown type {type_id}")
+        form = _FORMATS[type_id]
         (value,) = struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))
         return int(value) if form not in "fd" else 0
 
     def _array(self, name: str) -> None:
-        kind, count = self._number("I"), self._number("Q")
-        if kind == _STRING:
+        type_id, count = self._number("I"), self._number("Q")
+        if type_id == _STRING:
             self._check_count(f"texts in {name}", count, 8)
             for _ in range(count):
                 self._text(f"a text in {name}")
             return
-        if kind not in _FORMATS:
-            raise ValueError(f"{name} is a list of the unknown type {kind}")
-        size = struct.calcsize(f"<{_FORMATS[kind]}")
+        if type_id not in _FORMATS:
+            raise ValueError(f"{name} is a list of the unknown type {type_id}")
+        size = struct.calcsize(f"<{_FORMATS[type_id]}")
         self._check_count(f"numbers in {name}", count, size)
         self._take(count * size)
 
@@ -186,12 +186,12 @@ class _Scanner:
         if not 1 <= num_dims <= MAX_DIMENSIONS:
             raise ValueError(f"{name} has {num_dims} dimensions")
         dims = [self._number("Q") for _ in range(num_dims)]
-        kind, offset = self._number("I"), self._number("Q")
+        type_id, offset = self._number("I"), self._number("Q")
         try:
-            block_size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+            block_size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(type_id)]
         except (KeyError, ValueError) as error:
             raise ValueError(
-                f"{name} has type {kind}, which gguf-py {_gguf_version()} does not know"
+                f"{name} has type {type_id}, which gguf-py {_gguf_version()} does not know"
             ) from error
         count = math.prod(dims)
         if not count or dims[0] % block_size:

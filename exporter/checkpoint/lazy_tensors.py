@@ -145,7 +145,7 @@ def _join(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     like = func([_meta(part) for part in parts], *rest, **kwargs)
     dtypes = {part.stored if isinstance(part, LazyTensor) else part.dtype for part in parts}
     dtype = next(iter(dtypes)) if len(dtypes) == 1 else like.dtype
-    # One part that is not a float is sufficient for `weight_files.check_types` to refuse the whole.
+    # One part that is not a float is sufficient for `weight_files.check_types` to reject the whole.
     stored = next((dtype for dtype in dtypes if not dtype.is_floating_point), dtype)
     return LazyTensor(
         like, lambda: func([materialize(part).to(dtype) for part in parts], *rest, **kwargs), stored

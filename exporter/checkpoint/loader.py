@@ -114,7 +114,7 @@ def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple
         state_dict={key: _make_lazy(tensor) for key, tensor in state.items()},
         dtype=torch.float32,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # `_check_loaded` refuses them
+        ignore_mismatched_sizes=True,  # `_check_loaded` rejects them
     )
     return model, info, dtype
 

@@ -187,8 +187,8 @@ def _unsupported_compression(config: Mapping[str, Any]) -> str | None:
         if not isinstance(weights, dict):
             return f"{name} with a group whose weights are not described"
         if weights.get("type", "int") != "int" or weights.get("num_bits", 8) not in _BITS:
-            kind = f"{str(weights.get('type'))[:40]}{str(weights.get('num_bits'))[:40]}"
-            return f"{name} with weights in {kind}"
+            weight_type = f"{str(weights.get('type'))[:40]}{str(weights.get('num_bits'))[:40]}"
+            return f"{name} with weights in {weight_type}"
     return None if schemes else f"{name} without config_groups"
 
 

@@ -1,6 +1,6 @@
 """Quantized checkpoints: integer formats can be kept, floating-point formats are dequantized.
 
-Floating-point formats are mxfp4, fp8, and bitsandbytes' nf4 and fp4; other formats are refused by
+Floating-point formats are mxfp4, fp8, and bitsandbytes' nf4 and fp4; other formats are rejected by
 name. Matrices are dequantized exactly, one at a time. R rows and C columns of a matrix; G blocks of
 32 in a row of mxfp4; E experts.
 """
@@ -75,7 +75,7 @@ def read_old_config(where: str, raw: dict[str, Any], folder: Path) -> dict[str, 
 
 
 def check(where: str, raw: Mapping[str, Any], original: str | None) -> None:
-    """Refuse quantization methods that cannot be dequantized. Raises CheckpointError.
+    """Reject quantization methods that cannot be dequantized. Raises CheckpointError.
 
     `original` is the checkpoint from which this one was derived.
     """

@@ -43,7 +43,7 @@ def parse_num_layers(draft: str, revision: str | None, adapter: str | None = Non
 
 
 def check_num_layers(num_layers: int, target: Checkpoint) -> None:
-    """Refuse a draft with as many layers as the target. Raises CheckpointError."""
+    """Reject a draft with as many layers as the target. Raises CheckpointError."""
     whole = getattr(target.config.get_text_config(), "num_hidden_layers", None)
     if type(whole) is not int:
         raise CheckpointError(

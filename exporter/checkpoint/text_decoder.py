@@ -1,6 +1,6 @@
 """Text decoder of a checkpoint: usually the whole model, or a part of a multimodal model.
 
-Checkpoints without a decoder are refused by model type, before weights are fetched.
+Checkpoints without a decoder are rejected by model type, before weights are fetched.
 """
 
 from __future__ import annotations

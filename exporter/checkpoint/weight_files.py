@@ -92,21 +92,21 @@ def stored_dtype(where: str, state: dict[str, torch.Tensor]) -> str:
     """Return the type of most weights. Raises CheckpointError if it is not supported."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in state.values():
-        kind = tensor.stored if isinstance(tensor, LazyTensor) else tensor.dtype
-        sizes[kind] += tensor.numel()
+        dtype = tensor.stored if isinstance(tensor, LazyTensor) else tensor.dtype
+        sizes[dtype] += tensor.numel()
     if not sizes:
         raise CheckpointError(f"{where}: its files contain no tensors; download it again")
-    kind = sizes.most_common(1)[0][0]
-    if kind not in _DTYPES:
+    dtype = sizes.most_common(1)[0][0]
+    if dtype not in _DTYPES:
         raise CheckpointError(
-            f"{where} stores {str(kind).removeprefix('torch.')} weights; "
+            f"{where} stores {str(dtype).removeprefix('torch.')} weights; "
             "specify one in float32, float16 or bfloat16"
         )
-    return _DTYPES[kind]
+    return _DTYPES[dtype]
 
 
 def check_names(where: str, state: dict[str, torch.Tensor], model_names: Iterable[str]) -> None:
-    """Refuse tensors of an unknown quantized format. Raises CheckpointError.
+    """Reject tensors of an unknown quantized format. Raises CheckpointError.
 
     `model_names` are the names of the model's tensors, which may include scales.
     """
@@ -124,16 +124,16 @@ def check_names(where: str, state: dict[str, torch.Tensor], model_names: Iterabl
 
 
 def check_types(where: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse parameters that were stored in an unsupported type. Raises CheckpointError."""
+    """Reject parameters that were stored in an unsupported type. Raises CheckpointError."""
     for name, parameter in parameters:
-        kind = parameter.stored if isinstance(parameter, LazyTensor) else parameter.dtype
-        if kind not in FLOATS:
-            raise _unsupported_type(where, name, kind)
+        dtype = parameter.stored if isinstance(parameter, LazyTensor) else parameter.dtype
+        if dtype not in FLOATS:
+            raise _unsupported_type(where, name, dtype)
 
 
-def _unsupported_type(where: str, name: str, kind: torch.dtype) -> CheckpointError:
+def _unsupported_type(where: str, name: str, dtype: torch.dtype) -> CheckpointError:
     return CheckpointError(
-        f"{where}: {name} is stored in {str(kind).removeprefix('torch.')}, and its config.json "
+        f"{where}: {name} is stored in {str(dtype).removeprefix('torch.')}, and its config.json "
         "does not specify how to dequantize it; specify the original checkpoint"
     )
 

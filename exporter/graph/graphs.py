@@ -173,7 +173,7 @@ def isolate_norm_sums(graph: ir.Graph) -> None:
 
 
 def check_devices(model: ir.Model) -> None:
-    """Refuse nodes that some devices cannot run efficiently. Raises ExportError."""
+    """Reject nodes that some devices cannot run efficiently. Raises ExportError."""
     for node in model.graph:
         if node.op_type in FORBIDDEN or any(
             a.type == ir.AttributeType.GRAPH for a in node.attributes.values()

@@ -142,7 +142,7 @@ class _Embedding:
         return _write(bundle, hosts, host_graphs, other_files)
 
     def _check_plain(self) -> None:
-        """Refuse options that need a draft model."""
+        """Reject options that need a draft model."""
         if self.layout == "split" or self.num_draft_tokens:
             option = "-k" if self.num_draft_tokens else "--layout split"
             raise ExportError(

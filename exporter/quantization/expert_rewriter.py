@@ -204,7 +204,7 @@ def _insert_qmoe(
     inputs = [x, logits, values, scales, biases[0], ends, sizes, biases[1]]
     attributes: dict[str, Any] = {n: a.value for n, a in node.attributes.items()} | {"k": 1}
     attributes |= {"expert_weight_bits": choice.bits, "block_size": BLOCK_SIZE}
-    if choice.bits == 4:  # implied for 8 bits, where ONNX Runtime 1.30 refuses the attribute
+    if choice.bits == 4:  # implied for 8 bits, where ONNX Runtime 1.30 rejects the attribute
         attributes["accuracy_level"] = INT8_ACCURACY_LEVEL
     return before.put("QMoE", inputs, "each_one", domain=MICROSOFT_DOMAIN, **attributes)
 

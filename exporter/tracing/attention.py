@@ -184,7 +184,7 @@ def _check(
     sinks: torch.Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Refuse attention options that no graph can represent. Raises ExportError."""
+    """Reject attention options that no graph can represent. Raises ExportError."""
     names = {name for name, value in options.items() if value is not None and value is not False}
     if unknown := sorted(names - _IGNORED_OPTIONS):
         raise ExportError(f"the model's attention has {unknown[0]}, which is not supported")

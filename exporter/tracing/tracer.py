@@ -50,7 +50,7 @@ class TraceableModel(torch.nn.Module):
         ) as now:
             output = self.model(
                 input_ids=input_ids,
-                # Padding rows may lie beyond the last position, which Gather refuses.
+                # Padding rows may lie beyond the last position, which Gather rejects.
                 position_ids=torch.clamp(now.positions, max=self.last),
                 past_key_values=cache,
                 use_cache=True,
@@ -145,7 +145,7 @@ def explain_refusal(model: Any) -> Iterator[None]:
 
 
 def check_config(config: Any, context_length: int, num_draft_tokens: int, ops: str) -> None:
-    """Refuse a decoder that cannot be exported, or not in this graph variant. Raises ExportError.
+    """Reject a decoder that cannot be exported, or not in this graph variant. Raises ExportError.
 
     A model that does not run on the meta device is checked later, with its weights, unless it has
     experts that bypass transformers' interface.

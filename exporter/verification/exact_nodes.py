@@ -24,8 +24,8 @@ def _cast(options: dict[str, Any], x: Array) -> list[Array]:
 
 
 def _gelu(options: dict[str, Any], x: Array) -> list[Array]:
-    kind = options.get("approximate", b"none").decode()
-    return [torch.nn.functional.gelu(torch.from_numpy(x), approximate=kind).numpy()]
+    approximation = options.get("approximate", b"none").decode()
+    return [torch.nn.functional.gelu(torch.from_numpy(x), approximate=approximation).numpy()]
 
 
 def _scatter(options: dict[str, Any], buffer: Array, rows: Array, start: Array) -> list[Array]:

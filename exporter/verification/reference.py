@@ -143,7 +143,7 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 
 def _check_magnitude(role: str, parts: list[Reference]) -> None:
-    """Refuse a model that float32 arithmetic cannot compute accurately. Raises ParityError."""
+    """Reject a model that float32 arithmetic cannot compute accurately. Raises ParityError."""
     for part in parts:
         if not np.isfinite(part.logits).all():
             raise ParityError(f"{role}: its logits are NaN or infinite; check its weights")

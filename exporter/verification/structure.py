@@ -184,8 +184,8 @@ def _run_node(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
         )
         for n, x in feeds.items()
     ]
-    kind = onnx.TensorProto.FLOAT
-    results = [onnx.helper.make_tensor_value_info(n, kind, None) for n in node.output if n]
+    float_type = onnx.TensorProto.FLOAT
+    results = [onnx.helper.make_tensor_value_info(n, float_type, None) for n in node.output if n]
     graph = onnx.helper.make_graph([node], "alone", values, results)
     opsets = [onnx.helper.make_opsetid("", 24), onnx.helper.make_opsetid("com.microsoft", 1)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)

@@ -348,7 +348,7 @@ class Pipeline:
         Takes the options of `generate`. Messages have a "role" and a "content".
 
         Raises:
-            PromptError: The bundle has no template, or the template refuses the messages.
+            PromptError: The bundle has no template, or the template rejects the messages.
         """
         tokens = self.prompts.chat_tokens(messages, bool(options.get("special_tokens")))
         return self.generate(tokens, max_new_tokens, temperature, wait=wait, **options)

@@ -69,7 +69,7 @@ def render(
     try:
         text = _render_chat(bundle, chat, values)
     except Exception as error:  # a template can fail in any way that code can
-        fails = "refuses" if isinstance(error, _RefusedError) else "fails on"
+        fails = "rejects" if isinstance(error, _RejectedError) else "fails on"
         raise PromptError(
             f"{bundle.target.source.id}'s chat template {fails} these messages: {_one_line(error)}"
         ) from error
@@ -99,7 +99,7 @@ def _render_chat(bundle: Bundle, chat: Sequence[Mapping[str, Any]], values: dict
 
     try:
         return attempt(lambda a: _JsonText(a) if isinstance(a, str) else a)
-    except _RefusedError:
+    except _RejectedError:
         raise
     except Exception as error:
         if not any("tool_calls" in message for message in chat):
@@ -301,8 +301,8 @@ def load_template(bundle: Bundle) -> jinja2.Template:
         ) from error
 
 
-class _RefusedError(Exception):
-    """Refusal of messages by a template."""
+class _RejectedError(Exception):
+    """Rejection of messages by a template."""
 
 
 @lru_cache(maxsize=8)
@@ -369,7 +369,7 @@ def _tojson(
 
 
 def _raise(message: object) -> NoReturn:
-    raise _RefusedError(str(message))
+    raise _RejectedError(str(message))
 
 
 def _one_line(error: Exception) -> str:

@@ -52,7 +52,7 @@ def test_special_tokens_that_a_tokenizer_lacks_are_empty():
     ("template", "messages", "error", "said"),
     [
         (None, HELLO, PromptError, "has no chat template; omit --chat"),
-        (GEMMA, SYSTEM, PromptError, "refuses these messages: System role not supported"),
+        (GEMMA, SYSTEM, PromptError, "rejects these messages: System role not supported"),
         (LLAMA_2, HELLO * 2, PromptError, "roles must alternate"),
         ("a\n{% if %}", HELLO, BundleError, r"template is invalid: .*\(line 2\)"),
         ("{% break %}", HELLO, BundleError, "template is invalid"),

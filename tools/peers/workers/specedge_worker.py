@@ -70,7 +70,7 @@ class SpecEdge:
 
 
 def _require(folder: Path) -> None:
-    """Refuse to create a file that llama.cpp has to quantize first."""
+    """Reject to create a file that llama.cpp has to quantize first."""
     raise RuntimeError("requires llama.cpp's file; run with --peers llamacpp,specedge")
 
 
