@@ -210,7 +210,7 @@ def test_tokens_with_routing_near_ties_are_drawn_again():
 
 
 def test_router_that_is_always_tied_is_refused_as_such(monkeypatch):
-    monkeypatch.setattr(reference, "TRIES", 2)
+    monkeypatch.setattr(reference, "MAX_RESAMPLINGS", 2)
     model = make_model(ARCHITECTURES["mixtral"][1]())
     shape = geometry.measure_geometry(model, 32, 4)
     with torch.no_grad():
