@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,7 +203,8 @@ class GgufCheckpoint:
         state: dict[str, torch.Tensor] = {}
         experts: dict[str, dict[str, torch.Tensor]] = {}
         num_unused = 0
-        for tensor in self.tensors:
+        tensors = (part for t in self.tensors for part in _split_projections(t, names, expected))
+        for tensor in tensors:
             name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
             if name not in expected:
                 num_unused += 0 if _is_rotary_factor(tensor) else _num_weights(tensor)
@@ -273,6 +276,28 @@ def header_size(file: Path) -> float:
 
 def _num_weights(tensor: Any) -> int:
     return math.prod(map(int, tensor.shape))
+
+
+def _split_projections(
+    tensor: Any, names: Mapping[str, str], expected: Mapping[str, torch.Tensor]
+) -> list[Any]:
+    """Return the projections of a fused tensor that a model has apart, as in llama.cpp's option."""
+    stem, _, suffix = tensor.name.partition("attn_qkv.")
+    parts = [f"{stem}attn_{part}.{suffix}" for part in "qkv"]
+    if tensor.name in names or not all(names.get(part) in expected for part in parts):
+        return [tensor]
+    ends = [*itertools.accumulate(expected[names[part]].shape[0] for part in parts)]
+    if ends[-1] != len(tensor.data):
+        return [tensor]
+    return [
+        SimpleNamespace(
+            name=part,
+            tensor_type=tensor.tensor_type,
+            data=tensor.data[start:end],
+            shape=[*tensor.shape[:-1], end - start],
+        )
+        for part, start, end in zip(parts, [0, *ends], ends, strict=False)
+    ]
 
 
 def _quantized_tensor(tensor: Any) -> QuantizedTensor:

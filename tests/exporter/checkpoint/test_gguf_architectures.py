@@ -63,8 +63,8 @@ def converted(architecture, name, array, config):
         yield name, array + 1 if architecture == "gemma" and "norm" in name else array
 
 
-def write_file(path, file, model):
-    """Write a model as a GGUF file with a recorded header."""
+def write_file(path, file, model, is_fused=False):
+    """Write a model as a GGUF file with a recorded header, with fused projections if asked to."""
     architecture = file["architecture"]
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in file["header"].items():
@@ -76,11 +76,17 @@ def write_file(path, file, model):
     writer.add_token_list([f"<{i}>" for i in range(model.config.vocab_size)])
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, file["header"]["block_count"])
+    tensors = {}
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         for name, array in converted(architecture, key, tensor.numpy(), model.config):
-            writer.add_tensor(names.get_name(name, (".weight", ".bias")) or name, array)
+            tensors[names.get_name(name, (".weight", ".bias")) or name] = array
+    for name in [name for name in tensors if is_fused and ".attn_q." in name]:
+        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+    for name, array in tensors.items():
+        writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,3 +112,14 @@ def test_file_of_an_architecture_is_read_as_its_original(family, tmp_path):
     tokens = torch.arange(32)[None]
     with torch.no_grad(), loaded.sources.materialized(loaded.model):
         assert torch.allclose(loaded.model(tokens).logits, model(tokens).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["glm", "phi", "granite"])
+def test_fused_projections_are_split(family, tmp_path):
+    file, path = FILES[family], tmp_path / "model.gguf"
+    model = make_model(CONFIG_MAPPING[file["model_type"]](pad_token_id=None, **file["config"]))
+    write_file(path, file, model, is_fused=True)
+    loaded = loader.load(checkpoints.find("target", str(path), None), Progress())
+    state = stored_numbers(loaded)
+    for name, tensor in model.named_parameters():
+        assert torch.equal(state[name], tensor), name
