@@ -61,7 +61,7 @@ class CallFormat:
         if self.family.syntax == "harmony":
             messages = [_with_content_as_reasoning(message) for message in messages]
         if not self.support.calls:
-            messages = [_with_spelled_calls(message, self.family) for message in messages]
+            messages = [_with_calls_as_text(message, self.family) for message in messages]
         if self.tools is not None and not self.support.tools:
             messages = _with_message_tools(messages, self.tools)
         return [_with_short_ids(m) for m in messages] if self.family.short_ids else messages
@@ -128,7 +128,7 @@ def explain_calls(messages: list[Message], tools: ToolSet | None) -> list[Messag
                 converted[-1] = {**converted[-1], "content": f"{converted[-1]['content']}\n{text}"}
                 continue
             message = {"role": "user", "content": text}
-        converted.append(_with_spelled_calls(message, EXPLAINED))
+        converted.append(_with_calls_as_text(message, EXPLAINED))
     if tools is not None and converted:
         functions = "\n".join(json.dumps(f.template_json["function"]) for f in tools.functions)
         first, explanation = converted[0], f"{_EXPLANATION}<tools>\n{functions}\n</tools>"
@@ -143,12 +143,12 @@ _EXPLANATION = (
 )
 
 
-def _with_spelled_calls(message: Message, family: CallFamily) -> Message:
+def _with_calls_as_text(message: Message, family: CallFamily) -> Message:
     """Return a message with its calls as text, in the family's format or in that of Hermes."""
     if "tool_calls" not in message:
         return message
     calls = [(call["function"]["name"], _json(call)) for call in message["tool_calls"]]
-    spelled = (EXPLAINED if family.pairs is not None else family).spell(calls)
+    spelled = (EXPLAINED if family.pairs is not None else family).format_calls(calls)
     content = "\n".join(filter(None, (message["content"], spelled)))
     return {k: v for k, v in message.items() if k != "tool_calls"} | {"content": content}
 

@@ -90,7 +90,7 @@ class CallFamily:
         middle = re.escape(self.middle).replace(re.escape(_ID), "[a-zA-Z0-9]{9}")
         return re.compile(f"{re.escape(self.before)}({either}){middle}")
 
-    def spell(self, calls: Sequence[tuple[str, str]]) -> str:
+    def format_calls(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return the text of calls whose arguments are JSON text; for formats without pairs."""
         middle = self.middle.replace(_ID, "000000000")
         spelled = [f"{self.before}{name}{middle}{text}{self.after}" for name, text in calls]
