@@ -102,6 +102,7 @@ ARCHITECTURES = {
     "hunyuan-moe": GgufArchitecture("hunyuan_v1_moe"),
     "jais2": GgufArchitecture("jais2"),
     "llama": GgufArchitecture("llama", "llama", variants={"expert_count": "mixtral"}),
+    "mpt": GgufArchitecture("mpt"),
     "olmo": GgufArchitecture("olmo", "llama"),
     "olmo2": GgufArchitecture("olmo2", variants={"attention.sliding_window": "olmo3"}),
     "olmoe": GgufArchitecture("olmoe"),
@@ -153,6 +154,13 @@ def build_config(
     )
     if "attention.key_length" in header or hasattr(default, "head_dim"):
         values["head_dim"] = head_size
+    if relation.model_type == "mpt":
+        if not header.get("attention.max_alibi_bias"):
+            raise ValueError("mpt without ALiBi is not supported")
+        values["attn_config"] = {
+            "clip_qkv": header.get("attention.clamp_kqv"),
+            "alibi_bias_max": int(header["attention.max_alibi_bias"]),
+        }
     if rope := getattr(default, "rope_parameters", None):
         values["rope_parameters"] = _rope_parameters(header, head_size, rope)
     if isinstance(windows := header.get("attention.sliding_window_pattern"), list):
