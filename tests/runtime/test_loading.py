@@ -40,8 +40,9 @@ def test_the_memory_of_slots_is_stated(pipeline):
     ("options", "message"),
     [
         ({"slots": 0}, "slots must be at least 1, got 0"),
-        ({"slots": True, "max_length": 10**6}, "max_length must be between 2 and"),
+        ({"slots": 1, "max_length": 10**6}, "max_length must be between 2 and"),
         ({"slots": "2"}, "slots must be an integer"),
+        ({"slots": True}, "slots must be an integer"),
     ],
 )
 def test_invalid_slots_and_lengths_are_refused(options, message):
