@@ -228,6 +228,8 @@ def _rope_parameters(
     """Return unscaled rotary parameters, nested by layer type if the default is."""
     rope = {"rope_type": "default", "rope_theta": header.get("rope.freq_base", 10_000.0)}
     size = header.get("rope.dimension_count", head_size)
+    if not isinstance(size, int) or not 0 < size <= head_size:
+        raise ValueError(f"it has a rotary size of {size} for heads of {head_size}")
     if size != head_size or "partial_rotary_factor" in default:
         rope["partial_rotary_factor"] = size / head_size
     if "full_attention" not in default:

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 from checkpoints import make_model
 from ggufs import interleave_halves
 from specedge.exporter import Progress
-from specedge.exporter.checkpoint import checkpoints, loader
+from specedge.exporter.checkpoint import checkpoints, gguf_architectures, loader
 
 # Made with llama.cpp's convert_hf_to_gguf.py from random models of these configs; llama.cpp's
 # logits of the converted files were those of the loaded models.
@@ -123,3 +123,13 @@ def test_fused_projections_are_split(family, tmp_path):
     state = stored_numbers(loaded)
     for name, tensor in model.named_parameters():
         assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize("size", [0, 99, "16"])
+def test_impossible_rotary_size_is_rejected_in_one_line(size):
+    file = FILES["glm4"]
+    fields = {f"glm4.{key}": value for key, value in file["header"].items()}
+    with pytest.raises(ValueError, match=f"a rotary size of {size} for heads of 16"):
+        gguf_architectures.build_config(
+            "glm4", fields | {"glm4.rope.dimension_count": size}, {"token_embd.weight": (64, 64)}
+        )
