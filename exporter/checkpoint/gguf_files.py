@@ -135,8 +135,9 @@ class GgufCheckpoint:
     def complete_config(self, config: Any) -> None:
         """Set fields of a config that transformers does not read from the header (5.17 to 5.23).
 
-        It ignores rotary scaling, Phi-3's rotary size and all but one part of a split file. Files
-        may be truncated at `header_size`. Raises CheckpointError for unknown rotary scaling.
+        It ignores rotary scaling, Phi-3's rotary size, the query scale of Gemma 2 and 3 and all but
+        one part of a split file. Files may be truncated at `header_size`. Raises CheckpointError
+        for unknown rotary scaling.
         """
         has_head = any(tensor.name == "output.weight" for tensor in self.tensors)
         if has_head and config.model_type not in ("falcon", "bloom"):
@@ -150,6 +151,10 @@ class GgufCheckpoint:
                 )
             share = size / head_size
             config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": share}
+        if config.model_type in ("gemma2", "gemma3_text"):
+            is_27b = config.num_hidden_layers in (46, 62)  # which headers do not say
+            per_head = config.hidden_size // config.num_attention_heads
+            config.query_pre_attn_scalar = per_head if is_27b else _head_size(config)
         self._apply_rope_scaling(config)
 
     def _apply_rope_scaling(self, config: Any) -> None:

@@ -290,6 +290,28 @@ def test_yarn_has_the_attention_factor_and_context_of_the_header():
     assert config.original_max_position_embeddings == 32768
 
 
+@pytest.mark.parametrize(
+    ("config_class", "layers", "hidden_size", "head_size", "scalar"),
+    [
+        (transformers.Gemma2Config, 42, 3584, 256, 256),
+        (transformers.Gemma2Config, 46, 4608, 128, 144),
+        (transformers.Gemma3TextConfig, 48, 3840, 256, 256),
+        (transformers.Gemma3TextConfig, 62, 5376, 128, 168),
+    ],
+)
+def test_queries_of_gemma_are_scaled_as_in_the_published_sizes(
+    config_class, layers, hidden_size, head_size, scalar
+):
+    """As in their configs; headers do not have the scale, of which transformers assumes 256."""
+    heads = 32 if head_size == 128 else 16
+    config = config_class(
+        num_hidden_layers=layers, hidden_size=hidden_size, head_dim=head_size,
+        num_attention_heads=heads,
+    )  # fmt: skip
+    complete(config)
+    assert config.query_pre_attn_scalar == scalar
+
+
 def test_rotary_size_of_phi_3_is_read():
     config = transformers.Phi3Config(
         hidden_size=3072, num_attention_heads=24, num_key_value_heads=8, pad_token_id=0
