@@ -42,6 +42,14 @@ _FIELDS = {
     "leading_dense_block_count": "first_k_dense_replace moe_layer_start_index",
     "interleave_moe_layer_step": "moe_layer_interval",
 }  # header fields, without the architecture, and names in configs, of which the first is taken
+_SCALES = (
+    "attention.clamp_kqv",
+    "attention.scale",
+    "embedding_scale",
+    "expert_weights_scale",
+    "logit_scale",
+    "residual_scale",
+)  # fields without which a model computes other numbers
 _FLAGS = {
     "attn_q.bias": "attention_bias use_bias",
     "attn_qkv.bias": "attention_bias",
@@ -158,19 +166,19 @@ def build_config(
         if not header.get("attention.max_alibi_bias"):
             raise ValueError("mpt without ALiBi is not supported")
         values["attn_config"] = {
-            "clip_qkv": header.get("attention.clamp_kqv"),
+            "clip_qkv": header.pop("attention.clamp_kqv", None),
             "alibi_bias_max": int(header["attention.max_alibi_bias"]),
         }
     if rope := getattr(default, "rope_parameters", None):
         values["rope_parameters"] = _rope_parameters(header, head_size, rope)
+    _check_scales(header, default)
     if isinstance(windows := header.get("attention.sliding_window_pattern"), list):
         types = [f"{'sliding' if window else 'full'}_attention" for window in windows]
         values["layer_types"] = types
     vocab_size = shapes["token_embd.weight"][0]
     pad = fields.get("tokenizer.ggml.padding_token_id", vocab_size)
     return config_class(
-        **values,
-        **relation.options,
+        **{**relation.options, **values},
         vocab_size=vocab_size,
         bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=fields.get("tokenizer.ggml.eos_token_id"),
@@ -222,6 +230,15 @@ def _scalar(value: Any) -> Any:
     return value[0] if is_uniform else value
 
 
+def _check_scales(header: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Raise ValueError if a header scales or clips what the model does not."""
+    for key in _SCALES:
+        if header.get(key, 1) not in (0, 1) and not _first_field(config, _FIELDS[key]):
+            raise ValueError(f"its {key} is {header[key]}, which {config.model_type} does not have")
+    if config.model_type.startswith("granite") and header.get("rope.scaling.finetuned") is False:
+        raise ValueError("Granite without rotary embedding is not supported")
+
+
 def _rope_parameters(
     header: Mapping[str, Any], head_size: int, default: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -230,8 +247,12 @@ def _rope_parameters(
     size = header.get("rope.dimension_count", head_size)
     if not isinstance(size, int) or not 0 < size <= head_size:
         raise ValueError(f"it has a rotary size of {size} for heads of {head_size}")
-    if size != head_size or "partial_rotary_factor" in default:
+    if "partial_rotary_factor" in default:
         rope["partial_rotary_factor"] = size / head_size
+    elif size != head_size:
+        raise ValueError(f"it rotates {size} of {head_size} dimensions, unlike its model type")
+    if "truncate" in default:
+        rope["truncate"] = default["truncate"]
     if "full_attention" not in default:
         return rope
     local = {**rope, "rope_theta": header.get("rope.freq_base_swa", rope["rope_theta"])}

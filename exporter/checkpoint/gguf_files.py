@@ -37,9 +37,10 @@ _SCALING_CONTEXT = ("scaling.original_context_length", "scaling.finetuned")
 _SCALING_FACTORS = ("scaling.factor", "scale_linear")
 _SCALING_NUMBERS = {
     *_SCALING_FACTORS, "scaling.attn_factor", "scaling.original_context_length",
-    "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
+    "scaling.yarn_attn_factor", "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
 }  # fmt: skip
 _GENERIC_NAMES = {"", "model", "ggml-model", "ggml", "consolidated", "unnamed"}
+_LAYER = re.compile(r"blk\.(\d+)\.(?!attn_rot_embd)")  # some files have rotary frequencies
 _EXPERTS = re.compile(r"(.*)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 
 
@@ -198,7 +199,8 @@ class GgufCheckpoint:
     def state(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], int]:
         """Return a model's state, with lazy matrices, and the number of unused weights.
 
-        `model` has no weights. Raises CheckpointError if a tensor has another size.
+        `model` has no weights. Raises CheckpointError if a tensor has another size, or if
+        a layer has none of that name.
         """
         expected = model.state_dict()
         relation = gguf_architectures.ARCHITECTURES.get(self.architecture)
@@ -213,6 +215,12 @@ class GgufCheckpoint:
             name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
             if name not in expected:
                 num_unused += 0 if _is_rotary_factor(tensor) else _num_weights(tensor)
+                layer = _LAYER.match(tensor.name)
+                if layer and int(layer[1]) < model.config.num_hidden_layers:
+                    raise CheckpointError(
+                        f"{self.where}: its model type, {model.config.model_type}, has no "
+                        f"{tensor.name}; specify the original checkpoint"
+                    )
                 continue
             assert name is not None
             if match := _EXPERTS.fullmatch(tensor.name):
@@ -389,7 +397,7 @@ def _scaling(
             "original_max_position_embeddings": int(context),
             "attention_factor": attention_factor,
         }
-    if factors.keys() == {"rope_freqs.weight"} and config.model_type == "llama":
+    if factors.keys() == {"rope_freqs.weight"}:
         (divisors,) = factors.values()
         scaling = _llama3_scaling(unscaled["rope_theta"], divisors.max())
         is_alone = name in (None, "none") and factor in (None, 1) and attention_factor == 1
@@ -400,12 +408,15 @@ def _scaling(
         return {"rope_type": "linear", "factor": float(factor)}
     if name != "yarn" or factor < 1:
         return None
+    # llama.cpp multiplies the attention factor of the YaRN paper by that of the header, but for
+    # OLMo 3 converters wrote the product.
+    if config.model_type != "olmo3" or attention_factor == 1:
+        attention_factor *= 0.1 * math.log(factor) + 1
     return {
         "rope_type": "yarn",
         "factor": float(factor),
         "original_max_position_embeddings": int(context),
-        # llama.cpp multiplies the attention factor of the YaRN paper by that of the header.
-        "attention_factor": attention_factor * (0.1 * math.log(factor) + 1),
+        "attention_factor": float(numbers.get("scaling.yarn_attn_factor", attention_factor)),
         "beta_fast": float(numbers.get("scaling.yarn_beta_fast", 32)),
         "beta_slow": float(numbers.get("scaling.yarn_beta_slow", 1)),
     }

@@ -104,8 +104,8 @@ class AutoPlan:
         """Planner, which has recorded all rounds so far."""
         if self._num_unrecorded:
             assert self._choice is not None
-            self._planner.record_plain(self._choice, self._num_unrecorded)
-            self._num_unrecorded = 0
+            num_rounds, self._num_unrecorded = self._num_unrecorded, 0
+            self._planner.record_plain(self._choice, num_rounds)
         return self._planner
 
     def next(self, history: History, num_left: int) -> RoundPlan:

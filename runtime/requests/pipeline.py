@@ -142,7 +142,7 @@ class Pipeline:
         temperature: float = 0.0,
         *,
         wait: bool = True,
-        visible_tokens: Collection[int] = (),
+        shown: Collection[int] = (),
         stop_tokens: Collection[int] = (),
         include_stop: bool = False,
         **options: Unpack[RequestOptions],
@@ -154,7 +154,7 @@ class Pipeline:
             max_new_tokens: As in `generate`.
             temperature: As in `generate`.
             wait: As in `generate`.
-            visible_tokens: Special tokens that are included in the text; others have no text.
+            shown: Special tokens that are included in the text; others have no text.
             stop_tokens: Tokens that end the text like end tokens, even with `ignore_eos`.
             include_stop: True if the text includes the stop string that ends it.
         """
@@ -164,7 +164,7 @@ class Pipeline:
         if stop_tokens:
             ends = tuple(dict.fromkeys((*sampling.end_tokens, *stop_tokens)))
             sampling = replace(sampling, end_tokens=ends)
-        return self._begin(request, sampling, tokens, wait, visible_tokens, include_stop)
+        return self._begin(request, sampling, tokens, wait, shown, include_stop)
 
     def score(
         self,

@@ -217,7 +217,7 @@ class RequestHandler:
             choice_options["seed"] = (seed + choice_index) % 2**64
         return self._pipeline.stream(
             choice.prompt_tokens,
-            visible_tokens=self._prepared.visible_tokens,
+            shown=self._prepared.visible_tokens,
             stop_tokens=rules.stop_tokens,
             include_stop=rules.include_stop,
             **options | choice_options,

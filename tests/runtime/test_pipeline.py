@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+import specedge
+from specedge.bundle import store
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
@@ -28,6 +30,17 @@ def test_greedy_tokens_equal_plain_decoding(pipeline, prompt, k):
     assert speculative.tokens == plain.tokens
     assert speculative.text == plain.text
     assert speculative.stats.num_rounds < plain.stats.num_rounds == 200
+
+
+@pytest.mark.usefixtures("all_cpus")
+@pytest.mark.parametrize("ops", ["gqa", "onnx"])
+def test_greedy_text_on_all_cpus_does_not_depend_on_k(ops):
+    pair = specedge.load(store.embedded_folder(), ops=ops)
+    texts = [
+        pair.generate(PROMPTS[0], 60, num_draft_tokens=k, ignore_eos=True).tokens
+        for k in (0, 1, 4, 8, "auto")
+    ]
+    assert texts == texts[:1] * 5
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

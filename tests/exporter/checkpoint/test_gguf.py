@@ -352,7 +352,6 @@ def test_factor_without_a_type_of_scaling_has_no_effect():
     ("arch", "more", "said"),
     [
         ("llama", lambda w: w.add_tensor("rope_freqs.weight", 2 * ONES), "rope_freqs.weight"),
-        ("qwen2", lambda w: w.add_tensor("rope_freqs.weight", ONES), "rope_freqs.weight"),
         ("llama", lambda w: w.add_tensor("rope_factors_long.weight", ONES), "rope_factors_long"),
         ("llama", lambda w: w.add_tensor("rope_factors_short.weight", ONES), "rope_factors_sh"),
         ("llama", lambda w: w.add_tensor("rope_freqs.weight", ONES[:3]), "rope_freqs.weight"),
@@ -401,7 +400,7 @@ def test_bundle_size_is_estimated_from_header(tmp_path):
 def test_numbers_that_transformers_has_no_place_for_are_told(tmp_path):
     path = tmp_path / "model.gguf"
     for more, said in (
-        (lambda w: w.add_tensor("blk.0.attn_output.bias", ONES), True),
+        (lambda w: w.add_tensor("mm.0.bias", ONES), True),
         (None, False),
     ):
         write(path, Kind.F32, tmp_path, "llama", *([more] if more else []))

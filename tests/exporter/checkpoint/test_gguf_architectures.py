@@ -1,6 +1,7 @@
 """GGUF architectures with a table of our own, by headers that llama.cpp's converter wrote."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import torch
 from formats import stored_numbers
 from gguf import GGUFValueType
 from transformers import CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from checkpoints import make_model
 from ggufs import interleave_halves
+from specedge.errors import CheckpointError
 from specedge.exporter import Progress
 from specedge.exporter.checkpoint import checkpoints, gguf_architectures, loader
 
@@ -63,7 +66,7 @@ def converted(architecture, name, array, config):
         yield name, array + 1 if architecture == "gemma" and "norm" in name else array
 
 
-def write_file(path, file, model, is_fused=False):
+def write_file(path, file, model, is_fused=False, **extra_tensors):
     """Write a model as a GGUF file with a recorded header, with fused projections if asked to."""
     architecture = file["architecture"]
     writer = gguf.GGUFWriter(path, architecture)
@@ -85,7 +88,7 @@ def write_file(path, file, model, is_fused=False):
     for name in [name for name in tensors if is_fused and ".attn_q." in name]:
         parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
         tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
-    for name, array in tensors.items():
+    for name, array in {**tensors, **extra_tensors}.items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -123,6 +126,87 @@ def test_fused_projections_are_split(family, tmp_path):
     state = stored_numbers(loaded)
     for name, tensor in model.named_parameters():
         assert torch.equal(state[name], tensor), name
+
+
+YARN = {
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0,
+    "rope.scaling.original_context_length": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", ["attn_factor", "yarn_attn_factor"])
+def test_attention_factor_of_olmo_3_is_the_published_one(field, tmp_path):
+    """Converters wrote the whole factor, under a name that llama.cpp multiplies, then another."""
+    factor = 0.1 * math.log(8) + 1
+    file, unscaled = FILES["olmo3"], {"rope_type": "default", "rope_theta": 500_000.0}
+    yarn = {
+        "rope_type": "yarn", "factor": 8.0, "rope_theta": 500_000.0, "attention_factor": factor,
+        "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
+    }  # fmt: skip
+    ropes = {"full_attention": yarn, "sliding_attention": unscaled}
+    header = {**file["header"], **YARN, f"rope.scaling.{field}": factor}
+    assert reads_scaled(tmp_path, {**file, "header": header}, ropes)
+
+
+def test_llama_3_scaling_of_exaone_4_is_read(tmp_path):
+    file, rope = FILES["exaone4"], {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 16.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 8192
+    config = CONFIG_MAPPING["exaone4"](**{**file["config"], "rope_parameters": rope})
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    divisors = 10_000.0 ** -(torch.arange(8) / 8) / scaled
+    assert reads_scaled(tmp_path, file, rope, **{"rope_freqs.weight": divisors.numpy()})
+
+
+def reads_scaled(tmp_path, file, rope, **extra_tensors):
+    """Return True if a file is read as a model with rotary parameters, which change its logits."""
+    options = {**file["config"], "pad_token_id": None}
+    model = make_model(CONFIG_MAPPING[file["model_type"]](**{**options, "rope_parameters": rope}))
+    unscaled = make_model(CONFIG_MAPPING[file["model_type"]](**options))
+    write_file(tmp_path / "model.gguf", file, model, **extra_tensors)
+    loaded = loader.load(checkpoints.find("target", str(tmp_path / "model.gguf"), None), Progress())
+    tokens = torch.arange(250)[None] % 64
+    with torch.no_grad(), loaded.sources.materialized(loaded.model):
+        logits = loaded.model(tokens).logits
+        assert not torch.allclose(logits, unscaled(tokens).logits, atol=1e-3)
+        return torch.allclose(logits, model(tokens).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("qwen3_moe", {"expert_weights_scale": 2.0}, "its expert_weights_scale is 2.0"),
+        ("llama", {"attention.scale": 0.5}, "its attention.scale is 0.5"),
+        ("granite", {"rope.scaling.finetuned": False}, "without rotary embedding"),
+        ("llama", {"rope.dimension_count": 8}, "it rotates 8 of 32 dimensions"),
+    ],
+)
+def test_what_would_change_numbers_unnoticed_is_rejected(family, fields, message):
+    file = FILES[family]
+    header = {f"{file['architecture']}.{k}": v for k, v in (file["header"] | fields).items()}
+    with pytest.raises(ValueError, match=message):
+        gguf_architectures.build_config(
+            file["architecture"], header, {"token_embd.weight": (64, 64)}
+        )
+
+
+def test_weights_of_layers_that_the_model_lacks_are_rejected_by_name(tmp_path):
+    file, path = FILES["granitemoe"], tmp_path / "model.gguf"
+    model = make_model(CONFIG_MAPPING[file["model_type"]](pad_token_id=None, **file["config"]))
+    shared = {"blk.1.ffn_up_shexp.weight": np.zeros((64, 64), np.float32)}
+    write_file(path, file, model, **shared)
+    message = "its model type, granitemoe, has no blk.1.ffn_up_shexp.weight"
+    with pytest.raises(CheckpointError, match=message):
+        loader.load(checkpoints.find("target", str(path), None), Progress())
+
+
+def test_a_field_of_the_header_precedes_the_default_of_its_architecture():
+    header = {f"qwen3moe.{key}": value for key, value in FILES["qwen3_moe"]["header"].items()}
+    config = gguf_architectures.build_config(
+        "qwen3moe", header | {"qwen3moe.expert_weights_norm": False},
+        {"token_embd.weight": (64, 64)},
+    )  # fmt: skip
+    assert config.norm_topk_prob is False
 
 
 @pytest.mark.parametrize("size", [0, 99, "16"])
