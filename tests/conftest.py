@@ -33,6 +33,12 @@ if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config):
+    """Run slow tests on all CPUs, as applications do."""
+    if WORKER and CPUS and config.option.markexpr == "slow":
+        os.sched_setaffinity(0, CPUS)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive",
