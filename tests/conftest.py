@@ -14,7 +14,7 @@ if WORKER and CPUS:
     # One CPU for each worker, before thread pools exist: with more threads than CPUs, ONNX
     # Runtime's busy waiting takes half of the time.
     index = len(CPUS) * int(WORKER[2:]) // int(WORKERS)
-    os.sched_setaffinity(0, {sorted(CPUS)[index % len(CPUS)]})  # replaced workers count on
+    os.sched_setaffinity(0, {sorted(CPUS)[index % len(CPUS)]})  # replacements have higher numbers
 
 import pytest
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""GGUF architectures that transformers does not read: configs and names of tensors.
+"""GGUF architectures that transformers does not read, or not completely: configs and tensor names.
 
 Header fields, permutations and defaults are those of llama.cpp's converter and models
 (llama-cpp-python 0.3.36). Names of tensors come from gguf-py.
@@ -57,8 +57,6 @@ _FLAGS = {
     "ffn_up.bias": "mlp_bias",
     "attn_q_norm.weight": "use_qk_norm qk_layernorm",
 }  # tensors of the first layer whose presence sets a field of the config
-
-
 _STORED_NAMES = {
     "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
@@ -73,7 +71,7 @@ _OTHER_NAMES = re.compile(rf".*\blayers\.(\d+)\..*?\b({'|'.join(map(re.escape, _
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """Relation of an architecture to transformers.
+    """Model type of transformers for an architecture.
 
     Attributes:
         model_type: Model type of transformers.
@@ -231,10 +229,10 @@ def _scalar(value: Any) -> Any:
 
 
 def _check_scales(header: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Raise ValueError if a header scales or clips what the model does not."""
+    """Raise ValueError if a header has a scale or limit that the model type does not support."""
     for key in _SCALES:
         if header.get(key, 1) not in (0, 1) and not _first_field(config, _FIELDS[key]):
-            raise ValueError(f"its {key} is {header[key]}, which {config.model_type} does not have")
+            raise ValueError(f"its {key} of {header[key]} is not supported by {config.model_type}")
     if config.model_type.startswith("granite") and header.get("rope.scaling.finetuned") is False:
         raise ValueError("Granite without rotary embedding is not supported")
 
@@ -250,7 +248,9 @@ def _rope_parameters(
     if "partial_rotary_factor" in default:
         rope["partial_rotary_factor"] = size / head_size
     elif size != head_size:
-        raise ValueError(f"it rotates {size} of {head_size} dimensions, unlike its model type")
+        raise ValueError(
+            f"rotary embedding of {size} of {head_size} dimensions is not supported by its type"
+        )
     if "truncate" in default:
         rope["truncate"] = default["truncate"]
     if "full_attention" not in default:

@@ -200,7 +200,8 @@ class GgufCheckpoint:
         """Return a model's state, with lazy matrices, and the number of unused weights.
 
         `model` has no weights. Raises CheckpointError if a tensor has another size, or if
-        a layer has none of that name.
+        the model type lacks a layer's tensor. Architectures that transformers reads may have
+        unused ones, such as the keys of layers that share a cache.
         """
         expected = model.state_dict()
         relation = gguf_architectures.ARCHITECTURES.get(self.architecture)
@@ -216,7 +217,7 @@ class GgufCheckpoint:
             if name not in expected:
                 num_unused += 0 if _is_rotary_factor(tensor) else _num_weights(tensor)
                 layer = _LAYER.match(tensor.name)
-                if layer and int(layer[1]) < model.config.num_hidden_layers:
+                if relation and layer and int(layer[1]) < model.config.num_hidden_layers:
                     raise CheckpointError(
                         f"{self.where}: its model type, {model.config.model_type}, has no "
                         f"{tensor.name}; specify the original checkpoint"

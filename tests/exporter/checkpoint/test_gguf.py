@@ -302,7 +302,7 @@ def test_yarn_has_the_attention_factor_and_context_of_the_header():
 def test_queries_of_gemma_are_scaled_as_in_the_published_sizes(
     config_class, layers, hidden_size, head_size, scalar
 ):
-    """As in their configs; headers do not have the scale, of which transformers assumes 256."""
+    """Headers lack the scale; transformers assumes 256."""
     heads = 32 if head_size == 128 else 16
     config = config_class(
         num_hidden_layers=layers, hidden_size=hidden_size, head_dim=head_size,

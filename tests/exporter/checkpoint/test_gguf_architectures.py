@@ -136,7 +136,7 @@ YARN = {
 
 @pytest.mark.parametrize("field", ["attn_factor", "yarn_attn_factor"])
 def test_attention_factor_of_olmo_3_is_the_published_one(field, tmp_path):
-    """Converters wrote the whole factor, under a name that llama.cpp multiplies, then another."""
+    """Converters write the complete factor; older ones to a field that llama.cpp multiplies."""
     factor = 0.1 * math.log(8) + 1
     file, unscaled = FILES["olmo3"], {"rope_type": "default", "rope_theta": 500_000.0}
     yarn = {
@@ -175,13 +175,13 @@ def reads_scaled(tmp_path, file, rope, **extra_tensors):
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("qwen3_moe", {"expert_weights_scale": 2.0}, "its expert_weights_scale is 2.0"),
-        ("llama", {"attention.scale": 0.5}, "its attention.scale is 0.5"),
+        ("qwen3_moe", {"expert_weights_scale": 2.0}, "its expert_weights_scale of 2.0"),
+        ("llama", {"attention.scale": 0.5}, "its attention.scale of 0.5"),
         ("granite", {"rope.scaling.finetuned": False}, "without rotary embedding"),
-        ("llama", {"rope.dimension_count": 8}, "it rotates 8 of 32 dimensions"),
+        ("llama", {"rope.dimension_count": 8}, "8 of 32 dimensions is not supported"),
     ],
 )
-def test_what_would_change_numbers_unnoticed_is_rejected(family, fields, message):
+def test_header_fields_that_the_model_type_does_not_support_are_rejected(family, fields, message):
     file = FILES[family]
     header = {f"{file['architecture']}.{k}": v for k, v in (file["header"] | fields).items()}
     with pytest.raises(ValueError, match=message):
@@ -190,7 +190,7 @@ def test_what_would_change_numbers_unnoticed_is_rejected(family, fields, message
         )
 
 
-def test_weights_of_layers_that_the_model_lacks_are_rejected_by_name(tmp_path):
+def test_layer_weights_that_the_model_type_lacks_are_rejected_by_name(tmp_path):
     file, path = FILES["granitemoe"], tmp_path / "model.gguf"
     model = make_model(CONFIG_MAPPING[file["model_type"]](pad_token_id=None, **file["config"]))
     shared = {"blk.1.ffn_up_shexp.weight": np.zeros((64, 64), np.float32)}
@@ -200,7 +200,7 @@ def test_weights_of_layers_that_the_model_lacks_are_rejected_by_name(tmp_path):
         loader.load(checkpoints.find("target", str(path), None), Progress())
 
 
-def test_a_field_of_the_header_precedes_the_default_of_its_architecture():
+def test_header_fields_override_the_options_of_an_architecture():
     header = {f"qwen3moe.{key}": value for key, value in FILES["qwen3_moe"]["header"].items()}
     config = gguf_architectures.build_config(
         "qwen3moe", header | {"qwen3moe.expert_weights_norm": False},
