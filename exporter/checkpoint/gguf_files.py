@@ -153,7 +153,7 @@ class GgufCheckpoint:
             share = size / head_size
             config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": share}
         if config.model_type in ("gemma2", "gemma3_text"):
-            is_27b = config.num_hidden_layers in (46, 62)  # which headers do not say
+            is_27b = config.num_hidden_layers in (46, 62)  # recognized by the number of layers
             per_head = config.hidden_size // config.num_attention_heads
             config.query_pre_attn_scalar = per_head if is_27b else _head_size(config)
         self._apply_rope_scaling(config)
@@ -295,7 +295,7 @@ def _num_weights(tensor: Any) -> int:
 def _split_projections(
     tensor: Any, names: Mapping[str, str], expected: Mapping[str, torch.Tensor]
 ) -> list[Any]:
-    """Return the projections of a fused tensor that a model has apart, as in llama.cpp's option."""
+    """Split a query, key and value projection, which llama.cpp's converter can fuse."""
     stem, _, suffix = tensor.name.partition("attn_qkv.")
     parts = [f"{stem}attn_{part}.{suffix}" for part in "qkv"]
     if tensor.name in names or not all(names.get(part) in expected for part in parts):
