@@ -48,14 +48,12 @@ class TableModel:
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         self.passes.append(len(tokens))
-        logits = []
+        probs = []
         for token in tokens:
             self._write(token)
-            with np.errstate(divide="ignore"):
-                logits.append(
-                    np.log(np.array(self.distribution(tuple(self.rows[: self.length])), float))
-                )
-        return Logits(np.stack(logits[-num_rows:] if num_rows else logits))
+            probs.append(self.distribution(tuple(self.rows[: self.length])))
+        with np.errstate(divide="ignore"):
+            return Logits(np.log(np.array(probs[-num_rows:] if num_rows else probs, float)))
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -106,6 +104,7 @@ def logits_of(*probs: float) -> np.ndarray:
 def hashed_distribution(seed: int, vocab_size: int, peak: float = 1.0) -> NextToken:
     """A distribution that differs for every text."""
 
+    @functools.cache
     def distribution(text: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng([seed, len(text), *text])
         weights = np.exp(peak * rng.normal(size=vocab_size))
@@ -123,6 +122,7 @@ def quarters(seed: int, certain: bool) -> NextToken:
     rows = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (0, 2, 2), (2, 0, 2), (2, 2, 0)]
     rows += [(4, 0, 0), (0, 0, 4)] if certain else []
 
+    @functools.cache
     def distribution(text: tuple[int, ...]) -> np.ndarray:
         index = np.random.default_rng([seed, len(text), *text]).integers(len(rows))
         return np.array(rows[index]) / 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
 from specedge.runtime.planning.cost_table import CostTable, ModeCosts, RoundCosts
 from specedge.runtime.planning.planner import DraftOption, Planner
@@ -62,7 +61,7 @@ class VirtualRequest:
         copies: Callable[[int], int] | None = None,
         seed: int = 0,
     ) -> None:
-        self.at = lru_cache(None)(lambda length: costs.at(length, True))
+        self.costs = costs.at(prompt, True)  # the same at each length
         self.accepts = accepts
         self.copies = copies or (lambda place: 0)
         self.rng = random.Random(seed)
@@ -88,7 +87,7 @@ class VirtualRequest:
         accepted = 0
         while accepted < k and self.accepts(drafter, self.place + accepted, self.rng):
             accepted += 1
-        self._pay(drafter, k, accepted, self.at(self.place))
+        self._pay(drafter, k, accepted, self.costs)
         self.choices.append((drafter, k))
         if self.fixed is None:
             self.planner.record(choice, [drafter] * k, accepted)

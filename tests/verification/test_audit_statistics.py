@@ -70,7 +70,7 @@ def test_the_power_matches_simulation(distribution):
     stated = chi_square_test(NUM_SAMPLES * distribution, distribution, ALPHA).would_catch
 
     def caught(deviation):
-        draws = random.multinomial(NUM_SAMPLES, off_by(distribution, deviation, "everywhere"), 1000)
+        draws = random.multinomial(NUM_SAMPLES, off_by(distribution, deviation, "everywhere"), 500)
         return np.mean(
             [chi_square_test(counts, distribution, ALPHA).p_value < ALPHA for counts in draws]
         )
@@ -83,7 +83,7 @@ def test_the_power_matches_simulation(distribution):
 def test_an_honest_distribution_is_failed_as_rarely_as_stated():
     random = np.random.default_rng(1)
     distribution = DISTRIBUTIONS["peaked"]
-    draws = random.multinomial(NUM_SAMPLES, distribution, 4000)
+    draws = random.multinomial(NUM_SAMPLES, distribution, 2000)
     share = np.mean(
         [chi_square_test(counts, distribution, 0.01).p_value < 0.01 for counts in draws]
     )
@@ -96,7 +96,7 @@ def test_the_bound_holds_as_often_as_its_confidence_says():
         DISTRIBUTIONS["falling"],
         off_by(DISTRIBUTIONS["falling"], 0.05, "everywhere"),
     )
-    draws = random.multinomial(1000, wrong, 2000)
+    draws = random.multinomial(1000, wrong, 1000)
     assert (
         np.mean([chi_square_test(counts, distribution, ALPHA).bound >= 0.05 for counts in draws])
         >= 0.99

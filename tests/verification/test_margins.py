@@ -49,12 +49,12 @@ def test_shares_are_the_distribution_that_the_runtime_draws_from(sampling):
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
 def test_logits_that_move_by_less_than_a_draws_margin_draw_the_same(sampling):
     turned = 0
-    for seed, logits in enumerate(rows(1, 60)):
+    for seed, logits in enumerate(rows(1, 40)):
         u = float(np.random.default_rng(seed).random())
         found = filter_row(Row(logits), sampling, TEXT, V)
         margin = min(found.filter_margin, sample_margin(found.probs, u, sampling.temperature))
         token = probabilities(logits, sampling, TEXT).pick(u)
-        for other in range(20):
+        for other in range(10):
             near = moved(logits, 0.8 * min(margin, 0.2), other)
             assert probabilities(near, sampling, TEXT).pick(u) == token
             far = moved(logits, 4 * margin, other)
@@ -79,7 +79,7 @@ def test_logits_that_move_by_less_than_a_verdicts_margin_are_judged_the_same(sam
         drafted = [filter_row(Row(row), sampling, TEXT, V) for row in theirs]
         judged = VerifiedDraft(draft.tokens, drafted, targets, tests, last, sampling.temperature)
         margin = min(judged.margin(verdict), *(one.filter_margin for one in drafted))
-        for other in range(20):
+        for other in range(10):
             for by, is_near in ((0.8 * min(margin, 0.1), True), (6 * margin, False)):
                 dists = [probabilities(moved(row, by, other), sampling, TEXT) for row in theirs]
                 again = Draft(draft.tokens, dists)
@@ -87,4 +87,4 @@ def test_logits_that_move_by_less_than_a_verdicts_margin_are_judged_the_same(sam
                 same = verify(again, rows_, sampling, TEXT, tests, last) == verdict
                 assert same or not is_near
                 turned += not same
-    assert turned > 10
+    assert turned > 2

@@ -112,10 +112,8 @@ def quantise_fp8(folder, model, block, exact):
         scales = torch.rand(shape) + 0.5
         scales = 2.0 ** torch.randint(-4, 4, shape) if exact else scales
         small = (state[key].float() * 100).to(torch.float8_e4m3fn)
-        wide = torch.empty(rows, columns)
-        for i in range(rows):
-            for j in range(columns):
-                wide[i, j] = float(small[i, j].float()) * float(scales[i // size, j // size])
+        blocks = torch.arange(rows)[:, None] // size, torch.arange(columns) // size
+        wide = small.float() * scales[blocks]
         state |= {key: small, f"{key}_scale_inv": scales if block else scales.reshape(())}
         merged[key] = wide
     save_file(state, folder / "model.safetensors")

@@ -22,8 +22,8 @@ PLAIN = ("plain", 0)
 @pytest.mark.parametrize("prior", [None, {"model": 0.0}])
 def test_a_useless_draft_costs_less_than_two_percent(draft, prior):
     costs = table(draft, prior=prior)
-    auto = seconds(costs, constant(0.0))
-    assert auto <= 1.02 * seconds(costs, constant(0.0), fixed=PLAIN)
+    auto = seconds(costs, constant(0.0), seeds=1)
+    assert auto <= 1.02 * seconds(costs, constant(0.0), seeds=1, fixed=PLAIN)
 
 
 @pytest.mark.parametrize("row", [0.07, 0.15, 0.3])
@@ -31,8 +31,8 @@ def test_a_useless_draft_costs_less_than_two_percent(draft, prior):
 def test_a_draft_of_a_fifth_that_is_seldom_accepted_costs_less_than_two_percent(row, origin):
     """Reports of Rapid-MLX, ik_llama and vLLM: 0.91 to 0.94 of plain decoding's speed."""
     costs = dataclasses.replace(table(0.2, row), origin=origin)
-    auto = seconds(costs, constant(0.3), tokens=600)
-    assert auto <= 1.02 * seconds(costs, constant(0.3), tokens=600, fixed=PLAIN)
+    auto = seconds(costs, constant(0.3), seeds=6, tokens=600)
+    assert auto <= 1.02 * seconds(costs, constant(0.3), seeds=1, tokens=600, fixed=PLAIN) * 6
 
 
 @pytest.mark.parametrize("tokens", [32, 600, 2000])
