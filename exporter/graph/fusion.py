@@ -1,9 +1,9 @@
 """Fusion to ONNX Runtime's operators: fewer nodes for the same function.
 
 Each node costs a few microseconds of overhead, which dominates passes of small models. Rewrites
-skip nodes that do not match. Only graph variants with GroupQueryAttention in float32 are fused:
-they need the domain `com.microsoft` in any case, and further passes (quantization, half precision)
-start from the graph before fusion.
+skip nodes that do not match. Only graph variants with GroupQueryAttention are fused: they need the
+domain `com.microsoft` in any case. Quantization starts from the graph before fusion, and 16-bit
+graphs are fused before their conversion.
 
 B = 1 sequence, T new tokens, S rows of cache; heads of size D.
 """
@@ -34,7 +34,7 @@ def fuse(model: ir.Model) -> None:
 
 
 def is_fused(ops: str) -> bool:
-    """Return True if a graph variant uses fused operators."""
+    """Return True if a graph variant is fused as it is written."""
     return attention_ops(ops) == "gqa" and not has_compute_type(ops)
 
 

@@ -43,7 +43,7 @@ def convert_graph(model: ir.Model, kind: ir.DataType) -> None:
                 user.replace_input_with(index, narrowed)
     for node in list(graph):
         for output in node.outputs:
-            if output.dtype is None:
+            if output.dtype is None and output.name:  # others are omitted
                 output.dtype = _infer_type(node)
         _retype(node, casts)
     _finish(model, kind)

@@ -20,7 +20,7 @@ from specedge.bundle.graph_variants import (
 from specedge.bundle.manifest import ModelEntry, signatures
 from specedge.bundle.reports import QuantizationReport
 
-from ..graph import graphs, rewrites
+from ..graph import fusion, graphs, rewrites
 from ..graph.graphs import GraphFile, variant_signature
 from ..graph.half_precision import convert_caches, convert_graph
 from ..graph.weights import STORED
@@ -101,6 +101,8 @@ class FloatModel:
         """Write the graph files of a graph variant from its decoder."""
         if (dtype := compute_dtype(ops)) != "float32":
             rewrites.fuse_sigmoids(graph_model)  # one kernel launch on a GPU instead of four
+            if attention_ops(ops) == "gqa":
+                fusion.fuse(graph_model)
             convert_graph(graph_model, STORED[dtype][1])
         elif (dtype := cache_dtype(ops)) != "float32":
             convert_caches(graph_model, STORED[dtype][1])

@@ -1,6 +1,7 @@
 """Graph variants that compute in a type of their own, over the weights that the others read."""
 
 import json
+from collections import Counter
 from unittest.mock import Mock
 
 import numpy as np
@@ -40,7 +41,7 @@ class Typed(Made):
     def __init__(self, folder, kind, precision, compute):
         change = with_outliers if kind == "llama" else (lambda model: model)
         super().__init__(folder, kind, change, "self:1", precision, compute=compute)
-        self.compute = compute
+        self.kind, self.compute = kind, compute
         self.sets = [f"{ops}-{compute}" for ops in OPS]
 
     def graph(self, model, ops):
@@ -82,6 +83,19 @@ def test_sigmoid_is_not_spelled_out_in_types_of_fewer_digits(made):
     for ops in made.sets:
         names = {node.op_type for node in made.graph(made.bundle.target, ops).node}
         assert made.compute == "fp32" or "Exp" not in names
+
+
+def test_rotary_embedding_and_residual_norms_are_one_node_on_a_gpu(made):
+    if (made.kind, made.compute) != ("llama", "fp16"):
+        pytest.skip("has no such nodes")
+    for model in made.bundle.models.values():
+        operators = Counter(node.op_type for node in made.graph(model, "gqa-fp16").node)
+        layers = operators["GroupQueryAttention"]
+        assert operators["RotaryEmbedding"] == 0
+        assert operators["SkipSimplifiedLayerNormalization"] == 2 * layers - 1
+        # Of the embedding, and of the rows with logits; integer products are joined.
+        assert operators["RMSNormalization"] == 2
+        assert operators["Split"] == (0 if model.weights_dtype == "float16" else layers)
 
 
 def test_each_graph_variant_has_another_beside_it_and_a_report_of_its_own(made):
