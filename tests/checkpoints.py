@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -39,11 +41,16 @@ _CONFIGS = {
 
 def make_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on the standard library's own source and save it in `folder`."""
-    texts = [inspect.getsource(module) for module in (argparse, inspect, json)]
-    tokenizer = train_tokenizer(texts, vocab_size)
+    tokenizer = Tokenizer.from_str(_trained(vocab_size))
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
     wrapped.save_pretrained(folder)
     return wrapped
+
+
+@functools.cache
+def _trained(vocab_size: int) -> str:
+    texts = [inspect.getsource(module) for module in (argparse, inspect, json)]
+    return str(train_tokenizer(texts, vocab_size).to_str())
 
 
 def make_config(

@@ -10,11 +10,13 @@ from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.runner import Runner
 
 CONTEXT = 96
+CONTEXTS = {"gpt2": 256}  # of the exported pair, whose traces these models share
 TRACE = tracer.trace  # which tests replace
 
 
-def traced(model, folder, ops="onnx", context=CONTEXT):
+def traced(model, folder, ops="onnx", context=None):
     loaded = LoadedCheckpoint(model, "float32", WeightSources())
+    context = context or context_of(model)
     part = model_export.measure_model("target", loaded, context, 4, 512, folder, Progress())
     model_export.write_models([part], ops)
     return Runner(folder, part.files, part.shape, ops)
@@ -22,9 +24,9 @@ def traced(model, folder, ops="onnx", context=CONTEXT):
 
 def graph_of(model, ops):
     """Return a model's graph in a graph variant, before it is rewritten."""
-    shape = geometry.measure_geometry(model, CONTEXT, 4)
+    shape = geometry.measure_geometry(model, context_of(model), 4)
     layers = tracer.observe(model, shape)
-    with patched_modules(model, CONTEXT, shape.capacity):
+    with patched_modules(model, context_of(model), shape.capacity):
         return TRACE(model, shape, ops, layers)
 
 
@@ -41,6 +43,12 @@ def measure(model, runner, tolerance=None, references=None):
 
 
 def model_of(kind="llama", **options):
-    model = make_model(make_config(kind, kv_heads=2, context=CONTEXT, **options))
+    context = CONTEXTS.get(kind, CONTEXT)
+    model = make_model(make_config(kind, kv_heads=2, context=context, **options))
     model.set_attn_implementation("eager")
     return model
+
+
+def context_of(model):
+    longest = CONTEXTS.get(model.config.model_type, CONTEXT)
+    return min(longest, model.config.max_position_embeddings)

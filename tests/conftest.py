@@ -138,6 +138,14 @@ def _own_folders(_homes, monkeypatch):
     monkeypatch.delenv("SPECEDGE_BUNDLE", raising=False)
 
 
+@pytest.fixture
+def shared_costs(_own_folders):
+    """Let processes that a test starts use the pass costs that earlier ones measured."""
+    store.costs_folder().mkdir(exist_ok=True)
+    store.data_folder().mkdir(parents=True)
+    (store.data_folder() / "costs").symlink_to(store.costs_folder(), target_is_directory=True)
+
+
 @pytest.fixture(scope="session")
 def pipeline():
     """Return the loaded embedded pair."""

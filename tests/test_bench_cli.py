@@ -92,7 +92,7 @@ def test_a_small_benchmark_of_the_embedded_pair(tmp_path):
     prompts = tmp_path / "my <prompts>.txt"
     prompts.write_text("def read(path):\nclass Parser: # </pre><script>\n", "utf-8")
     table, page = tmp_path / "b.csv", tmp_path / "b.html"
-    options = ("--prompts", prompts, "-k", "1-2,4", "-n", 10, "--repeats", 1)
+    options = ("--prompts", prompts, "-k", "1-2,4", "-n", 5, "--repeats", 1)
     result = run(*options, "--json", "--csv", table, "--html", page)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -101,14 +101,14 @@ def test_a_small_benchmark_of_the_embedded_pair(tmp_path):
     assert named == [("plain", 0), *expected, ("auto", "auto")]
     for one in found["settings"]:
         assert one["set_name"] == "my <prompts>.txt"
-        assert one["num_new_tokens"] == 20
+        assert one["num_new_tokens"] == 10
         assert 0 <= one["alpha"] <= 1
     assert len(check(page.read_text("utf-8"))) == 3
     assert "&lt;/pre&gt;&lt;script&gt;" in page.read_text("utf-8")
     assert len(table.read_text("utf-8").splitlines()) == 1 + len(named)
     assert found["draft"]
     assert len(found["runs"]) == 2 * (10 + 4)
-    assert {run["num_new_tokens"] for run in found["runs"]} == {10}
+    assert {run["num_new_tokens"] for run in found["runs"]} == {5}
     assert found["costs_of_held_out"] == "this run"
     again = run(*options, "--csv", table)
     assert again.exit_code != 0

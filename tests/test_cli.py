@@ -13,11 +13,12 @@ from manifests import make_bundle
 from specedge.bundle import MAX_EAGER_HASH_SIZE
 from specedge.runtime.decoding import decoding, verification
 
+pytestmark = pytest.mark.usefixtures("shared_costs")
 PROMPT = "def read_config(path):"
 
 
 def test_generate_prints_text_to_stdout_and_one_line_to_stderr(pipeline):
-    result = run_process("generate", PROMPT, "-n", 40, "-k", 4)
+    result = run_process("generate", PROMPT, "-n", 40, "-k", 4, "--threads", 1)
     assert result.returncode == 0
     assert result.stdout == pipeline.generate(PROMPT, 40).text + "\n"
     summary = r"40 tokens in [\d.]+ s .*tokens per round.*acceptance rate \d+%\n"
@@ -51,9 +52,8 @@ def test_every_sampling_option_reaches_the_sampler(pipeline):
     assert "seed 7" in result.stderr
 
 
-def test_stop_and_threads_are_options():
-    stops = ["--stop", "zzz", "--stop", "\n"]
-    result = run_process("generate", PROMPT, *stops, "-n", 40, "--threads", 1)
+def test_stop_may_be_given_twice():
+    result = run("generate", PROMPT, "--stop", "zzz", "--stop", "\n", "-n", 40)
     assert result.returncode == 0
     assert "\n" not in result.stdout.rstrip("\n")
 

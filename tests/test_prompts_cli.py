@@ -14,6 +14,7 @@ import installed
 from specedge.bundle import MANIFEST, store
 from templates import CHATML
 
+pytestmark = pytest.mark.usefixtures("shared_costs")
 COMMAND = [sys.executable, "-m", "specedge", "generate"]
 
 

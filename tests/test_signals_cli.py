@@ -14,6 +14,7 @@ from specedge.runtime.requests.stream import Stream
 
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 
+pytestmark = pytest.mark.usefixtures("shared_costs")
 COMMAND = [sys.executable, "-m", "specedge"]
 HOOK = """
 import os, signal, sys

@@ -1,6 +1,7 @@
 """Docstrings and class names of the product."""
 
 import ast
+import functools
 from collections import Counter
 from pathlib import Path
 
@@ -13,17 +14,20 @@ CLAUSE_OPENINGS = {
 }  # fmt: skip
 
 
-def nodes(*types):
+@functools.cache
+def every_node():
     folders = (ROOT, *(folder for folder in ROOT.iterdir() if folder.is_symlink()))
-    for path in sorted(path for folder in folders for path in folder.resolve().rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, types):
-                yield path.relative_to(ROOT.parent), node
+    paths = sorted(path for folder in folders for path in folder.resolve().rglob("*.py"))
+    return [
+        (path.relative_to(ROOT.parent), node)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def test_no_docstring_opens_with_a_clause():
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = ((path, ast.get_docstring(node) or "-") for path, node in nodes(*documented))
+    docstrings = ((path, ast.get_docstring(node) or "-") for path, node in every_node())
     assert not [
         f"{path}: {text.splitlines()[0]}"
         for path, text in docstrings
@@ -33,6 +37,8 @@ def test_no_docstring_opens_with_a_clause():
 
 def test_class_names_are_unique():
     names = Counter(
-        node.name for path, node in nodes(ast.ClassDef) if not node.name.startswith("_")
+        node.name
+        for path, node in every_node()
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not [name for name, count in names.items() if count > 1]

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from auditing import Ticks
-from installed import COMMAND, run, run_process
+from installed import COMMAND, run
 from manifests import make_bundle
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.bundle.integrity import file_entry
@@ -124,7 +124,7 @@ def test_the_budget_is_a_number_of_passes(copy):
 
 
 def test_json_has_the_facts_of_the_report():
-    result = run_process(*SHORT_RUN, "--json", "--threads", 1, "--ops", "onnx")
+    result = run(*SHORT_RUN, "--json", "--ops", "onnx")
     report = json.loads(result.stdout)
     assert report["result"] == "INCOMPLETE"
     assert list(statuses(report)) == CHECKS

@@ -21,7 +21,7 @@ from specedge.runtime.requests import loader
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.logits import Logits
 
-LENGTH = 180
+LENGTH = 100
 PROMPTS = (range(40, 52), range(300, 303), [7, 8, 9] * 20)
 
 

@@ -11,7 +11,7 @@ from specedge.exporter import export
 @pytest.fixture(scope="module")
 def bundle(pairs, tmp_path_factory):
     target = pairs.checkpoint("gpt2")[1]
-    return export(None, target, tmp_path_factory.mktemp("alone") / "bundle")
+    return export(None, target, tmp_path_factory.mktemp("alone") / "bundle", ops="gqa")
 
 
 def test_target_alone_is_exported(bundle):

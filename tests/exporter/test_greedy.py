@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specedge
+from cases import exhaustive
 from checkpoints import greedy_tokens
 
 PROMPTS = {"embedded": "def read_config(path):"}  # for the others, any tokens
@@ -39,6 +40,7 @@ def plain(pipeline, prompt):
     return pipeline.generate(prompt, LENGTH, num_draft_tokens=0, ignore_eos=True)
 
 
+@pytest.mark.parametrize("name", ["gpt2", exhaustive("embedded"), *SLOW], indirect=True)
 def test_speculative_tokens_equal_plain_decoding_bit_for_bit(pipeline, name, prompt, report):
     expected = plain(pipeline, prompt).tokens
     assert len(set(expected)) >= 25
@@ -74,6 +76,7 @@ def test_ids_beyond_tokenizer_have_no_logits(pairs):
     assert pipeline.target.forward([1, 2]).array().shape == (2, 512)
 
 
+@pytest.mark.parametrize("name", ["gpt2", exhaustive("embedded"), *SLOW], indirect=True)
 def test_context_fills_to_its_last_position(pipeline, prompt):
     context = pipeline.bundle.context_length
     long = ([*prompt] * context)[: context - 9]

@@ -139,7 +139,7 @@ def test_the_first_tokens_follow_the_targets_own_distribution(pipeline, sampling
     pooled.
     """
     scipy_stats = pytest.importorskip("scipy.stats")
-    prompt, runs = pipeline.tokenizer.encode(PROMPTS[2]).ids, 250
+    prompt, runs = pipeline.tokenizer.encode(PROMPTS[2]).ids, 150
     options = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(SamplingRules)}
     counts = {}
     for seed in range(runs):

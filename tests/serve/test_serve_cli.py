@@ -17,9 +17,10 @@ from installed import run
 from served import MODEL, PROMPT, ask
 from specedge.bundle import MANIFEST, store
 
+pytestmark = pytest.mark.usefixtures("shared_costs")
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 SHORT = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-LONG = SHORT | {"max_tokens": 240, "ignore_eos": True, "speculative": {"off": True}}
+LONG = SHORT | {"max_tokens": 160, "ignore_eos": True, "speculative": {"off": True}}
 
 
 @contextmanager
@@ -59,23 +60,25 @@ def test_it_says_in_one_line_where_what_and_how_much():
     assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in result.stderr
 
 
-def test_the_bundle_exported_last_is_not_served_unless_it_is_named():
+@pytest.fixture
+def mine():
+    """Return a bundle with sampling defaults, which is the default bundle."""
     folder = shutil.copytree(store.embedded_folder(), store.bundles_folder() / "mine")
     manifest = json.loads((folder / MANIFEST).read_text("utf-8").replace('"python-9m"', '"mine"'))
     manifest["default_sampling"] |= {"temperature": 0.2, "top_p": 0.9}
     (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     store.set_default(folder)
+    return folder
+
+
+def test_the_bundle_exported_last_is_not_served_unless_it_is_named(mine):
     with served() as (process, port, line):
         assert f"serves {MODEL} (the embedded pair) in" in line
-        assert f"--bundle {folder}" in process.stderr.readline()
+        assert f"--bundle {mine}" in process.stderr.readline()
         assert json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]["id"] == MODEL
-    with served("--bundle", folder, "--generation-config", "none") as (process, _, line):
-        assert f"serves mine (bundle {folder}) in" in line
-        process.terminate()
-        assert "sampling defaults" not in process.stderr.read()
-    environment = {"SPECEDGE_BUNDLE": str(folder), "SPECEDGE_API_KEY": "geheim"}
+    environment = {"SPECEDGE_BUNDLE": str(mine), "SPECEDGE_API_KEY": "geheim"}
     with served(**environment) as (process, port, line):
-        assert f"serves mine (bundle {folder}) in" in line
+        assert f"serves mine (bundle {mine}) in" in line
         assert ask(port, "GET", "/v1/models")[0] == 401
         given = {"Authorization": "Bearer geheim", "Host": "pair.example"}
         assert ask(port, "GET", "/v1/models", **given)[0] == 200
@@ -119,8 +122,11 @@ def test_what_runs_longer_than_the_grace_time_is_ended():
         thread.join(20)
 
 
-def test_listed_hosts_alone_are_served_without_a_key_behind_a_mapped_port():
-    with served("--host", "0.0.0.0", "--allowed-host", "pair.example") as (process, port, _):
+def test_listed_hosts_alone_are_served_without_a_key_behind_a_mapped_port(mine):
+    options = ("--bundle", mine, "--generation-config", "none")
+    hosts = ("--host", "0.0.0.0", "--allowed-host", "pair.example")
+    with served(*options, *hosts) as (process, port, line):
+        assert f"serves mine (bundle {mine}) in" in line
         assert (
             "anyone who can connect to 0.0.0.0 can use the server; set $SPECEDGE_API_KEY"
             in process.stderr.readline()
@@ -129,6 +135,8 @@ def test_listed_hosts_alone_are_served_without_a_key_behind_a_mapped_port():
             host: ask(port, "GET", "/v1/models", Host=host, Origin=f"http://{host}")[0]
             for host in ("localhost:49153", "pair.example", "evil.example:49153", "evil.example")
         }
+        process.terminate()
+        assert "sampling defaults" not in process.stderr.read()
     assert list(statuses.values()) == [200, 200, 403, 403]
 
 

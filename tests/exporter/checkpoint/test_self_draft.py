@@ -24,7 +24,7 @@ from specedge.exporter.checkpoint import self_draft
 from specedge.exporter.checkpoint.lazy_weights import WeightSources
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 
-CONTEXT, LAYERS = 96, 3
+CONTEXT, LAYERS = 96, 2
 KINDS = {
     "gpt2": {"layers": LAYERS, "context": CONTEXT, "hidden": 256, "scale": 0.1},
     "llama": {"layers": LAYERS, "context": CONTEXT, "kv_heads": 2},
@@ -54,7 +54,7 @@ class Made:
 
 @pytest.fixture(
     scope="module",
-    params=[("llama", 2), exhaustive(("gpt2", 1))],
+    params=[("llama", 1), exhaustive(("gpt2", 1))],
     ids=str,
 )
 def made(request, tmp_path_factory):
@@ -178,8 +178,8 @@ def test_self_draft_bundle_is_listed_and_removed(made, capsys):
         ("self:two", "specify self:N"),
         ("self:-1", "specify self:N"),
         ("self:0", "specify self:N"),
-        ("self:3", "has 3 layers, and its draft must have fewer; specify self:1 to self:2"),
-        ("self:99", "has 3 layers"),
+        ("self:2", "has 2 layers, and its draft must have fewer; specify self:1"),
+        ("self:99", "has 2 layers"),
     ],
 )
 def test_invalid_number_of_layers_is_refused(made, tmp_path, draft, said):
@@ -194,11 +194,18 @@ def test_revision_of_targets_own_layers_is_refused(made, tmp_path):
         export("self:1", made.target, tmp_path / "bundle", draft_revision="main")
 
 
-def test_target_of_one_layer_has_no_smaller_self(tmp_path):
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (1, "has 1 layer, .* specify another --draft"),
+        (3, "has 3 layers, and its draft must have fewer; specify self:1 to self:2"),
+    ],
+)
+def test_draft_must_have_fewer_layers(tmp_path, layers, said):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    target = make_checkpoint(tmp_path / "target", "llama", tokenizer, layers=1)
-    with pytest.raises(CheckpointError, match=r"has 1 layer, .* specify another --draft"):
-        export("self:1", target, tmp_path / "bundle")
+    target = make_checkpoint(tmp_path / "target", "llama", tokenizer, layers=layers)
+    with pytest.raises(CheckpointError, match=said):
+        export(f"self:{layers}", target, tmp_path / "bundle")
 
 
 def test_folder_named_like_self_draft_is_taken_by_its_path(made, tmp_path, monkeypatch):
@@ -256,7 +263,7 @@ def test_cut_that_leaves_other_caches_than_first_layers_is_refused(tmp_path, mon
     part = model_export.measure_model("target", loaded, CONTEXT, 4, 512, tmp_path, Progress())
     assert len(model_export.cut_draft(part, 1, 4).shape.layers) == 1
     monkeypatch.setattr(self_draft, "keep_layers", lambda loaded, num_layers: loaded)
-    with pytest.raises(ExportError, match=r"truncated to self:1: .* 3 layers; specify"):
+    with pytest.raises(ExportError, match=r"truncated to self:1: .* 2 layers; specify"):
         model_export.cut_draft(part, 1, 4)
 
 

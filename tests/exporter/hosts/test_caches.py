@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from cases import exhaustive
+from cases import exhaustive, slow
 from round_host import Fused
 from specedge import int8_products
 from specedge.exporter import embed
@@ -74,7 +74,7 @@ def test_all_outputs_of_cache_are_at_address_of_its_input(host):
     assert {*graph.writes.values()} == graph.buffers.keys()
 
 
-@pytest.mark.parametrize("ops", ["gqa", "onnx"])
+@pytest.mark.parametrize("ops", ["gqa", slow("onnx")])
 def test_run_allocates_no_cache_sized_block(bundle, tmp_path, ops, capfd):
     path = bundle.folder / f"round-{ops}.onnx"
     both = {"draft": ops, "target": ops}

@@ -29,6 +29,17 @@ def folder(pairs, tmp_path):
     return shutil.copytree(pairs.bundle("gpt2").folder, tmp_path / "bundle")
 
 
+@pytest.fixture(scope="module")
+def both_layouts(pairs, tmp_path_factory):
+    """The gpt2 pair with each layout of graphs."""
+    folder = tmp_path_factory.mktemp("layouts")
+    source = pairs.bundle("gpt2").folder
+    return {
+        layout: embed(shutil.copytree(source, folder / layout), layout=layout)
+        for layout in ("fused", "split")
+    }
+
+
 def run(*arguments):
     return CliRunner().invoke(command, list(map(str, arguments)))
 
@@ -93,8 +104,8 @@ def test_golden_transcripts_replay_token_for_token_and_no_decision_is_near(embed
         assert (written.tokens, written.text) == (one["tokens"], one["text"])
 
 
-def test_manifest_lists_what_each_graph_takes_and_gives(folder):
-    bundle = embed(folder)
+def test_manifest_lists_what_each_graph_takes_and_gives(both_layouts):
+    bundle = both_layouts["fused"]
     assert bundle.format == FIRST_FORMAT_WITH_HOSTS
     (graph,) = rounds(bundle)
     (session,) = sessions(bundle).values()
@@ -109,17 +120,18 @@ def test_manifest_lists_what_each_graph_takes_and_gives(folder):
     assert graph.file in bundle.files
 
 
-def test_names_but_those_of_caches_are_roles(folder):
-    for layout in ("fused", "split"):
-        for graph in embed(folder, layout=layout).hosts.graphs:
+def test_names_but_those_of_caches_are_roles(both_layouts):
+    for bundle in both_layouts.values():
+        for graph in bundle.hosts.graphs:
             tensors = (*graph.signature.inputs, *graph.signature.outputs)
             assert all((t.role == "cache") == (t.buffer is not None) for t in tensors)
             assert all(t.name == t.role for t in tensors if t.buffer is None)
 
 
-def test_session_options_are_right_for_weights_on_every_processor(folder, tmp_path):
-    assert "session.x64quantprecision" not in embed(folder).hosts.session_options
-    integers = embed(output=tmp_path / "integers")
+def test_session_options_are_right_for_weights_on_every_processor(both_layouts, embedded):
+    for bundle in both_layouts.values():
+        assert "session.x64quantprecision" not in bundle.hosts.session_options
+    integers, _ = embedded
     assert integers.hosts.session_options["session.x64quantprecision"] == "1"
 
 
@@ -168,9 +180,8 @@ def test_self_draft_has_host_graphs(pairs, tmp_path):
         assert hosted(bundle).generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
 
 
-def test_hosts_that_lack_file_or_half_of_round_are_refused(folder):
-    bundle = embed(folder, layout="split")
-    manifest = json.loads(bundle.to_json())
+def test_hosts_that_lack_file_or_half_of_round_are_refused(both_layouts):
+    manifest = json.loads(both_layouts["split"].to_json())
     for change, message in (
         (lambda hosts: hosts["graphs"].pop(0), "either round or both draft and accept"),
         (lambda hosts: hosts["graphs"].append(hosts["graphs"][0]), "not repeat a graph"),

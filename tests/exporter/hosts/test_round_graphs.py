@@ -67,6 +67,7 @@ def bundle(request, pairs):
 
 
 EVERY_LAYOUT = pytest.mark.parametrize("layout", ["fused", "split"])
+IN_FLOAT32 = pytest.mark.parametrize("bundle", ["gpt2", exhaustive("embedded")], indirect=True)
 
 
 def check(host, pipeline, sampling, num_seeds=1):
@@ -133,6 +134,7 @@ def test_round_graphs_of_a_reduced_vocabulary_generate_the_text_of_the_decoder(
 
 
 @pytest.mark.parametrize("num_draft_tokens", [exhaustive(1), 8])
+@IN_FLOAT32
 @EVERY_LAYOUT
 def test_round_graphs_of_another_k_generate_the_text_of_the_decoder(
     bundle, hosts, layout, num_draft_tokens
@@ -144,6 +146,7 @@ def test_round_graphs_of_another_k_generate_the_text_of_the_decoder(
         assert host.generate([40, 41, 42], 40, seed=5, **sampling)[0] == wanted.tokens
 
 
+@IN_FLOAT32
 @EVERY_LAYOUT
 def test_round_graphs_stop_at_the_end_of_the_context(bundle, hosts, layout):
     host, pipeline = hosts(layout, bundle, 4, "gqa")
@@ -158,6 +161,7 @@ def test_round_graphs_stop_at_the_end_of_the_context(bundle, hosts, layout):
         assert len(wanted.tokens) == 9
 
 
+@IN_FLOAT32
 @EVERY_LAYOUT
 def test_a_prompt_in_pieces_leaves_the_same_caches(bundle, hosts, layout):
     host, pipeline = hosts(layout, bundle, 4, "gqa")

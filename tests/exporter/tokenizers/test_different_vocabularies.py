@@ -3,7 +3,7 @@
 import pytest
 
 import specedge
-from cases import exhaustive
+from cases import exhaustive, slow
 from checkpoints import MARKERS, make_checkpoint, make_instruct_pair, make_tokenizer
 from specedge.exporter import Progress, export
 
@@ -47,7 +47,7 @@ def instruct(tmp_path_factory):
     return Made(tmp_path_factory.mktemp("instruct"), make_base_and_instruct)
 
 
-@pytest.fixture(params=["mixed", exhaustive("instruct")])
+@pytest.fixture(params=[slow("mixed"), exhaustive("instruct")])
 def made(request):
     return request.getfixturevalue(request.param)
 
@@ -80,6 +80,7 @@ def test_seed_gives_same_text_streamed_or_cut_short(made):
         assert one.tokens == whole.tokens[:count]
 
 
+@pytest.mark.slow
 def test_no_id_beyond_tokenizer_is_drafted_or_emitted(mixed):
     for model, columns in ((mixed.bundle.draft, 640), (mixed.bundle.target, 520)):
         assert (model.vocab_size, model.padded_vocab_size) == (512, columns)

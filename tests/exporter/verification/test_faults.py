@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import exhaustive, slow
-from comparing import CONTEXT, computed, graph_of, measure, model_of, traced
+from comparing import computed, graph_of, measure, model_of, traced
 from faults import (
     DIFFERS,
     position_off_by_one,
@@ -65,8 +65,8 @@ def test_fault_at_last_position_alone_is_found(tmp_path):
     model = model_of("gpt2")
     runner = traced(model, tmp_path)
     with torch.no_grad():
-        model.transformer.wpe.weight[CONTEXT - 1, 0] += 0.01
-    with pytest.raises(ParityError, match=f"position {CONTEXT - 1} "):
+        model.transformer.wpe.weight[-1, 0] += 0.01
+    with pytest.raises(ParityError, match=f"position {model.config.n_positions - 1} "):
         measure(model, runner)
 
 

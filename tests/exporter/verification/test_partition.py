@@ -38,7 +38,7 @@ def test_partitioned_model_is_verified_like_a_whole_one(kind, ops, tmp_path, in_
     assert 0 < found.logits_error <= found.bound(FLOAT32)
     assert 0 < found.cache_error <= found.bound(FLOAT32)
     assert found.error_ratio <= FLOAT32.multiple
-    assert found.invariant_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
+    assert found.invariant_lengths[:8] == (1, 2, 3, 5, 9, 18, 36, 64)
 
 
 @pytest.mark.slow
@@ -80,7 +80,8 @@ def test_file_that_differs_bitwise_in_one_layer_is_found(num_layers, layer, tmp_
 
 def test_values_are_released_after_their_last_reader(tmp_path, in_parts, monkeypatch):
     """A pass keeps only what subgraphs to come read, not the outputs of every layer."""
-    runner = traced(model_of("llama", layers=6), tmp_path, "gqa")
+    runner = traced(model_of("llama"), tmp_path, "gqa")
+    assert runner.num_stages > 3
     held = []
     run = SubgraphSession.run
 

@@ -110,7 +110,7 @@ def test_model_with_degenerate_logits_is_refused(model, said):
 
 
 def test_tolerance_is_recorded_and_excuses_no_other_model(tmp_path):
-    model = model_of(layers=1)
+    model = model_of()
     runner = traced(model, tmp_path)
     found = measure(model, runner, tolerance=0.01)
     assert found.tolerance == found.bound(precision.FLOAT32) == 0.01

@@ -79,7 +79,7 @@ def test_sampled_pairs_of_tokens_follow_the_targets_distribution(sampling):
     from specedge.runtime.sampling.probabilities import probabilities
 
     distribution = hashed_distribution(5, 4)
-    runs, k = 2000, 2
+    runs, k = 1000, 2
     counts = Counter(
         tuple(generate(distribution, hashed_distribution(6, 4), k, sampling, seed, 3)[0])
         for seed in range(runs)

@@ -198,9 +198,9 @@ def test_a_shorter_planned_request_is_a_prefix_of_a_longer_one():
         rounds = run(plan, TableModel(distributions[0]), Sampling(1.0), count, seed)
         return [token for one in rounds for token in one.tokens][:count]
 
-    for seed in range(4):
+    for seed in range(2):
         longest = run_for(50, seed)
-        assert all(run_for(count, seed) == longest[:count] for count in range(1, 50))
+        assert all(run_for(count, seed) == longest[:count] for count in range(1, 50, 2))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -118,6 +118,7 @@ def test_a_chat_too_long_for_the_context_is_refused(chatty):
         chatty.chat([{"role": "user", "content": "word " * 600}])
 
 
+@pytest.mark.usefixtures("shared_costs")
 def test_a_plain_prompt_needs_no_jinja():
     code = "import sys; sys.modules['jinja2'] = None; import specedge\n"
     code += "print(specedge.load().generate('x', 2).finish_reason)"

@@ -10,8 +10,8 @@ from schemas import PLAIN, SCHEMAS
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(2), pytest.param(range(2, 50), marks=pytest.mark.slow(exhaustive=True))],
-    ids=["2 seeds", "48 seeds"],
+    [range(1), pytest.param(range(1, 50), marks=pytest.mark.slow(exhaustive=True))],
+    ids=["1 seed", "49 seeds"],
 )
 def test_a_text_is_valid_or_reports_truncation(pipeline, seeds):
     reasons = []

@@ -46,6 +46,7 @@ def changed(tmp_path):
     return change
 
 
+@pytest.mark.usefixtures("shared_costs")
 def test_a_tokenizer_that_panics_is_one_line_and_exit_1(changed):
     bundle = changed(**PANIC)
     result = subprocess.run(
