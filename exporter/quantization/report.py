@@ -22,7 +22,7 @@ from .float_model import FloatModel, VariantReport
 from .schemes import Scheme
 from .texts import CalibrationTexts
 
-MAX_LOGITS = 1 << 27  # logits of a model that are in memory at once
+MAX_OUTPUTS = 1 << 27  # logits and cache values of a model that are in memory at once
 ROWS_PER_STRIP = 64  # tokens per comparison of distributions
 NUM_SAMPLE_TOKENS = 96  # tokens of graph variants that share integers with a fully measured one
 NUM_LATE_TOKENS = 64  # tokens of the window at the end of the context
@@ -283,7 +283,7 @@ def measure_distances(
     text = texts[-1][:NUM_LATE_TOKENS]
     start = original.geometry.context_length - len(text)
     window = LateWindow(text, start) if start >= max(map(len, texts)) else None
-    size = max(1, MAX_LOGITS // (original.geometry.padded_vocab_size * max(map(len, texts))))
+    size = max(1, MAX_OUTPUTS // (original.geometry.num_outputs * max(map(len, texts))))
     for at in range(0, len(texts), size):
         part = texts[at : at + size]
         late = window if at + size >= len(texts) else None

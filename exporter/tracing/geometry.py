@@ -38,6 +38,12 @@ class Geometry:
         sizes = [(x.heads, d) for x in self.layers for d in (x.key_size, x.value_size)]
         return [(1, heads, self.capacity, size) for heads, size in sizes]
 
+    @property
+    def num_outputs(self) -> int:
+        """Number of logits and cache values of a token."""
+        rows = (layer.heads * (layer.key_size + layer.value_size) for layer in self.layers)
+        return self.padded_vocab_size + sum(rows)
+
 
 def measure_geometry(
     model: torch.nn.Module, context_length: int, num_draft_tokens: int

@@ -1,12 +1,15 @@
 """Quantization report of two models' logits on a text."""
 
+import math
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from specedge.bundle.manifest import CacheLayer
 from specedge.exporter.quantization import report
 from specedge.exporter.quantization.report import LogitDistance
+from specedge.exporter.tracing.geometry import Geometry
 from specedge.exporter.verification.runner import PassAction, ReadRows, RepeatRows
 from specedge.exporter.verification.subgraph import SubgraphSession
 
@@ -70,12 +73,13 @@ class Model:
 
     def __init__(self, context, late=0.0):
         self.geometry = Mock(
-            capacity=context + 8, context_length=context, cache_names=list, padded_vocab_size=5
+            capacity=context + 8, context_length=context, cache_names=list, num_outputs=5
         )
-        self.late, self.actions = late, []
+        self.late, self.actions, self.num_runs = late, [], 0
 
     def run(self, actions, through):
         self.actions = through
+        self.num_runs += 1
         return [self.of(action) for action in through]
 
     def of(self, action):
@@ -108,10 +112,18 @@ def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
     assert report._describe_late(near, distances(original, Model(1000))[1], 1000) is None
 
 
-def test_texts_are_run_some_at_a_time_where_their_logits_are_large(monkeypatch):
-    whole = distances(Model(1000), Model(1000, late=2.0))
-    monkeypatch.setattr(report, "MAX_LOGITS", 80 * 5)
-    assert distances(Model(1000), Model(1000, late=2.0)) == whole
+def test_texts_are_run_in_turn_if_their_outputs_are_large(monkeypatch):
+    whole = distances(Model(1000), first := Model(1000, late=2.0))
+    monkeypatch.setattr(report, "MAX_OUTPUTS", 80 * 5)
+    assert distances(Model(1000), second := Model(1000, late=2.0)) == whole
+    assert (first.num_runs, second.num_runs) == (1, 2)
+
+
+def test_cache_values_count_as_outputs():
+    layers = CacheLayer(heads=32, key_size=128, value_size=64), CacheLayer(8, 64, 64)
+    shape = Geometry(context_length=10, capacity=16, padded_vocab_size=500, layers=layers)
+    values = sum(math.prod(size) // 16 for size in shape.cache_shapes())
+    assert shape.num_outputs == 500 + values == 500 + 32 * 192 + 8 * 128
 
 
 def test_a_context_that_texts_fill_has_no_late_window():
