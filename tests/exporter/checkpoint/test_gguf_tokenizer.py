@@ -14,7 +14,7 @@ from tokenizer_lines import COUNT, lines
 VECTORS = json.loads(Path(__file__).with_name("gguf_tokenizer_vectors.json").read_text("utf-8"))
 
 
-QUICK_COUNT = 1000  # lines; all of them are exhaustive
+QUICK_COUNT = 500  # lines; all of them are exhaustive
 
 
 @pytest.fixture(scope="module", params=[QUICK_COUNT, exhaustive(COUNT)])

@@ -137,7 +137,10 @@ def test_experts_equal_transformers_and_are_batch_invariant(family, ops):
 @pytest.mark.parametrize("family", WITH_NODE)
 def test_node_spelled_out_in_float64_is_transformers_own_experts(family):
     module, (rows, chosen, weights) = make_experts(family), inputs(9)
+    before = set(module.state_dict()) | set(vars(module)) | set(module._buffers)
     graph = traced(module, "gqa").graph
+    assert set(module.state_dict()) | set(vars(module)) | set(module._buffers) == before
+    assert module.config._experts_implementation == "eager"
     (node,) = (n for n in graph.node if n.op_type == "MoE")
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     routing = torch.zeros(9, NUMBER, dtype=torch.float64).scatter(1, chosen, weights.double())
@@ -163,14 +166,6 @@ def test_experts_with_norm_each_are_refused():
     block = Block(module, "onnx")
     with registered_functions(block), pytest.raises(ExportError, match="are normalized one by one"):
         block(*inputs(2))
-
-
-def test_module_is_its_own_again_after_trace():
-    module = make_experts("mixtral")
-    before = set(module.state_dict()) | set(vars(module)) | set(module._buffers)
-    traced(module, "gqa")
-    assert set(module.state_dict()) | set(vars(module)) | set(module._buffers) == before
-    assert module.config._experts_implementation == "eager"
 
 
 @pytest.fixture(scope="module")
