@@ -83,7 +83,7 @@ def places(value, before=()):
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_changed_manifest_gives_a_bundle_or_one_line(whole, data):
     folder, text = whole
@@ -111,13 +111,13 @@ def change(data, inner, key):
             inner[data.draw(STRANGE | SURROGATES)] = copy.deepcopy(value)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(data=st.binary(max_size=200))
 def test_bytes_give_one_line(whole, data):
     assert read(whole[0], data) is None
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_manifest_with_other_bytes_in_it_gives_a_bundle_or_one_line(whole, data):
     folder, text = whole
@@ -126,7 +126,7 @@ def test_a_manifest_with_other_bytes_in_it_gives_a_bundle_or_one_line(whole, dat
     read(folder, text[:start] + data.draw(st.binary(max_size=20)) + text[end:])
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(value=JSON)
 def test_any_json_gives_one_line(whole, value):
     assert read(whole[0], json.dumps(value).encode()) is None

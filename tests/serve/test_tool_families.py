@@ -5,6 +5,7 @@ import json
 import jsonschema
 import pytest
 
+from cases import slow
 from served import MODEL, client, serving
 from specedge.serve.reasoning import ReasoningDelta
 from specedge.serve.tools.declarations import FunctionTool, ToolSet
@@ -235,6 +236,11 @@ ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "Hot?"}], "too
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
+@pytest.mark.parametrize(
+    "served_family",
+    [family if i % 3 == 0 else slow(family) for i, family in enumerate([*FAMILIES, "explained"])],
+    indirect=True,
+)
 def test_forced_call_is_in_the_familys_format_and_comes_back_from_history(served_family):
     _, pipeline, ai = served_family
     pipeline.text = None

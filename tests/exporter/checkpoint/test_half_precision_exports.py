@@ -23,7 +23,7 @@ def saved(folder, change=lambda model: model):
 def test_bundle_is_model_with_matrices_in_that_type(tmp_path, name, dtype):
     model, folder = saved(tmp_path)
     progress = Progress()
-    bundle = export(folder, folder, tmp_path / "b", precision=name, ops="onnx", progress=progress)
+    bundle = export(None, folder, tmp_path / "b", precision=name, ops="onnx", progress=progress)
     for made in bundle.models.values():
         assert made.weights_dtype == dtype
         assert bundle.files[made.weights].size < 2.2 * made.num_parameters

@@ -24,7 +24,7 @@ FUSED = {"GroupQueryAttention", "MatMulIntegerToFloat", "SkipSimplifiedLayerNorm
 @pytest.fixture(scope="module", params=["llama", exhaustive("gpt2")])
 def made(request, tmp_path_factory):
     change = with_outliers if request.param == "llama" else (lambda model: model)
-    return Made(tmp_path_factory.mktemp("int8"), request.param, change)
+    return Made(tmp_path_factory.mktemp("int8"), request.param, change, draft="none")
 
 
 def graphs(model, bundle):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from cases import slow
 from specedge.runtime.backend.cuda.fixed_shapes import FixedShapeModel
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.self_test import exact_device
@@ -12,7 +13,7 @@ from specedge.runtime.requests.pipeline import Pipeline
 PROMPT = "def read_config(path):"
 
 
-@pytest.fixture(scope="module", params=["gqa", "onnx"])
+@pytest.fixture(scope="module", params=["gqa", slow("onnx")])
 def pair(request, pipeline):
     """The embedded pair on decoders, and on graphs of fixed lengths."""
     bundle = pipeline.bundle

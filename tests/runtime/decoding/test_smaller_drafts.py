@@ -143,9 +143,9 @@ def test_a_shorter_request_is_a_prefix_across_a_slide(k, chained, temperature):
         rounds = decoder.rounds((0, 1), Sampling(temperature), seed, count)
         return [t for round_ in rounds for t in round_.tokens][:count]
 
-    for seed in range(3):
+    for seed in range(2):
         longest = run(50, seed)
-        assert all(run(count, seed) == longest[:count] for count in range(1, 50))
+        assert all(run(count, seed) == longest[:count] for count in range(1, 50, 2))
 
 
 def test_a_request_after_a_slide_starts_at_position_0():
