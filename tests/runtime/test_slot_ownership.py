@@ -243,6 +243,7 @@ def test_async_stream_that_waits_for_a_slot_is_closed_at_once(pipeline):
     assert in_worker(lambda: pipeline.generate(PROMPTS[1], 4)).text
 
 
+@pytest.mark.usefixtures("shared_costs")
 def test_request_in_a_process_of_one_thread_does_not_wait_for_its_own_stream():
     code = """if True:
         import specedge

@@ -28,12 +28,12 @@ DETERMINISTIC = (
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 
 
-def run_sampled(parts=None, texts=60):
+def run_sampled(parts=None, texts=30):
     subject = make_subject(parts)
     return sampled_text.sampled(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
-def run_joint(parts=None, texts=1500):
+def run_joint(parts=None, texts=700):
     subject = make_subject(parts)
     return joint_distribution.joint(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 

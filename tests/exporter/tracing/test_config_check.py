@@ -30,8 +30,8 @@ def test_observation_on_meta_device_equals_observation_with_weights(name):
 
 
 def test_config_of_any_size_is_seen_without_memory():
-    layers = tracer.observe_config(DeepseekV3Config(), 4096, 4)
-    assert len(layers) == 61
+    config = DeepseekV3Config(num_hidden_layers=8)  # of 400 GB in float32
+    assert len(tracer.observe_config(config, 4096, 4)) == 8
 
 
 def test_graph_variant_that_model_cannot_have_is_refused_before_its_weights_are_read(tmp_path):

@@ -21,7 +21,7 @@ LENGTH = 200
 BOUND = 2 * NOISE  # plain decoding's logits move too
 GREEDY = Sampling()
 PENALISED = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.1)
-NUM_TEXTS = 24
+NUM_TEXTS = 16
 PROMPTS = [(seed % 7, seed % 5) for seed in range(NUM_TEXTS)]
 
 
