@@ -56,6 +56,8 @@ class History:
         """Number of tokens without draft tokens."""
         return self._length
 
+    num_kept = num_committed  # name in version 0.1, which drafters of applications may use
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Commit tokens."""
         assert not self._drafted

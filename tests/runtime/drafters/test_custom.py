@@ -52,3 +52,8 @@ def test_numpy_integers_are_accepted_as_tokens():
 
     made = CustomDrafter(Numbers(), 3).propose(History((0,)), 2, Sampling(1.0), np.zeros(2))
     assert [type(token) for token in made.tokens] == [int, int]
+
+
+def test_a_history_has_its_earlier_attribute_name():
+    history = History((0, 1)).then([2])
+    assert history.num_kept == history.num_committed == 2
