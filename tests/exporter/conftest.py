@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch  # noqa: E402
 
 import traces  # noqa: E402
 from checkpoints import make_pair  # noqa: E402
+from comparing import model_of, traced  # noqa: E402
 from shared import build_once, run_folder  # noqa: E402
 from specedge.bundle import Bundle, store  # noqa: E402
 from specedge.exporter import Progress, export  # noqa: E402
@@ -77,6 +79,18 @@ def _traces(tmp_path_factory):
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
     return Pairs(run_folder(tmp_path_factory, "pairs"))
+
+
+@pytest.fixture(scope="session")
+def traced_model(tmp_path_factory):
+    """Return a function that exports a small model in a graph variant, once for all files."""
+
+    @functools.cache
+    def traced_model(kind, ops):
+        model = model_of(kind)
+        return model, traced(model, tmp_path_factory.mktemp(f"{kind}-{ops}"), ops)
+
+    return traced_model
 
 
 QUICK, SLOW = ("gpt2",), ("bfloat16",)  # the others are exhaustive

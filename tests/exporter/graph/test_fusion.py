@@ -19,9 +19,8 @@ def ops_of(graph):
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    model = model_of()
-    return model, traced(model, tmp_path_factory.mktemp("llama"), "gqa")
+def llama(traced_model):
+    return traced_model("llama", "gqa")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +43,8 @@ def test_residual_norms_and_rotary_embedding_are_fused_in_every_file(llama):
     assert ops_of(load(runner, "source-gqa.onnx"))["RotaryEmbedding"] == 4
 
 
-def test_standard_graph_variant_has_standard_operators_alone(tmp_path):
-    runner = traced(model_of(), tmp_path, "onnx")
+def test_standard_graph_variant_has_standard_operators_alone(traced_model):
+    _, runner = traced_model("llama", "onnx")
     assert {node.domain for node in load(runner, "decoder.onnx")} == {""}
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from comparing import model_of, traced
 from specedge.exporter.graph.nodes import add_constant, insert_node
 from specedge.exporter.quantization import column_flow, smoothing
 from specedge.exporter.quantization.matrices import matrix_groups
@@ -14,10 +13,9 @@ WIDTH = 32  # of v: 2 heads of 16
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(traced_model):
     """Graphs of each graph variant of a Llama with 4 heads in 2 groups."""
-    model = model_of("llama")
-    return {ops: traced(model, tmp_path_factory.mktemp(ops), ops) for ops in ATTENTION}
+    return {ops: traced_model("llama", ops)[1] for ops in ATTENTION}
 
 
 @pytest.fixture(params=ATTENTION)

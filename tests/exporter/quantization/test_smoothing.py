@@ -22,13 +22,12 @@ CASES = [  # Q, K and V are one matrix in the last three: beside each other, or 
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def written(request, tmp_path_factory):
+def written(request, traced_model, tmp_path_factory):
     kind, ops = request.param
     if kind in ("llama", "gpt2"):
-        model = model_of(kind)
-    else:
-        model = make_model(ARCHITECTURES[kind][1]())
-        model.set_attn_implementation("eager")
+        return kind, traced_model(kind, ops)[1]
+    model = make_model(ARCHITECTURES[kind][1]())
+    model.set_attn_implementation("eager")
     return kind, traced(model, tmp_path_factory.mktemp(kind), ops)
 
 
