@@ -112,7 +112,7 @@ class _Comparison:
         recorded = [t for t in parity.invariant_lengths if t <= len(tokens)]
         verify = next((g.length for g in model.graphs if g.name == "verify" and g.length), 1)
         lengths = sorted({*recorded, *range(1, min(verify, len(tokens)) + 1)})
-        differences = row_differences(graph, tokens, lengths, self.budget.share(0.25))
+        differences = row_differences(graph, tokens, lengths, self.budget.share(0.5))
         same = [t for t, difference in differences.items() if difference.relative == 0]
         worst = max((d.relative for d in differences.values()), default=0.0)
         self.short |= len(differences) < len(lengths)
