@@ -17,14 +17,10 @@ if WORKER and CPUS:
     os.sched_setaffinity(0, {sorted(CPUS)[index % len(CPUS)]})  # replacements have higher numbers
 
 import pytest
-from hypothesis import settings
 
 from specedge.bundle import store
 from specedge.runtime.backend import sessions
 from virtual import table
-
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # of tests that import onnxruntime themselves
@@ -34,7 +30,12 @@ if threading.current_thread() is threading.main_thread():
 
 
 def pytest_configure(config):
-    """Run slow tests on all CPUs, as applications do."""
+    """Repeat the examples of Hypothesis; run slow tests on all CPUs, as applications do."""
+    if not config.getoption("numprocesses", None):  # the process that starts workers runs none
+        from hypothesis import settings
+
+        settings.register_profile("repeatable", deadline=None, derandomize=True)
+        settings.load_profile("repeatable")
     if WORKER and CPUS and config.option.markexpr == "slow":
         os.sched_setaffinity(0, CPUS)
 
