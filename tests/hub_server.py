@@ -178,7 +178,7 @@ def serve(hub: Hub, port: int = 0) -> list[ThreadingHTTPServer]:
     servers = [ThreadingHTTPServer(("127.0.0.1", p), handler) for p in (port, 0)]
     hub.port, hub.cdn = (server.server_address[1] for server in servers)
     for server in servers:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return servers
 
 

@@ -238,7 +238,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 @pytest.mark.parametrize(
     "served_family",
-    [family if i % 3 == 0 else slow(family) for i, family in enumerate([*FAMILIES, "explained"])],
+    [*(family if i % 3 == 0 else slow(family) for i, family in enumerate(FAMILIES)), "explained"],
     indirect=True,
 )
 def test_forced_call_is_in_the_familys_format_and_comes_back_from_history(served_family):
