@@ -30,14 +30,12 @@ if threading.current_thread() is threading.main_thread():
 
 
 def pytest_configure(config):
-    """Repeat the examples of Hypothesis; run slow tests on all CPUs, as applications do."""
+    """Repeat the examples of Hypothesis."""
     if not config.getoption("numprocesses", None):  # the process that starts workers runs none
         from hypothesis import settings
 
         settings.register_profile("repeatable", deadline=None, derandomize=True)
         settings.load_profile("repeatable")
-    if WORKER and CPUS and config.option.markexpr == "slow":
-        os.sched_setaffinity(0, CPUS)
 
 
 def pytest_addoption(parser):

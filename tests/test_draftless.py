@@ -161,7 +161,7 @@ def test_the_audit_passes_without_a_draft_model(bundle):
     from auditing import Ticks
     from specedge.verification import audit
 
-    report = audit.audit(bundle, audit.ExecutionSettings(), [], Ticks(400).budget).as_dict()
+    report = audit.audit(bundle, audit.ExecutionSettings(), [], Ticks(150).budget).as_dict()
     assert not [f for f in report["findings"] if f["status"] == "FAILED"]
     assert "draft none" in report["about"]["pair"]
     found = {finding["check"]: finding["facts"] for finding in report["findings"]}

@@ -44,11 +44,12 @@ def relist(folder, **changes):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("all_cpus")
 def test_the_embedded_pair_passes_every_check():
     ticks = Ticks(20000)
 
     def on_progress(check):
-        ticks.step = {"greedy": 4.0, "sampled": 100.0}.get(check, 1.0)
+        ticks.step = {"greedy": 4.0, "joint": 1.5, "sampled": 290.0}.get(check, 1.0)
 
     bundle = Bundle.read(store.embedded_folder())
     report = audit.audit(

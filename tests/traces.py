@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -45,15 +46,28 @@ _CODE = (  # what a trace depends on beside the model
 )
 
 
+# The command line whose exports use the folder of `remembered`.
+WITH_TRACES = (
+    sys.executable,
+    "-c",
+    f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}\n"
+    "import os, traces; from specedge.__main__ import main\n"
+    "with traces.remembered(os.environ['SPECEDGE_TRACES']): main()",
+)
+
+
 @contextlib.contextmanager
-def remembered(folder: Path):
+def remembered(folder: Path | str):
     """Let PyTorch trace a model only where `folder` has no trace of a model of its form.
 
     Processes may share the folder. `SPECEDGE_TRACES` names one that outlives a run of tests.
     """
     folder = Path(os.environ.get("SPECEDGE_TRACES", folder))
     folder.mkdir(parents=True, exist_ok=True)
-    with mock.patch.object(tracer, "translate", _remembering(folder)):
+    with (
+        mock.patch.object(tracer, "translate", _remembering(folder)),
+        mock.patch.dict(os.environ, SPECEDGE_TRACES=str(folder)),
+    ):
         yield
 
 

@@ -157,7 +157,7 @@ def test_noise_is_measured_once_and_not_where_export_found_none(noisy, pairs, mo
         > 0
     )
     assert len(calls) == 1
-    quiet = specedge.load(pairs.bundle("llama").folder)
+    quiet = specedge.load(pairs.bundle("bfloat16").folder)
     assert quiet.noise.bound([1, 2], 4, trusts_export=True) == 0
     assert len(calls) == 1
     assert quiet.noise.bound([1, 2], 4, trusts_export=False) > 0

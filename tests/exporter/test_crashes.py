@@ -8,21 +8,19 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import traceback
-from pathlib import Path
 
 import pytest
 
-import specedge
 from specedge.bundle import Bundle
 from specedge.errors import ExportError
 from specedge.exporter import destination, export
 from specedge.staging import remove_stale_folders
+from traces import WITH_TRACES
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has other signals and mounts")
-COMMAND = (sys.executable, "-m", "specedge", "export")
+COMMAND = (*WITH_TRACES, "export")
 
 
 @pytest.fixture
@@ -204,11 +202,11 @@ def mounted(script, *arguments):
         pytest.skip("no unshare here")
     if allowed.returncode:
         pytest.skip(f"no mounts here: {allowed.stderr.decode().strip()}")
-    root = str(Path(specedge.__file__).parents[1])
     return subprocess.run(
         ["unshare", "-rm", "sh", "-ec", script, "sh", *map(str, arguments)],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.slow

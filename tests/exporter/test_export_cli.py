@@ -1,33 +1,17 @@
 """`specedge export` as a user runs it."""
 
-import re
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
 import installed
-from specedge.bundle import Bundle
 from specedge.errors import ExportError
 from specedge.exporter import export
 from specedge.exporter.request import ExportRequest
 
 run = partial(installed.run, "export")
 run_process = partial(installed.run_process, "export")
-
-
-@pytest.mark.slow
-def test_export_prints_bundles_path_to_stdout_and_all_else_to_stderr(pairs, tmp_path):
-    draft, target = pairs.checkpoint("gpt2")
-    output = tmp_path / "bundle"
-    pair = ("--draft", draft, "--target", target, "--output", output)
-    result = run_process(*pair, "-k", 2, "--ops", "gqa")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == f"{output}\n"
-    assert "float32 error: logits" in result.stderr
-    assert re.search(r"^\d+\.\d s: loading the target .* hashing \d", result.stderr, re.MULTILINE)
-    assert "Warning" not in result.stderr
-    assert Bundle.read(output).num_draft_tokens == 2
 
 
 def test_error_is_one_line(pairs, tmp_path):

@@ -14,6 +14,7 @@ import standin
 
 import specedge
 from gpu.reporting import ON_A_GPU, Reporting
+from shared import build_once, run_folder
 from specedge.bundle.gpu_signatures import num_best
 from specedge.runtime.backend.cuda.buffers import CudaBuffers
 from specedge.runtime.backend.cuda.draft_graphs import DraftGraph
@@ -77,25 +78,21 @@ def libraries(tmp_path_factory):
 def pairs(tmp_path_factory):
     """Folders of bundles by their weights' and their computing type."""
     pytest.importorskip("torch", reason="needs the export extra")
+    import traces
     from checkpoints import make_config, make_model, make_tokenizer, save
     from specedge.exporter import export
 
-    made = {}
-
-    def pair(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            kind, options = (PAIRS | FOR_ENGINES)[name]
-            precision, _, compute = name.rpartition("-")
-            tokenizer = make_tokenizer(folder / "tokenizer")
-            target = make_model(make_config(kind, context=256, **options))
-            save(target, tokenizer, folder / "target")
-            made[name] = export(
+    def build(folder):
+        kind, options = (PAIRS | FOR_ENGINES)[folder.name]
+        precision, _, compute = folder.name.rpartition("-")
+        tokenizer = make_tokenizer(folder / "tokenizer")
+        save(make_model(make_config(kind, context=256, **options)), tokenizer, folder / "target")
+        with traces.remembered(run_folder(tmp_path_factory, "traces")):
+            export(
                 "self:1", folder / "target", folder / "bundle", precision=precision, compute=compute
-            ).folder
-        return made[name]
+            )
 
-    return pair
+    return lambda name: build_once(run_folder(tmp_path_factory, name), build) / "bundle"
 
 
 @contextmanager

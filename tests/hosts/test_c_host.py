@@ -224,13 +224,12 @@ def test_a_missing_bundle_or_library_is_one_clear_line(program, fused_bundle, tm
     check_refused(done, "no path of libortextensions.so was given")
 
 
-@pytest.mark.parametrize("name", ["round.onnx", "encode.onnx", "draft/weights.bin"])
 @pytest.mark.parametrize(
-    ("damage", "wanted"),
+    ("name", "damage", "wanted"),
     [
-        (damages.removed, "is missing"),
-        (damages.longer, "has another size than bundle.json says"),
-        (damages.with_another_byte, "has another SHA-256"),
+        ("round.onnx", damages.removed, "is missing"),
+        ("encode.onnx", damages.longer, "has another size than bundle.json says"),
+        ("draft/weights.bin", damages.with_another_byte, "has another SHA-256"),
     ],
 )
 def test_a_damaged_file_is_refused(program, fused_bundle, tmp_path, name, damage, wanted):

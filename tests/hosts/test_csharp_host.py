@@ -26,10 +26,14 @@ from hosting import (
     with_another_transcript,
 )
 
+from cases import exhaustive
+
 pytestmark = [pytest.mark.hosts]
 
 # What the program does around its session is the same on both libraries that .NET may take.
 each_platform = pytest.mark.parametrize("host", ["managed", "mono"], indirect=True)
+# Refusals are the same code on both.
+a_platform = pytest.mark.parametrize("host", ["managed", exhaustive("mono")], indirect=True)
 
 
 @pytest.fixture(scope="session", params=["managed", "pinvoke", "mono"])
@@ -56,7 +60,7 @@ def test_golden_transcripts_are_written_again_on_an_older_onnxruntime(host, bund
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@each_platform
+@a_platform
 @pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
 def test_a_difference_from_a_golden_transcript_is_an_error(host, fused_bundle, tmp_path, key):
     done = host.run(with_another_transcript(fused_bundle, tmp_path / "bundle", key), "--golden")
@@ -126,14 +130,14 @@ def test_control_c_ends_the_text_after_the_round(host, fused_bundle):
     os.close(seen)
 
 
-@each_platform
+@a_platform
 def test_the_program_says_how_it_is_used(host):
     done = host.run("--help")
     assert done.returncode == 0
     assert "BUNDLE" in done.stdout
 
 
-@each_platform
+@a_platform
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -198,7 +202,7 @@ def _without_a_key(manifest):
     del manifest["hosts"]["graphs"]
 
 
-@each_platform
+@a_platform
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
@@ -226,14 +230,13 @@ def test_token_ids_need_no_graphs_for_text(host, fused_bundle, tmp_path):
     assert host.run(bundle, "--golden").returncode == 0
 
 
-@each_platform
-@pytest.mark.parametrize("name", ["round.onnx", "encode.onnx", "draft/weights.bin"])
+@a_platform
 @pytest.mark.parametrize(
-    ("damage", "wanted"),
+    ("name", "damage", "wanted"),
     [
-        (damages.removed, "is missing"),
-        (damages.longer, "bytes, not"),
-        (damages.with_another_byte, "its SHA-256 differs"),
+        ("round.onnx", damages.removed, "is missing"),
+        ("encode.onnx", damages.longer, "bytes, not"),
+        ("draft/weights.bin", damages.with_another_byte, "its SHA-256 differs"),
     ],
 )
 def test_a_damaged_file_is_refused(host, fused_bundle, tmp_path, name, damage, wanted):
@@ -241,7 +244,7 @@ def test_a_damaged_file_is_refused(host, fused_bundle, tmp_path, name, damage, w
     check_refused(host.run(bundle, "x"), wanted)
 
 
-@each_platform
+@a_platform
 def test_a_manifest_that_is_no_json_is_refused(host, fused_bundle, tmp_path):
     bundle = changed(fused_bundle, tmp_path / "bundle", lambda manifest: None)
     (bundle / "bundle.json").write_text('{"format": 8,', "utf-8")

@@ -239,13 +239,12 @@ def test_a_missing_bundle_is_one_clear_line(program, tmp_path):
     check_refused(run(program, tmp_path / "nothing", "x"), "give the folder of a bundle")
 
 
-@pytest.mark.parametrize("name", ["round.onnx", "tokenizer.json", "draft/weights.bin"])
 @pytest.mark.parametrize(
-    ("damage", "wanted"),
+    ("name", "damage", "wanted"),
     [
-        (damages.removed, "is missing"),
-        (damages.longer, "bytes, bundle.json says"),
-        (damages.with_another_byte, "has another SHA-256"),
+        ("round.onnx", damages.removed, "is missing"),
+        ("tokenizer.json", damages.longer, "bytes, bundle.json says"),
+        ("draft/weights.bin", damages.with_another_byte, "has another SHA-256"),
     ],
 )
 def test_a_damaged_file_is_refused(program, fused_bundle, tmp_path, name, damage, wanted):

@@ -134,8 +134,8 @@ def resident_bytes():
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
 def test_memory_stays_flat_over_fuzzed_requests(port):
     for name in URLS:
-        fuzz(port, name, 30)
+        fuzz(port, name, 20)
     before = resident_bytes()
     for name in URLS:
-        fuzz(port, name, 100)
+        fuzz(port, name, 60)
     assert resident_bytes() - before < 48 * 2**20

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import urllib.request
@@ -18,12 +19,13 @@ from hubs import NAME, WHOLE, files, find, refusal
 from specedge.bundle import Bundle
 from specedge.exporter import Progress
 from specedge.exporter.checkpoint import checkpoints, downloads, hub, loader
+from traces import WITH_TRACES
 
 GGUF = "model-Q8_0.gguf"
 
 
 @pytest.mark.slow
-def test_command_line_exports_from_hub(original, tmp_path):
+def test_command_line_exports_from_hub_and_prints_bundles_path_alone_to_stdout(original, tmp_path):
     folder = tmp_path / "hub"
     (folder / "org").mkdir(parents=True)
     (folder / NAME).symlink_to(original)
@@ -42,19 +44,24 @@ def test_command_line_exports_from_hub(original, tmp_path):
     bundle = Bundle.read(output)
     assert bundle.target.source.id == bundle.draft.source.id.partition(" ")[0] == NAME
     assert bundle.target.source.revision == info["sha"]
+    assert bundle.num_draft_tokens == 2
 
 
 def export_by_command(endpoint, output, tmp_path):
     places = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
-    command = ["export", "--draft", "self:1", "--target", NAME, "--output", str(output)]
+    command = ["export", "--draft", "self:1", "--target", NAME, "--output", str(output), "-k", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "specedge", *command, "--ops", "onnx", "--max-length", "32"],
+        [*WITH_TRACES, *command, "--ops", "onnx", "--max-length", "32"],
         env=os.environ | places | {"HF_HUB_OFFLINE": "0"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{output}\n"
+    assert "float32 error: logits" in done.stderr
+    assert re.search(r"^\d+\.\d s: .*loading the target .* hashing \d", done.stderr, re.MULTILINE)
+    assert "Warning" not in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -34,7 +34,7 @@ def in_float32(bundle, ops):
 def test_a_family_in_int8_writes_what_its_target_alone_writes(name, tmp_path):
     model = make_model(ARCHITECTURES[name][1]())
     target = save(model, make_tokenizer(tmp_path / "tokenizer"), tmp_path / "target")
-    bundle = export(target, target, tmp_path / "bundle", precision="int8")
+    bundle = export("self:1", target, tmp_path / "bundle", precision="int8")
     for ops, report in bundle.target.quantization.items():
         assert {1, 2, 3, 5, 9, 18, 36, 64} <= {*bundle.target.parity[ops].invariant_lengths}
         assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.05)

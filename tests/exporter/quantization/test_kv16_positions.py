@@ -25,7 +25,7 @@ def export_alibi(folder, **options):
     config.max_position_embeddings = CONTEXT
     model = save(make_model(config), make_tokenizer(folder / "tokenizer"), folder / "model")
     return export(
-        "self:1", model, folder / "bundle", ops="onnx", cache="fp16", max_length=CONTEXT, **options
+        None, model, folder / "bundle", ops="onnx", cache="fp16", max_length=CONTEXT, **options
     )
 
 

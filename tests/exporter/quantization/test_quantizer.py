@@ -212,7 +212,7 @@ def test_a_product_is_what_numpy_makes_of_the_same_integers(made):
         assert np.array_equal(x @ matrix.astype(np.int32), found[node.output[0]])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(exhaustive=True)
 def test_a_draft_of_the_targets_layers_reads_the_targets_integers(tmp_path):
     made = Made(tmp_path, "llama", with_outliers, draft="self:1", ops="onnx")
     bundle = made.bundle
@@ -223,7 +223,7 @@ def test_a_draft_of_the_targets_layers_reads_the_targets_integers(tmp_path):
     assert found.tokens == plain.tokens
 
 
-@pytest.mark.slow
+@pytest.mark.slow(exhaustive=True)
 def test_a_draft_may_have_another_precision(tmp_path):
     made = Made(tmp_path, "gpt2", draft_precision="fp32", ops="onnx")
     assert made.bundle.target.weights_dtype == "int8"
