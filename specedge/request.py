@@ -105,14 +105,14 @@ class GenerationRequest(SamplingRules):
         None, "Longest match of suffix decoding in tokens.", 1, MAX_MATCH
     )
     remember: bool = flag_option(
-        "Also draft from the outputs of earlier requests, and keep this one for later requests."
+        "Also draft from the outputs of earlier requests, and store the output for later requests."
     )
     exact: bool = flag_option("At temperature 0, resolve near-ties as plain decoding does.")
     replay: Sequence[Sequence[Any]] | None = custom_option(
         None, "Repeat the drafter and K of each round of an earlier run.", "Generation.plan"
     )
     special_tokens: bool = flag_option(
-        "Encode text in prompts that spells a special token as that token."
+        "Encode prompt text that spells a special token as that token."
     )
 
     json_schema: str | Mapping[str, Any] | None = custom_option(

@@ -45,8 +45,7 @@ def embed(
     """Add host graphs to a bundle.
 
     Host graphs let applications run a bundle with ONNX Runtime alone: they contain a complete round
-    of speculative decoding and the tokenizer. They replace
-    existing graphs of this kind.
+    of speculative decoding and the tokenizer. Existing host graphs are replaced.
     """
     for path in add_graphs(bundle, output, ks, layout, golden):
         click.echo(sanitize_line(path))

@@ -88,9 +88,9 @@ def generate(
 
     `-` reads the prompt from standard input.
 
-    The output equals the target's greedy text, or follows its distribution. Decoding is greedy
-    unless --temperature is set: the sampling defaults recommended by the model's authors, shown by
-    'specedge inspect', apply to 'specedge serve' only.
+    The output is the target's greedy text at temperature 0, and follows the target's distribution
+    otherwise. Decoding is greedy unless --temperature is set: the sampling defaults recommended by
+    the model's authors, shown by 'specedge inspect', apply to 'specedge serve' only.
     """
     if (prompt is None) == (prompts is None):
         raise click.UsageError("specify either PROMPT or --prompts FILE")
