@@ -1,8 +1,8 @@
 """Tokenizers of GGUF files, with the rules of llama.cpp.
 
 A file has a vocabulary, token types and, for byte-level BPE, merges. Everything else follows from
-the names `tokenizer.ggml.model` and `tokenizer.ggml.pre`, as in llama.cpp's llama-vocab.cpp
-(llama-cpp-python 0.3.36), with whose ids every name below is tested.
+the names `tokenizer.ggml.model` and `tokenizer.ggml.pre`, as in llama.cpp's llama-vocab.cpp. Token
+ids of every name below are compared with those of llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations

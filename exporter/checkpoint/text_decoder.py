@@ -56,7 +56,10 @@ def decoder_config(where: str, config: Any) -> Any:
 def decoder_tensors(published: Any, config: Any, tensors: dict[str, T]) -> dict[str, T]:
     """Select the text decoder's tensors of a checkpoint, renamed to the decoder's names.
 
-    `published` is the config of the checkpoint, `config` that of its text decoder.
+    Args:
+        published: Config of the checkpoint.
+        config: Config of its text decoder.
+        tensors: Tensors of the checkpoint by name.
     """
     if config is published:
         return tensors

@@ -77,7 +77,7 @@ def _stop(node: ir.Node, index: int, columns: np.ndarray, flow: ColumnFlow) -> l
 
 
 def _add(node: ir.Node, index: int, columns: np.ndarray, flow: ColumnFlow) -> list[np.ndarray]:
-    """Follow columns through a bias behind the product."""
+    """Follow columns through a bias after the product."""
     bias = constant_vector(node.inputs[1 - index])
     if bias is None or producer(node.inputs[index], "MatMul") is None:
         return []
