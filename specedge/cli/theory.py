@@ -72,8 +72,9 @@ def theory(
 ) -> None:
     """Predict the speed-up of speculative decoding.
 
-    Costs are relative to a single-token target pass. Set --alpha and --draft-cost to the values
-    that 'specedge compare' measures for your models.
+    Without --alpha and --draft-cost, the tables of the papers are printed. Costs are relative to a
+    single-token target pass. Set --alpha and --draft-cost to the values that 'specedge compare'
+    measures for your models.
     """
     from specedge.cli import plots
 
