@@ -32,6 +32,12 @@ pytestmark = [pytest.mark.hosts]
 
 # What the program does around its session is the same on both libraries that .NET may take.
 each_platform = pytest.mark.parametrize("host", ["managed", "mono"], indirect=True)
+OTHER_BUILDS = [
+    ("managed", "split"),
+    ("mono", "fused"),
+    ("pinvoke", "fused"),
+    ("pinvoke", "split"),
+]
 # Refusals are the same code on both.
 a_platform = pytest.mark.parametrize("host", ["managed", exhaustive("mono")], indirect=True)
 
@@ -266,6 +272,15 @@ def test_a_draft_of_a_shorter_context_begins_anew(host, split_bundle, tmp_path, 
         assert done.stdout == joined(generated(pair, ids, 150, settings).tokens), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("host", "bundle"),
+    [
+        ("managed", "fused"),
+        ("mono", "split"),  # calls ONNX Runtime by P/Invoke
+        *(exhaustive(*case) for case in OTHER_BUILDS),
+    ],
+    indirect=True,
+)
 def test_turns_cancelling_disposal_and_streaming_hold(host, bundle):
     done = host.check(bundle)
     assert done.returncode == 0, done.stdout + done.stderr
