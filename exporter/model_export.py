@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Model that is being exported; rows of its vocabulary behind `num_tokens` are padding."""
+    """Model that is being exported; rows of its vocabulary from `num_tokens` on are padding."""
 
     role: str
     loaded: LoadedCheckpoint

@@ -282,7 +282,7 @@ def header_size(file: Path) -> float:
     """Return the end of the header and rotary factors in a sparse file; infinite if truncated."""
     try:
         header = gguf_header.read_header(file)
-    except (OSError, ValueError):  # behind the downloaded bytes the file is zero
+    except (OSError, ValueError):  # the file is zero after the downloaded bytes
         return math.inf
     ends = [tensor.offset + tensor.size for tensor in header.tensors if _is_rotary_factor(tensor)]
     return max(header.data_offset, *ends, 0)

@@ -50,7 +50,7 @@ def fuse_attention(graph: ir.Graph) -> None:
 
 
 def _rotate_inside(graph: ir.Graph, node: ir.Node) -> None:
-    """Replace rotary embedding in front of an attention node by its attribute `do_rotary`.
+    """Replace rotary embedding before an attention node by its attribute `do_rotary`.
 
     The node derives positions past_length, past_length + 1 ... from `seqlens_k`. Partial or
     interleaved rotary embedding, and modified positions, are not replaced.

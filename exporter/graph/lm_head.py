@@ -22,7 +22,7 @@ _ROW_WISE = {
 def add_logits_from(graph: ir.Graph) -> None:
     """Add an input with the first row whose logits are computed.
 
-    Earlier rows are dropped where a single value determines all logits: usually behind the last
+    Earlier rows are dropped where a single value determines all logits: usually after the last
     layer's attention.
     """
     value, users = _narrowest_value(graph)

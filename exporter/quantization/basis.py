@@ -3,9 +3,9 @@
 The residual stream is rotated (QuaRot, Ashkboos et al. 2024) if only RMS norms read it and only
 matrices and embeddings write it: norm gains are folded into the following matrices, and the
 rotation into matrices, embeddings and biases, at no cost at run time. The input of a down
-projection is behind a nonlinearity and gets an online block-diagonal Hadamard transform, whose
-inverse is folded into the matrix. So do matrices behind other RMS norms. A tied embedding behind
-such a norm is stored in the transformed basis, and lookups are transformed back.
+projection follows a nonlinearity and gets an online block-diagonal Hadamard transform, whose
+inverse is folded into the matrix, and so do the inputs of matrices after other RMS norms. A tied
+embedding after such a norm is stored in the transformed basis, and lookups are transformed back.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NUM_CHECKED_TOKENS = 24  # tokens of the comparison of a rotated model
 _NUM_CHECKED_ROWS = 64  # rows of a matrix that are rotated back to verify it
 _MAX_ROTATION_ERROR = 1e-6  # relative to a matrix's largest value; above float32 rounding
 _ROW_OPS = ("Cast", "Reshape", "Slice")  # operators that may keep the channels of each row
-# Matrices behind these operators and products need no online transform.
+# Matrices after these operators and products need no online transform.
 _ROTATABLE_INPUTS = ("Attention", "GroupQueryAttention", *NORMS)
 
 
@@ -235,7 +235,7 @@ def _add_writer(
 
 
 def _tied_blocks(graph: ir.Graph, excluded: Set[int]) -> dict[int, int]:
-    """Return the Hadamard block size of each tied embedding behind an RMS norm, by offset."""
+    """Return the Hadamard block size of each tied embedding after an RMS norm, by offset."""
     tables = {stored.offset for _, stored in embeddings(graph)}
     return {
         group.key[0]: block

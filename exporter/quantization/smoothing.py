@@ -147,7 +147,7 @@ def _num_columns(product: ir.Node) -> int:
 
 
 def _scalable_input(node: ir.Node, index: int) -> list[ScalableFactor] | None:
-    """Return the scalable constants behind one input of a node."""
+    """Return the scalable constants that determine one input of a node."""
     value = node.inputs[index]
     if value is not None and constant_vector(value) is not None:
         return [VectorFactor(node, index)]

@@ -241,7 +241,7 @@ def _group_query_attention(
 ) -> torch.Tensor:
     """Add one GroupQueryAttention node, which also writes the cache. -> [B, T, H, D]
 
-    The duplicate of the last row is written behind the new rows, where the next pass overwrites it.
+    The duplicate of the last row is written after the new rows, where the next pass overwrites it.
     """
     layer = now.layers[now.calls]
     now.calls += 1

@@ -50,7 +50,7 @@ def measure_geometry(
 ) -> Geometry:
     """Run one pass and read the layout of its cache. Raises ExportError.
 
-    The capacity includes a padded pass at the end, and the row that `gqa` writes behind it.
+    The capacity includes a padded pass at the end, and the row that `gqa` writes after it.
     """
     output = _run_pass(model)
     kept = getattr(getattr(output, "past_key_values", None), "layers", ())

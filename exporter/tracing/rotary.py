@@ -26,7 +26,7 @@ def patch_rotary(
 ) -> None:
     """Replace rotary modules by tables, and known functions that apply them by one node each.
 
-    The originals are restored when the stack is closed. Tables have `num_rows` rows; those behind
+    The originals are restored when the stack is closed. Tables have `num_rows` rows; those beyond
     the context repeat its last position.
     """
     positions = torch.arange(num_rows).clamp(max=context_length - 1)

@@ -64,7 +64,7 @@ class FillNoise:
 
 @dataclass(frozen=True)
 class RepeatRows:
-    """Repeat the caches' first `length` rows behind themselves up to row `end`."""
+    """Repeat the caches' first `length` rows after themselves up to row `end`."""
 
     length: int
     end: int

@@ -81,7 +81,7 @@ class SubgraphSession:
             rows[:] = self._noise[at : at + rows.size].reshape(rows.shape)
 
     def repeat(self, length: int, end: int) -> None:
-        """Repeat the first rows behind themselves up to row `end`."""
+        """Repeat the first rows after themselves up to row `end`."""
         for cache in self.caches.values():
             rows = np.arange(length, end)
             cache[:, :, length:end] = cache[:, :, rows % length]

@@ -182,8 +182,8 @@ class Slots:
 class FairLock:
     """Lock that goes to the thread that has waited longest: turns of a scheduler.
 
-    A thread that wants it again is behind all others. Python's own lock goes to any thread, often
-    to the one that has just released it. `num_begun` counts turns.
+    A thread that requests it again queues after all others. Python's own lock goes to any thread,
+    often to the one that has just released it. `num_begun` counts turns.
     """
 
     def __init__(self) -> None:
