@@ -147,7 +147,7 @@ def _find(request: ExportRequest) -> _Models:
             tracer.check_config(checkpoint.config, length, request.num_draft_tokens, request.ops)
         except ExportError as error:
             raise ExportError(
-                f"{role} {name} ({checkpoint.kind}) cannot be exported: {error}"
+                f"{role} {name} ({checkpoint.model_type}) cannot be exported: {error}"
             ) from error
         return replace(checkpoint, dtype=HALF_DTYPES.get(request.precision_of(role)))
 

@@ -122,8 +122,8 @@ def export_model(
             for part, graph_variants, results in zip(parts, written, references, strict=True)
         ]
     experts = [results[0].num_experts for results in references]
-    kinds = [checkpoint.kind] * len(parts)
-    return list(map(_model_entry, parts, sources, kinds, sizes, experts, reports)), file
+    model_types = [checkpoint.model_type] * len(parts)
+    return list(map(_model_entry, parts, sources, model_types, sizes, experts, reports)), file
 
 
 def measure_model(
@@ -232,7 +232,7 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> None:
 def _model_entry(
     part: ModelExport,
     source: CheckpointSource,
-    kind: str,
+    model_type: str,
     num_parameters: int,
     num_experts: int,
     reports: dict[str, ParityReport],
@@ -241,7 +241,7 @@ def _model_entry(
     cache = CacheLayout(FLOAT32.cache, part.shape.capacity, part.shape.layers)
     return ModelEntry(
         source=source,
-        architecture=kind,
+        architecture=model_type,
         num_parameters=num_parameters,
         num_experts=num_experts,
         vocab_size=part.num_tokens,

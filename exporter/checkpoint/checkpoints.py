@@ -72,7 +72,7 @@ class Checkpoint:
     is_quantized: bool = False
 
     @property
-    def kind(self) -> str:
+    def model_type(self) -> str:
         """Model type of transformers."""
         return str(self.config.model_type)
 

@@ -29,9 +29,9 @@ _LOOKUPS = ("Gather", "GatherBlockQuantized")
 _FOLDED = {"Cast", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze"}
 
 
-def convert_graph(model: ir.Model, kind: ir.DataType) -> None:
+def convert_graph(model: ir.Model, dtype: ir.DataType) -> None:
     """Convert a model's graph to a 16-bit type, in place."""
-    graph, casts = model.graph, _start(model.graph, kind)
+    graph, casts = model.graph, _start(model.graph, dtype)
     lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
     for node in lookups:
         _dequantize_rows(node, casts)
@@ -46,38 +46,38 @@ def convert_graph(model: ir.Model, kind: ir.DataType) -> None:
             if output.dtype is None and output.name:  # others are omitted
                 output.dtype = _infer_type(node)
         _retype(node, casts)
-    _finish(model, kind)
+    _finish(model, dtype)
 
 
-def convert_caches(model: ir.Model, kind: ir.DataType) -> None:
+def convert_caches(model: ir.Model, dtype: ir.DataType) -> None:
     """Convert a model's caches to a 16-bit type, in place; only attention computes in it.
 
     Raises ExportError if another node computes the caches.
     """
-    graph, casts = model.graph, _start(model.graph, kind)
+    graph, casts = model.graph, _start(model.graph, dtype)
     for node in list(graph):
         _retype(node, casts, node.op_type in _CACHE_OPS)
     for value in graph.outputs[1:]:
-        if value.dtype != kind:
+        if value.dtype != dtype:
             raise ExportError(
                 f"a {value.producer().op_type} node computes the caches in "  # type: ignore[union-attr]
                 f"{value.dtype}; omit --cache"
             )
-    _finish(model, kind)
+    _finish(model, dtype)
 
 
-def _start(graph: ir.Graph, kind: ir.DataType) -> _CastCache:
+def _start(graph: ir.Graph, dtype: ir.DataType) -> _CastCache:
     """Convert caches and biases to the type, and return the casts of other values."""
     for value in graph.inputs:
         if value.dtype == _WIDE:
-            value.dtype = kind
+            value.dtype = dtype
     _center_biases(graph)
-    return _CastCache(graph, kind)
+    return _CastCache(graph, dtype)
 
 
-def _finish(model: ir.Model, kind: ir.DataType) -> None:
+def _finish(model: ir.Model, dtype: ir.DataType) -> None:
     """Cast logits to float32, and remove unused nodes."""
-    _widen_logits(model.graph, kind)
+    _widen_logits(model.graph, dtype)
     passes.RemoveUnusedNodesPass()(model)
     drop_unused(model.graph)
 
@@ -128,7 +128,7 @@ def _dequantize_rows(lookup: ir.Node, casts: _CastCache) -> None:
     table = lookup.inputs[0]
     if table is not None and producer(table, "DequantizeLinear") is not None:
         lookup.replace_input_with(0, casts.narrow(table))
-        lookup.outputs[0].dtype = casts.kind
+        lookup.outputs[0].dtype = casts.dtype
 
 
 def _follow_embedding(lookup: ir.Node) -> ir.Value:
@@ -159,21 +159,21 @@ def _retype(node: ir.Node, casts: _CastCache, is_able: bool = True) -> None:
     squares = node.op_type == "Mul" and node.inputs[0] is node.inputs[1]
     if not is_able or read <= {_WIDE} or node.op_type in _SUMS or squares:
         for i, value in floats:
-            if value.dtype == casts.kind and not _is_constant(value):
+            if value.dtype == casts.dtype and not _is_constant(value):
                 node.replace_input_with(i, casts.wide(value))
         return
     for i, value in floats:
         node.replace_input_with(i, casts.narrow(value))
     for value in node.outputs:
         if value.dtype == _WIDE:
-            value.dtype = casts.kind
-    if node.op_type == "Cast" and node.outputs[0].dtype == casts.kind:
+            value.dtype = casts.dtype
+    if node.op_type == "Cast" and node.outputs[0].dtype == casts.dtype:
         node.outputs[0].replace_all_uses_with(operand(node, 0))
 
 
-def _widen_logits(graph: ir.Graph, kind: ir.DataType) -> None:
+def _widen_logits(graph: ir.Graph, dtype: ir.DataType) -> None:
     logits = graph.outputs[0]
-    if logits.dtype == kind:
+    if logits.dtype == dtype:
         name, logits.name = logits.name, f"{logits.name}.narrow"
         graph.outputs[0] = _cast(graph, logits, _WIDE, name)
 
@@ -181,8 +181,8 @@ def _widen_logits(graph: ir.Graph, kind: ir.DataType) -> None:
 class _CastCache:
     """Values in the 16-bit type and in float32, each cast once."""
 
-    def __init__(self, graph: ir.Graph, kind: ir.DataType) -> None:
-        self.kind = kind
+    def __init__(self, graph: ir.Graph, dtype: ir.DataType) -> None:
+        self.dtype = dtype
         self._graph = graph
         self._narrow: dict[ir.Value, ir.Value] = {}
         self._wide: dict[ir.Value, ir.Value] = {}
@@ -195,7 +195,7 @@ class _CastCache:
 
     def narrow(self, value: ir.Value) -> ir.Value:
         """Return a value in the 16-bit type."""
-        if value.dtype == self.kind:
+        if value.dtype == self.dtype:
             return value
         if value not in self._narrow:
             self._narrow[value] = self._narrowed(value)
@@ -203,25 +203,25 @@ class _CastCache:
 
     def _narrowed(self, value: ir.Value) -> ir.Value:
         """Return a weight without a cast if it is stored in the type, else a cast."""
-        name, node = f"{value.name}.{self.kind.name.lower()}", value.producer()
+        name, node = f"{value.name}.{self.dtype.name.lower()}", value.producer()
         tensor = value.const_value
         if tensor is not None and not isinstance(tensor, ir.ExternalTensor):
-            return add_constant(self._graph, _cast_array(tensor.numpy(), self.kind), name)
+            return add_constant(self._graph, _cast_array(tensor.numpy(), self.dtype), name)
         source = node.inputs[0] if node is not None else None
         if node is None or source is None or not _is_constant(value):
-            return _cast(self._graph, value, self.kind, name)
+            return _cast(self._graph, value, self.dtype, name)
         if node.op_type == "Cast":
             narrowed = source.dtype in _HALVES
-            return self.narrow(source) if narrowed else _cast(self._graph, value, self.kind, name)
+            return self.narrow(source) if narrowed else _cast(self._graph, value, self.dtype, name)
         # Its float inputs, and so its output, are weights, or the scales of quantized weights.
         inputs = [x if x is None or not _is_float(x) else self.narrow(x) for x in node.inputs]
         narrow_node = ir.node(node.op_type, inputs, dict(node.attributes))
-        return _insert(self._graph, node, narrow_node, value, self.kind, name)
+        return _insert(self._graph, node, narrow_node, value, self.dtype, name)
 
 
-def _cast(graph: ir.Graph, value: ir.Value, kind: ir.DataType, name: str | None) -> ir.Value:
-    node = ir.node("Cast", [value], {"to": kind})
-    return _insert(graph, value.producer(), node, value, kind, name)
+def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, name: str | None) -> ir.Value:
+    node = ir.node("Cast", [value], {"to": dtype})
+    return _insert(graph, value.producer(), node, value, dtype, name)
 
 
 def _insert(
@@ -229,12 +229,12 @@ def _insert(
     after: ir.Node | None,
     node: ir.Node,
     like: ir.Value,
-    kind: ir.DataType,
+    dtype: ir.DataType,
     name: str | None,
 ) -> ir.Value:
     """Insert a new node after another, or first; its output has the shape of `like`."""
     output = node.outputs[0]
-    output.name, output.shape, output.dtype = name, like.shape, kind
+    output.name, output.shape, output.dtype = name, like.shape, dtype
     if after is None:
         graph.insert_before(graph[0], node)
     else:
@@ -242,12 +242,12 @@ def _insert(
     return output
 
 
-def _cast_array(array: np.ndarray, kind: ir.DataType) -> np.ndarray:
+def _cast_array(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     """Cast an array; finite values stay finite."""
-    if kind == ir.DataType.FLOAT16:
+    if dtype == ir.DataType.FLOAT16:
         largest = np.finfo(np.float16).max
         array = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
-    return array.astype(kind.numpy())
+    return array.astype(dtype.numpy())
 
 
 def _is_float(value: ir.Value) -> bool:

@@ -109,12 +109,12 @@ def _replace_lookup(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
     size, ids = static_shape(operand(node, 0))[1], node.inputs[1]
     ((cast, _),) = node.outputs[0].uses()
     assert cast.op_type == "Cast"
-    output, kind = cast.outputs[0], ir.DataType(cast.attributes["to"].as_int())
+    output, dtype = cast.outputs[0], ir.DataType(cast.attributes["to"].as_int())
     assert output.shape is not None
     copied_dims = [0] * (len(output.shape) - 1)
     width = -(-size // BLOCK) * BLOCK
-    taken = nodes("Cast", nodes("Gather", rows, ids), to=kind)
-    centered = nodes("Sub", taken, np.array(128, kind.numpy()))
+    taken = nodes("Cast", nodes("Gather", rows, ids), to=dtype)
+    centered = nodes("Sub", taken, np.array(128, dtype.numpy()))
     gathered = nodes("Reshape", centered, [*copied_dims, width])
     if width > size:
         gathered = nodes("Slice", gathered, [0], [size], [-1])

@@ -106,11 +106,11 @@ class WeightsFile:
                 digest.update(_as_bytes(piece))
             key = (digest.digest(), dtype, shape)
         if key not in self._locations:
-            kind = next(k for d, k in STORED.values() if d == dtype)
+            stored = next(k for d, k in STORED.values() if d == dtype)
             offset = -(-self.size // ALIGNMENT) * ALIGNMENT
             size = tensor.numel() * dtype.itemsize
             self._locations[key] = ir.ExternalTensor(
-                FILE, offset, size, kind, shape=ir.Shape(shape), name=name, base_dir=self.folder
+                FILE, offset, size, stored, shape=ir.Shape(shape), name=name, base_dir=self.folder
             )
             self.size = offset + size
             self._writing.append(self._thread.submit(self._write, tensor, dtype, name))
@@ -220,11 +220,11 @@ def view_tensor(
     tensor: ir.ExternalTensor,
     shape: ir.Shape,
     name: str | None,
-    kind: ir.DataType | None = None,
+    dtype: ir.DataType | None = None,
 ) -> ir.ExternalTensor:
     """Return a stored tensor with another shape, name or type."""
     return ir.ExternalTensor(
-        tensor.location, tensor.offset, tensor.length, kind or tensor.dtype, shape=shape,
+        tensor.location, tensor.offset, tensor.length, dtype or tensor.dtype, shape=shape,
         name=name or "", base_dir=tensor.base_dir,
     )  # fmt: skip
 

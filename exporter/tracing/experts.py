@@ -132,12 +132,12 @@ def prepare_experts(
             )
         if current_pass().ops == "none":
             return torch.zeros_like(rows)
-        experts, kind = ExpertsModule(module), kinds[module]
+        experts, swiglu = ExpertsModule(module), kinds[module]
         first, last = getattr(module, _FIRST), getattr(module, _LAST)
         routing = routing_weights(chosen, weights, len(first))
-        if current_pass().ops == "gqa" and kind is not None:
+        if current_pass().ops == "gqa" and swiglu is not None:
             return _compute_sparse(
-                first, last, experts.biases(), kind, rows, routing, chosen.shape[1]
+                first, last, experts.biases(), swiglu, rows, routing, chosen.shape[1]
             )
         return _compute_dense(first, last, experts, rows, routing)
 
@@ -174,7 +174,7 @@ def _compute_sparse(
     first: torch.Tensor,
     last: torch.Tensor,
     biases: tuple[torch.Tensor, torch.Tensor] | None,
-    kind: Swiglu,
+    swiglu: Swiglu,
     rows: torch.Tensor,
     routing: torch.Tensor,
     k: int,
@@ -186,11 +186,11 @@ def _compute_sparse(
     if biases is not None:
         matrices = (first.flatten(1, 2), biases[0].flatten(1), last, biases[1])
     attributes = {
-        "k": k, "activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": kind.alpha,
-        "activation_beta": kind.beta, "normalize_routing_weights": 1,
+        "k": k, "activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": swiglu.alpha,
+        "activation_beta": swiglu.beta, "normalize_routing_weights": 1,
     }  # fmt: skip
-    if kind.limit is not None:
-        attributes["swiglu_limit"] = kind.limit
+    if swiglu.limit is not None:
+        attributes["swiglu_limit"] = swiglu.limit
     output = torch.onnx.ops.symbolic(
         "com.microsoft::MoE",
         (*twice, *matrices),

@@ -87,13 +87,13 @@ def _run_pass(model: torch.nn.Module) -> Any:
         ) from error
 
 
-def _cache_layer(kind: str, index: int, layer: Any) -> CacheLayer:
+def _cache_layer(model_type: str, index: int, layer: Any) -> CacheLayer:
     if internals.has_recurrent_state(layer):
-        raise ExportError(f"{kind} models are hybrid: layer {index} has {_STATE}")
+        raise ExportError(f"{model_type} models are hybrid: layer {index} has {_STATE}")
     if not internals.has_key_values(layer):
-        raise ExportError(f"layer {index} of {kind} models has no separate keys and values")
+        raise ExportError(f"layer {index} of {model_type} models has no separate keys and values")
     if (rows := layer.keys.shape[2]) != 2:
-        raise ExportError(f"layer {index} of {kind} models has {rows} rows for two tokens")
+        raise ExportError(f"layer {index} of {model_type} models has {rows} rows for two tokens")
     return CacheLayer(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
 
 
