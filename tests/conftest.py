@@ -110,8 +110,7 @@ def own_costs(monkeypatch):
 _COSTS_FOLDER = store.costs_folder
 
 
-@pytest.fixture
-def all_cpus():
+def _on_all_cpus():
     """Run a test and the processes that it starts on all CPUs, not on the worker's alone."""
     if CPUS:
         pinned = os.sched_getaffinity(0)
@@ -119,6 +118,10 @@ def all_cpus():
     yield
     if CPUS:
         os.sched_setaffinity(0, pinned)
+
+
+all_cpus = pytest.fixture(_on_all_cpus, name="all_cpus")
+all_cpus_of_a_module = pytest.fixture(_on_all_cpus, name="all_cpus_of_a_module", scope="module")
 
 
 @pytest.fixture(scope="session")

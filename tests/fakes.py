@@ -183,6 +183,23 @@ def generate(distribution, drafter, k, sampling, seed, count, prompt=(0, 1, 0)):
     return [token for one in rounds for token in one.tokens][:count], rounds
 
 
+class Recalling:
+    """Drafts the tokens of a text that is known, every fifth one wrong."""
+
+    name = "recalling"
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+
+    def propose(self, history, max_tokens, sampling, uniforms):
+        start = history.num_new_tokens
+        drafted = self.tokens[start : start + max_tokens]
+        return Draft([t ^ 1 if i % 5 == 4 else t for i, t in enumerate(drafted, start)])
+
+    def truncate(self, length):
+        pass
+
+
 class Sure:
     """Drafts one token, which is certain, at every third place."""
 

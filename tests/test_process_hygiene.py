@@ -70,7 +70,6 @@ def run(code):
     )
 
 
-@pytest.mark.usefixtures("shared_costs")
 def test_process_is_the_same_before_and_after():
     child = run(STATE + LOAD)
     assert child.returncode == 0, child.stderr

@@ -1,9 +1,9 @@
 """Fusion to ONNX Runtime's operators: fewer nodes for the same function.
 
 Each node costs a few microseconds of overhead, which dominates passes of small models. Rewrites
-skip nodes that do not match. Only graph variants with GroupQueryAttention are fused: they need the
-domain `com.microsoft` in any case. Quantization starts from the graph before fusion, and 16-bit
-graphs are fused before their conversion.
+skip nodes that do not match. Only graph variants with GroupQueryAttention, except `gqa-fp32`, are
+fused: they need the domain `com.microsoft` in any case. Quantization starts from the graph before
+fusion, and 16-bit graphs are fused before their conversion.
 
 B = 1 sequence, T new tokens, S rows of cache; heads of size D.
 """

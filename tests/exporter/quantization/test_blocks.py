@@ -12,6 +12,8 @@ from quantized import PROMPTS, SIZES, Made
 from specedge.exporter.quantization import rounding
 from specedge.exporter.verification.subgraph import open_session
 
+pytestmark = pytest.mark.usefixtures("all_cpus_of_a_module")  # before `made` opens sessions
+
 
 @pytest.fixture
 def random():
@@ -199,6 +201,8 @@ def test_rows_in_blocks_keep_their_bits_whatever_shares_their_pass(made):
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 def test_a_large_model_is_rounded_and_compared_part_by_part(tmp_path, in_parts, precision):
     made = Made(tmp_path, "llama", precision=precision, ops="onnx", draft_precision="fp32")
+    assert made.bundle.draft.weights_dtype == "float32"
+    assert not made.bundle.draft.quantization
     made.check_rows()
     plain = made.pipeline.generate(PROMPTS[0], 24, num_draft_tokens=0, ignore_eos=True)
     found = made.pipeline.generate(PROMPTS[0], 24, num_draft_tokens=4, ignore_eos=True)

@@ -9,6 +9,7 @@ import pytest
 import specedge
 from architectures import ARCHITECTURES
 from checkpoints import make_model, make_tokenizer, save
+from fakes import Recalling
 from specedge.exporter import export
 
 SLOW = "mixtral"  # experts in a fused node
@@ -42,10 +43,12 @@ def test_a_family_in_int8_writes_what_its_target_alone_writes(name, tmp_path):
         if bundle.target.num_experts:
             assert not [line for line in report.exceptions if "experts_" in line]
             assert in_float32(bundle, ops) < 0.1
+    assert bundle.shares_weights
     pipeline = specedge.load(bundle.folder)
-    plain, found = (
-        pipeline.generate("def parse(", 32, num_draft_tokens=k, ignore_eos=True, logprobs=1)
-        for k in (0, 4)
-    )
-    assert found.tokens == plain.tokens
-    assert found.logprobs == plain.logprobs
+    request = {"prompt": "def parse(", "max_new_tokens": 32, "ignore_eos": True, "logprobs": 1}
+    plain = pipeline.generate(**request, num_draft_tokens=0)
+    for drafter in ("model", Recalling(plain.tokens)):
+        found = pipeline.generate(**request, num_draft_tokens=4, drafter=drafter)
+        assert found.tokens == plain.tokens
+        assert found.logprobs == plain.logprobs
+    assert found.stats.num_accepted > 8
