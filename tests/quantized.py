@@ -83,7 +83,7 @@ def check_greedy(pipeline, prompt, length, k):
     """Greedy text is plain decoding's, with log-probabilities to the bit where rows keep theirs.
 
     Where a lone row has other bits, on processors with a known kernel, that takes `exact`. Without
-    a draft model most of plain decoding's tokens are drafted, so that rows of passes reach the text.
+    a draft model, most of plain decoding's tokens are drafted, so that the text reads passes' rows.
     """
     is_invariant = 1 in pipeline.target.invariant_lengths
     options = {"logprobs": 2, "ignore_eos": True, "exact": not is_invariant}
