@@ -12,7 +12,7 @@ import pytest
 import reference
 from real import LENGTH
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("all_cpus")]
+pytestmark = pytest.mark.slow
 
 INT8_DIVERGENCE = 0.005  # mean KL of prose, chat and code
 DIALOGUES = json.loads((reference.TEXTS / "chat.json").read_text("utf-8"))

@@ -172,8 +172,7 @@ def test_options_that_name_tokens_which_draft_lacks_change_no_text(made, options
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
-@pytest.mark.slow(after_first=True)
+@pytest.mark.slow(exhaustive=True)
 @EVERY_KIND
 def test_audit_passes(made):
     ticks = Ticks(12000)

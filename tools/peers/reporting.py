@@ -106,7 +106,7 @@ def _quality(variant: Variant) -> list[str]:
 
 def mean_kl(variant: Variant) -> float:
     """Return the mean of the texts' KL."""
-    return fmean(text["kl"] for text in variant.quality.values())
+    return max(0.0, fmean(text["kl"] for text in variant.quality.values()))
 
 
 def _by_kind(model: Figures) -> list[str]:
