@@ -69,7 +69,7 @@ def test_every_mxfp4_number_is_what_transformers_makes_of_it():
     assert bits[1, 127, -2:].tolist() == [-12.0, -12.0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(exhaustive=True)
 def test_gpt_oss_in_mxfp4_is_widened_and_exported(tmp_path):
     folder, model = make(tmp_path, "gpt_oss")
     quantise_mxfp4(folder, model)
