@@ -29,6 +29,8 @@ def cluster(tmp_path_factory):
         for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "HOME"):
             patch.setenv(variable, home)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray Serve kills a proxy that does not start in 5 seconds, too few on a busy machine.
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         patch.delenv("RAY_ADDRESS", raising=False)
         own = {"num_cpus": 1, "object_store_memory": STORE}
         head = own | {"include_dashboard": False, "_system_config": NOTICING}
