@@ -109,9 +109,9 @@ def is_meta_error(error: BaseException | None) -> bool:
 
 
 @contextlib.contextmanager
-def implementation(model: torch.nn.Module, kind: str, name: str) -> Iterator[None]:
+def implementation(model: torch.nn.Module, function: str, name: str) -> Iterator[None]:
     """Select the registered "attn" or "experts" function, by the configs' fields (5.17 to 5.23)."""
-    field = f"_{kind}_implementation"
+    field = f"_{function}_implementation"
     configs = (getattr(module, "config", None) for module in model.modules())
     before = {id(c): (c, getattr(c, field)) for c in configs if hasattr(c, field)}
     for config, _ in before.values():

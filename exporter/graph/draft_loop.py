@@ -32,7 +32,7 @@ from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, GraphTemplate
 from .shared_bytes import MatMulNBitsRewriter
 
 IR_VERSION = 10
-_TYPES = {kind.name.lower(): kind for kind in ir.DataType} | {
+_TYPES = {dtype.name.lower(): dtype for dtype in ir.DataType} | {
     "float32": ir.DataType.FLOAT,
     "float64": ir.DataType.DOUBLE,
 }
@@ -50,13 +50,13 @@ def add_draft_loops(
     entries, signatures = list(draft.graphs), dict(draft.signatures)
     for ops in filter(draft.supports_gpu, draft.parity):
         decoder = draft.graph("decoder", ops)
-        for name, kind in _SIGNATURES.items():
+        for name, base in _SIGNATURES.items():
             file = decoder.file.replace("decoder", name)
             signature = one_call(
                 name, draft.signatures[decoder.signature], draft.num_columns, num_draft_tokens
             )
-            signatures[variant_signature(kind, ops)] = signature
-            entries.append(GraphEntry(name, ops, 1, None, variant_signature(kind, ops), file))
+            signatures[variant_signature(base, ops)] = signature
+            entries.append(GraphEntry(name, ops, 1, None, variant_signature(base, ops), file))
             path = folder / decoder.file
             part = GraphTemplate(path.parent, path.name, shares_bytes=True)
             graph = _build_graph(draft, part, signature, num_draft_tokens, ids)

@@ -60,10 +60,10 @@ class GraphFile:
         return GraphEntry(self.name, ops, 1, self.length, signature, file)
 
 
-def variant_signature(kind: str, ops: str) -> str:
+def variant_signature(base: str, ops: str) -> str:
     """Return the name of a signature in a graph variant, with its cache type unless float32."""
     dtype = cache_dtype(ops)
-    return kind if dtype == FLOAT32.cache else f"{kind}_{dtype}"
+    return base if dtype == FLOAT32.cache else f"{base}_{dtype}"
 
 
 def graph_files(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[GraphFile]:

@@ -30,7 +30,7 @@ STORED = {
     "bfloat16": (torch.bfloat16, ir.DataType.BFLOAT16),
     "float32": (torch.float32, ir.DataType.FLOAT),
 }
-TORCH_TYPES = {kind.value: dtype for dtype, kind in STORED.values()}
+TORCH_TYPES = {onnx_type.value: dtype for dtype, onnx_type in STORED.values()}
 TORCH_TYPES |= {ir.DataType.INT8.value: torch.int8, ir.DataType.UINT8.value: torch.uint8}
 _PIECE = 8 << 20  # bytes per chunk of reading, conversion and writing
 

@@ -127,8 +127,8 @@ class _Embedding:
         has_integers = any(
             model.weights_dtype in QUANTIZED_DTYPES for model in bundle.models.values()
         )
-        kind = "integers" if has_integers else "float"
-        kind = "experts" if _has_experts(bundle, ops) else kind
+        compute = "integers" if has_integers else "float"
+        compute = "experts" if _has_experts(bundle, ops) else compute
         hosts = HostFiles(
             ops["target"],
             tuple(map(_host_graph_entry, host_graphs)),
@@ -136,7 +136,7 @@ class _Embedding:
             text if isinstance(text, str) else None,
             INT8_OPTIONS if has_integers else SESSION_OPTIONS,
             onnxruntime.__version__,
-            OLDEST_ONNXRUNTIME[kind],
+            OLDEST_ONNXRUNTIME[compute],
         )
         other_files = {GOLDEN: self.golden(bundle, ks)} if self.golden else {}
         return _write(bundle, hosts, host_graphs, other_files)

@@ -206,9 +206,9 @@ def cache_inputs(nodes: GraphBuilder, role: str, model: ModelEntry) -> dict[str,
     """Add inputs for a model's caches; return them by their names in its decoder."""
     inputs = {}
     for i, layer in enumerate(model.cache.layers):
-        for kind, size in (("key", layer.key_size), ("value", layer.value_size)):
+        for tensor, size in (("key", layer.key_size), ("value", layer.value_size)):
             shape = [1, layer.heads, model.cache.capacity, size]
-            name = f"past_key_values.{i}.{kind}"
+            name = f"past_key_values.{i}.{tensor}"
             inputs[name] = nodes.input(f"{role}.{name}", FLOAT, shape)
     return inputs
 

@@ -117,22 +117,23 @@ def _describe_added(
     """Describe differences of the added tokens, with counts and examples."""
     names, flags = map(_token_names, (target, draft)), map(_added_tokens, (target, draft))
     (target_names, draft_names), (target_flags, draft_flags) = names, flags
-    kinds: dict[str, list[str]] = {}
+    differences: dict[str, list[str]] = {}
     for id_ in sorted(added):
         of_target, of_draft = target_names.get(id_), draft_names.get(id_)
         if of_draft is None:
-            kinds.setdefault("only in the target's", []).append(f"{id_} {of_target}")
+            differences.setdefault("only in the target's", []).append(f"{id_} {of_target}")
         elif of_target is None:
-            kinds.setdefault("only in the draft's", []).append(f"{id_} {of_draft}")
+            differences.setdefault("only in the draft's", []).append(f"{id_} {of_draft}")
         elif of_target != of_draft:
             example = f"{id_} {of_target} in the target's and {of_draft} in the draft's"
-            kinds.setdefault("with another name", []).append(example)
+            differences.setdefault("with another name", []).append(example)
         elif target_flags.get(id_) != draft_flags.get(id_):
-            kinds.setdefault("with other flags", []).append(f"{id_} {of_target}")
-    if not kinds:
+            differences.setdefault("with other flags", []).append(f"{id_} {of_target}")
+    if not differences:
         return []
     descriptions = (
-        f"{len(examples)} {kind} (such as {examples[0]})" for kind, examples in kinds.items()
+        f"{len(examples)} {difference} (such as {examples[0]})"
+        for difference, examples in differences.items()
     )
     return [
         f"added tokens differ, which affects speed only: {', '.join(descriptions)}; the bundle "

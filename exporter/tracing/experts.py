@@ -114,10 +114,10 @@ def prepare_experts(
 
     Until the stack is closed, matrices are buffers in the layout that all graph variants share.
     """
-    kinds = {}
+    swiglus = {}
     for module in find_experts(model):
         experts = ExpertsModule(module)
-        kinds[module] = experts.swiglu()
+        swiglus[module] = experts.swiglu()
         for name, matrices in zip((_FIRST, _LAST), experts.matrices(), strict=True):
             module.register_buffer(name, matrices.detach(), persistent=False)
             stack.callback(delattr, module, name)
@@ -132,7 +132,7 @@ def prepare_experts(
             )
         if current_pass().ops == "none":
             return torch.zeros_like(rows)
-        experts, swiglu = ExpertsModule(module), kinds[module]
+        experts, swiglu = ExpertsModule(module), swiglus[module]
         first, last = getattr(module, _FIRST), getattr(module, _LAST)
         routing = routing_weights(chosen, weights, len(first))
         if current_pass().ops == "gqa" and swiglu is not None:

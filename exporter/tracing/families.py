@@ -29,8 +29,8 @@ def registered_functions(model: torch.nn.Module) -> Iterator[None]:
         internals.register_functions(
             NAME, attention, attention_mask, experts.prepare_experts(model, stack)
         )
-        for kind in ("attn", "experts"):
-            stack.enter_context(internals.implementation(model, kind, NAME))
+        for function in ("attn", "experts"):
+            stack.enter_context(internals.implementation(model, function, NAME))
         for module in model.modules():
             if getattr(module, "use_alibi", False) or type(module).__name__ == "BloomModel":
                 stack.callback(_patch_alibi(_source_module(module)))

@@ -30,8 +30,8 @@ class Geometry:
 
     def cache_names(self) -> list[str]:
         """Return the graph's input names of the caches."""
-        kinds = ("key", "value")
-        return [f"past_key_values.{i}.{kind}" for i in range(len(self.layers)) for kind in kinds]
+        tensors = ("key", "value")
+        return [f"past_key_values.{i}.{x}" for i in range(len(self.layers)) for x in tensors]
 
     def cache_shapes(self) -> list[tuple[int, int, int, int]]:
         """Return the shape [B, H, S, D] of each cache, in the order of `cache_names`."""

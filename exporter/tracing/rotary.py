@@ -70,9 +70,9 @@ class _RotaryTable(nn.Module):
     def __init__(self, tables: dict[str | None, tuple[torch.Tensor, ...]]) -> None:
         super().__init__()
         self.tables = tables
-        for kind, (cos, sin) in tables.items():
-            self.register_buffer(f"cos_{kind}", cos)
-            self.register_buffer(f"sin_{kind}", sin)
+        for layer_type, (cos, sin) in tables.items():
+            self.register_buffer(f"cos_{layer_type}", cos)
+            self.register_buffer(f"sin_{layer_type}", sin)
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
@@ -107,31 +107,31 @@ def _rotate_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 def _tabulate(module: nn.Module, positions: torch.Tensor) -> _RotaryTable | None:
     """Tabulate a rotary module's cos and sin by position, [S, D]; None for other modules."""
-    kinds: list[str | None] = [None]
+    layer_types: list[str | None] = [None]
     parameters = list(inspect.signature(module.forward).parameters)
     if parameters == ["x", "position_ids", "layer_type"]:
-        kinds = list(getattr(module, "layer_types", kinds))
+        layer_types = list(getattr(module, "layer_types", layer_types))
     elif parameters != ["x", "position_ids"]:
         return None
     tables: dict[str | None, tuple[torch.Tensor, ...]] = {}
-    for kind in kinds:
+    for layer_type in layer_types:
         with torch.no_grad():
-            which = () if kind is None else (kind,)
+            which = () if layer_type is None else (layer_type,)
             result = module(torch.zeros(1), positions[None], *which)
         if not isinstance(result, tuple) or len(result) != 2 or result[0].ndim != 3:
             return None
-        tables[kind] = tuple(part[0].float().contiguous() for part in result)
+        tables[layer_type] = tuple(part[0].float().contiguous() for part in result)
     return _RotaryTable(tables)
 
 
 def _halve_table(table: _RotaryTable) -> _RotaryTable | None:
     """Return one half of a table whose halves are equal, else None. [S, D] -> [S, D/2]"""
     tables: dict[str | None, tuple[torch.Tensor, ...]] = {}
-    for kind, pair in table.tables.items():
+    for layer_type, pair in table.tables.items():
         halves = [part.chunk(2, -1) for part in pair]
         if not all(torch.equal(a, b) for a, b in halves):
             return None
-        tables[kind] = tuple(a.contiguous() for a, _ in halves)
+        tables[layer_type] = tuple(a.contiguous() for a, _ in halves)
     return _RotaryTable(tables)
 
 

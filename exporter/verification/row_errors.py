@@ -58,7 +58,7 @@ class ErrorCheck:
 
     def compare(
         self,
-        kind: str,
+        quantity: str,
         name: str,
         actual: np.ndarray,
         expected: np.ndarray,
@@ -78,7 +78,9 @@ class ErrorCheck:
             )
         size = largest or float(np.abs(expected).max(initial=1e-30))
         error, scale = row_errors(actual, expected), row_scales(expected)
-        self.worst[kind] = max(self.worst.get(kind, 0.0), float(error.max(initial=0)) / size)
+        self.worst[quantity] = max(
+            self.worst.get(quantity, 0.0), float(error.max(initial=0)) / size
+        )
         self.row = max(self.row, float((error / scale).max(initial=0)))
         ratio = error / scale / float32
         self.ratio = max(self.ratio, float(ratio.max(initial=0)))

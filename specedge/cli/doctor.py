@@ -48,14 +48,14 @@ def doctor(device: str | None, report: str | None, overwrite: bool, as_json: boo
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    facts = diagnosis.as_dict()
-    yield f"specedge         {facts['specedge']}, Python {facts['python']}"
-    yield f"platform         {facts['platform']}, {facts['cores']} cores"
-    if facts["jetson"]:
-        yield f"Jetson           {facts['jetson']}"
+    values = diagnosis.as_dict()
+    yield f"specedge         {values['specedge']}, Python {values['python']}"
+    yield f"platform         {values['platform']}, {values['cores']} cores"
+    if values["jetson"]:
+        yield f"Jetson           {values['jetson']}"
     yield f"ONNX Runtime     {_runtime(diagnosis)}"
-    yield f"NVIDIA driver    {_driver(facts['driver'])}"
-    for gpu in facts["driver"].get("gpus", []):
+    yield f"NVIDIA driver    {_driver(values['driver'])}"
+    for gpu in values["driver"].get("gpus", []):
         yield f"GPU              {_gpu(gpu)}"
     for problem in diagnosis.findings:
         yield ""
@@ -69,19 +69,19 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _runtime(diagnosis: Diagnosis) -> str:
-    facts, names = diagnosis.machine.runtime.facts, diagnosis.machine.names
-    if "version" not in facts:
+    answers, names = diagnosis.machine.runtime.answers, diagnosis.machine.names
+    if "version" not in answers:
         return f"cannot be imported{f' ({names})' if names else ''}"
-    cuda = f", for CUDA {facts['cuda']}" if facts["cuda"] else ""
-    return f"{facts['version']}{cuda} ({names or 'not installed by pip'})"
+    cuda = f", for CUDA {answers['cuda']}" if answers["cuda"] else ""
+    return f"{answers['version']}{cuda} ({names or 'not installed by pip'})"
 
 
-def _driver(facts: dict[str, Any]) -> str:
-    if "missing" in facts:
+def _driver(answers: dict[str, Any]) -> str:
+    if "missing" in answers:
         return "none"
-    if "cuda" not in facts:
+    if "cuda" not in answers:
         return "does not respond"
-    return f"{facts['version'] or 'unknown version'}, supports CUDA {facts['cuda']}"
+    return f"{answers['version'] or 'unknown version'}, supports CUDA {answers['cuda']}"
 
 
 def _gpu(gpu: dict[str, Any]) -> str:

@@ -41,14 +41,14 @@ VARIABLES = (
 class ProbeResult:
     """Result of a child process: reported values, abnormal end, and the last part of its log."""
 
-    facts: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=dict)
     ended: str | None = None
     log: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        facts = {name: value for name, value in self.facts.items() if name != "stage"}
-        return facts | {"ended": self.ended, "log": self.log}
+        answers = {name: value for name, value in self.answers.items() if name != "stage"}
+        return answers | {"ended": self.ended, "log": self.log}
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class DeviceDiagnosis:
     works: bool
     reasons: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=dict)
     log: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        return dataclasses.asdict(self) | {
-            "facts": {name: value for name, value in self.facts.items() if name != "stage"}
-        }
+        values = dataclasses.asdict(self)
+        answers = values.pop("answers")
+        return values | {"facts": {name: answers[name] for name in answers if name != "stage"}}
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,12 @@ def check(name: str, machine: Machine) -> DeviceDiagnosis:
         return DeviceDiagnosis(name, False, [machine.broken])
     device, _, number = name.partition(":")
     result = ask("device", device, number or "0")
-    facts = result.facts
-    if "wrong" in facts and facts["wrong"] is None:
+    answers = result.answers
+    if "wrong" in answers and answers["wrong"] is None:
         notes = [f"but its process {result.ended}"] if result.ended else []
-        return DeviceDiagnosis(name, True, [], notes + _notes(facts), facts, result.log)
+        return DeviceDiagnosis(name, True, [], notes + _notes(answers), answers, result.log)
     cause = next(_causes(device, int(number or 0), machine, result))
-    return DeviceDiagnosis(name, False, [cause], [], facts, result.log)
+    return DeviceDiagnosis(name, False, [cause], [], answers, result.log)
 
 
 def ask(question: str, *arguments: str, seconds: float = SECONDS) -> ProbeResult:
@@ -176,13 +176,13 @@ def ask(question: str, *arguments: str, seconds: float = SECONDS) -> ProbeResult
 
 
 def _read(out: bytes, log: bytes, ended: str | None) -> ProbeResult:
-    facts: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for line in out.splitlines(keepends=True):
         if line.endswith(b"\n"):  # the last line may be incomplete
-            facts |= json.loads(line)
-    if ended and (stage := facts.get("stage")):
+            answers |= json.loads(line)
+    if ended and (stage := answers.get("stage")):
         ended = f"{ended} while {stage}"
-    return ProbeResult(facts, ended, log.decode("utf-8", "replace")[-LOG_CHARACTERS:])
+    return ProbeResult(answers, ended, log.decode("utf-8", "replace")[-LOG_CHARACTERS:])
 
 
 def _abnormal_end(code: int) -> str | None:
@@ -218,7 +218,7 @@ class Machine:
     @property
     def install(self) -> str:
         """Command that installs the right ONNX Runtime for this machine."""
-        gpu = "missing" not in self.driver.facts or any("gpu" in p.name for p in self.packages)
+        gpu = "missing" not in self.driver.answers or any("gpu" in p.name for p in self.packages)
         return f'pip install "specedge[{"gpu" if gpu and self.jetson is None else "cpu"}]"'
 
     @property
@@ -234,14 +234,14 @@ class Machine:
     @cached_property
     def broken(self) -> Problem | None:
         """Problem that keeps ONNX Runtime from running at all."""
-        facts = self.runtime.facts
-        if facts.get("absent") or "hollow" in facts:
-            remains = f" ({', '.join(facts['hollow'])} remains)" if facts.get("hollow") else ""
+        answers = self.runtime.answers
+        if answers.get("absent") or "hollow" in answers:
+            remains = f" ({', '.join(answers['hollow'])} remains)" if answers.get("hollow") else ""
             if self.packages:
                 cause = f"{self.names} is installed, but its files are missing{remains}"
                 return Problem(cause, self._reinstall)
             return Problem(f"ONNX Runtime is not installed{remains}", self.install)
-        if reason := facts.get("error") or self.runtime.ended:
+        if reason := answers.get("error") or self.runtime.ended:
             package = self.names or "a module onnxruntime that belongs to no package"
             problem = f"{package} is installed but cannot be loaded ({reason})"
             return Problem(problem, self._reinstall)
@@ -262,10 +262,10 @@ class Machine:
             for package in self.packages
             if package.is_old
         ]
-        version = self.runtime.facts.get("version")
+        version = self.runtime.answers.get("version")
         installed = {version_numbers(package.version, 3) for package in self.packages}
         if version and installed and version_numbers(version, 3) not in installed:
-            folder = self.runtime.facts["folder"]
+            folder = self.runtime.answers["folder"]
             cause = f"{self.names} is installed, but Python imports ONNX Runtime {version}"
             problems.append(Problem(f"{cause} from {folder}", self._reinstall))
         return problems
@@ -273,20 +273,20 @@ class Machine:
 
 def _causes(name: str, index: int, machine: Machine, result: ProbeResult) -> Iterator[Problem]:
     """Yield possible causes of a failure, the most fundamental first."""
-    facts = result.facts
+    answers = result.answers
     if name != "cpu":
         yield from _gpu_causes(name, index, machine)
-    if facts.get("wrong"):
-        yield Problem(f"its results are wrong: {facts['wrong']}", FAULT)
+    if answers.get("wrong"):
+        yield Problem(f"its results are wrong: {answers['wrong']}", FAULT)
     if result.ended:
         yield Problem(f"its test process failed: {result.ended}", FAULT)
-    for library, reason in facts.get("missing", {}).items():
+    for library, reason in answers.get("missing", {}).items():
         if not library.startswith("libcuda.so"):  # the driver's
             reason = "not found" if "No such file" in reason else reason
             package = LIBRARIES[name].get(library)
             fix = f'pip install "{package}"' if package else None
             yield Problem(f"a library cannot be loaded: {library} ({reason})", fix)
-    error = facts.get("error", "no answer")
+    error = answers.get("error", "no answer")
     if "allocate memory" in error or "out of memory" in error:
         fix = "end other processes that use the GPU, as nvidia-smi lists, and try again"
         yield Problem(f"the GPU is out of memory ({error})", fix)
@@ -307,7 +307,7 @@ def _gpu_causes(name: str, index: int, machine: Machine) -> Iterator[Problem]:
     if sys.platform not in ("linux", "win32"):
         yield Problem("NVIDIA GPUs need Linux or Windows")
     yield from _driver_causes(machine)
-    gpus = machine.driver.facts.get("gpus", [])
+    gpus = machine.driver.answers.get("gpus", [])
     if index >= len(gpus):
         yield Problem(f"the NVIDIA driver shows no GPU {index} (GPUs: {len(gpus)})")
     elif name == "rtx":
@@ -320,7 +320,7 @@ def _gpu_causes(name: str, index: int, machine: Machine) -> Iterator[Problem]:
             cause = f"NVIDIA's plug-in {PLUG_IN} is not installed"
             yield Problem(cause, f'pip install "{PLUG_IN}~=0.5"')
     elif f"{NAMES[name]}ExecutionProvider".lower() not in map(
-        str.lower, machine.runtime.facts.get("providers", [])
+        str.lower, machine.runtime.answers.get("providers", [])
     ):
         installed = machine.names or "onnxruntime"
         if any(package.name == "onnxruntime-gpu" for package in machine.packages):
@@ -334,7 +334,7 @@ def _gpu_causes(name: str, index: int, machine: Machine) -> Iterator[Problem]:
 
 
 def _driver_causes(machine: Machine) -> Iterator[Problem]:
-    driver = machine.driver.facts
+    driver = machine.driver.answers
     if "missing" in driver:
         fix = f"if this machine has an NVIDIA GPU, install its driver, 580 or newer; {CONTAINER}"
         yield Problem(f"there is no NVIDIA driver: {driver['missing']} is not found", fix)
@@ -342,7 +342,7 @@ def _driver_causes(machine: Machine) -> Iterator[Problem]:
         fix = "see nvidia-smi; reinstall the driver, 580 or newer, and restart"
         yield Problem(f"the NVIDIA driver does not respond: {reason}", fix)
     else:
-        newest, needed = driver.get("cuda"), machine.runtime.facts.get("cuda") or "13.0"
+        newest, needed = driver.get("cuda"), machine.runtime.answers.get("cuda") or "13.0"
         if newest and version_numbers(newest)[0] < version_numbers(needed)[0]:
             version = f" {driver['version']}" if driver.get("version") else ""
             yield Problem(
@@ -356,11 +356,11 @@ def _driver_causes(machine: Machine) -> Iterator[Problem]:
             yield Problem("the NVIDIA driver shows no GPU", hint)
 
 
-def _notes(facts: dict[str, Any]) -> list[str]:
-    opening, running = facts["milliseconds"]
+def _notes(answers: dict[str, Any]) -> list[str]:
+    opening, running = answers["milliseconds"]
     notes = [f"a test graph gave the expected output (load {opening:.0f} ms, run {running:.1f} ms)"]
-    if facts.get("products") == "unsigned":
+    if answers.get("products") == "unsigned":
         notes.append("int8 products are exact in unsigned mode only, which specedge selects")
-    elif facts.get("products") == "never":
+    elif answers.get("products") == "never":
         notes.append("int8 products are wrong: int8 and int4 bundles cannot run")
     return notes

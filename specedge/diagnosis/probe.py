@@ -48,8 +48,8 @@ def main() -> None:
 
 
 def _answer(channel: IO[str], question: str, *arguments: str) -> None:
-    def tell(**facts: Any) -> None:
-        channel.write(json.dumps(facts) + "\n")
+    def tell(**answers: Any) -> None:
+        channel.write(json.dumps(answers) + "\n")
         channel.flush()
 
     questions: dict[str, Callable[..., None]] = {

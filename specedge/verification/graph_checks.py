@@ -49,12 +49,12 @@ def files(bundle: Bundle, budget: Budget) -> CheckResult:
         except BundleError as error:
             problems.append(str(error))
     total_text = f"{len(bundle.files)} files, {total / 1e6:.1f} MB"
-    facts = {"num_files": len(bundle.files), "bytes": total, "num_bad": len(problems)}
+    figures = {"num_files": len(bundle.files), "bytes": total, "num_bad": len(problems)}
     if problems:
         summary = f"{len(problems)} of {total_text}, differ from the manifest"
-        return CheckResult("files", FAILED, summary, tuple(problems), facts)
+        return CheckResult("files", FAILED, summary, tuple(problems), figures)
     return CheckResult(
-        "files", PASSED, f"{total_text}: every SHA-256 matches the manifest", (), facts
+        "files", PASSED, f"{total_text}: every SHA-256 matches the manifest", (), figures
     )
 
 
@@ -77,20 +77,20 @@ def graphs(
             comparison.other_ops(role, model, (main_ops, other), expected[role])
     if comparison.missing:
         comparison.lines.append(f"too little time to compare {', '.join(comparison.missing)}")
-        comparison.facts["not_compared"] = comparison.missing
+        comparison.figures["not_compared"] = comparison.missing
     lines = tuple(comparison.problems + comparison.lines)
     if comparison.problems:
-        return CheckResult("graphs", FAILED, comparison.problems[0], lines[1:], comparison.facts)
+        return CheckResult("graphs", FAILED, comparison.problems[0], lines[1:], comparison.figures)
     if comparison.short:
         return CheckResult(
-            "graphs", SHORT, "not all pass lengths were run", lines, comparison.facts
+            "graphs", SHORT, "not all pass lengths were run", lines, comparison.figures
         )
     summary = "they agree with each other" + (
         ", and passes are batch-invariant as recorded"
         if comparison.as_recorded
         else ", but fewer pass lengths are batch-invariant than recorded: near-ties may differ"
     )
-    return CheckResult("graphs", PASSED, summary, lines, comparison.facts)
+    return CheckResult("graphs", PASSED, summary, lines, comparison.figures)
 
 
 @dataclass
@@ -101,7 +101,7 @@ class _Comparison:
     budget: Budget
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     short: bool = False
     as_recorded: bool = True
@@ -117,7 +117,7 @@ class _Comparison:
         worst = max((d.relative for d in differences.values()), default=0.0)
         self.short |= len(differences) < len(lengths)
         self.as_recorded &= set(recorded) <= set(same)
-        self.facts[role] = {
+        self.figures[role] = {
             "ops": ops,
             "recorded_row_independent": recorded,
             "row_independent": same,
@@ -154,7 +154,7 @@ class _Comparison:
         outputs = _run(graph, model, other)
         del graph
         relative = _relative(outputs["decoder"], expected["decoder"])
-        self.facts[role][f"relative_difference_to_{other}"] = relative
+        self.figures[role][f"relative_difference_to_{other}"] = relative
         line = (
             f"{role}: {other} differs from {main_ops} by up to {relative:.1e} of the largest value "
             f"of logits or cache, the limit is {allowed(model, *ops):.0e}"
@@ -174,7 +174,7 @@ class _Comparison:
             gc.collect()  # a session holds its weights
         if not differences:
             return
-        self.facts[role][f"fixed_shapes_{ops}"] = differences
+        self.figures[role][f"fixed_shapes_{ops}"] = differences
         same = ", ".join(name for name, relative in differences.items() if relative == 0)
         line = f"{role} ({ops}): fixed-shape graphs bitwise equal to the decoder: {same or 'none'}"
         if others := {name: relative for name, relative in differences.items() if relative != 0}:

@@ -187,12 +187,12 @@ def _finding(
     num_settings: int,
     alpha: float,
 ) -> CheckResult:
-    facts: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "all together": {test: vars(test_result) for test, test_result in together.items()}
     }
     for name, tests in results.items():
-        facts[name] = {"prompt": prompts[name]}
-        facts[name] |= {test: vars(test_result) for test, test_result in vars(tests).items()}
+        figures[name] = {"prompt": prompts[name]}
+        figures[name] |= {test: vars(test_result) for test, test_result in vars(tests).items()}
     lines = [
         f"{'':{NAME}}  texts cells  p of: strings  first accepted  later accepted  "
         " detectable  upper bound  prompt"
@@ -206,16 +206,16 @@ def _finding(
     problems += failed_tests("all together", together, alpha)
     if problems:
         summary = f"the first tokens do not follow the target's joint distribution: {problems[0]}"
-        return CheckResult("joint", FAILED, summary, tuple(problems[1:] + lines), facts)
+        return CheckResult("joint", FAILED, summary, tuple(problems[1:] + lines), figures)
     texts = [tests.strings.num_samples for tests in results.values()]
     least = min(texts) if len(results) == num_settings else 0
     if least < LEAST_TEXTS:
         summary = f"a setting has only {least} texts; {LEAST_TEXTS} are required"
-        return CheckResult("joint", SHORT, summary, tuple(lines), facts)
+        return CheckResult("joint", SHORT, summary, tuple(lines), figures)
     summary = (
         f"the first {LENGTH} tokens of {sum(texts)} texts follow the target's joint distribution"
     )
-    return CheckResult("joint", PASSED, summary, tuple(lines), facts)
+    return CheckResult("joint", PASSED, summary, tuple(lines), figures)
 
 
 def _line(name: str, tests: SettingTests, prompt: str) -> str:

@@ -22,7 +22,7 @@ class CheckResult:
     status: str
     summary: str
     details: tuple[str, ...] = ()
-    facts: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,13 @@ class AuditReport:
             "result": self.result,
             "about": self.about,
             "findings": [
-                vars(finding) | {"details": list(finding.details), "facts": _plain(finding.facts)}
+                {
+                    "check": finding.check,
+                    "status": finding.status,
+                    "summary": finding.summary,
+                    "details": list(finding.details),
+                    "facts": _plain(finding.figures),
+                }
                 for finding in self.findings
             ],
             "sureness": list(self.sureness),

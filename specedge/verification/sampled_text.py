@@ -180,7 +180,7 @@ def _uniform(cells: list[int], alpha: float) -> ChiSquareTest:
 
 
 def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> CheckResult:
-    problems, facts = [], {}
+    problems, figures = [], {}
     lines = [
         f"{'':{NAME}} tokens  p of: rank  draft bias  serial pairs  accepted  "
         "     rate (expected)   detectable"
@@ -189,7 +189,7 @@ def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> 
         verdicts = _verdicts(sample, alpha)
         tests = {test: vars(result) for test, result in vars(verdicts).items()}
         count = len(sample.by_rank)
-        facts[name] = {"num_tokens": count, "num_impossible": sample.num_impossible} | tests
+        figures[name] = {"num_tokens": count, "num_impossible": sample.num_impossible} | tests
         lines.append(_line(name, sample, verdicts))
         problems += failed_tests(name, vars(verdicts), alpha)
         # With noise, a filter may keep other tokens in the pass of the test.
@@ -198,19 +198,19 @@ def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> 
                 f"{name}: {sample.num_impossible} tokens that the distribution does not allow"
             )
     count = len(samples["all together"].by_rank)
-    catch = facts["all together"]["by_rank"]["would_catch"]
+    catch = figures["all together"]["by_rank"]["would_catch"]
     least = min(len(sample.by_rank) for sample in samples.values())
     if problems:
         summary = f"{count} sampled tokens do not follow the target's distribution: {problems[0]}"
-        return CheckResult("sampled", FAILED, summary, tuple(problems[1:] + lines), facts)
+        return CheckResult("sampled", FAILED, summary, tuple(problems[1:] + lines), figures)
     if least < LEAST_TOKENS:
         summary = f"a setting has only {least} tokens; {LEAST_TOKENS} are required"
-        return CheckResult("sampled", SHORT, summary, tuple(lines), facts)
+        return CheckResult("sampled", SHORT, summary, tuple(lines), figures)
     summary = (
         f"{count} sampled tokens follow the target's distribution; a total variation distance of "
         f"{catch:.3f} would have been detected"
     )
-    return CheckResult("sampled", PASSED, summary, tuple(lines), facts)
+    return CheckResult("sampled", PASSED, summary, tuple(lines), figures)
 
 
 def failed_tests(

@@ -171,7 +171,7 @@ def test_the_best_logits_are_those_of_the_whole_rows(pairs):
 def test_memory_returns_when_a_pipeline_is_closed(pairs, record_property):
     def free():
         gc.collect()
-        return Machine().driver.facts["gpus"][0]["free"]
+        return Machine().driver.answers["gpus"][0]["free"]
 
     with specedge.load(pairs("fp32-fp16"), device="cuda") as pipeline:
         pipeline.generate(PROMPT, 8)

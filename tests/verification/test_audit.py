@@ -119,8 +119,8 @@ def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, st
     subject.noise["target"] = noise
     found = decoding_checks.greedy(subject, Ticks(10**6).budget)
     assert found.status == status
-    assert bool(found.facts["near_ties"]) == (noise > 0)
-    assert bool(found.facts["differences"]) == (noise == 0)
+    assert bool(found.figures["near_ties"]) == (noise > 0)
+    assert bool(found.figures["differences"]) == (noise == 0)
 
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (1.0, PASSED)])
@@ -129,7 +129,7 @@ def test_coupled_text_depends_on_the_seed_alone_where_logits_have_no_noise(noise
     subject.noise["target"] = noise
     result = decoding_checks.coupled(subject, Ticks(10**6).budget)
     assert result.status == status
-    assert result.facts["differences"]
+    assert result.figures["differences"]
 
 
 class WrongBeyond:
@@ -162,7 +162,7 @@ def test_greedy_text_begins_at_no_further_k_once_its_time_is_over():
     """A long prompt would be read again for each."""
     found = decoding_checks.greedy(make_subject(), Ticks(20).budget)
     assert found.status == SHORT
-    assert found.facts["num_tokens_by_k"]["16"] == 0
+    assert found.figures["num_tokens_by_k"]["16"] == 0
 
 
 def test_tokens_that_the_distribution_does_not_allow_fail():
