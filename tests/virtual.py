@@ -66,7 +66,7 @@ class VirtualRequest:
         self.copies = copies or (lambda place: 0)
         self.rng = random.Random(seed)
         self.fixed = fixed
-        self.planner = Planner(costs, greedy=True)
+        self.planner = Planner(costs, temperature=0.0)
         self.place, self.end, self.behind = prompt, prompt + tokens, prompt
         self.seconds = 0.0
         self.choices: list[tuple[str, int]] = []

@@ -138,10 +138,12 @@ class AcceptanceEstimate:
 class Planner:
     """Choice of drafter and K for each round of one request, adapted after each round."""
 
-    def __init__(self, table: CostTable, greedy: bool, max_draft_tokens: int | None = None) -> None:
+    def __init__(
+        self, table: CostTable, temperature: float, max_draft_tokens: int | None = None
+    ) -> None:
         limit = table.max_draft_tokens
         self.table = table
-        self.greedy = greedy
+        self.temperature = temperature
         self.max_draft_tokens = limit if max_draft_tokens is None else min(max_draft_tokens, limit)
         self.acceptance: dict[str, AcceptanceEstimate] = {}
         self.reason_counts: Counter[ChoiceReason] = Counter()
@@ -156,12 +158,15 @@ class Planner:
     def costs(self, length: int) -> RoundCosts:
         """Return the costs at about `length` tokens in the cache."""
         start = length // COSTS_INTERVAL * COSTS_INTERVAL
-        return self.table.at(start + COSTS_INTERVAL // 2, self.greedy)
+        return self.table.at(start + COSTS_INTERVAL // 2, self.temperature == 0)
 
     def estimate(self, source: str) -> AcceptanceEstimate:
         """Return the acceptance estimate of a drafter."""
         if source not in self.acceptance:
-            expected = self.table.mode(self.greedy).acceptance.get(source, PRIOR_RATE)
+            mode = self.table.mode(self.temperature == 0)
+            expected = mode.acceptance.get(source, PRIOR_RATE)
+            if self.temperature > 1:  # rates were measured at 1, and fall as the temperature rises
+                expected = min(expected, PRIOR_RATE)
             self.acceptance[source] = AcceptanceEstimate(expected)
         return self.acceptance[source]
 

@@ -47,7 +47,7 @@ def create_plan(
         return ReplayPlan(request.replay, drafters, depends_on_drafts)
     if request.fixed_k is not None:
         return FixedPlan(first, request.fixed_k)
-    planner = Planner(costs.table, request.temperature == 0, max_draft_tokens)
+    planner = Planner(costs.table, request.temperature, max_draft_tokens)
     return AutoPlan(planner, drafters)
 
 

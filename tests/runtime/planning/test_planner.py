@@ -129,13 +129,20 @@ def test_the_same_table_and_rounds_give_the_same_choices():
 
 
 def test_a_draft_with_a_full_context_is_not_used():
-    planner = Planner(table(prior={"model": 1.0}), greedy=True)
+    planner = Planner(table(prior={"model": 1.0}), temperature=0.0)
     assert planner.choose([DraftOption("model", max_model_tokens=3)], 50).num_draft_tokens == 3
     assert planner.choose([DraftOption("model", max_model_tokens=0)], 50).num_draft_tokens == 0
 
 
+@pytest.mark.parametrize(("temperature", "drafts"), [(0.8, True), (1.0, True), (1.5, False)])
+def test_acceptance_rates_of_tune_are_not_assumed_above_its_temperature(temperature, drafts):
+    planner = Planner(table(draft=0.45, row=0.1, prior={"model": 0.7}), temperature)
+    choice = planner.choose([DraftOption("model", max_model_tokens=9)], 50)
+    assert (choice.reason == ChoiceReason.GAIN) == drafts
+
+
 def test_a_chain_continues_after_the_copy():
-    planner = Planner(table(prior={"model": 0.9, "suffix": 0.95}), greedy=True)
+    planner = Planner(table(prior={"model": 0.9, "suffix": 0.95}), temperature=0.0)
     options = [
         DraftOption("model", max_model_tokens=99),
         DraftOption("suffix", "suffix", num_free=3),
@@ -150,7 +157,7 @@ def test_a_drafter_without_a_model_is_probed_too_unless_it_copies():
     tables = DraftOption("ngram", "ngram", num_free=16)
     copies = DraftOption("suffix", "suffix", num_free=16)  # of which every round tells
     for option, probes in ((tables, True), (copies, False)):
-        planner = Planner(table(prior={"ngram": 0.0, "suffix": 0.0}), greedy=True)
+        planner = Planner(table(prior={"ngram": 0.0, "suffix": 0.0}), temperature=0.0)
         kinds = set()
         for _ in range(200):
             choice = planner.choose([option], 50)
@@ -161,7 +168,7 @@ def test_a_drafter_without_a_model_is_probed_too_unless_it_copies():
 
 def test_a_drafter_that_is_never_accepted_is_abandoned():
     tables = DraftOption("ngram", "ngram", num_free=16)
-    planner = Planner(table(row=0.02), greedy=True)
+    planner = Planner(table(row=0.02), temperature=0.0)
     drafted = []
     for _ in range(300):
         choice = planner.choose([tables], 50)
@@ -171,12 +178,12 @@ def test_a_drafter_that_is_never_accepted_is_abandoned():
 
 
 def test_expensive_verify_passes_stop_speculation():
-    planner = Planner(table(row=1.0, prior={"model": 1.0}), greedy=True)
+    planner = Planner(table(row=1.0, prior={"model": 1.0}), temperature=0.0)
     assert planner.choose([DraftOption("model", max_model_tokens=99)], 50).drafter == "plain"
 
 
 def test_probes_that_draft_nothing_end_with_the_budget():
-    planner = Planner(table(prior={"model": 0.0}, prefill=1e-6), greedy=True)
+    planner = Planner(table(prior={"model": 0.0}, prefill=1e-6), temperature=0.0)
     options = [DraftOption("model", max_model_tokens=99)]
     kinds = []
     for _ in range(100):
@@ -188,7 +195,7 @@ def test_probes_that_draft_nothing_end_with_the_budget():
 
 
 def test_forced_tokens_do_not_count_for_acceptance():
-    planner = Planner(table(0.05, prior={"model": 0.0}), greedy=True)
+    planner = Planner(table(0.05, prior={"model": 0.0}), temperature=0.0)
     for _ in range(3):
         choice = planner.choose([DraftOption("model", max_model_tokens=16)], 50)
         assert choice.reason == "probe"
@@ -229,7 +236,7 @@ def test_predicted_rates_are_scaled_by_their_accuracy():
 
 
 def test_k_extends_while_predicted_rates_pay():
-    planner = Planner(table(row=0.1), greedy=True)
+    planner = Planner(table(row=0.1), temperature=0.0)
     for _ in range(60):
         planner.estimate("suffix").record_predictions([0.9], 1)
     option = DraftOption(
@@ -242,5 +249,5 @@ def test_host_cost_per_token_reduces_gains():
     costs = table(row=0.3, prior={"model": 0.62})
     busy = dataclasses.replace(costs, greedy=dataclasses.replace(costs.greedy, token=20.0))
     options = [DraftOption("model", max_model_tokens=9)]
-    assert Planner(costs, greedy=True).choose(options, 50).reason == "gain"
-    assert Planner(busy, greedy=True).choose(options, 50).reason != "gain"
+    assert Planner(costs, temperature=0.0).choose(options, 50).reason == "gain"
+    assert Planner(busy, temperature=0.0).choose(options, 50).reason != "gain"

@@ -47,7 +47,7 @@ def run(plan, target, sampling=GREEDY, tokens=60, seed=1):
 
 
 def auto(costs, **drafters):
-    return AutoPlan(Planner(costs, greedy=True), drafters)
+    return AutoPlan(Planner(costs, temperature=0.0), drafters)
 
 
 def test_rounds_record_drafter_and_k():
@@ -194,7 +194,7 @@ def test_a_shorter_planned_request_is_a_prefix_of_a_longer_one():
         suffix = Suffix(min_match=2, max_match=3)
         model = DraftModel(TableModel(distributions[1], context_length=40), context_length=40)
         drafters = {"model": model, "suffix": suffix, "chain": Chain(suffix, model)}
-        plan = AutoPlan(Planner(costs, greedy=False), drafters)
+        plan = AutoPlan(Planner(costs, temperature=1.0), drafters)
         rounds = run(plan, TableModel(distributions[0]), Sampling(1.0), count, seed)
         return [token for one in rounds for token in one.tokens][:count]
 
@@ -287,15 +287,15 @@ def test_an_explanation_names_costs_acceptance_choices_and_gain():
 
 def test_requests_share_the_costs_of_a_table():
     costs = table()
-    assert Planner(costs, greedy=True).costs(50) is Planner(costs, greedy=True).costs(60)
-    assert Planner(costs, greedy=True).costs(50) is not Planner(costs, greedy=True).costs(70)
+    assert Planner(costs, 0.0).costs(50) is Planner(costs, 0.0).costs(60)
+    assert Planner(costs, 0.0).costs(50) is not Planner(costs, 0.0).costs(70)
     assert dataclasses.replace(costs, threads=3).at(50, True) == costs.at(50, True)
 
 
 def test_a_sampled_text_is_planned_with_sampled_costs():
     costs = dataclasses.replace(table(), sampled=table(host=9.0).sampled)
-    assert Planner(costs, greedy=False).costs(50).verify[1] > 9
-    assert Planner(costs, greedy=True).costs(50).verify[1] < 2
+    assert Planner(costs, 1.0).costs(50).verify[1] > 9
+    assert Planner(costs, 0.0).costs(50).verify[1] < 2
 
 
 def test_a_custom_drafter_at_a_fixed_k_can_be_replayed(pipeline):
