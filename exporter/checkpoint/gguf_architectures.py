@@ -7,7 +7,7 @@ Header fields, permutations and defaults are those of llama.cpp's converter and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,14 @@ _FIELDS = {
     "context_length": "max_position_embeddings max_seq_len",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size n_inner",
+    "feed_forward_length": "intermediate_size_mlp intermediate_size n_inner",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon",
     "attention.sliding_window": "sliding_window",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
     "attention.clamp_kqv": "clip_qkv",
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -33,14 +35,14 @@ _FIELDS = {
     "expert_count": "num_local_experts num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size shared_intermediate_size",
     "expert_shared_count": "n_shared_experts num_shared_experts moe_num_shared_experts",
     "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
     "leading_dense_block_count": "first_k_dense_replace moe_layer_start_index",
-    "interleave_moe_layer_step": "moe_layer_interval",
+    "interleave_moe_layer_step": "interleave_moe_layer_step moe_layer_interval",
 }  # header fields, without the architecture, and names in configs, of which the first is taken
 _SCALES = (
     "attention.clamp_kqv",
@@ -57,16 +59,24 @@ _FLAGS = {
     "ffn_up.bias": "mlp_bias",
     "attn_q_norm.weight": "use_qk_norm qk_layernorm",
 }  # tensors of the first layer whose presence sets a field of the config
-_STORED_NAMES = {
+_OTHER_NAMES = {
+    "router.weight": "ffn_gate_inp.weight",
+    "e_score_correction_bias": "exp_probs_b.bias",
+    "sinks": "attn_sinks.weight",
+}  # ends of names in models, and names in files
+_PARTS = {
     "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
     "experts.down_proj": ("ffn_down_exps.weight",),
     "experts.down_proj_bias": ("ffn_down_exps.bias",),
-    "router.weight": ("ffn_gate_inp.weight",),
-    "e_score_correction_bias": ("exp_probs_b.bias",),
-    "sinks": ("attn_sinks.weight",),
-}  # ends of names in models, and names in files, of which the first is that of the gate
-_OTHER_NAMES = re.compile(rf".*\blayers\.(\d+)\..*?\b({'|'.join(map(re.escape, _STORED_NAMES))})")
+    "shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    "kv_b_proj.weight": ("attn_k_b.weight", "attn_v_b.weight"),
+}  # ends of names in models, and names of the parts that are joined
+_LAYER_NAME = re.compile(
+    rf".*\blayers\.(\d+)\..*?\b({'|'.join(map(re.escape, [*_OTHER_NAMES, *_PARTS]))})"
+)
+_GLM_FLASH_VOCAB_SIZE = 154_880  # of GLM-4.7-Flash, whose files have no gating function
+_GROUPS = {160: (8, 3), 256: (8, 4)}  # of DeepSeek V2 and V3 by experts, which older files lack
 
 
 @dataclass(frozen=True)
@@ -76,13 +86,13 @@ class GgufArchitecture:
     Attributes:
         model_type: Model type of transformers.
         permutation: Architecture known to transformers whose weights are permuted alike.
-        variants: Other model types, for files with a nonzero header field.
+        variants: Other model types, for files with a header field above a number.
         options: Fields of the config that follow from the architecture.
     """
 
     model_type: str
     permutation: str | None = None
-    variants: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[tuple[str, float], str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -91,6 +101,11 @@ ARCHITECTURES = {
     "chatglm": GgufArchitecture("glm"),
     "cohere2": GgufArchitecture("cohere2"),
     "command-r": GgufArchitecture("cohere"),
+    "deepseek2": GgufArchitecture(
+        "deepseek_v2",
+        variants={("expert_gating_func", 1): "deepseek_v3"},
+        options={"q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    ),
     "ernie4_5": GgufArchitecture("ernie4_5"),
     "dots1": GgufArchitecture("dots1"),
     "ernie4_5-moe": GgufArchitecture("ernie4_5_moe", options={"moe_layer_end_index": -1}),
@@ -103,16 +118,26 @@ ARCHITECTURES = {
     "gpt2": GgufArchitecture("gpt2", "gpt2"),
     "gptneox": GgufArchitecture("gpt_neox", "bloom"),
     "granite": GgufArchitecture("granite", "llama"),
-    "granitemoe": GgufArchitecture("granitemoe", "llama"),
+    "granitemoe": GgufArchitecture(
+        "granitemoe",
+        "llama",
+        variants={("expert_shared_feed_forward_length", 0): "granitemoeshared"},
+    ),
     "hunyuan-dense": GgufArchitecture("hunyuan_v1_dense"),
     "hunyuan-moe": GgufArchitecture("hunyuan_v1_moe"),
     "jais2": GgufArchitecture("jais2"),
-    "llama": GgufArchitecture("llama", "llama", variants={"expert_count": "mixtral"}),
+    "llama": GgufArchitecture("llama", "llama", variants={("expert_count", 0): "mixtral"}),
+    "llama4": GgufArchitecture("llama4_text"),
+    "minicpm3": GgufArchitecture("minicpm3"),
+    "mistral3": GgufArchitecture(
+        "mistral", "llama", variants={("attention.temperature_scale", 0): "ministral3"}
+    ),
     "mpt": GgufArchitecture("mpt"),
     "olmo": GgufArchitecture("olmo", "llama"),
-    "olmo2": GgufArchitecture("olmo2", variants={"attention.sliding_window": "olmo3"}),
+    "olmo2": GgufArchitecture("olmo2", variants={("attention.sliding_window", 0): "olmo3"}),
     "olmoe": GgufArchitecture("olmoe"),
     "phi2": GgufArchitecture("phi"),
+    "phimoe": GgufArchitecture("phimoe"),
     "qwen2moe": GgufArchitecture("qwen2_moe", "qwen2moe"),
     "qwen2vl": GgufArchitecture("qwen2"),
     "qwen3": GgufArchitecture("qwen3"),
@@ -141,9 +166,15 @@ def build_config(
         return None
     prefix = f"{architecture}."
     header = {key[len(prefix) :]: _scalar(v) for key, v in fields.items() if key.startswith(prefix)}
-    types = [name for key, name in relation.variants.items() if header.get(key)]
+    vocab_size = shapes["token_embd.weight"][0]
+    if architecture == "deepseek2" and vocab_size == _GLM_FLASH_VOCAB_SIZE:
+        header.setdefault("expert_gating_func", 2)
+    types = [
+        name for (key, number), name in relation.variants.items() if (header.get(key) or 0) > number
+    ]
     config_class = CONFIG_MAPPING[types[0] if types else relation.model_type]
     default = config_class()
+    special = _special_fields(config_class.model_type, header)
     header["attention.sliding_window"] = header.get("attention.sliding_window") or None
     values = {
         name: header[key]
@@ -155,28 +186,24 @@ def build_config(
     for tensor, names in _FLAGS.items():
         for name in _first_field(default, names):
             values[name] = values.get(name) or f"blk.0.{tensor}" in shapes
-    head_size = header.get("attention.key_length") or (
-        header["embedding_length"] // header["attention.head_count"]
+    head_size = (
+        special.get("head_dim")
+        or header.get("attention.key_length")
+        or header["embedding_length"] // header["attention.head_count"]
     )
     if "attention.key_length" in header or hasattr(default, "head_dim"):
         values["head_dim"] = head_size
-    if relation.model_type == "mpt":
-        if not header.get("attention.max_alibi_bias"):
-            raise ValueError("mpt without ALiBi is not supported")
-        values["attn_config"] = {
-            "clip_qkv": header.pop("attention.clamp_kqv", None),
-            "alibi_bias_max": int(header["attention.max_alibi_bias"]),
-        }
+    if hasattr(default, "lm_head_bias"):
+        values["lm_head_bias"] = "output.bias" in shapes
     if rope := getattr(default, "rope_parameters", None):
         values["rope_parameters"] = _rope_parameters(header, head_size, rope)
     _check_scales(header, default)
     if isinstance(windows := header.get("attention.sliding_window_pattern"), list):
         types = [f"{'sliding' if window else 'full'}_attention" for window in windows]
         values["layer_types"] = types
-    vocab_size = shapes["token_embd.weight"][0]
     pad = fields.get("tokenizer.ggml.padding_token_id", vocab_size)
     return config_class(
-        **{**relation.options, **values},
+        **{**relation.options, **values, **special},
         vocab_size=vocab_size,
         bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=fields.get("tokenizer.ggml.eos_token_id"),
@@ -188,29 +215,45 @@ def build_config(
 def tensor_names(keys: Iterable[str]) -> dict[str, str]:
     """Return names in a model by names in a file, for those that gguf-py does not map."""
     return {
-        f"blk.{match[1]}.{stored}": key
+        f"blk.{match[1]}.{_OTHER_NAMES[match[2]]}": key
         for key in keys
-        if (match := _OTHER_NAMES.fullmatch(key))
-        for stored in _STORED_NAMES[match[2]]
+        if (match := _LAYER_NAME.fullmatch(key)) and match[2] in _OTHER_NAMES
     }
 
 
-def join_experts(
-    parts: Mapping[str, torch.Tensor], module: torch.nn.Module, shape: torch.Size
+def part_names(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of parts in a file by names in a model, for tensors that are joined."""
+    return {
+        key: [f"blk.{match[1]}.{part}" for part in _PARTS[match[2]]]
+        for key in keys
+        if (match := _LAYER_NAME.fullmatch(key)) and match[2] in _PARTS
+    }
+
+
+def join_parts(
+    key: str, parts: Sequence[torch.Tensor], module: torch.nn.Module, shape: torch.Size
 ) -> torch.Tensor:
-    """Return the weights or biases of all experts as a module has them.
+    """Return weights or biases as a module has them, which a file has in parts.
 
     Args:
-        parts: Tensors "gate" and "up", or "down", of the file, [E, R, C] or [E, R].
-        module: Module of the experts.
+        key: Name in the model.
+        parts: Tensors of the file: gate and up, or one tensor, of all experts, [E, R, C] or
+            [E, R]; gate and up of shared experts, [R, C]; keys [H, L, D] and values [H, D, L]
+            of latent attention.
+        module: Module of the weights.
         shape: Shape in the module.
     """
-    if "down" in parts:
-        joined = parts["down"]
+    if key.endswith("kv_b_proj.weight"):
+        keys, values = parts
+        return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+    if key.endswith("shared_mlp.input_linear.weight"):
+        return torch.cat(list(parts))
+    if len(parts) == 1:
+        (joined,) = parts
     elif getattr(module, "is_concatenated", True):
-        joined = torch.cat([parts["gate"], parts["up"]], 1)
+        joined = torch.cat(list(parts), 1)
     else:
-        stacked = torch.stack([parts["gate"], parts["up"]], 2)
+        stacked = torch.stack(list(parts), 2)
         joined = stacked.reshape(len(stacked), -1, *stacked.shape[3:])
     if joined.ndim > 2 and getattr(module, "is_transposed", joined.shape != shape):
         joined = joined.transpose(1, 2)
@@ -228,11 +271,55 @@ def _scalar(value: Any) -> Any:
     return value[0] if is_uniform else value
 
 
+def _special_fields(model_type: str, header: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of the config that several header fields determine. Raises ValueError."""
+    if model_type == "mpt":
+        if not header.get("attention.max_alibi_bias"):
+            raise ValueError("mpt without ALiBi is not supported")
+        attention = {
+            "clip_qkv": header.pop("attention.clamp_kqv", None),
+            "alibi_bias_max": int(header["attention.max_alibi_bias"]),
+        }
+        return {"attn_config": attention}
+    if model_type == "llama4_text":
+        if header.get("attention.sliding_window") == 0 or not header.get("expert_count"):
+            raise ValueError("Llama 4 without chunked attention or experts is not supported")
+        return {
+            "intermediate_size": header["expert_feed_forward_length"],
+            "use_qk_norm": header["expert_count"] != 128,  # as llama.cpp recognizes Maverick
+        }
+    if "attention.kv_lora_rank" not in header:
+        return {}
+    heads, rotary_size = header["attention.head_count"], header["rope.dimension_count"]
+    key_size = header.get("attention.key_length_mla", header["attention.key_length"])
+    value_size = header.get("attention.value_length_mla", header.get("attention.value_length"))
+    fields = {
+        "num_key_value_heads": heads,  # of keys and values that are not compressed
+        "head_dim": rotary_size,
+        "qk_rope_head_dim": rotary_size,
+        "qk_nope_head_dim": key_size - rotary_size,
+        "v_head_dim": value_size or header["embedding_length"] // heads,
+    }
+    if model_type == "minicpm3":
+        return fields
+    groups = _GROUPS.get(header.get("expert_count", 0), (1, 1))
+    fields["n_group"] = header.get("expert_group_count") or groups[0]
+    fields["topk_group"] = header.get("expert_group_used_count") or groups[1]
+    if model_type == "deepseek_v2":
+        if header.get("expert_weights_norm"):
+            raise ValueError("its expert_weights_norm is not supported by deepseek_v2")
+        is_greedy = fields["n_group"] == 1
+        fields["topk_method"] = "greedy" if is_greedy else "group_limited_greedy"
+    return fields
+
+
 def _check_scales(header: Mapping[str, Any], config: PreTrainedConfig) -> None:
     """Raise ValueError if a header has a scale or limit that the model type does not support."""
     for key in _SCALES:
         if header.get(key, 1) not in (0, 1) and not _first_field(config, _FIELDS[key]):
             raise ValueError(f"its {key} of {header[key]} is not supported by {config.model_type}")
+    if header.get("attention.temperature_scale") and config.model_type != "ministral3":
+        raise ValueError(f"its attention.temperature_scale is not supported by {config.model_type}")
     if config.model_type.startswith("granite") and header.get("rope.scaling.finetuned") is False:
         raise ValueError("Granite without rotary embedding is not supported")
 
@@ -251,6 +338,10 @@ def _rope_parameters(
         raise ValueError(
             f"rotary embedding of {size} of {head_size} dimensions is not supported by its type"
         )
+    if temperature := header.get("attention.temperature_scale"):
+        rope["llama_4_scaling_beta"] = temperature
+        context = header.get("rope.scaling.original_context_length", header["context_length"])
+        rope["original_max_position_embeddings"] = context
     if "truncate" in default:
         rope["truncate"] = default["truncate"]
     if "full_attention" not in default:

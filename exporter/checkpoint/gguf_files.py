@@ -38,10 +38,11 @@ _SCALING_FACTORS = ("scaling.factor", "scale_linear")
 _SCALING_NUMBERS = {
     *_SCALING_FACTORS, "scaling.attn_factor", "scaling.original_context_length",
     "scaling.yarn_attn_factor", "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
+    "scaling.yarn_log_multiplier",
 }  # fmt: skip
+_PHIMOE_FACTOR = 1.243163121016122  # of Phi-3.5-MoE; files have the attention factor of Phi-3
 _GENERIC_NAMES = {"", "model", "ggml-model", "ggml", "consolidated", "unnamed"}
 _LAYER = re.compile(r"blk\.(\d+)\.(?!attn_rot_embd)")  # some files have rotary frequencies
-_EXPERTS = re.compile(r"(.*)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -208,11 +209,17 @@ class GgufCheckpoint:
         permutation = relation.permutation if relation else self.architecture
         names, process = gguf_tensor_mapping(model, self.architecture, permutation or "")
         names |= gguf_architectures.tensor_names(expected)
+        part_names = gguf_architectures.part_names(expected)
+        is_part = {part for stored in part_names.values() for part in stored}
+        parts: dict[str, torch.Tensor] = {}
         state: dict[str, torch.Tensor] = {}
-        experts: dict[str, dict[str, torch.Tensor]] = {}
         num_unused = 0
         tensors = (part for t in self.tensors for part in _split_projections(t, names, expected))
         for tensor in tensors:
+            if tensor.name in is_part:
+                shape = torch.Size(map(int, reversed(tensor.shape)))
+                parts[tensor.name] = _lazy(tensor, shape, None)
+                continue
             name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
             if name not in expected:
                 num_unused += 0 if _is_rotary_factor(tensor) else _num_weights(tensor)
@@ -224,10 +231,6 @@ class GgufCheckpoint:
                     )
                 continue
             assert name is not None
-            if match := _EXPERTS.fullmatch(tensor.name):
-                shape = torch.Size(map(int, reversed(tensor.shape)))
-                experts.setdefault(name, {})[match[2]] = _lazy(tensor, shape, None)
-                continue
             shape = expected[name].shape
             if shape.numel() != _num_weights(tensor):
                 raise CheckpointError(
@@ -235,10 +238,14 @@ class GgufCheckpoint:
                     f"file and {[*shape]} by its header; download it again"
                 )
             state[name] = _lazy(tensor, shape, process)
-        for name, parts in experts.items():
-            if parts.keys() in ({"gate", "up"}, {"down"}):
-                module = model.get_submodule(name.rpartition(".")[0])
-                state[name] = gguf_architectures.join_experts(parts, module, expected[name].shape)
+        for name, stored in part_names.items():
+            if parts.keys() >= set(stored):
+                state[name] = gguf_architectures.join_parts(
+                    name,
+                    [parts[part] for part in stored],
+                    model.get_submodule(name.rpartition(".")[0]),
+                    expected[name].shape,
+                )
         return state, num_unused
 
 
@@ -378,7 +385,13 @@ def _scaling(
     numbers = {name: value for name, value in fields.items() if name in _SCALING_NUMBERS}
     if fields.keys() - _SCALING_NUMBERS - {"scaling.type", "scaling.finetuned"}:
         return None
+    if numbers.get("scaling.yarn_log_multiplier") == 0:
+        del numbers["scaling.yarn_log_multiplier"]
     if not all(isinstance(n, int | float) and 0 < n < math.inf for n in numbers.values()):
+        return None
+    log_multiplier = numbers.get("scaling.yarn_log_multiplier", 0)
+    is_deepseek = config.model_type in ("deepseek_v2", "deepseek_v3")
+    if log_multiplier and not is_deepseek and config.model_type not in ("mistral", "ministral3"):
         return None
     rotary_size = int(_head_size(config) * unscaled.get("partial_rotary_factor", 1))
     if any(len(divisors) != rotary_size // 2 for divisors in factors.values()):
@@ -390,7 +403,7 @@ def _scaling(
     if factors.keys() == {"rope_factors_long.weight", "rope_factors_short.weight"}:
         if name not in (None, "longrope") or factor not in (None, 1):
             return None
-        return {
+        scaling = {
             "rope_type": "longrope",
             "factor": config.max_position_embeddings / context,
             "long_factor": factors["rope_factors_long.weight"].tolist(),
@@ -398,39 +411,50 @@ def _scaling(
             "original_max_position_embeddings": int(context),
             "attention_factor": attention_factor,
         }
+        if config.model_type == "phimoe":
+            scaling |= {"short_mscale": _PHIMOE_FACTOR, "long_mscale": _PHIMOE_FACTOR}
+        return scaling
     if factors.keys() == {"rope_freqs.weight"}:
         (divisors,) = factors.values()
-        scaling = _llama3_scaling(unscaled["rope_theta"], divisors.max())
         is_alone = name in (None, "none") and factor in (None, 1) and attention_factor == 1
-        return scaling if is_alone and _match(divisors, scaling) else None
+        candidates = (
+            _llama3_scaling(unscaled["rope_theta"], divisors.max(), high) for high in (4.0, 1.0)
+        )
+        matching = (scaling for scaling in candidates if is_alone and _match(divisors, scaling))
+        return next(matching, None)
     if factors or factor is None:
         return None
     if name in (None, "linear") and attention_factor == 1:
         return {"rope_type": "linear", "factor": float(factor)}
     if name != "yarn" or factor < 1:
         return None
-    # llama.cpp multiplies the attention factor of the YaRN paper by that of the header, but for
-    # OLMo 3 converters wrote the product.
-    if config.model_type != "olmo3" or attention_factor == 1:
-        attention_factor *= 0.1 * math.log(factor) + 1
-    return {
+    scaling = {
         "rope_type": "yarn",
         "factor": float(factor),
         "original_max_position_embeddings": int(context),
-        "attention_factor": float(numbers.get("scaling.yarn_attn_factor", attention_factor)),
         "beta_fast": float(numbers.get("scaling.yarn_beta_fast", 32)),
         "beta_slow": float(numbers.get("scaling.yarn_beta_slow", 1)),
     }
+    if is_deepseek and log_multiplier:
+        # Scores are scaled instead of rotary embeddings; the converter writes a tenth.
+        scaling["mscale_all_dim"] = round(10 * log_multiplier, 6)
+    elif config.model_type != "olmo3" or attention_factor == 1:
+        # llama.cpp multiplies the attention factor of the YaRN paper by that of the header, but
+        # for OLMo 3 converters wrote the product.
+        attention_factor *= 0.1 * math.log(factor) + 1
+        attention_factor /= 0.1 * log_multiplier * math.log(factor) + 1
+    attention_factor = float(numbers.get("scaling.yarn_attn_factor", attention_factor))
+    return {**scaling, "attention_factor": attention_factor}
 
 
-def _llama3_scaling(theta: float, factor: float) -> dict[str, Any]:
-    """Return the rotary scaling of Llama 3.1 and 3.2, which differ only in the factor."""
+def _llama3_scaling(theta: float, factor: float, high: float) -> dict[str, Any]:
+    """Return the rotary scaling of Llama 3.1 and 3.2 (`high` is 4) or of Llama 4 (1)."""
     return {
         "rope_type": "llama3",
         "rope_theta": theta,
         "factor": float(factor),
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "high_freq_factor": high,
         "original_max_position_embeddings": 8192,
     }
 
@@ -440,7 +464,8 @@ def _match(factors: np.ndarray, rope: dict[str, Any]) -> bool:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(len(factors)) / len(factors))
     turns = rope["original_max_position_embeddings"] / lengths
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):  # the limits of Llama 4 are equal
+        kept = np.clip((turns - low) / (high - low), 0, 1)
     return np.allclose(factors, 1 / ((1 - kept) / rope["factor"] + kept), rtol=1e-5, atol=0)
 
 

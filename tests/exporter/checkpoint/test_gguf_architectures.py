@@ -23,7 +23,7 @@ from specedge.exporter.checkpoint import checkpoints, gguf_architectures, loader
 # Made with llama.cpp's convert_hf_to_gguf.py from random models of these configs; llama.cpp's
 # logits of the converted files were those of the loaded models.
 FILES = json.loads(Path(__file__).with_name("gguf_architectures.json").read_text("utf-8"))
-INTERLEAVED = {"arcee", "granite", "granitemoe", "llama", "olmo", "smollm3"}
+INTERLEAVED = {"arcee", "granite", "granitemoe", "llama", "mistral3", "olmo", "smollm3"}
 OTHER_NAMES = {
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
@@ -36,12 +36,13 @@ TYPES = {
 }  # fmt: skip
 
 
-def converted(architecture, name, array, config):
+def converted(file, name, array, config):
     """Yield the values that llama.cpp's converter writes for a tensor, with their names."""
+    architecture = file["architecture"]
     layer = re.search(r"\.(\d+)\.(.*)", name)
     if match := re.search(r"\.experts\.(gate_up|down)_proj(_bias)?", name):
         suffix = "bias" if match[2] else "weight"
-        if architecture == "gpt-oss" and suffix == "weight":
+        if architecture in ("gpt-oss", "llama4") and suffix == "weight":
             array = array.swapaxes(1, 2)
         parts = {"down": array}
         if match[1] == "gate_up":
@@ -52,6 +53,15 @@ def converted(architecture, name, array, config):
             parts = {"gate": array[:, ranges[0]], "up": array[:, ranges[1]]}
         for part, values in parts.items():
             yield f"blk.{layer[1]}.ffn_{part}_exps.{suffix}", np.ascontiguousarray(values)
+    elif layer and layer[2] == "shared_mlp.input_linear.weight":
+        for part, values in zip(("gate", "up"), np.split(array, 2), strict=True):
+            yield f"blk.{layer[1]}.ffn_{part}_shexp.weight", values
+    elif "kv_b_proj" in name and "attention.key_length_mla" in file["header"]:
+        size = config.qk_nope_head_dim
+        heads = array.reshape(config.num_attention_heads, -1, array.shape[1])
+        keys = np.ascontiguousarray(heads[:, :size].swapaxes(1, 2))
+        yield f"blk.{layer[1]}.attn_k_b.weight", keys
+        yield f"blk.{layer[1]}.attn_v_b.weight", np.ascontiguousarray(heads[:, size:])
     elif layer and layer[2] in OTHER_NAMES:
         yield f"blk.{layer[1]}.{OTHER_NAMES[layer[2]]}", array
     elif architecture in INTERLEAVED and (match := re.search(r"\.([qk])_proj\.", name)):
@@ -83,7 +93,7 @@ def write_file(path, file, model, is_fused=False, **extra_tensors):
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        for name, array in converted(architecture, key, tensor.numpy(), model.config):
+        for name, array in converted(file, key, tensor.numpy(), model.config):
             tensors[names.get_name(name, (".weight", ".bias")) or name] = array
     for name in [name for name in tensors if is_fused and ".attn_q." in name]:
         parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
@@ -112,7 +122,7 @@ def test_file_of_an_architecture_is_read_as_its_original(family, tmp_path):
     state |= dict(loaded.model.state_dict())
     for name, tensor in model.state_dict().items():
         assert torch.allclose(state[name], tensor, rtol=0, atol=1e-6), name
-    tokens = torch.arange(32)[None]
+    tokens = torch.arange(100)[None] % 64
     with torch.no_grad(), loaded.sources.materialized(loaded.model):
         assert torch.allclose(loaded.model(tokens).logits, model(tokens).logits, atol=1e-4)
 
@@ -148,14 +158,77 @@ def test_attention_factor_of_olmo_3_is_the_published_one(field, tmp_path):
     assert reads_scaled(tmp_path, {**file, "header": header}, ropes)
 
 
-def test_llama_3_scaling_of_exaone_4_is_read(tmp_path):
-    file, rope = FILES["exaone4"], {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 16.0}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope["original_max_position_embeddings"] = 8192
-    config = CONFIG_MAPPING["exaone4"](**{**file["config"], "rope_parameters": rope})
+@pytest.mark.parametrize(("family", "high"), [("exaone4", 4.0), ("llama4", 1.0)])
+def test_llama_3_scaling_is_read(family, high, tmp_path):
+    file = FILES[family]
+    theta = file["header"]["rope.freq_base"]
+    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": 16.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": high, "original_max_position_embeddings": 8192}
+    config = CONFIG_MAPPING[file["model_type"]](**{**file["config"], "rope_parameters": rope})
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    divisors = 10_000.0 ** -(torch.arange(8) / 8) / scaled
+    divisors = theta ** -(torch.arange(8) / 8) / scaled
     assert reads_scaled(tmp_path, file, rope, **{"rope_freqs.weight": divisors.numpy()})
+
+
+def test_attention_factor_of_phi_3_5_moe_is_the_published_one(tmp_path):
+    """Files have the smaller factor of Phi-3."""
+    factors = {"long": [2.0 + i / 4 for i in range(8)], "short": [1.0 + i / 8 for i in range(8)]}
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 64,
+        "long_mscale": 1.243163121016122, "short_mscale": 1.243163121016122,
+        **{f"{name}_factor": values for name, values in factors.items()},
+    }  # fmt: skip
+    file = FILES["phimoe"]
+    scaling = {"original_context_length": 64, "attn_factor": 1.1547005}
+    header = file["header"] | {f"rope.scaling.{name}": value for name, value in scaling.items()}
+    tensors = {f"rope_factors_{n}.weight": np.float32(values) for n, values in factors.items()}
+    assert reads_scaled(tmp_path, {**file, "header": header}, rope, **tensors)
+
+
+def test_older_files_of_deepseek_are_read(tmp_path):
+    """Their projections of latent keys and values are not split, and sizes are those of heads."""
+    file, path = FILES["deepseek_v3"], tmp_path / "model.gguf"
+    model = make_model(CONFIG_MAPPING[file["model_type"]](pad_token_id=None, **file["config"]))
+    sizes = {"attention.key_length": 24, "attention.value_length": 24, "attention.head_count_kv": 4}
+    header = {key: value for key, value in file["header"].items() if not key.endswith("_mla")}
+    write_file(path, {**file, "header": header | sizes}, model)
+    loaded = loader.load(checkpoints.find("target", str(path), None), Progress())
+    state = stored_numbers(loaded)
+    for name, tensor in model.named_parameters():
+        assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "family", "groups"),
+    [
+        (64, "deepseek_v2", ("greedy", 1, 1)),
+        (160, "deepseek_v2", ("group_limited_greedy", 8, 3)),
+        (256, "deepseek_v3", (None, 8, 4)),
+        (384, "deepseek_v3", (None, 1, 1)),
+    ],
+)
+def test_expert_groups_that_older_files_lack_are_the_published_ones(num_experts, family, groups):
+    fields = {"expert_group_count": None, "expert_group_used_count": None}
+    config = build_config(family, {"expert_count": num_experts, **fields})
+    assert (getattr(config, "topk_method", None), config.n_group, config.topk_group) == groups
+
+
+def test_glm_flash_without_gating_function_has_sigmoid_gates():
+    config = build_config("deepseek_v3", {"expert_gating_func": None}, vocab_size=154_880)
+    assert config.model_type == "deepseek_v3"
+
+
+def test_llama_4_with_128_experts_has_no_qk_norm():
+    assert build_config("llama4", {}).use_qk_norm
+    assert not build_config("llama4", {"expert_count": 128}).use_qk_norm
+
+
+def build_config(family, fields, vocab_size=64):
+    """Return the config of a recorded header with changed fields; None removes a field."""
+    architecture, header = FILES[family]["architecture"], FILES[family]["header"] | fields
+    header = {f"{architecture}.{k}": v for k, v in header.items() if v is not None}
+    shapes = {"token_embd.weight": (vocab_size, 64)}
+    return gguf_architectures.build_config(architecture, header, shapes)
 
 
 def reads_scaled(tmp_path, file, rope, **extra_tensors):
@@ -179,15 +252,15 @@ def reads_scaled(tmp_path, file, rope, **extra_tensors):
         ("llama", {"attention.scale": 0.5}, "its attention.scale of 0.5"),
         ("granite", {"rope.scaling.finetuned": False}, "without rotary embedding"),
         ("llama", {"rope.dimension_count": 8}, "8 of 32 dimensions is not supported"),
+        ("deepseek_v2", {"expert_weights_norm": True}, "its expert_weights_norm"),
+        ("deepseek_v3", {"attention.temperature_scale": 0.1}, "its attention.temperature_scale"),
+        ("llama4", {"attention.sliding_window": 0}, "without chunked attention"),
+        ("llama4", {"expert_count": 0}, "without chunked attention or experts"),
     ],
 )
 def test_header_fields_that_the_model_type_does_not_support_are_rejected(family, fields, message):
-    file = FILES[family]
-    header = {f"{file['architecture']}.{k}": v for k, v in (file["header"] | fields).items()}
     with pytest.raises(ValueError, match=message):
-        gguf_architectures.build_config(
-            file["architecture"], header, {"token_embd.weight": (64, 64)}
-        )
+        build_config(family, fields)
 
 
 def test_layer_weights_that_the_model_type_lacks_are_rejected_by_name(tmp_path):
@@ -201,19 +274,11 @@ def test_layer_weights_that_the_model_type_lacks_are_rejected_by_name(tmp_path):
 
 
 def test_header_fields_override_the_options_of_an_architecture():
-    header = {f"qwen3moe.{key}": value for key, value in FILES["qwen3_moe"]["header"].items()}
-    config = gguf_architectures.build_config(
-        "qwen3moe", header | {"qwen3moe.expert_weights_norm": False},
-        {"token_embd.weight": (64, 64)},
-    )  # fmt: skip
+    config = build_config("qwen3_moe", {"expert_weights_norm": False})
     assert config.norm_topk_prob is False
 
 
 @pytest.mark.parametrize("size", [0, 99, "16"])
 def test_impossible_rotary_size_is_rejected_in_one_line(size):
-    file = FILES["glm4"]
-    fields = {f"glm4.{key}": value for key, value in file["header"].items()}
     with pytest.raises(ValueError, match=f"a rotary size of {size} for heads of 16"):
-        gguf_architectures.build_config(
-            "glm4", fields | {"glm4.rope.dimension_count": size}, {"token_embd.weight": (64, 64)}
-        )
+        build_config("glm4", {"rope.dimension_count": size})
