@@ -25,6 +25,16 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"((?=[\p{L}])([^a-z]))", r"((?=[\p{L}])([^A-Z]))"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_HAN = (
+    "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002ebef\uf900-\ufaff"
+    "\U0002f800-\U0002fa1f"
+)
+_CASED_LETTERS = (  # of an older version of Unicode
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫ"
+    "ᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭ"
+    "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟"
+    "𞤀-𞥃"
+)
 
 
 def _words(numbers: str, letters: str = r"\p{L}", marks: str = "") -> str:
@@ -39,6 +49,10 @@ def _cased_words(numbers: str, ending: str) -> str:
         rf"{_BEFORE}{_UPPER}*{_LOWER}+{ending}|{_BEFORE}{_UPPER}+{_LOWER}*{ending}"
         rf"|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
     )
+
+
+def _any_words(letters: str, numbers: str) -> str:
+    return rf"{_BEFORE}{letters}+{_CONTRACTIONS}?|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
 
 
 @dataclass(frozen=True)
@@ -69,8 +83,11 @@ _DEEPSEEK3 = PreTokenizerRules(
         r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _LINES,
     )
 )
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 PRE_TOKENIZERS: Mapping[str, PreTokenizerRules] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "midm-2.0"), _LLAMA3
+    ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizerRules(_LLAMA3.splits)),
     "glm4": PreTokenizerRules(_LLAMA3.splits, ignores_merges=True),
     **dict.fromkeys(
@@ -78,18 +95,60 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerRules] = {
         _DIGITS,
     ),
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "exaone4", "jais", "trillion", "granite-docling"), _PLAIN
+        (
+            "gpt-2", "phi-2", "mpt", "olmo", "exaone4", "jais", "trillion", "granite-docling",
+            "a.x-4.0", "gigachat", "mellum",
+        ),
+        _PLAIN,
     ),
     **dict.fromkeys(
-        ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2"), _QWEN2
+        (
+            "qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2", "kormo",
+            "solar-open",
+        ),
+        _QWEN2,
     ),
     "qwen35": PreTokenizerRules((_words(r"\p{N}", r"[\p{L}\p{M}]", r"\p{M}"),)),
     "tekken": PreTokenizerRules(
         (_cased_words(r"\p{N}", ""),), ignores_merges=True, adds_bos=True
     ),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
-    "bloom": PreTokenizerRules((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), _GPT4O),
+    "tiny_aya": PreTokenizerRules(
+        (  # digits are grouped from the right, the first group with the text before it
+            r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+            _any_words(r"[\p{L}\p{M}]", r"\p{N}{1,3}"),
+        )
+    ),
+    "youtu": PreTokenizerRules(
+        (
+            "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
+            _any_words(r"[\p{L}\p{M}]", r"\p{N}"),
+        ),
+        ignores_merges=True,
+    ),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    "deepseek-llm": PreTokenizerRules(
+        (
+            r"[\r\n]",
+            rf"\s?[{_CASED_LETTERS}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟、-。]+",
+            r"\s+$",
+            "[一-龥ࠀ-一가-\ud7ff]+",
+            r"\p{N}+",
+        )
+    ),
+    "kimi-k2": PreTokenizerRules(
+        (
+            rf"[{_HAN}]+|{_BEFORE}[\p{{L}}&&[^{_HAN}]]+{_CONTRACTIONS}?|\p{{N}}{{1,3}}"
+            rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}",
+        )
+    ),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), PreTokenizerRules((_BLOOM,))),
+    "viking": PreTokenizerRules((_BLOOM, r"\p{N}")),
+    "superbpe": PreTokenizerRules((r"\p{N}+", r"(?=([0-9]{3})+(?![0-9]))")),
+    "minicpm5": PreTokenizerRules(
+        (r"\p{N}{1,3}", _words(r"\p{N}+")), ignores_merges=True
+    ),
     "exaone-moe": PreTokenizerRules(
         (
             rf"{_CONTRACTIONS}|{_BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
