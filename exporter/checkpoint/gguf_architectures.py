@@ -318,8 +318,11 @@ def _check_scales(header: Mapping[str, Any], config: PreTrainedConfig) -> None:
     for key in _SCALES:
         if header.get(key, 1) not in (0, 1) and not _first_field(config, _FIELDS[key]):
             raise ValueError(f"its {key} of {header[key]} is not supported by {config.model_type}")
-    if header.get("attention.temperature_scale") and config.model_type != "ministral3":
-        raise ValueError(f"its attention.temperature_scale is not supported by {config.model_type}")
+    has_yarn = header.get("rope.scaling.type") == "yarn"
+    if header.get("attention.temperature_scale") and not (
+        config.model_type == "ministral3" and has_yarn
+    ):
+        raise ValueError("its attention.temperature_scale is supported with mistral3 and YaRN only")
     if config.model_type.startswith("granite") and header.get("rope.scaling.finetuned") is False:
         raise ValueError("Granite without rotary embedding is not supported")
 
@@ -340,8 +343,6 @@ def _rope_parameters(
         )
     if temperature := header.get("attention.temperature_scale"):
         rope["llama_4_scaling_beta"] = temperature
-        context = header.get("rope.scaling.original_context_length", header["context_length"])
-        rope["original_max_position_embeddings"] = context
     if "truncate" in default:
         rope["truncate"] = default["truncate"]
     if "full_attention" not in default:

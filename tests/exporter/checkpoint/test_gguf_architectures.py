@@ -254,6 +254,7 @@ def reads_scaled(tmp_path, file, rope, **extra_tensors):
         ("llama", {"rope.dimension_count": 8}, "8 of 32 dimensions is not supported"),
         ("deepseek_v2", {"expert_weights_norm": True}, "its expert_weights_norm"),
         ("deepseek_v3", {"attention.temperature_scale": 0.1}, "its attention.temperature_scale"),
+        ("ministral3", {"rope.scaling.type": "linear"}, "its attention.temperature_scale"),
         ("llama4", {"attention.sliding_window": 0}, "without chunked attention"),
         ("llama4", {"expert_count": 0}, "without chunked attention or experts"),
     ],
