@@ -1,7 +1,7 @@
 """Docstrings and class names of the product."""
 
-import ast
 import functools
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -15,30 +15,29 @@ CLAUSE_OPENINGS = {
 
 
 @functools.cache
-def every_node():
+def sources():
     folders = (ROOT, *(folder for folder in ROOT.iterdir() if folder.is_symlink()))
     paths = sorted(path for folder in folders for path in folder.resolve().rglob("*.py"))
-    return [
-        (path.relative_to(ROOT.parent), node)
-        for path in paths
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    return {path.relative_to(ROOT.parent): path.read_text("utf-8") for path in paths}
 
 
 def test_no_docstring_opens_with_a_clause():
-    docstrings = ((path, ast.get_docstring(node) or "-") for path, node in every_node())
+    """Regular expressions take a twentieth of the parser's time, and see every long string."""
+    docstrings = [
+        (path, line.split())
+        for path, text in sources().items()
+        for line in re.findall(r'^ *[rf]*"""\s*(\S.*)', text, re.MULTILINE)
+    ]
+    assert len(docstrings) > 2000
     assert not [
-        f"{path}: {text.splitlines()[0]}"
-        for path, text in docstrings
-        if text.split()[0].strip(",.:'") in CLAUSE_OPENINGS
+        f"{path}: {' '.join(words)}"
+        for path, words in docstrings
+        if words[0].strip(",.:'") in CLAUSE_OPENINGS
     ]
 
 
 def test_class_names_are_unique():
-    names = Counter(
-        node.name
-        for path, node in every_node()
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
+    pattern = re.compile(r"^ *class ([A-Za-z]\w*)", re.MULTILINE)
+    names = Counter(name for text in sources().values() for name in pattern.findall(text))
+    assert len(names) > 300
     assert not [name for name, count in names.items() if count > 1]
