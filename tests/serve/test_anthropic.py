@@ -8,8 +8,6 @@ from test_thinking import CALLING, TOKENS
 from served import MODEL, ask, serving
 from tool_pairs import scripted_pair
 
-anthropic = pytest.importorskip("anthropic", reason="needs the test extra")
-
 WEATHER = {
     "name": "weather",
     "description": "Tells the weather.",
@@ -27,6 +25,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_c
 
 @pytest.fixture(scope="module")
 def served():
+    anthropic = pytest.importorskip("anthropic", reason="needs the test extra")
     pipeline = scripted_pair(CALLING, TOKENS)
     with (
         serving(pipeline, model=MODEL) as port,
@@ -109,8 +108,10 @@ def test_tokens_of_a_prompt_are_counted(served):
 
 
 def test_errors_have_anthropics_shape(served):
+    from anthropic import BadRequestError  # a second to import, for the worker that needs it
+
     _, client, port = served
-    with pytest.raises(anthropic.BadRequestError) as caught:
+    with pytest.raises(BadRequestError) as caught:
         client.messages.create(extra_body={"temperature": -1}, **ASKED)
     assert caught.value.body["error"]["type"] == "invalid_request_error"
     for messages in ("x", [], [{"role": "user", "content": [{"type": "image"}]}], [3]):
