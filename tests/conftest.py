@@ -3,6 +3,7 @@
 # ruff: noqa: E402
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -17,6 +18,8 @@ if WORKER and CPUS:
     os.sched_setaffinity(0, {sorted(CPUS)[index % len(CPUS)]})  # replacements have higher numbers
 
 import pytest
+
+gc.disable()  # until the tests are collected: what imports and collection allocate stays
 
 from specedge.bundle import store
 from specedge.runtime.backend import sessions
@@ -36,6 +39,12 @@ def pytest_configure(config):
 
         settings.register_profile("repeatable", deadline=None, derandomize=True)
         settings.load_profile("repeatable")
+
+
+def pytest_collection_finish():
+    """Exempt modules and collected tests, millions of objects, from garbage collection."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import json
 from pathlib import Path
 
@@ -70,8 +69,6 @@ class Pairs:
 
 @pytest.fixture(scope="session", autouse=True)
 def _traces(tmp_path_factory):
-    gc.collect()
-    gc.freeze()  # collections of an export need not look at the libraries
     with traces.remembered(run_folder(tmp_path_factory, "traces")):
         yield
 
