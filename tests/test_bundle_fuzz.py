@@ -126,7 +126,7 @@ def test_a_manifest_with_other_bytes_in_it_gives_a_bundle_or_one_line(whole, dat
     read(folder, text[:start] + data.draw(st.binary(max_size=20)) + text[end:])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(value=JSON)
 def test_any_json_gives_one_line(whole, value):
     assert read(whole[0], json.dumps(value).encode()) is None

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specedge
-from cases import exhaustive
+from cases import exhaustive, slow
 from checkpoints import greedy_tokens
 
 PROMPTS = {"embedded": "def read_config(path):"}  # for the others, any tokens
@@ -21,7 +21,7 @@ SLOW = [
 ]
 
 
-@pytest.fixture(params=["embedded", "gpt2", *SLOW])
+@pytest.fixture(params=[slow("embedded"), "gpt2", *SLOW])
 def name(request):
     return request.param
 

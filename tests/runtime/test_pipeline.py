@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import specedge
+from cases import slow
 from specedge.bundle import store
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
@@ -33,7 +34,7 @@ def test_greedy_tokens_equal_plain_decoding(pipeline, prompt, k):
 
 
 @pytest.mark.usefixtures("all_cpus")
-@pytest.mark.parametrize("ops", ["gqa", "onnx"])
+@pytest.mark.parametrize("ops", ["gqa", slow("onnx")])
 def test_greedy_text_on_all_cpus_does_not_depend_on_k(ops):
     pair = specedge.load(store.embedded_folder(), ops=ops)
     texts = [

@@ -7,6 +7,7 @@ from itertools import product
 import jsonschema
 import pytest
 
+from cases import slow
 from served import MODEL, client, serving
 from specedge.request import GenerationRequest
 from specedge.runtime.sampling.history import History
@@ -25,7 +26,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 CALLS = [("weather", {"city": "Rom", "days": 3}), ("clock", {})]
 # One family of each form of calls, whose marks are tokens or may be text.
 FORMS = ("Qwen", "Llama 3", "Mistral, ids")
-PAIRS = [*((name, True) for name in FORMS), ("Qwen", False)]
+PAIRS = [*((name, True) for name in FORMS), slow("Qwen", False)]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from architectures import ARCHITECTURES
+from cases import slow
 from checkpoints import make_model
 from comparing import model_of, traced
 from specedge.errors import ParityError
@@ -145,7 +146,7 @@ def test_what_a_nonlinearity_makes_is_multiplied_with_a_hadamard_matrix(changed)
     assert len(blocks) == 2  # layers
 
 
-@pytest.mark.parametrize(("kind", "num_mixed"), [("gpt2", 0), ("gemma3_text", 2)])
+@pytest.mark.parametrize(("kind", "num_mixed"), [("gpt2", 0), slow("gemma3_text", 2)])
 def test_a_tied_head_that_cannot_be_rotated_stays_tied(changed, kind, num_mixed):
     """Behind an RMS norm, head and lookup share a table in the basis of Hadamard matrices."""
     graph = changed(kind).graph

@@ -30,6 +30,7 @@ SCHEMES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_bundle_is_the_published_model(name, tmp_path):
