@@ -42,7 +42,7 @@ def test_all_decoding_checks_pass_a_correct_pair():
     subject = make_subject()
     for check in DETERMINISTIC:
         assert check(subject, Ticks(10**6).budget).status == PASSED, check
-    assert run_sampled().status == PASSED
+    assert run_sampled(texts=20).status == PASSED
     assert run_joint().status == PASSED
 
 
@@ -115,7 +115,7 @@ class Flipped:
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (0.006, PASSED)])
 def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, status):
-    subject = make_subject(DecoderParts(target=lambda model: Flipped(model, 0.01)), num_prompts=8)
+    subject = make_subject(DecoderParts(target=lambda model: Flipped(model, 0.01)), num_prompts=4)
     subject.noise["target"] = noise
     found = decoding_checks.greedy(subject, Ticks(10**6).budget)
     assert found.status == status
