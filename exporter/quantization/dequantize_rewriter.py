@@ -28,7 +28,8 @@ class DequantizeRewriter(IntegerRewriter):
     def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:
         """Replace experts by a MoE node of dequantized weights."""
         if choice.num_parts:
-            expert_rewriter.dequantize_experts(self, mixture, choice)
+            stored = expert_rewriter.store_experts(self, mixture.experts, choice)
+            expert_rewriter.dequantize_experts(self, mixture, stored)
 
     def _quantize_input(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
         return (value,)

@@ -28,33 +28,67 @@ _RESULT_TYPES = {"Equal": ir.DataType.BOOL, "Cast": ir.DataType.FLOAT}  # else t
 _INTEGER_TYPES = {8: ir.DataType.UINT8, 4: ir.DataType.UINT4}
 
 
-def rewrite_experts(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -> None:
+@dataclass(frozen=True)
+class StoredStack:
+    """Stored matrices of all experts, [E, N, K] in G blocks along K.
+
+    Attributes:
+        values: Packed integers, [E, N, G, bytes].
+        scales: [E, N, G].
+        zero_points: Packed, [E, N, bytes]; None for 2 ** (bits - 1).
+    """
+
+    values: ir.ExternalTensor
+    scales: ir.ExternalTensor
+    zero_points: ir.ExternalTensor | None = None
+
+    @property
+    def tensors(self) -> list[ir.ExternalTensor]:
+        tensors = (self.values, self.scales, self.zero_points)
+        return [tensor for tensor in tensors if tensor is not None]
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """Stored experts of a layer: integers of `bits` in blocks of `block_size`."""
+
+    bits: int
+    block_size: int
+    first: StoredStack
+    last: StoredStack
+
+
+def rewrite_experts(editor: GraphEditor, mixture: ExpertLayer, stored: StoredExperts) -> None:
     """Replace a layer's experts in a graph with quantized activations."""
     if mixture.is_sparse:
-        _rewrite_sparse(editor, mixture, choice)
+        _rewrite_sparse(editor, mixture, stored)
     else:
-        _rewrite_dense(editor, mixture, choice)
+        _rewrite_dense(editor, mixture, stored, INT8_ACCURACY_LEVEL)
 
 
-def dequantize_experts(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -> None:
+def dequantize_experts(
+    editor: GraphEditor,
+    mixture: ExpertLayer,
+    stored: StoredExperts,
+    accuracy_level: int = INT8_ACCURACY_LEVEL,
+) -> None:
     """Replace a layer's experts in a graph with float activations: MoE with dequantized weights.
 
-    Not QMoE, which requires another weight layout on CUDA.
+    Not QMoE, which requires another weight layout on CUDA. `accuracy_level` is that of products
+    without a MoE node.
     """
     if not mixture.is_sparse:
-        _rewrite_dense(editor, mixture, choice)
+        _rewrite_dense(editor, mixture, stored, accuracy_level)
         return
     (node,) = mixture.nodes
-    for index, tensors in zip((2, 4), store_experts(editor, mixture.experts, choice), strict=True):
-        before, name = operand(node, index), f"{tensors[0].name}.wide"
-        node.replace_input_with(index, _dequantized(editor, node, tensors, choice, before, name))
+    for index, stack in ((2, stored.first), (4, stored.last)):
+        before, name = operand(node, index), f"{stack.values.name}.wide"
+        node.replace_input_with(index, _dequantized(editor, node, stack, stored, before, name))
 
 
-def store_experts(
-    editor: GraphEditor, experts: ExpertWeights, choice: Scheme
-) -> list[tuple[ir.ExternalTensor, ir.ExternalTensor]]:
-    """Store both matrices of experts; return their bytes [E, N, G, bytes] and scales [E, N, G]."""
-    pairs = []
+def store_experts(editor: GraphEditor, experts: ExpertWeights, choice: Scheme) -> StoredExperts:
+    """Quantize and store both matrices of experts."""
+    stacks = []
     for matrices, weight in ((experts.first, choice.importance), (experts.last, None)):
         number, width, size = matrices.data().shape
         key = ("experts", matrices.offset, choice.bits)
@@ -64,8 +98,8 @@ def store_experts(
         groups = number, width, size // BLOCK_SIZE
         bytes_ = ir.Shape([*groups, BLOCK_SIZE * choice.bits // 8])
         scales = view_tensor(scales, ir.Shape(groups), scales.name)
-        pairs.append((view_tensor(values, bytes_, values.name), scales))
-    return pairs
+        stacks.append(StoredStack(view_tensor(values, bytes_, values.name), scales))
+    return StoredExperts(choice.bits, BLOCK_SIZE, *stacks)
 
 
 def _quantize_experts(
@@ -79,56 +113,60 @@ def _quantize_experts(
     )
 
 
-def _rewrite_dense(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -> None:
+def _rewrite_dense(
+    editor: GraphEditor, mixture: ExpertLayer, stored: StoredExperts, accuracy_level: int
+) -> None:
     """Insert two products over all experts, with N = E * 2 * I and with K = E * I."""
     first, last = mixture.nodes
-    (values, scales), (ends, sizes) = store_experts(editor, mixture.experts, choice)
-    number, width, groups, size = ends.shape.numpy()
-    wide = number * values.shape.numpy()[1]
-    flat = [wide, *values.shape.numpy()[2:]]
-    rows = editor.external(view_tensor(values, ir.Shape(flat), f"{values.name}.flat"))
-    scale = editor.external(view_tensor(scales, ir.Shape(flat[:2]), f"{scales.name}.flat"))
-    _block_product(editor, first, [rows, scale], values.shape.numpy()[2] * BLOCK_SIZE, wide, choice)
+    number, width, groups, _ = stored.first.values.shape.numpy()
+    rows = []
+    for tensor in stored.first.tensors:
+        shape = ir.Shape([number * width, *tensor.shape.numpy()[2:]])
+        rows.append(editor.external(view_tensor(tensor, shape, f"{tensor.name}.flat")))
+    _block_product(editor, first, rows, groups, number * width, stored, accuracy_level)
+    _, width, groups, _ = stored.last.values.shape.numpy()
     turned = []
-    for tensor, order, shape in (
-        (ends, [1, 0, 2, 3], [width, number * groups, size]),
-        (sizes, [1, 0, 2], [width, number * groups]),
-    ):
+    for tensor in stored.last.tensors:
+        _, _, size, *rest = tensor.shape.numpy()
         name, value = f"{tensor.name}.turned", editor.external(tensor)
+        order = [1, 0, 2, 3][: len(tensor.shape)]
         moved = insert_node(last, "Transpose", [value], name, perm=order)
-        dims = add_constant(editor.graph, np.array(shape, np.int64), f"{name}.dims")
+        shape = np.array([width, number * size, *rest], np.int64)
+        dims = add_constant(editor.graph, shape, f"{name}.dims")
         whole = insert_node(last, "Reshape", [moved, dims], f"{name}.whole")
         moved.dtype = whole.dtype = tensor.dtype
         turned.append(whole)
-    _block_product(editor, last, turned, number * groups * BLOCK_SIZE, width, choice)
+    _block_product(editor, last, turned, number * groups, width, stored, accuracy_level)
 
 
 def _block_product(
     editor: GraphEditor,
     node: ir.Node,
-    stored: list[ir.Value],
-    size: int,
+    inputs: list[ir.Value],
+    groups: int,
     width: int,
-    choice: Scheme,
+    stored: StoredExperts,
+    accuracy_level: int,
 ) -> None:
     """Replace a product by a block-wise one, x [T, K] times [K, N]."""
     x, output = operand(node, 0), node.outputs[0]
-    name = f"{output.name}.int{choice.bits}"
+    name = f"{output.name}.int{stored.bits}"
     product = editor.node(
-        node, "MatMulNBits", [x, *stored], name, output, domain=MICROSOFT_DOMAIN, K=size, N=width,
-        bits=choice.bits, block_size=BLOCK_SIZE, accuracy_level=INT8_ACCURACY_LEVEL,
+        node, "MatMulNBits", [x, *inputs], name, output, domain=MICROSOFT_DOMAIN,
+        K=groups * stored.block_size, N=width, bits=stored.bits, block_size=stored.block_size,
+        accuracy_level=accuracy_level,
     )  # fmt: skip
     replace_output(output, product)
 
 
-def _rewrite_sparse(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -> None:
+def _rewrite_sparse(editor: GraphEditor, mixture: ExpertLayer, stored: StoredExperts) -> None:
     """Insert a QMoE node over a copy of each row per expert, [k, T, H], and sum the results."""
     (node,) = mixture.nodes
     routing, x, output = _surrounding_values(node)
     before = _NodeInserter(editor, node)
     first, last = before.ints("0", 0), before.ints("-1", -1)
     number, k = mixture.experts.first.data().shape[0], node.attributes["k"].as_int()
-    times = 1 if choice.bits == 8 else 2
+    times = 1 if stored.bits == 8 else 2
     weights, chosen = before.largest(routing, k)
     single_logits = _single_expert_logits(before, chosen, last, number)
     logits = single_logits
@@ -136,7 +174,7 @@ def _rewrite_sparse(editor: GraphEditor, mixture: ExpertLayer, choice: Scheme) -
         logits = before.put("Concat", [single_logits] * times, "twice", axis=0)
     copies = before.put("Unsqueeze", [x, first], "one")
     copies = before.put("Expand", [copies, before.ints("copies", times * k, 1, 1)], "x")
-    expert_rows = _insert_qmoe(before, mixture, choice, copies, logits)
+    expert_rows = _insert_qmoe(before, mixture, stored, copies, logits)
     if times > 1:
         expert_rows = before.put(
             "Slice", [expert_rows, first, before.ints("count", k), first], "half"
@@ -192,19 +230,26 @@ def _single_expert_logits(
 
 
 def _insert_qmoe(
-    before: _NodeInserter, mixture: ExpertLayer, choice: Scheme, x: ir.Value, logits: ir.Value
+    before: _NodeInserter,
+    mixture: ExpertLayer,
+    stored: StoredExperts,
+    x: ir.Value,
+    logits: ir.Value,
 ) -> ir.Value:
     """Insert a QMoE node with one expert per row. [k, T, H]"""
     editor, (node,) = before.editor, mixture.nodes
-    (values, scales), (ends, sizes) = [
-        (editor.external(_join_bytes(v, choice)), editor.external(s))
-        for v, s in store_experts(editor, mixture.experts, choice)
-    ]
+    stacks = (stored.first, stored.last)
     biases = [node.inputs[i] if i < len(node.inputs) else None for i in (3, 5)]
-    inputs = [x, logits, values, scales, biases[0], ends, sizes, biases[1]]
+    inputs: list[ir.Value | None] = [x, logits]
+    for stack, bias in zip(stacks, biases, strict=True):
+        inputs += [editor.external(_join_bytes(stack.values)), editor.external(stack.scales), bias]
+    if any(stack.zero_points is not None for stack in stacks):
+        points = [stack.zero_points for stack in stacks]
+        inputs += [None] * 3  # a third matrix, which is joined with the first
+        inputs += [None if tensor is None else editor.external(tensor) for tensor in points]
     attributes: dict[str, Any] = {n: a.value for n, a in node.attributes.items()} | {"k": 1}
-    attributes |= {"expert_weight_bits": choice.bits, "block_size": BLOCK_SIZE}
-    if choice.bits == 4:  # implied for 8 bits, where ONNX Runtime 1.30 rejects the attribute
+    attributes |= {"expert_weight_bits": stored.bits, "block_size": stored.block_size}
+    if stored.bits == 4:  # implied for 8 bits, where ONNX Runtime 1.30 rejects the attribute
         attributes["accuracy_level"] = INT8_ACCURACY_LEVEL
     return before.put("QMoE", inputs, "each_one", domain=MICROSOFT_DOMAIN, **attributes)
 
@@ -225,7 +270,7 @@ def _surrounding_values(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
     return operand(log, 0), operand(rows, 0), scaled.outputs[0]
 
 
-def _join_bytes(tensor: ir.ExternalTensor, choice: Scheme) -> ir.ExternalTensor:
+def _join_bytes(tensor: ir.ExternalTensor) -> ir.ExternalTensor:
     """View the bytes of a row as one axis. [E, N, G, bytes] -> [E, N, bytes]"""
     *outer, groups, size = tensor.shape.numpy()
     return view_tensor(tensor, ir.Shape([*outer, groups * size]), f"{tensor.name}.joined")
@@ -234,23 +279,25 @@ def _join_bytes(tensor: ir.ExternalTensor, choice: Scheme) -> ir.ExternalTensor:
 def _dequantized(
     editor: GraphEditor,
     before: ir.Node,
-    tensors: tuple[ir.ExternalTensor, ir.ExternalTensor],
-    choice: Scheme,
+    stack: StoredStack,
+    stored: StoredExperts,
     like: ir.Value,
     name: str,
 ) -> ir.Value:
     """Insert the dequantization of stacked matrices. [E, N, K]"""
-    values, scales = tensors
+    values, bits, block_size = stack.values, stored.bits, stored.block_size
     *outer, groups, _ = values.shape.numpy()
-    integer_type = _INTEGER_TYPES[choice.bits]
+    integer_type = _INTEGER_TYPES[bits]
     whole = view_tensor(
-        values, ir.Shape([*outer, groups * BLOCK_SIZE]), f"{values.name}.integers", integer_type
+        values, ir.Shape([*outer, groups * block_size]), f"{values.name}.integers", integer_type
     )
-    zeros = editor.store.zero_points((*outer, groups), choice.bits)
+    zeros = stack.zero_points
+    if zeros is None:
+        zeros = editor.store.zero_points((*outer, groups), bits)
     zero = view_tensor(zeros, ir.Shape([*outer, groups]), f"{values.name}.zero", integer_type)
-    inputs = [editor.external(tensor) for tensor in (whole, scales, zero)]
+    inputs = [editor.external(tensor) for tensor in (whole, stack.scales, zero)]
     dequantized = editor.node(
-        before, "DequantizeLinear", inputs, name, inputs[0], axis=2, block_size=BLOCK_SIZE
+        before, "DequantizeLinear", inputs, name, inputs[0], axis=2, block_size=block_size
     )
     dequantized.shape = like.shape
     return dequantized

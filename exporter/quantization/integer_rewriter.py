@@ -61,7 +61,8 @@ class IntegerRewriter(GraphEditor):
     def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:
         """Replace a layer's experts."""
         if choice.num_parts:
-            expert_rewriter.rewrite_experts(self, mixture, choice)
+            stored = expert_rewriter.store_experts(self, mixture.experts, choice)
+            expert_rewriter.rewrite_experts(self, mixture, stored)
 
     def embedding(self, node: ir.Node, stored: StoredTensor) -> None:
         """Replace a lookup in a table, [V, H]."""

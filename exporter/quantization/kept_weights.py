@@ -6,90 +6,44 @@ input over each block are multiplied by the matrix of offsets:
     x W = x Q + sums(x) O    x [T, K], Q [K, N], sums(x) [T, K / 32], O [K / 32, N]
 
 If blocks permute the inputs (act-order), x is permuted once for all products with the same order.
-
-Matrices of a graph are matched with the checkpoint by fingerprints of their dequantized rows. The
-rows may be in another order or tensor than in the checkpoint, and a matrix that was modified, for
-example by an adapter, does not match.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-import torch
 
 from specedge.bundle.graph_variants import has_compute_type
 from specedge.bundle.reports import WeightType
 
-from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor, strips
+from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor
 from ..graph import rewrites
 from ..graph.nodes import MICROSOFT_DOMAIN, add_constant
 from ..graph.weights import drop_unused, view_tensor
-from . import rounding, schemes
+from . import schemes
 from .experts import ExcludedWeights, expert_layers, load_graph
 from .float_model import FloatModel
 from .graph_editor import INT8_ACCURACY_LEVEL, replace_output
 from .integer_rewriter import IntegerRewriter, num_columns
+from .kept_matrices import KeptMatrix, KeptTensors, join_matrices
 from .matrices import Matrix, MatrixGroup, StoredTensor, embeddings, matrix_groups, tensor_data
-from .rounding import BlockMatrix
 from .schemes import Scheme
 from .weight_store import WeightStore
 
 _FLOAT_BITS = 32  # bits of scales, offsets and dequantized weights
 
 
-@dataclass(frozen=True)
-class KeptMatrix:
-    """Matrix [K, N] whose columns are these rows of a quantized tensor."""
-
-    tensor: QuantizedTensor
-    rows: np.ndarray
-
-    @property
-    def layout(self) -> BlockLayout:
-        assert self.tensor.layout is not None
-        return self.tensor.layout
-
-    def blocks(self) -> BlockMatrix:
-        """Return integers and scales in the layout of MatMulNBits."""
-        num_blocks, bits = self.tensor.shape[1] // self.layout.block_size, self.layout.bits
-        shape = len(self.rows), num_blocks, self.layout.block_size * bits // 8
-        values, scales = np.empty(shape, np.uint8), np.empty(shape[:2], np.float32)
-        for at in self._strips():
-            unpacked = self.tensor.unpack(self.rows[at])
-            values[at] = rounding.pack(torch.from_numpy(unpacked.integers), bits).numpy()
-            scales[at] = unpacked.scales
-        return BlockMatrix(values, scales)
-
-    def offsets(self) -> np.ndarray:
-        """Return the offsets of blocks, [N, K / block_size]."""
-        parts = (self.tensor.unpack(self.rows[at]).offsets for at in self._strips())
-        return np.concatenate([part for part in parts if part is not None])
-
-    def zero_points(self) -> np.ndarray:
-        """Return the packed zero points of blocks, [N, bytes]."""
-        parts = (self.tensor.unpack(self.rows[at]).zero_points for at in self._strips())
-        points = np.concatenate([part for part in parts if part is not None])
-        even = (
-            np.pad(points, ((0, 0), (0, points.shape[1] % 2))) if self.layout.bits == 4 else points
-        )
-        return rounding.pack(torch.from_numpy(even), self.layout.bits).numpy()
-
-    def _strips(self) -> Iterator[slice]:
-        return strips(len(self.rows), self.tensor.shape[1])
-
-
 class KeptWeights:
     """Matrices of graphs that are quantized tensors of the checkpoint, by offset."""
 
     def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
-        self._prints = [(t, _sorted_prints(t)) for t in tensors if t.layout is not None]
+        self._tensors = KeptTensors(tensors)
         self._matrices: dict[int, KeptMatrix | None] = {}
         self._sizes = {tensor.name: tensor for tensor in tensors}
 
@@ -106,10 +60,10 @@ class KeptWeights:
         for group in matrix_groups(graph, excluded.offsets):
             for matrix in group.matrices:
                 if len(matrix.stored.order) == 2 and matrix.offset not in self._matrices:
-                    self._matrices[matrix.offset] = self._find(matrix.stored.data())
+                    self._matrices[matrix.offset] = self._tensors.find(matrix.stored.data())
         for _, stored in embeddings(graph):
             if stored.offset not in self._matrices:
-                self._matrices[stored.offset] = self._find(tensor_data(stored.tensor).T)
+                self._matrices[stored.offset] = self._tensors.find(tensor_data(stored.tensor).T)
 
     def types(self) -> dict[str, WeightType]:
         """Return the quantization types of the checkpoint, with their sizes."""
@@ -126,22 +80,6 @@ class KeptWeights:
                              size["bundle"] / size["count"])
             for name, size in sorted(sizes.items())
         }  # fmt: skip
-
-    def _find(self, weights: torch.Tensor) -> KeptMatrix | None:
-        """Return the rows of a tensor that are a matrix's columns; None without. [K, N]"""
-        size, width = weights.shape
-        pieces = (weights[:, at].T.float().contiguous().numpy() for at in strips(width, size))
-        prints = np.concatenate([_row_prints(piece) for piece in pieces])
-        for tensor, (ordered, order) in self._prints:
-            if tensor.shape[1] != size:
-                continue
-            indices = np.minimum(np.searchsorted(ordered, prints[:1]), len(ordered) - 1)
-            if ordered[indices[0]] != prints[0]:
-                continue
-            indices = np.minimum(np.searchsorted(ordered, prints), len(ordered) - 1)
-            if np.array_equal(ordered[indices], prints):
-                return KeptMatrix(tensor, order[indices])
-        return None
 
 
 def bits_per_weight(layout: BlockLayout | None) -> float:
@@ -276,7 +214,7 @@ class KeptRewriter(IntegerRewriter):
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
         kept, name = [self.kept[m.offset] for m in matrices], f"{like.name}.int{layout.bits}"
         key = ("kept", *(matrix.offset for matrix in matrices))
-        stored = self.store.blocks(key, lambda: _join(matrix.blocks() for matrix in kept))
+        stored = self.store.blocks(key, lambda: join_matrices(matrix.blocks() for matrix in kept))
         x = self._in_order(before, x, kept[0].tensor.order)
         inputs = [x, *map(self.external, stored), *self._zero_points(key, kept, stored[0].name)]
         level = {} if self.is_float else {"accuracy_level": INT8_ACCURACY_LEVEL}
@@ -342,29 +280,3 @@ class KeptRewriter(IntegerRewriter):
         if x.shape is not None:
             split.shape = ir.Shape([*x.shape[:-1], num_blocks, layout.block_size])
         return split
-
-
-def _join(blocks: Iterable[BlockMatrix]) -> BlockMatrix:
-    """Join block-wise matrices along N."""
-    pieces = list(blocks)
-    if len(pieces) == 1:
-        return pieces[0]
-    return BlockMatrix(
-        np.concatenate([piece.values for piece in pieces]),
-        np.concatenate([piece.scales for piece in pieces]),
-    )
-
-
-def _sorted_prints(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted fingerprints of a tensor's rows, and the rows in that order."""
-    pieces = map(tensor.dequantize, strips(*tensor.shape))
-    prints = np.concatenate([_row_prints(piece) for piece in pieces])
-    order = np.argsort(prints, kind="stable")
-    return prints[order], order
-
-
-def _row_prints(rows: np.ndarray) -> np.ndarray:
-    """Return a fingerprint of each row: a multilinear hash modulo 2 ** 64. [n, K] -> [n]"""
-    factors = np.random.default_rng(0).integers(1 << 62, size=rows.shape[1], dtype=np.uint64)
-    words = np.ascontiguousarray(rows, np.float32).view(np.uint32)
-    return (words * (factors * np.uint64(2) + np.uint64(1))).sum(1, dtype=np.uint64)

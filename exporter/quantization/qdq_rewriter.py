@@ -80,14 +80,15 @@ class QdqRewriter(DequantizeRewriter):
         """Replace the two products of all experts of a layer."""
         if not choice.num_parts:
             return
-        blocks = expert_rewriter.store_experts(self, mixture.experts, choice)
-        arrangements = (_stack_experts, _concatenate_experts)
-        for node, block_pair, arrange in zip(mixture.nodes, blocks, arrangements, strict=True):
+        stored = expert_rewriter.store_experts(self, mixture.experts, choice)
+        stacks, arrangements = (stored.first, stored.last), (_stack_experts, _concatenate_experts)
+        for node, stack, arrange in zip(mixture.nodes, stacks, arrangements, strict=True):
             x, output = operand(node, 0), node.outputs[0]
-            number, width, groups, _ = block_pair[0].shape.numpy()
+            number, width, groups, _ = stack.values.shape.numpy()
             size, along = groups * rounding.BLOCK_SIZE, arrange is _concatenate_experts
             shape = (number * size, width) if along else (size, number * width)
-            signed = self.store.signed_blocks(block_pair, choice.bits, shape, arrange)
+            blocks = stack.values, stack.scales
+            signed = self.store.signed_blocks(blocks, choice.bits, shape, arrange)
             name = f"{output.name}.int{choice.bits}"
             replace_output(output, self._insert_signed_product(node, x, signed, name, output))
 

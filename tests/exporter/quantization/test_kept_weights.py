@@ -19,6 +19,7 @@ from specedge.exporter.checkpoint.quantized_tensors import (
 )
 from specedge.exporter.quantization import rounding
 from specedge.exporter.quantization.experts import NO_EXCLUSIONS
+from specedge.exporter.quantization.kept_matrices import KeptTensors
 from specedge.exporter.quantization.kept_weights import KeptRewriter, KeptWeights
 from specedge.exporter.quantization.matrices import embeddings, matrix_groups
 from specedge.exporter.quantization.weight_store import WeightStore
@@ -199,7 +200,7 @@ def test_products_whose_inputs_are_reordered_share_one_gather(tmp_path):
 @pytest.mark.parametrize("name", ggml_types.LAYOUTS)
 def test_kept_blocks_dequantize_to_the_checkpoints_values(name):
     tensor = quantized(name, V)
-    (kept,) = (KeptWeights([tensor])._find(torch.from_numpy(values(tensor)).T),)
+    (kept,) = (KeptTensors([tensor]).find(torch.from_numpy(values(tensor)).T),)
     whole = rounding.dequantize(kept.blocks(), kept.layout.bits).numpy().T
     if not kept.layout.has_offsets:
         assert np.array_equal(whole, values(tensor))
@@ -216,7 +217,7 @@ def test_kept_blocks_dequantize_to_the_checkpoints_values(name):
 def test_rows_in_another_order_and_parts_of_a_tensor_are_recognized():
     tensor = quantized("Q4_0", V)
     rows = np.random.default_rng(1).permutation(V)[:N]
-    kept = KeptWeights([quantized("Q6_K", V), tensor])._find(
+    kept = KeptTensors([quantized("Q6_K", V), tensor]).find(
         torch.from_numpy(values(tensor)[rows]).T
     )
     assert kept.tensor is tensor
@@ -242,6 +243,8 @@ def test_a_matrix_that_was_changed_stays_in_float(tmp_path):
 def test_types_have_their_bits_in_file_and_bundle():
     tensors = [quantized("Q4_K", V), quantized("Q6_K", N)]
     kept = KeptWeights(tensors)
-    kept._matrices = {i: kept._find(torch.from_numpy(values(t)).T) for i, t in enumerate(tensors)}
+    kept._matrices = {
+        i: kept._tensors.find(torch.from_numpy(values(t)).T) for i, t in enumerate(tensors)
+    }
     sizes = {name: (t.num_weights, t.file_bits, t.bundle_bits) for name, t in kept.types().items()}
     assert sizes == {"Q4_K": (V * K, 4.5, 6.0), "Q6_K": (N * K, 6.5625, 10.0)}

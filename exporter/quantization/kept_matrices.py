@@ -1,0 +1,108 @@
+"""Matrices of a graph that are rows of a checkpoint's quantized tensors.
+
+Matrices are matched with the checkpoint by fingerprints of their dequantized rows. The rows may be
+in another order or tensor than in the checkpoint, and a matrix that was modified, for example by an
+adapter, does not match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor, strips
+from . import rounding
+from .rounding import BlockMatrix
+
+
+@dataclass(frozen=True)
+class KeptMatrix:
+    """Matrix [K, N] whose columns are these rows of a quantized tensor."""
+
+    tensor: QuantizedTensor
+    rows: np.ndarray
+
+    @property
+    def layout(self) -> BlockLayout:
+        assert self.tensor.layout is not None
+        return self.tensor.layout
+
+    def blocks(self) -> BlockMatrix:
+        """Return integers and scales in the layout of MatMulNBits."""
+        num_blocks, bits = self.tensor.shape[1] // self.layout.block_size, self.layout.bits
+        shape = len(self.rows), num_blocks, self.layout.block_size * bits // 8
+        values, scales = np.empty(shape, np.uint8), np.empty(shape[:2], np.float32)
+        for at in self._strips():
+            unpacked = self.tensor.unpack(self.rows[at])
+            values[at] = rounding.pack(torch.from_numpy(unpacked.integers), bits).numpy()
+            scales[at] = unpacked.scales
+        return BlockMatrix(values, scales)
+
+    def offsets(self) -> np.ndarray:
+        """Return the offsets of blocks, [N, K / block_size]."""
+        parts = (self.tensor.unpack(self.rows[at]).offsets for at in self._strips())
+        return np.concatenate([part for part in parts if part is not None])
+
+    def zero_points(self) -> np.ndarray:
+        """Return the packed zero points of blocks, [N, bytes]."""
+        parts = (self.tensor.unpack(self.rows[at]).zero_points for at in self._strips())
+        points = np.concatenate([part for part in parts if part is not None])
+        even = (
+            np.pad(points, ((0, 0), (0, points.shape[1] % 2))) if self.layout.bits == 4 else points
+        )
+        return rounding.pack(torch.from_numpy(even), self.layout.bits).numpy()
+
+    def _strips(self) -> Iterator[slice]:
+        return strips(len(self.rows), self.tensor.shape[1])
+
+
+class KeptTensors:
+    """Quantized tensors of a checkpoint, with fingerprints of their rows."""
+
+    def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
+        self._prints = [(t, _sorted_prints(t)) for t in tensors if t.layout is not None]
+
+    def find(self, weights: torch.Tensor) -> KeptMatrix | None:
+        """Return the rows of a tensor that are a matrix's columns; None without. [K, N]"""
+        size, width = weights.shape
+        pieces = (weights[:, at].T.float().contiguous().numpy() for at in strips(width, size))
+        prints = np.concatenate([_row_prints(piece) for piece in pieces])
+        for tensor, (ordered, order) in self._prints:
+            if tensor.shape[1] != size:
+                continue
+            indices = np.minimum(np.searchsorted(ordered, prints[:1]), len(ordered) - 1)
+            if ordered[indices[0]] != prints[0]:
+                continue
+            indices = np.minimum(np.searchsorted(ordered, prints), len(ordered) - 1)
+            if np.array_equal(ordered[indices], prints):
+                return KeptMatrix(tensor, order[indices])
+        return None
+
+
+def join_matrices(blocks: Iterable[BlockMatrix]) -> BlockMatrix:
+    """Join block-wise matrices along N."""
+    pieces = list(blocks)
+    if len(pieces) == 1:
+        return pieces[0]
+    return BlockMatrix(
+        np.concatenate([piece.values for piece in pieces]),
+        np.concatenate([piece.scales for piece in pieces]),
+    )
+
+
+def _sorted_prints(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sorted fingerprints of a tensor's rows, and the rows in that order."""
+    pieces = map(tensor.dequantize, strips(*tensor.shape))
+    prints = np.concatenate([_row_prints(piece) for piece in pieces])
+    order = np.argsort(prints, kind="stable")
+    return prints[order], order
+
+
+def _row_prints(rows: np.ndarray) -> np.ndarray:
+    """Return a fingerprint of each row: a multilinear hash modulo 2 ** 64. [n, K] -> [n]"""
+    factors = np.random.default_rng(0).integers(1 << 62, size=rows.shape[1], dtype=np.uint64)
+    words = np.ascontiguousarray(rows, np.float32).view(np.uint32)
+    return (words * (factors * np.uint64(2) + np.uint64(1))).sum(1, dtype=np.uint64)
