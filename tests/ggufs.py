@@ -10,9 +10,10 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from transformers import PreTrainedTokenizerFast
+from transformers import MixtralConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from checkpoints import make_config, make_model, make_tokenizer
+from ggml_rows import random_weights
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -76,6 +77,86 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return numbers
+
+
+def write_mixture(
+    path: Path, folder: Path, kinds: Callable[[str], Kind], arch: str = "qwen3moe"
+) -> dict[str, np.ndarray]:
+    """A small Mixtral ("llama") or Qwen 3 MoE; its numbers by transformers' names.
+
+    `kinds` returns the type of a matrix of the file. K-quants, which gguf-py cannot write, have
+    random bytes.
+    """
+    config = (MixtralConfig if arch == "llama" else Qwen3MoeConfig)(**MIXTURE)
+    model = make_model(config)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_expert_count(8)
+    writer.add_expert_used_count(2)
+    if arch == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
+    else:
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    add_tokenizer(writer, make_tokenizer(folder / "tokenizer"))
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    numbers = {}
+    for name, parameter in model.state_dict().items():
+        array, short = parameter.numpy(), name
+        for long, other in (_NAMES | _MIXTURE_NAMES).items():
+            short = short.replace(long, other)
+        parts = {short: array}
+        if short.endswith("gate_up_proj"):
+            halves = np.split(array, 2, 1)
+            prefix = short.removesuffix("mlp.experts.gate_up_proj")
+            parts = {f"{prefix}ffn_{n}_exps.weight": half
+                     for n, half in zip(("gate", "up"), halves, strict=True)}  # fmt: skip
+        values = []
+        for stored_name, whole in parts.items():
+            kind = kinds(stored_name) if array.ndim > 1 and "gate_inp" not in stored_name else None
+            if kind is None:
+                writer.add_tensor(stored_name, whole)
+                values.append(whole)
+                continue
+            rows = whole.reshape(-1, whole.shape[-1])
+            if kind.name.endswith("_K"):
+                packed = random_weights(kind.name, *rows.shape, 2 * len(numbers) + len(values))
+            else:
+                packed = gguf.quants.quantize(rows, kind)
+            values.append(gguf.quants.dequantize(packed, kind).reshape(whole.shape))
+            of = heads.get(stored_name.split(".")[-2]) if arch == "llama" else None
+            packed = interleave_halves(packed, of) if of else packed
+            packed = packed.reshape(*whole.shape[:-1], -1)
+            writer.add_tensor(stored_name, packed, raw_dtype=kind)
+        numbers[name] = np.concatenate(values, 1) if len(values) > 1 else values[0]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return numbers
+
+
+MIXTURE = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 96, "initializer_range": 0.1, "tie_word_embeddings": False,
+    "num_experts_per_tok": 2, "num_local_experts": 8, "num_experts": 8,
+    "moe_intermediate_size": 256, "norm_topk_prob": True, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_MIXTURE_NAMES = {
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
 
 
 def interleave_halves(matrix: np.ndarray, heads: int) -> np.ndarray:

@@ -65,14 +65,17 @@ def dense():
     ]
 
 
-CONSTANTS = {
-    "first": np.array([0]), "last": np.array([-1]), "zero": np.array(0), "behind": np.array([2, 3]),
-    "flat": np.array([E * 2 * INNER, H]), "each": np.array([0, E, INNER, 2]),
-    "bias": np.array([E, INNER, 2]),
-    "halves": np.array([1, 1]), "limit": np.float32(LIMIT), "under": np.float32(-LIMIT),
-    "alpha": np.float32(ALPHA), "beta": np.float32(BETA), "rows": np.array([0, E * INNER]),
-    "columns": np.array([E * INNER, H]), "k": np.array([CHOSEN]),
-}  # fmt: skip
+def constants(size, inner_size):
+    """Return the small inputs of experts of these sizes."""
+    return {
+        "first": np.array([0]), "last": np.array([-1]), "zero": np.array(0),
+        "behind": np.array([2, 3]), "flat": np.array([E * 2 * inner_size, size]),
+        "each": np.array([0, E, inner_size, 2]), "bias": np.array([E, inner_size, 2]),
+        "halves": np.array([1, 1]), "limit": np.float32(LIMIT), "under": np.float32(-LIMIT),
+        "alpha": np.float32(ALPHA), "beta": np.float32(BETA),
+        "rows": np.array([0, E * inner_size]), "columns": np.array([E * inner_size, size]),
+        "k": np.array([CHOSEN]),
+    }  # fmt: skip
 
 
 class Model:
@@ -83,12 +86,15 @@ class Model:
         self.folder, self.weights = folder, weights
         path = folder / f"{nodes.__name__}.onnx"
         read = {name for node in nodes() for name in node.input}
-        small = {name: value for name, value in CONSTANTS.items() if name in read}
+        inner_size, size = (
+            (n for n in weights["w2"].shape[:0:-1]) if "w2" in weights else (INNER, H)
+        )
+        small = {n: value for n, value in constants(size, inner_size).items() if n in read}
         graph = helper.make_graph(
             nodes(), "experts",
-            [helper.make_tensor_value_info("x", FLOAT, ["T", H]),
+            [helper.make_tensor_value_info("x", FLOAT, ["T", size]),
              helper.make_tensor_value_info("routing", FLOAT, ["T", E])],
-            [helper.make_tensor_value_info("y", FLOAT, ["T", H])],
+            [helper.make_tensor_value_info("y", FLOAT, ["T", size])],
             [numpy_helper.from_array(np.asarray(value), name) for name, value in small.items()],
         )  # fmt: skip
         opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]

@@ -15,6 +15,8 @@ import numpy as np
 from .quantized_tensors import BlockLayout, IntegerBlocks, strips
 
 _ZERO_POINT = 128  # zero point of 8-bit integers
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of OCP Microscaling Formats (MX) 1.0
+_MXFP4 = np.array([*_E2M1, *(-n for n in _E2M1)]).astype(np.int8).view(np.uint8) ^ _ZERO_POINT
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
@@ -90,6 +92,12 @@ def _unpack_q5_k(blocks: np.ndarray) -> IntegerBlocks:
     return IntegerBlocks(shifted, scales, points * scales - minimum)
 
 
+def _unpack_mxfp4(blocks: np.ndarray) -> IntegerBlocks:
+    """Unpack twice the e2m1 numbers, which are integers, with half the e8m0 scale."""
+    integers = _MXFP4[_nibbles(blocks[..., 1:])]
+    return IntegerBlocks(integers, np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128))
+
+
 def _zero_points(scales: np.ndarray, minima: np.ndarray, largest: int) -> np.ndarray:
     """Return the integer of each block whose value is nearest to 0, at most `largest`."""
     ratio = np.divide(-minima, scales, out=np.zeros_like(scales), where=scales != 0)
@@ -124,6 +132,7 @@ _UNPACK: dict[str, Callable[[np.ndarray], IntegerBlocks]] = {
     "Q6_K": _unpack_q6_k,
     "Q4_K": _unpack_q4_k,
     "Q5_K": _unpack_q5_k,
+    "MXFP4": _unpack_mxfp4,
 }
 LAYOUTS = {
     "Q4_0": BlockLayout(4, 32),
@@ -134,6 +143,7 @@ LAYOUTS = {
     "Q6_K": BlockLayout(8, 16),
     "Q4_K": BlockLayout(4, 32, has_offsets=True),
     "Q5_K": BlockLayout(8, 32, has_offsets=True),
+    "MXFP4": BlockLayout(8, 32),
 }
 
 

@@ -121,11 +121,11 @@ class GgufCheckpoint:
         return sizes
 
     def quantized_tensors(self) -> list[QuantizedTensor]:
-        """Return the quantized matrices, memory-mapped."""
+        """Return the quantized matrices, memory-mapped; those of all experts are one."""
         return [
             _quantized_tensor(tensor)
             for tensor in self.tensors
-            if tensor.tensor_type.name not in FLOATS and tensor.data.ndim == 2
+            if tensor.tensor_type.name not in FLOATS and tensor.data.ndim in (2, 3)
         ]
 
     def build_config(self) -> PreTrainedConfig | None:
@@ -322,8 +322,8 @@ def _split_projections(
 
 
 def _quantized_tensor(tensor: Any) -> QuantizedTensor:
-    data, tensor_type = tensor.data, tensor.tensor_type
-    size, num_rows = map(int, tensor.shape)
+    data, tensor_type = tensor.data.reshape(-1, tensor.data.shape[-1]), tensor.tensor_type
+    size, num_rows = int(tensor.shape[0]), len(data)
     return QuantizedTensor(
         tensor.name,
         tensor_type.name,

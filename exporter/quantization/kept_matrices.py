@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor, strips
+from ..checkpoint.quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor, strips
 from . import rounding
 from .rounding import BlockMatrix
 
@@ -35,27 +35,32 @@ class KeptMatrix:
         num_blocks, bits = self.tensor.shape[1] // self.layout.block_size, self.layout.bits
         shape = len(self.rows), num_blocks, self.layout.block_size * bits // 8
         values, scales = np.empty(shape, np.uint8), np.empty(shape[:2], np.float32)
-        for at in self._strips():
-            unpacked = self.tensor.unpack(self.rows[at])
+        for at in self.strips():
+            unpacked = self.unpack(at)
             values[at] = rounding.pack(torch.from_numpy(unpacked.integers), bits).numpy()
             scales[at] = unpacked.scales
         return BlockMatrix(values, scales)
 
     def offsets(self) -> np.ndarray:
         """Return the offsets of blocks, [N, K / block_size]."""
-        parts = (self.tensor.unpack(self.rows[at]).offsets for at in self._strips())
+        parts = (self.unpack(at).offsets for at in self.strips())
         return np.concatenate([part for part in parts if part is not None])
 
     def zero_points(self) -> np.ndarray:
         """Return the packed zero points of blocks, [N, bytes]."""
-        parts = (self.tensor.unpack(self.rows[at]).zero_points for at in self._strips())
+        parts = (self.unpack(at).zero_points for at in self.strips())
         points = np.concatenate([part for part in parts if part is not None])
         even = (
             np.pad(points, ((0, 0), (0, points.shape[1] % 2))) if self.layout.bits == 4 else points
         )
         return rounding.pack(torch.from_numpy(even), self.layout.bits).numpy()
 
-    def _strips(self) -> Iterator[slice]:
+    def unpack(self, at: slice) -> IntegerBlocks:
+        """Return some of the rows as integers."""
+        return self.tensor.unpack(self.rows[at])
+
+    def strips(self) -> Iterator[slice]:
+        """Yield slices of rows of bounded size."""
         return strips(len(self.rows), self.tensor.shape[1])
 
 
@@ -64,13 +69,16 @@ class KeptTensors:
 
     def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
         self._prints = [(t, _sorted_prints(t)) for t in tensors if t.layout is not None]
+        self._last = 0  # index of the last match, near which the next one is
 
     def find(self, weights: torch.Tensor) -> KeptMatrix | None:
         """Return the rows of a tensor that are a matrix's columns; None without. [K, N]"""
         size, width = weights.shape
         pieces = (weights[:, at].T.float().contiguous().numpy() for at in strips(width, size))
         prints = np.concatenate([_row_prints(piece) for piece in pieces])
-        for tensor, (ordered, order) in self._prints:
+        for i in range(len(self._prints)):
+            index = (self._last + i) % len(self._prints)
+            tensor, (ordered, order) = self._prints[index]
             if tensor.shape[1] != size:
                 continue
             indices = np.minimum(np.searchsorted(ordered, prints[:1]), len(ordered) - 1)
@@ -78,6 +86,7 @@ class KeptTensors:
                 continue
             indices = np.minimum(np.searchsorted(ordered, prints), len(ordered) - 1)
             if np.array_equal(ordered[indices], prints):
+                self._last = index
                 return KeptMatrix(tensor, order[indices])
         return None
 

@@ -10,9 +10,10 @@ If blocks permute the inputs (act-order), x is permuted once for all products wi
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,13 @@ from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor
 from ..graph import rewrites
 from ..graph.nodes import MICROSOFT_DOMAIN, add_constant
 from ..graph.weights import drop_unused, view_tensor
-from . import schemes
-from .experts import ExcludedWeights, expert_layers, load_graph
+from . import expert_rewriter, schemes
+from .expert_rewriter import StoredExperts, StoredStack
+from .experts import ExcludedWeights, ExpertLayer, ExpertWeights, expert_layers, load_graph
 from .float_model import FloatModel
 from .graph_editor import INT8_ACCURACY_LEVEL, replace_output
 from .integer_rewriter import IntegerRewriter, num_columns
+from .kept_experts import KeptExperts, KeptStack, find_experts
 from .kept_matrices import KeptMatrix, KeptTensors, join_matrices
 from .matrices import Matrix, MatrixGroup, StoredTensor, embeddings, matrix_groups, tensor_data
 from .schemes import Scheme
@@ -45,6 +48,7 @@ class KeptWeights:
     def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
         self._tensors = KeptTensors(tensors)
         self._matrices: dict[int, KeptMatrix | None] = {}
+        self._experts: dict[tuple[int, ...], KeptExperts | None] = {}
         self._sizes = {tensor.name: tensor for tensor in tensors}
 
     def __contains__(self, offset: int) -> bool:
@@ -55,8 +59,18 @@ class KeptWeights:
         assert matrix is not None
         return matrix
 
+    def experts(self, weights: ExpertWeights) -> KeptExperts | None:
+        """Return the experts of a layer; None if they are dequantized."""
+        return self._experts[weights.key]
+
+    @property
+    def offset_error(self) -> float:
+        """Largest relative RMS error of experts by rounded offsets."""
+        kept = (experts for experts in self._experts.values() if experts is not None)
+        return max((experts.offset_error for experts in kept), default=0.0)
+
     def add(self, graph: ir.Graph, excluded: ExcludedWeights) -> None:
-        """Match the matrices and tables of a graph."""
+        """Match the matrices, tables and experts of a graph."""
         for group in matrix_groups(graph, excluded.offsets):
             for matrix in group.matrices:
                 if len(matrix.stored.order) == 2 and matrix.offset not in self._matrices:
@@ -64,14 +78,17 @@ class KeptWeights:
         for _, stored in embeddings(graph):
             if stored.offset not in self._matrices:
                 self._matrices[stored.offset] = self._tensors.find(tensor_data(stored.tensor).T)
+        for experts in excluded.experts:
+            if experts.key not in self._experts:
+                self._experts[experts.key] = find_experts(self._tensors, experts)
 
     def types(self) -> dict[str, WeightType]:
         """Return the quantization types of the checkpoint, with their sizes."""
-        kept = {matrix.tensor.name for matrix in self._matrices.values() if matrix is not None}
+        layouts = self._layouts()
         sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for tensor in self._sizes.values():
             count = tensor.shape[0] * tensor.shape[1]
-            bits = bits_per_weight(tensor.layout) if tensor.name in kept else _FLOAT_BITS
+            bits = bits_per_weight(layouts.get(tensor.name))
             sizes[tensor.type_name].update(
                 {"count": count, "file": 8 * tensor.num_bytes, "bundle": round(bits * count)}
             )
@@ -80,6 +97,17 @@ class KeptWeights:
                              size["bundle"] / size["count"])
             for name, size in sorted(sizes.items())
         }  # fmt: skip
+
+    def _layouts(self) -> dict[str, BlockLayout]:
+        """Return the layouts of kept tensors in the bundle."""
+        matrices = (matrix for matrix in self._matrices.values() if matrix is not None)
+        layouts = {matrix.tensor.name: matrix.layout for matrix in matrices}
+        kept = (experts for experts in self._experts.values() if experts is not None)
+        for experts in kept:
+            for stack in experts.stacks:
+                layout = replace(experts.layout, has_zero_points=stack.has_zero_points)
+                layouts |= {matrix.tensor.name: layout for matrix in stack.matrices}
+        return layouts
 
 
 def bits_per_weight(layout: BlockLayout | None) -> float:
@@ -123,6 +151,8 @@ def keep(
             tables = dict(embeddings(model.graph))
             for group in matrix_groups(model.graph, excluded.offsets):
                 rewriter.keep_group(group)
+            for layer in expert_layers(model.graph, excluded):
+                rewriter.keep_experts(layer)
             for node, stored in tables.items():
                 if stored.offset in kept and kept[stored.offset].tensor.order is None:
                     rewriter.keep_table(node, stored)
@@ -148,7 +178,12 @@ def _describe(
             )
             described[(matrix.offset,)] = schemes.with_names(choice, [matrix.stored.tensor])
     for layer in expert_layers(graph, excluded):
-        choice = schemes.unquantized("experts are dequantized")
+        experts = kept.experts(layer.experts)
+        choice = schemes.unquantized("their type or its groups have no layout of experts")
+        if experts is not None:
+            error = experts.offset_error
+            reason = f"their offsets are rounded, weights are off by {error:.2%}" if error else ""
+            choice = Scheme(None, 1, 0.0, 0.0, experts.layout.bits, reason=reason)
         described[layer.experts.key] = schemes.with_names(choice, layer.experts.names)
     return described
 
@@ -177,6 +212,36 @@ class KeptRewriter(IntegerRewriter):
                 joined[kept.layout, order].append(matrix)
         for (layout, _), matrices in joined.items():
             self._insert_kept_product(first, group.value, matrices, layout)
+
+    def keep_experts(self, layer: ExpertLayer) -> None:
+        """Replace a layer's experts, if they are kept."""
+        experts = self.kept.experts(layer.experts)
+        if experts is None:
+            return
+        layout = experts.layout
+        stacks = [
+            self._store_stack(("kept experts", offset), stack, layout)
+            for offset, stack in zip(layer.experts.key, experts.stacks, strict=True)
+        ]
+        stored = StoredExperts(layout.bits, layout.block_size, *stacks)
+        if self.is_float:
+            expert_rewriter.dequantize_experts(self, layer, stored, accuracy_level=0)
+        else:
+            expert_rewriter.rewrite_experts(self, layer, stored)
+
+    def _store_stack(self, key: Hashable, stack: KeptStack, layout: BlockLayout) -> StoredStack:
+        """Store the matrices of all experts."""
+        convert = functools.cache(lambda: stack.blocks(layout))  # once, in strips
+        values, scales = self.store.blocks(key, lambda: convert()[0])
+        if not stack.has_zero_points:
+            return StoredStack(values, scales)
+        points = self.store.array(
+            ("zero points", key),
+            lambda: convert()[1],
+            f"{values.name}.zero_points",
+            ir.DataType.UINT8,
+        )
+        return StoredStack(values, scales, points)
 
     def keep_table(self, node: ir.Node, stored: StoredTensor) -> None:
         """Replace a lookup in a table, [V, H]."""

@@ -157,6 +157,11 @@ def _keep(
         kept = KeptWeights(tensors)
     with WeightStore(folder) as store, progress.step(f"Writing the {first.role}"):
         written = keep(parts, graph_variants, kept, excluded, folder, store)
+    if kept.offset_error:
+        progress.note(
+            f"{first.role}: QMoE has no offsets; those of its experts are rounded to zero points, "
+            f"which changes their weights by {kept.offset_error:.2%}"
+        )
     types, entries = kept.types(), []
     bits_per_weight = _bits_per_weight(first, store.file)
     for part in parts:

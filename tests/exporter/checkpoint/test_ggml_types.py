@@ -47,3 +47,13 @@ def test_zero_points_leave_offsets_of_at_most_half_a_step(name):
     rows = gguf.quants.quantize(weights, Kind[name])
     blocks = ggml_types.unpack(rows, name)
     assert np.all(np.abs(blocks.offsets) <= 0.5001 * np.abs(blocks.scales))
+
+
+def test_all_mxfp4_scales_are_exact():
+    rows = random_rows("MXFP4", 255, 32)
+    rows[:, 0] = np.arange(255)  # 0 to 2 are subnormal, 254 overflows, 255 is NaN
+    blocks = ggml_types.unpack(rows, "MXFP4")
+    with np.errstate(over="ignore"):
+        values = (blocks.integers.astype(np.float32) - 128) * blocks.scales[..., None]
+        expected = gguf.quants.dequantize(rows, Kind.MXFP4)
+    assert np.array_equal(values[:, 0], expected)

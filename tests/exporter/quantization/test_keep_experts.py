@@ -1,0 +1,97 @@
+"""Bundles of GGUF files with mixtures of experts, whose weights stay as they are."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+import ggufs
+from checkpoints import make_model
+from specedge.exporter import Progress, export
+from specedge.exporter.checkpoint import checkpoints, loader
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
+
+TOKENS = list(range(3, 40))
+
+
+def mixed(name):
+    """Types of a file in Q8_0 whose first layer's experts have 4 bits."""
+    return Kind.Q4_0 if name.startswith("blk.0.ffn") else Kind.Q8_0
+
+
+def q4_k_m(name):
+    """Types of a file in Q4_K_M, in which a part of the layers has more bits."""
+    return Kind.Q6_K if name.startswith(("output", "blk.0.ffn_down")) else Kind.Q4_K
+
+
+class KeptBundle:
+    def __init__(self, folder, arch, kinds):
+        path, self.progress = folder / "model.gguf", Progress()
+        numbers = ggufs.write_mixture(path, folder, kinds, arch)
+        options = {"compute": "fp32", "progress": self.progress}
+        self.bundle = export("self:1", path, folder / "bundle", **options)
+        config_class = MixtralConfig if arch == "llama" else Qwen3MoeConfig
+        model = make_model(config_class(**ggufs.MIXTURE))
+        model.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in numbers.items()})
+        with torch.no_grad():
+            self.expected = model(torch.tensor([TOKENS])).logits[0].numpy()
+
+    def errors(self, ops):
+        """Return the relative errors of a graph variant's logits, by token."""
+        logits = OrtModel(self.bundle, self.bundle.target, Device(), ops).forward(TOKENS)
+        actual = np.stack([logits[i].array() for i in range(len(TOKENS))])
+        expected = self.expected[:, : actual.shape[1]]
+        return np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)
+
+    def op_types(self, ops):
+        file = self.bundle.target.graph("decoder", ops).file
+        return [node.op_type for node in onnx.load(self.bundle.path(file)).graph.node]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arch", ["qwen3moe", pytest.param("llama", marks=pytest.mark.slow(exhaustive=True))]
+)
+def test_experts_of_gguf_file_are_kept(arch, tmp_path):
+    made = KeptBundle(tmp_path, arch, mixed)
+    report = made.bundle.target.quantization["gqa"]
+    assert {name: size.bundle_bits for name, size in report.types.items()} == {"Q4_0": 5, "Q8_0": 9}
+    assert all(line.endswith("it is a router") for line in report.exceptions)
+    assert made.op_types("gqa").count("QMoE") == 2
+    assert made.op_types("onnx").count("MatMulNBits") > 2 * 2
+    assert made.errors("gqa-fp32").max() <= 2e-5
+    assert np.median(made.errors("gqa")) <= 0.05  # a router may select other experts
+    for model in made.bundle.models.values():
+        lost = {1, 2, 3, 5, 9, 18, 36, 64} - {*model.parity["gqa"].invariant_lengths}
+        assert lost <= {1}
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "llama"])
+def test_experts_of_gguf_file_are_one_tensor_of_each_layer(arch, tmp_path):
+    path = tmp_path / "model.gguf"
+    numbers = ggufs.write_mixture(path, tmp_path, q4_k_m, arch)
+    checkpoint = checkpoints.find("target", str(path), None)
+    assert checkpoint.is_quantized
+    tensors = {tensor.name: tensor for tensor in loader.quantized_tensors(checkpoint)}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate, up = np.split(numbers[f"{prefix}.gate_up_proj"], 2, 1)
+        matrices = {"gate": gate, "up": up, "down": numbers[f"{prefix}.down_proj"]}
+        for name, matrix in matrices.items():
+            tensor = tensors[f"blk.{layer}.ffn_{name}_exps.weight"]
+            assert tensor.shape == (8 * 256, 256)
+            assert np.array_equal(tensor.dequantize(slice(None)), matrix.reshape(tensor.shape))
+
+
+@pytest.mark.slow
+def test_offsets_of_experts_are_rounded_and_reported(tmp_path):
+    made = KeptBundle(tmp_path, "llama", q4_k_m)
+    report = made.bundle.target.quantization["gqa"]
+    assert report.types["Q4_K"].bundle_bits < 10.5
+    assert sum("offsets are rounded" in line for line in report.exceptions) == 2
+    assert any("QMoE has no offsets" in note for note in made.progress.notes)
+    assert np.median(made.errors("gqa-fp32")) <= 0.01
+    assert np.median(made.errors("gqa")) <= 0.05
