@@ -187,7 +187,7 @@ def _read(
             tokenizer=_load_tokenizer(where, folder, files),
             raw=raw,
             generation=generation,
-            is_quantized=quantized_formats.is_packed(raw),
+            is_quantized=quantized_formats.can_be_kept(raw),
         )
     paths = [folder / name for name in weights]
     with tempfile.TemporaryDirectory() as temporary:

@@ -15,8 +15,11 @@ import numpy as np
 from .quantized_tensors import BlockLayout, IntegerBlocks, strips
 
 _ZERO_POINT = 128  # zero point of 8-bit integers
+MXFP4_LAYOUT = BlockLayout(8, 32)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of OCP Microscaling Formats (MX) 1.0
-_MXFP4 = np.array([*_E2M1, *(-n for n in _E2M1)]).astype(np.int8).view(np.uint8) ^ _ZERO_POINT
+MXFP4_INTEGERS = (
+    np.array([*_E2M1, *(-n for n in _E2M1)]).astype(np.int8).view(np.uint8) ^ _ZERO_POINT
+)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
@@ -94,8 +97,12 @@ def _unpack_q5_k(blocks: np.ndarray) -> IntegerBlocks:
 
 def _unpack_mxfp4(blocks: np.ndarray) -> IntegerBlocks:
     """Unpack twice the e2m1 numbers, which are integers, with half the e8m0 scale."""
-    integers = _MXFP4[_nibbles(blocks[..., 1:])]
-    return IntegerBlocks(integers, np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128))
+    return IntegerBlocks(MXFP4_INTEGERS[_nibbles(blocks[..., 1:])], mxfp4_scales(blocks[..., :1]))
+
+
+def mxfp4_scales(exponents: np.ndarray) -> np.ndarray:
+    """Return half of e8m0 numbers, the scales of `MXFP4_INTEGERS`."""
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
 
 
 def _zero_points(scales: np.ndarray, minima: np.ndarray, largest: int) -> np.ndarray:
@@ -143,7 +150,7 @@ LAYOUTS = {
     "Q6_K": BlockLayout(8, 16),
     "Q4_K": BlockLayout(4, 32, has_offsets=True),
     "Q5_K": BlockLayout(8, 32, has_offsets=True),
-    "MXFP4": BlockLayout(8, 32),
+    "MXFP4": MXFP4_LAYOUT,
 }
 
 

@@ -181,10 +181,10 @@ def _note_format(checkpoint: Checkpoint, progress: Progress) -> None:
     """Note a quantized or pickled weight format."""
     role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
     method = quantized_formats.method(checkpoint.raw)
-    if method in packed_weights.NAMES:
+    if quantized_formats.can_be_kept(checkpoint.raw):
+        name = packed_weights.NAMES.get(method or "", method)
         progress.note(
-            f"{role}: its weights are stored in {packed_weights.NAMES[method]}; the {role} is the "
-            "quantized model"
+            f"{role}: its weights are stored in {name}; the {role} is the quantized model"
         )
     elif method is not None:
         progress.note(

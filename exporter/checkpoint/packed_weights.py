@@ -411,8 +411,7 @@ class _Reader:
             result[:, order] = ordered
             return result
 
-        # Experts are dequantized, and so are blocks that MatMulNBits does not support.
-        is_kept = block_size >= _SMALLEST_BLOCK and ".experts." not in f"{module}."
+        is_kept = block_size >= _SMALLEST_BLOCK
         grouping = f"groups of {group_size}" if num_groups > 1 else "per channel"
         return QuantizedTensor(
             module,

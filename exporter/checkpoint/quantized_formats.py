@@ -1,6 +1,6 @@
-"""Quantized checkpoints: integer formats can be kept, floating-point formats are dequantized.
+"""Quantized checkpoints: integer formats and mxfp4 can be kept, others are dequantized.
 
-Floating-point formats are mxfp4, fp8, and bitsandbytes' nf4 and fp4; other formats are rejected by
+Other floating-point formats are fp8, and bitsandbytes' nf4 and fp4; further formats are rejected by
 name. Matrices are dequantized exactly, one at a time. R rows and C columns of a matrix; G blocks of
 32 in a row of mxfp4; E experts.
 """
@@ -14,14 +14,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from specedge.errors import CheckpointError
 
 from ..libraries import translate_errors
-from . import folders, packed_weights
+from . import folders, ggml_types, packed_weights
 from .lazy_tensors import LazyTensor
-from .quantized_tensors import QuantizedTensor
+from .quantized_tensors import IntegerBlocks, QuantizedTensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {
@@ -56,8 +57,13 @@ def method(raw: Mapping[str, Any]) -> str | None:
 
 
 def is_packed(raw: Mapping[str, Any]) -> bool:
-    """Return True if the weights are integers that a bundle can keep."""
+    """Return True if the weights are integers in packed words."""
     return method(raw) in packed_weights.NAMES
+
+
+def can_be_kept(raw: Mapping[str, Any]) -> bool:
+    """Return True if the weights are integers, or mxfp4, whose values are integers times scales."""
+    return is_packed(raw) or method(raw) == "mxfp4"
 
 
 def read_old_config(where: str, raw: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -108,9 +114,11 @@ def quantized_tensors(
     where: str, raw: Mapping[str, Any], state: Mapping[str, torch.Tensor]
 ) -> list[QuantizedTensor]:
     """Return the quantized matrices that a bundle can keep. Raises CheckpointError."""
+    method_name, config = method(raw), _config(raw)
+    if method_name == "mxfp4":
+        return [_mxfp4_tensor(name, *parts) for name, parts in _mxfp4_parts(where, state).items()]
     if not is_packed(raw):
         return []
-    method_name, config = method(raw), _config(raw)
     return [
         *packed_weights.quantized_tensors(where, method_name or "", config or {}, state).values()
     ]
@@ -167,23 +175,62 @@ def _fp8_block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def _dequantize_all_mxfp4(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    result = dict(state)
-    for key in state:
+def _mxfp4_parts(
+    where: str, state: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return blocks, [..., R, G, 16], and scales, [..., R, G], by name. Raises CheckpointError."""
+    parts = {}
+    for key, blocks in state.items():
         name = key.removesuffix("_blocks")
         if name == key:
             continue
-        blocks, scales = result.pop(key), result.pop(f"{name}_scales", None)
+        scales = state.get(f"{name}_scales")
         if (
             scales is None
             or (blocks.dtype, scales.dtype) != (torch.uint8, torch.uint8)
             or blocks.shape != (*scales.shape, 16)
         ):
             raise CheckpointError(f"{where}: {key} and its scales do not fit; download it again")
+        parts[name] = blocks, scales
+    return parts
+
+
+def _dequantize_all_mxfp4(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    result = dict(state)
+    for name, (blocks, scales) in _mxfp4_parts(where, state).items():
+        del result[f"{name}_blocks"], result[f"{name}_scales"]
         matrix = dequantize_mxfp4(blocks, scales)
         # gpt-oss multiplies by experts from the right: its parameters are [E, C, R].
         result[name] = matrix.transpose(1, 2) if matrix.ndim == 3 else matrix
     return result
+
+
+def _mxfp4_tensor(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedTensor:
+    """Return the matrices of all experts as one, [E * R, 32 G]."""
+    packed, exponents = (
+        tensor.flatten(0, ndim).numpy()
+        for tensor, ndim in ((blocks, blocks.ndim - 3), (scales, scales.ndim - 2))
+    )
+    shape = (len(packed), 32 * packed.shape[1])
+    numbers = np.array([*_E2M1, *(-n for n in _E2M1)], np.float32)
+
+    def codes(rows: Any) -> np.ndarray:
+        bytes_ = packed[rows]
+        return np.stack((bytes_ & 15, bytes_ >> 4), -1).reshape(*bytes_.shape[:-1], 32)
+
+    def unpack(rows: np.ndarray) -> IntegerBlocks:
+        scales = ggml_types.mxfp4_scales(exponents[rows])
+        return IntegerBlocks(ggml_types.MXFP4_INTEGERS[codes(rows)], scales)
+
+    def dequantize(rows: slice) -> np.ndarray:
+        values = numbers[codes(rows)]
+        factors = _to_float(torch.from_numpy(exponents[rows])).numpy()
+        return (values * factors[..., None]).reshape(-1, shape[1])
+
+    num_bytes = blocks.nbytes + scales.nbytes
+    return QuantizedTensor(
+        name, "mxfp4", shape, num_bytes, ggml_types.MXFP4_LAYOUT, dequantize, unpack
+    )
 
 
 def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

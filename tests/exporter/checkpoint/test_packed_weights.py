@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import packed
 from packed import Scheme, make_packed, quantize_checkpoint
 from specedge.exporter.checkpoint import checkpoints, lazy_weights, loader
+from specedge.exporter.checkpoint.quantized_tensors import BlockLayout
 
 SCHEMES = {
     "gptq": Scheme(),
@@ -196,7 +197,7 @@ def test_matrices_of_gpt2_are_transposed(tmp_path):
         assert torch.equal(numbers[key], matrix.T)
 
 
-def test_experts_are_dequantized_and_joined(tmp_path):
+def test_experts_are_joined_and_can_be_kept(tmp_path):
     folder, _ = make(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=32)
     matrices = quantize_checkpoint(folder, Scheme(), lambda key: ".experts." in key)
     loaded, _ = load(folder)
@@ -210,7 +211,11 @@ def test_experts_are_dequantized_and_joined(tmp_path):
             joined = numbers[f"{layer}.experts.gate_up_proj"][int(expert)]
             part = joined[:32] if name == "gate_proj" else joined[32:]
         assert torch.equal(part, matrix)
-    assert {tensor.layout for tensor in kept_tensors(folder)} == {None}
+    kept = {f"{tensor.name}.weight": tensor for tensor in kept_tensors(folder)}
+    assert kept.keys() == matrices.keys()
+    for key, tensor in kept.items():
+        assert tensor.layout == BlockLayout(4, 32, has_zero_points=True)
+        assert np.array_equal(tensor.dequantize(slice(None)), matrices[key].numpy())
 
 
 @pytest.fixture(scope="module")
