@@ -80,12 +80,16 @@ def write(
 
 
 def write_mixture(
-    path: Path, folder: Path, kinds: Callable[[str], Kind], arch: str = "qwen3moe"
+    path: Path,
+    folder: Path,
+    kinds: Callable[[str], Kind],
+    arch: str = "qwen3moe",
+    is_fused: bool = False,
 ) -> dict[str, np.ndarray]:
     """A small Mixtral ("llama") or Qwen 3 MoE; its numbers by transformers' names.
 
     `kinds` returns the type of a matrix of the file. K-quants, which gguf-py cannot write, have
-    random bytes.
+    random bytes. Gate and up projections may be fused.
     """
     config = (MixtralConfig if arch == "llama" else Qwen3MoeConfig)(**MIXTURE)
     model = make_model(config)
@@ -117,6 +121,8 @@ def write_mixture(
         if short.endswith("gate_up_proj"):
             halves = np.split(array, 2, 1)
             prefix = short.removesuffix("mlp.experts.gate_up_proj")
+            parts = {f"{prefix}ffn_gate_up_exps.weight": array}
+        if short.endswith("gate_up_proj") and not is_fused:
             parts = {f"{prefix}ffn_{n}_exps.weight": half
                      for n, half in zip(("gate", "up"), halves, strict=True)}  # fmt: skip
         values = []

@@ -302,7 +302,18 @@ def _num_weights(tensor: Any) -> int:
 def _split_projections(
     tensor: Any, names: Mapping[str, str], expected: Mapping[str, torch.Tensor]
 ) -> list[Any]:
-    """Split a query, key and value projection, which llama.cpp's converter can fuse."""
+    """Split projections that llama.cpp's converter can fuse: query, key and value; of experts."""
+    if ".ffn_gate_up_exps." in tensor.name:
+        size = int(tensor.shape[-2]) // 2
+        return [
+            SimpleNamespace(
+                name=tensor.name.replace("gate_up", part),
+                tensor_type=tensor.tensor_type,
+                data=tensor.data[:, rows],
+                shape=[*tensor.shape[:-2], size, tensor.shape[-1]],
+            )
+            for part, rows in (("gate", slice(size)), ("up", slice(size, None)))
+        ]
     stem, _, suffix = tensor.name.partition("attn_qkv.")
     parts = [f"{stem}attn_{part}.{suffix}" for part in "qkv"]
     if tensor.name in names or not all(names.get(part) in expected for part in parts):

@@ -11,6 +11,7 @@ import ggufs
 from checkpoints import make_model
 from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import checkpoints, loader
+from specedge.exporter.checkpoint.lazy_tensors import materialize
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 
@@ -86,6 +87,18 @@ def test_experts_of_gguf_file_are_one_tensor_of_each_layer(arch, tmp_path):
             assert np.array_equal(tensor.dequantize(slice(None)), matrix.reshape(tensor.shape))
 
 
+@pytest.mark.parametrize("arch", ["qwen3moe", "llama"])
+def test_fused_gate_and_up_experts_are_read(arch, tmp_path):
+    path = tmp_path / "model.gguf"
+    numbers = ggufs.write_mixture(path, tmp_path, mixed, arch, is_fused=True)
+    checkpoint = checkpoints.find("target", str(path), None)
+    loaded = loader.load(checkpoint, Progress())
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.experts.gate_up_proj"
+        stored = loaded.sources.stored_matrix(loaded.model.get_parameter(name))
+        assert np.array_equal(materialize(stored).numpy(), numbers[name])
+
+
 @pytest.mark.slow
 def test_offsets_of_experts_are_rounded_and_reported(tmp_path):
     made = KeptBundle(tmp_path, "llama", q4_k_m)
@@ -93,5 +106,7 @@ def test_offsets_of_experts_are_rounded_and_reported(tmp_path):
     assert report.types["Q4_K"].bundle_bits < 10.5
     assert sum("offsets are rounded" in line for line in report.exceptions) == 2
     assert any("QMoE has no offsets" in note for note in made.progress.notes)
+    divergence = made.bundle.target.quantization["gqa-fp32"].divergence
+    assert divergence < 0.03 * report.divergence  # of int8 activations
     assert np.median(made.errors("gqa-fp32")) <= 0.01
     assert np.median(made.errors("gqa")) <= 0.05
