@@ -1,5 +1,6 @@
 """Experts that a bundle has as the checkpoint has them."""
 
+import tracemalloc
 from itertools import chain
 
 import gguf
@@ -17,7 +18,8 @@ from specedge.exporter.checkpoint.quantized_tensors import (
     QuantizedTensor,
 )
 from specedge.exporter.quantization.experts import expert_layers, find_excluded
-from specedge.exporter.quantization.kept_experts import convert
+from specedge.exporter.quantization.kept_experts import KeptStack, convert
+from specedge.exporter.quantization.kept_matrices import KeptMatrix
 from specedge.exporter.quantization.kept_weights import KeptRewriter, KeptWeights
 from specedge.exporter.quantization.weight_store import WeightStore
 
@@ -254,3 +256,17 @@ def test_matrices_of_single_experts_with_zero_points_are_kept_exactly(bits, bloc
         assert np.array_equal(dequantized(experts.last, experts.layout), weights["w2"])
         expected = run(Model(tmp_path / "whole", weights, nodes).session(), (x, routing))
         assert error(run(rewritten.session, (x, routing)), expected) < 0.012
+
+
+def test_matrices_are_converted_without_a_float_copy():
+    """Beyond the stored bytes, memory is that of a strip, whatever the number of experts."""
+    num_rows, size = 1024, 1024
+    tensor = packed("Q4_K", "gate", num_rows, size)
+    experts = np.arange(E * num_rows).reshape(E, 1, num_rows)
+    stack = KeptStack(tuple((KeptMatrix(tensor, part),) for (part,) in experts))
+    tracemalloc.start()
+    matrix, points = stack.blocks(BlockLayout(8, 32))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < matrix.values.nbytes + matrix.scales.nbytes + 2 * points.nbytes + 24_000_000
+    assert peak < E * num_rows * size * 4 * 0.75
