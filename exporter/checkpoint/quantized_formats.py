@@ -187,6 +187,7 @@ def _mxfp4_parts(
         scales = state.get(f"{name}_scales")
         if (
             scales is None
+            or scales.ndim < 2
             or (blocks.dtype, scales.dtype) != (torch.uint8, torch.uint8)
             or blocks.shape != (*scales.shape, 16)
         ):

@@ -162,18 +162,18 @@ def _round_offsets(blocks: IntegerBlocks, bits: int) -> IntegerBlocks:
     integers = blocks.integers - lowest[..., None]
     span = integers.max(-1).astype(np.int64)
     zeros = _zero_points(blocks, bits) - lowest
-    factor, point = np.zeros(zeros.shape, np.int64), np.zeros(zeros.shape)
+    factor, point = np.zeros(zeros.shape, np.uint8), np.zeros(zeros.shape)
     best = np.full(zeros.shape, np.inf)
     for n in range(1, _MOST_STEPS + 1):
         candidate = np.rint(n * zeros)
         error = np.abs(candidate - n * zeros) / n
         fits = n * span + np.maximum(-candidate, 0) <= _LARGEST_INTEGER
         better = fits & (candidate <= _LARGEST_INTEGER) & (error < best)
-        best, factor = np.where(better, error, best), np.where(better, n, factor)
+        best, factor = np.where(better, error, best), np.where(better, np.uint8(n), factor)
         point = np.where(better, candidate, point)
-    shift = np.maximum(-point, 0)
+    shift = np.maximum(-point, 0).astype(np.uint8)
     rounded = IntegerBlocks(
-        (integers * factor[..., None] + shift[..., None]).astype(np.uint8),
+        integers * factor[..., None] + shift[..., None],
         blocks.scales / np.maximum(factor, 1).astype(np.float32),
         None,
         (point + shift).astype(np.uint8),
