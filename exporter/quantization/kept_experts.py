@@ -53,7 +53,7 @@ class KeptStack:
         return self.experts[0][0].tensor.shape[1]
 
     def blocks(self, layout: BlockLayout) -> tuple[BlockMatrix, np.ndarray]:
-        """Return integers, [E, N, G, bytes], scales, [E, N, G], and packed zero points."""
+        """Return integers, [E, N, G, bytes], scales, [E, N, G], and packed zero points, if any."""
         num_rows = sum(len(part.rows) for part in self.experts[0])
         shape = len(self.experts), num_rows, self.size // layout.block_size
         values = np.empty((*shape, layout.block_size * layout.bits // 8), np.uint8)
@@ -63,11 +63,12 @@ class KeptStack:
                 rows = (e, slice(i, None, len(parts)))
                 for at in part.strips():
                     blocks = convert(part.unpack(at), part.layout, layout)
+                    assert blocks.zero_points is not None
                     integers = torch.from_numpy(blocks.integers)
                     values[rows][at] = rounding.pack(integers, layout.bits).numpy()
                     scales[rows][at] = blocks.scales
-                    if blocks.zero_points is not None:
-                        points[rows][at] = blocks.zero_points
+                    points[rows][at] = blocks.zero_points
+        points = points if self.has_zero_points else points[..., :0]
         packed = rounding.pack(torch.from_numpy(points), layout.bits).numpy()
         return BlockMatrix(values, scales), packed
 

@@ -94,6 +94,7 @@ def dequantized(stack, layout):
     """Return the values of stored matrices, [E, N, K]."""
     matrix, points = stack.blocks(layout)
     values, middle = matrix.values, 2.0 ** (layout.bits - 1)
+    points = points if stack.has_zero_points else None
     if layout.bits == 4:
         values = np.stack((values & 15, values >> 4), -1).reshape(*values.shape[:-1], -1)
         points = None if points is None else np.stack((points & 15, points >> 4), -1)
@@ -235,13 +236,15 @@ def test_steps_of_zero_and_far_offsets_are_rounded_to_nearest():
 
 
 @pytest.mark.slow(after_first=True)
+@pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize(("bits", "block_size"), [(4, 128), (4, 32), (4, 16), (8, 128), (8, 16)])
-def test_matrices_of_single_experts_with_zero_points_are_kept_exactly(bits, block_size, tmp_path):
+def test_matrices_of_single_experts_are_kept_exactly(bits, block_size, zeros, tmp_path):
     """Also if a row has an odd number of blocks, which 4-bit zero points do not fit."""
     size, inner_size = 256, 3 * 128
     parts = ("gate", inner_size, size), ("up", inner_size, size), ("down", size, inner_size)
     tensors = [
-        [grouped(part, bits, block_size, e, *shape) for e in range(E)] for part, *shape in parts
+        [grouped(part, bits, block_size, e, *shape, zeros) for e in range(E)]
+        for part, *shape in parts
     ]
     matrices = [np.concatenate([t.dequantize(slice(None)) for t in some]) for some in tensors]
     weights = stacked(*matrices, inner_size, size)
@@ -255,7 +258,7 @@ def test_matrices_of_single_experts_with_zero_points_are_kept_exactly(bits, bloc
         assert np.array_equal(dequantized(experts.first, experts.layout), weights["w1"])
         assert np.array_equal(dequantized(experts.last, experts.layout), weights["w2"])
         expected = run(Model(tmp_path / "whole", weights, nodes).session(), (x, routing))
-        assert error(run(rewritten.session, (x, routing)), expected) < 0.012
+        assert error(run(rewritten.session, (x, routing)), expected) < 0.02
 
 
 def test_matrices_are_converted_without_a_float_copy():
