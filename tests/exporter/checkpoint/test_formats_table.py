@@ -27,7 +27,7 @@ def pickled(folder):
 def mxfp4(folder):
     found, model = make(folder, "gpt_oss")
     quantise_mxfp4(found, model)
-    return found, model, {}
+    return found, model, {"precision": "fp32"}
 
 
 def fp8(block):
