@@ -200,7 +200,7 @@ class ExportRequest:
         if self.compute == "bf16" and quantized:
             raise ValueError(
                 f"weights in {quantized[0]} cannot be dequantized to bf16: ONNX Runtime supports "
-                "fp32 and fp16 only"
+                "fp32 and fp16 only; compute in fp16, or specify a precision of fp32 or bf16"
             )
         if self.compute == QDQ and not quantized:
             raise ValueError(

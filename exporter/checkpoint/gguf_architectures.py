@@ -233,7 +233,7 @@ def part_names(keys: Iterable[str]) -> dict[str, list[str]]:
 def join_parts(
     key: str, parts: Sequence[torch.Tensor], module: torch.nn.Module, shape: torch.Size
 ) -> torch.Tensor:
-    """Return weights or biases as a module has them, which a file has in parts.
+    """Join the parts of a file's weights or biases in the layout of the module.
 
     Args:
         key: Name in the model.

@@ -28,7 +28,7 @@ from .schemes import NUM_SAMPLED_EXPERTS
 _SMALLEST_BLOCK = 16  # of QMoE
 _LARGEST_INTEGER, _MIDDLE = 255, 128
 _HUGE = 1e9
-_MOST_STEPS = 32  # largest n; 15 n or 31 n do not exceed 255 in blocks of all integers
+_MOST_STEPS = 32  # largest n; a block with all integers of 4 or 5 bits fits n up to 17 or 8
 
 
 @dataclass(frozen=True)

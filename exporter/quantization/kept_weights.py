@@ -179,10 +179,10 @@ def _describe(
             described[(matrix.offset,)] = schemes.with_names(choice, [matrix.stored.tensor])
     for layer in expert_layers(graph, excluded):
         experts = kept.experts(layer.experts)
-        choice = schemes.unquantized("their type or its groups have no layout of experts")
+        choice = schemes.unquantized("QMoE does not support their type, groups or input order")
         if experts is not None:
             error = experts.offset_error
-            reason = f"their offsets are rounded, weights are off by {error:.2%}" if error else ""
+            reason = f"their offsets are rounded (relative error {error:.2%})" if error else ""
             choice = Scheme(None, 1, 0.0, 0.0, experts.layout.bits, reason=reason)
         described[layer.experts.key] = schemes.with_names(choice, layer.experts.names)
     return described

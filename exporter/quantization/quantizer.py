@@ -159,8 +159,8 @@ def _keep(
         written = keep(parts, graph_variants, kept, excluded, folder, store)
     if kept.offset_error:
         progress.note(
-            f"{first.role}: QMoE has no offsets; those of its experts are rounded to zero points, "
-            f"which changes their weights by {kept.offset_error:.2%}"
+            f"{first.role}: QMoE has no offsets; offsets of experts are rounded to zero points, "
+            f"with a relative error of the weights of up to {kept.offset_error:.2%}"
         )
     types, entries = kept.types(), []
     bits_per_weight = _bits_per_weight(first, store.file)

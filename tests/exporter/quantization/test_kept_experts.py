@@ -258,6 +258,7 @@ def test_matrices_of_single_experts_are_kept_exactly(bits, block_size, zeros, tm
         assert np.array_equal(dequantized(experts.first, experts.layout), weights["w1"])
         assert np.array_equal(dequantized(experts.last, experts.layout), weights["w2"])
         expected = run(Model(tmp_path / "whole", weights, nodes).session(), (x, routing))
+        # Activations are int8 in blocks of up to 128, coarser than in blocks of 32.
         assert error(run(rewritten.session, (x, routing)), expected) < 0.02
 
 
