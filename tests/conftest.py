@@ -34,7 +34,9 @@ if threading.current_thread() is threading.main_thread():
 
 def pytest_configure(config):
     """Repeat the examples of Hypothesis."""
-    if not config.getoption("numprocesses", None):  # the process that starts workers runs none
+    if config.getoption("numprocesses", None):  # the process that starts workers collects none
+        gc.enable()
+    else:
         from hypothesis import settings
 
         settings.register_profile("repeatable", deadline=None, derandomize=True)
