@@ -78,15 +78,25 @@ def of_types(gate, up, down):
     return tensors, stacked(*(t.dequantize(slice(None)) for t in tensors))
 
 
-def stacked(gate, up, down, inner_size=INNER, size=SIZE):
+def of_groups(bits, block_size, zeros=True, inner_size=INNER):
+    parts = ("gate", inner_size, SIZE), ("up", inner_size, SIZE), ("down", SIZE, inner_size)
+    tensors = [
+        [grouped(part, bits, block_size, e, *shape, zeros) for e in range(E)]
+        for part, *shape in parts
+    ]
+    matrices = [np.concatenate([t.dequantize(slice(None)) for t in some]) for some in tensors]
+    return [*chain(*tensors)], stacked(*matrices, inner_size)
+
+
+def stacked(gate, up, down, inner_size=INNER):
     """Return the matrices as a graph has them."""
-    gates, ups = (rows.reshape(E, inner_size, 1, size) for rows in (gate, up))
+    gates, ups = (rows.reshape(E, inner_size, 1, SIZE) for rows in (gate, up))
     random = np.random.default_rng(3)
     return {
-        "w1": np.concatenate((gates, ups), 2).reshape(E, 2 * inner_size, size),
+        "w1": np.concatenate((gates, ups), 2).reshape(E, 2 * inner_size, SIZE),
         "b1": random.standard_normal((E, 2 * inner_size), np.float32),
-        "w2": down.reshape(E, size, inner_size),
-        "b2": random.standard_normal((E, size), np.float32),
+        "w2": down.reshape(E, SIZE, inner_size),
+        "b2": random.standard_normal((E, SIZE), np.float32),
     }
 
 
@@ -187,9 +197,10 @@ def test_layers_are_those_of_dequantized_weights(name, nodes, tmp_path, inputs):
     assert error(run(session, inputs), expected) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K_M"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K_M", "8 bits, groups of 128"])
 def test_experts_are_batch_invariant(name, tmp_path, inputs):
-    session = Rewritten(tmp_path / "model", *of_types(*MIXTURES[name])).session
+    tensors, weights = of_types(*MIXTURES[name]) if name in MIXTURES else of_groups(8, 128)
+    session = Rewritten(tmp_path / "model", tensors, weights).session
     whole = run(session, inputs)
     for length in range(1, 10):
         for start in range(0, 36 - length, length):
@@ -240,19 +251,12 @@ def test_steps_of_zero_and_far_offsets_are_rounded_to_nearest():
 @pytest.mark.parametrize(("bits", "block_size"), [(4, 128), (4, 32), (4, 16), (8, 128), (8, 16)])
 def test_matrices_of_single_experts_are_kept_exactly(bits, block_size, zeros, tmp_path):
     """Also if a row has an odd number of blocks, which 4-bit zero points do not fit."""
-    size, inner_size = 256, 3 * 128
-    parts = ("gate", inner_size, size), ("up", inner_size, size), ("down", size, inner_size)
-    tensors = [
-        [grouped(part, bits, block_size, e, *shape, zeros) for e in range(E)]
-        for part, *shape in parts
-    ]
-    matrices = [np.concatenate([t.dequantize(slice(None)) for t in some]) for some in tensors]
-    weights = stacked(*matrices, inner_size, size)
+    tensors, weights = of_groups(bits, block_size, zeros, inner_size=3 * 128)
     random = np.random.default_rng(0)
-    x = random.standard_normal((9, size), np.float32)
+    x = random.standard_normal((9, SIZE), np.float32)
     routing = np.eye(E, dtype=np.float32)[:9]
     for nodes in (sparse, dense):
-        rewritten = Rewritten(tmp_path / nodes.__name__, [*chain(*tensors)], weights, nodes)
+        rewritten = Rewritten(tmp_path / nodes.__name__, tensors, weights, nodes)
         experts = rewritten.experts
         assert experts.layout.bits == bits
         assert np.array_equal(dequantized(experts.first, experts.layout), weights["w1"])
