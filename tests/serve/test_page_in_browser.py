@@ -1,6 +1,8 @@
 """The page at / in headless Chromium, as a person uses it."""
 
+import itertools
 import shutil
+import threading
 
 import pytest
 from javascript_clients import SET_UP
@@ -184,14 +186,24 @@ def test_markdown_is_shown_and_html_is_text(visit, scripted):
     assert "<b>x</b>" in answer.text_content()
 
 
-def test_stop_keeps_the_text_and_frees_the_slot(visit):
-    with serving(chat_pair(1), model=MODEL) as port:
+def test_stop_keeps_the_text_and_frees_the_slot(visit, monkeypatch):
+    pair, is_stopped = chat_pair(1), threading.Event()
+    forward, passes = pair.target.forward, itertools.count()
+
+    def wait_after_some(*arguments):
+        if next(passes) > 8:
+            is_stopped.wait(60)
+        return forward(*arguments)
+
+    monkeypatch.setattr(pair.target, "forward", wait_after_some)
+    with serving(pair, model=MODEL) as port:
         page = visit(port)
         page.fill("#message", PROMPT)
         page.press("#message", "Enter")
         page.wait_for_selector("#text-speculative span", state="attached")
         page.keyboard.press("Escape")
         page.wait_for_selector("#log .assistant:has-text('Stopped.')")
+        is_stopped.set()
         until(lambda: health(port)["running"] == 0)
         assert page.text_content("#chat-error") == ""
 
