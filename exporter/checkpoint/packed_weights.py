@@ -32,7 +32,10 @@ NAMES = {
     "auto-round": "AutoRound",
     "compressed-tensors": "compressed-tensors",
 }
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 128  # block sizes of MatMulNBits; larger groups repeat scales
+_SMALLEST_BLOCK = 16  # of MatMulNBits
+# Larger groups are split, with equal scales: products with int8 activations in larger blocks are
+# not batch-invariant on processors with AVX-512 and VNNI (ONNX Runtime 1.32).
+_LARGEST_BLOCKS = {4: 32, 8: 64}
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # nibbles of a word in the order of its outputs
 _BITS = (4, 8)
 _INT8_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes rounds it
@@ -383,7 +386,7 @@ class _Reader:
         size, num_groups = shape[1], scales.shape[1]
         group_size = self._group_size(module, size, num_groups)
         order = None if groups is None else self._input_order(groups, size, group_size)
-        block_size = math.gcd(group_size, size, _LARGEST_BLOCK)
+        block_size = math.gcd(group_size, size, _LARGEST_BLOCKS[bits])
         num_blocks = size // block_size
         of_blocks = np.arange(num_blocks) * block_size // group_size
         middle = 2 ** (bits - 1)

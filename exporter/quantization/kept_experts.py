@@ -26,7 +26,6 @@ from .rounding import BlockMatrix
 from .schemes import NUM_SAMPLED_EXPERTS
 
 _SMALLEST_BLOCK = 16  # of QMoE
-_LARGEST_BLOCKS = {4: 128, 8: 64}  # larger ones are not batch-invariant (ONNX Runtime 1.32)
 _LARGEST_INTEGER, _MIDDLE = 255, 128
 _HUGE = 1e9
 _MOST_STEPS = 32  # largest n; a block with all integers of 4 or 5 bits fits n up to 17 or 8
@@ -125,7 +124,7 @@ def _common_layout(stacks: Sequence[KeptStack]) -> BlockLayout | None:
     """Return a layout for all matrices; None if there is none."""
     layouts = {matrix.layout for stack in stacks for matrix in stack.matrices}
     bits = 8 if any(layout.bits == 8 or layout.has_offsets for layout in layouts) else 4
-    block_size = min(_LARGEST_BLOCKS[bits], *(layout.block_size for layout in layouts))
+    block_size = min(layout.block_size for layout in layouts)
     for stack in (stack for stack in stacks if stack.has_zero_points):
         # QMoE has another layout of zero points for a single block, and pads an odd number of
         # 4-bit ones, whose rows could not be joined.

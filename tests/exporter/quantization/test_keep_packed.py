@@ -15,13 +15,13 @@ from specedge.runtime.backend.sessions import Device
 SCHEMES = {
     "gptq, act-order": (Scheme(reordered=True), "GPTQ int4, groups of 32", 5.125),
     "gptq, symmetric": (
-        Scheme(symmetric=True, group_size=128), "GPTQ int4, groups of 128", 4.25,
+        Scheme(symmetric=True, group_size=128), "GPTQ int4, groups of 128", 5,
     ),
-    "awq": (Scheme("awq", group_size=64), "AWQ int4, groups of 64", 4.5625),
-    "autoround": (Scheme("auto_round", group_size=128), "AutoRound int4, groups of 128", 4.28125),
+    "awq": (Scheme("awq", group_size=64), "AWQ int4, groups of 64", 5.125),
+    "autoround": (Scheme("auto_round", group_size=128), "AutoRound int4, groups of 128", 5.125),
     "compressed-tensors, int8": (
         Scheme("int-quantized", bits=8, group_size=-1, symmetric=True, scale_type=torch.bfloat16),
-        "compressed-tensors int8, per channel", 8.25,
+        "compressed-tensors int8, per channel", 8.5,
     ),
     "compressed-tensors, 8 bits": (
         Scheme("pack-quantized", bits=8, group_size=32), "compressed-tensors int8, groups of 32",
@@ -35,7 +35,8 @@ SCHEMES = {
 @pytest.mark.parametrize("name", SCHEMES)
 def test_bundle_is_the_published_model(name, tmp_path):
     scheme, type_name, bits = SCHEMES[name]
-    folder, model = make_packed(tmp_path, scheme, hidden=max(64, scheme.group_size), context=96)
+    hidden = max(128, 2 * scheme.group_size)
+    folder, model = make_packed(tmp_path, scheme, hidden=hidden, context=96)
     progress = Progress()
     options = {"ops": "gqa", "compute": "fp32", "precision": "keep"}
     bundle = export("self:1", folder, tmp_path / "bundle", progress=progress, **options)

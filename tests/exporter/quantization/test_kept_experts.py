@@ -197,9 +197,9 @@ def test_layers_are_those_of_dequantized_weights(name, nodes, tmp_path, inputs):
     assert error(run(session, inputs), expected) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K_M", "8 bits, groups of 128"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K_M", "8 bits, groups of 64"])
 def test_experts_are_batch_invariant(name, tmp_path, inputs):
-    tensors, weights = of_types(*MIXTURES[name]) if name in MIXTURES else of_groups(8, 128)
+    tensors, weights = of_types(*MIXTURES[name]) if name in MIXTURES else of_groups(8, 64)
     session = Rewritten(tmp_path / "model", tensors, weights).session
     whole = run(session, inputs)
     for length in range(1, 10):
@@ -248,10 +248,10 @@ def test_steps_of_zero_and_far_offsets_are_rounded_to_nearest():
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("zeros", [True, False])
-@pytest.mark.parametrize(("bits", "block_size"), [(4, 128), (4, 32), (4, 16), (8, 128), (8, 16)])
+@pytest.mark.parametrize(("bits", "block_size"), [(4, 32), (4, 16), (8, 64), (8, 16)])
 def test_matrices_of_single_experts_are_kept_exactly(bits, block_size, zeros, tmp_path):
     """Also if a row has an odd number of blocks, which 4-bit zero points do not fit."""
-    tensors, weights = of_groups(bits, block_size, zeros, inner_size=3 * 128)
+    tensors, weights = of_groups(bits, block_size, zeros, inner_size=3 * max(32, block_size))
     random = np.random.default_rng(0)
     x = random.standard_normal((9, SIZE), np.float32)
     routing = np.eye(E, dtype=np.float32)[:9]
@@ -262,8 +262,7 @@ def test_matrices_of_single_experts_are_kept_exactly(bits, block_size, zeros, tm
         assert np.array_equal(dequantized(experts.first, experts.layout), weights["w1"])
         assert np.array_equal(dequantized(experts.last, experts.layout), weights["w2"])
         expected = run(Model(tmp_path / "whole", weights, nodes).session(), (x, routing))
-        # Activations are int8 in blocks of up to 128, coarser than in blocks of 32.
-        assert error(run(rewritten.session, (x, routing)), expected) < 0.02
+        assert error(run(rewritten.session, (x, routing)), expected) < 0.012  # activations are int8
 
 
 def test_matrices_are_converted_without_a_float_copy():
