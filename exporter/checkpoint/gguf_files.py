@@ -240,12 +240,18 @@ class GgufCheckpoint:
             state[name] = _lazy(tensor, shape, process)
         for name, stored in part_names.items():
             if parts.keys() >= set(stored):
-                state[name] = gguf_architectures.join_parts(
-                    name,
-                    [parts[part] for part in stored],
-                    model.get_submodule(name.rpartition(".")[0]),
-                    expected[name].shape,
-                )
+                try:
+                    state[name] = gguf_architectures.join_parts(
+                        name,
+                        [parts[part] for part in stored],
+                        model.get_submodule(name.rpartition(".")[0]),
+                        expected[name].shape,
+                    )
+                except (RuntimeError, IndexError) as error:
+                    shapes = (f"{part} is {[*parts[part].shape]}" for part in stored)
+                    raise CheckpointError(
+                        f"{self.where}: {', '.join(shapes)}, which do not fit; download it again"
+                    ) from error
         return state, num_unused
 
 
@@ -303,7 +309,7 @@ def _split_projections(
     tensor: Any, names: Mapping[str, str], expected: Mapping[str, torch.Tensor]
 ) -> list[Any]:
     """Split projections that llama.cpp's converter can fuse: query, key and value; of experts."""
-    if ".ffn_gate_up_exps." in tensor.name:
+    if ".ffn_gate_up_exps." in tensor.name and len(tensor.shape) > 1:
         size = int(tensor.shape[-2]) // 2
         return [
             SimpleNamespace(

@@ -274,6 +274,15 @@ def test_layer_weights_that_the_model_type_lacks_are_rejected_by_name(tmp_path):
         loader.load(checkpoints.find("target", str(path), None), Progress())
 
 
+@pytest.mark.parametrize("shape", [(3, 96, 64), (96, 64), (64,)])
+def test_experts_that_do_not_fit_together_are_rejected_by_name(shape, tmp_path):
+    file, path = FILES["granitemoe"], tmp_path / "model.gguf"
+    model = make_model(CONFIG_MAPPING[file["model_type"]](pad_token_id=None, **file["config"]))
+    write_file(path, file, model, **{"blk.1.ffn_up_exps.weight": np.zeros(shape, np.float32)})
+    with pytest.raises(CheckpointError, match=r"blk.1.ffn_up_exps.weight.*download it again"):
+        loader.load(checkpoints.find("target", str(path), None), Progress())
+
+
 def test_header_fields_override_the_options_of_an_architecture():
     config = build_config("qwen3_moe", {"expert_weights_norm": False})
     assert config.norm_topk_prob is False
