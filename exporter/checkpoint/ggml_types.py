@@ -16,9 +16,9 @@ from .quantized_tensors import BlockLayout, IntegerBlocks, strips
 
 _ZERO_POINT = 128  # zero point of 8-bit integers
 MXFP4_LAYOUT = BlockLayout(8, 32)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of OCP Microscaling Formats (MX) 1.0
+TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of OCP Microscaling Formats (MX) 1.0
 MXFP4_INTEGERS = (
-    np.array([*_E2M1, *(-n for n in _E2M1)]).astype(np.int8).view(np.uint8) ^ _ZERO_POINT
+    np.array([*TWICE_E2M1, *(-n for n in TWICE_E2M1)]).astype(np.int8).view(np.uint8) ^ _ZERO_POINT
 )
 
 

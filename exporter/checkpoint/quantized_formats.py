@@ -36,7 +36,7 @@ _NAMES = {
     "quanto": "Quanto",
     "torchao": "torchao",
 }
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats (MX) 1.0
+_E2M1 = tuple(number / 2 for number in ggml_types.TWICE_E2M1)
 _PIECE = 1 << 20  # elements that are dequantized at a time
 _EXACT = (
     100  # up to this exponent, products of a power of two and an fp8 number are exact in bfloat16
@@ -220,8 +220,8 @@ def _mxfp4_tensor(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> Quan
         return np.stack((bytes_ & 15, bytes_ >> 4), -1).reshape(*bytes_.shape[:-1], 32)
 
     def unpack(rows: np.ndarray) -> IntegerBlocks:
-        scales = ggml_types.mxfp4_scales(exponents[rows])
-        return IntegerBlocks(ggml_types.MXFP4_INTEGERS[codes(rows)], scales)
+        integers = ggml_types.MXFP4_INTEGERS[codes(rows)]
+        return IntegerBlocks(integers, ggml_types.mxfp4_scales(exponents[rows]))
 
     def dequantize(rows: slice) -> np.ndarray:
         values = numbers[codes(rows)]
