@@ -45,7 +45,7 @@ FLOAT32 = Precision(
     compute="float32",
     weights=("float32", "float16", "bfloat16"),
     cache="float32",
-    multiple=8.0,
+    multiple=16.0,
     floor=16 * 2.0**-24,
 )
 PRECISIONS = {FLOAT32.compute: FLOAT32}

@@ -56,7 +56,7 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--tolerance",
     type=options.FiniteRange(0, 1, min_open=True),
-    help="Accepted float32 error relative to the largest value.  [default: 8 times PyTorch's]",
+    help="Accepted float32 error relative to the largest value.  [default: 16 times PyTorch's]",
 )
 @click.option(
     "--precision",
