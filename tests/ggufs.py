@@ -10,7 +10,12 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from transformers import MixtralConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import (
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 from checkpoints import make_config, make_model, make_tokenizer
 from ggml_rows import random_weights
@@ -47,15 +52,8 @@ def write(
     config = make_config(arch, **{"kv_heads": 2, "scale": 0.1} | options)
     model = make_model(config)
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    _add_config(writer, config)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add_tokenizer(writer, make_tokenizer(folder / "tokenizer"))
     more(writer)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -79,6 +77,18 @@ def write(
     return numbers
 
 
+def _add_config(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    """Add the fields that all architectures have."""
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
 def write_mixture(
     path: Path,
     folder: Path,
@@ -94,16 +104,9 @@ def write_mixture(
     config = (MixtralConfig if arch == "llama" else Qwen3MoeConfig)(**MIXTURE)
     model = make_model(config)
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    _add_config(writer, config)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_expert_count(8)
     writer.add_expert_used_count(2)
     if arch == "llama":

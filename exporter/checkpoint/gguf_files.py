@@ -121,7 +121,7 @@ class GgufCheckpoint:
         return sizes
 
     def quantized_tensors(self) -> list[QuantizedTensor]:
-        """Return the quantized matrices, memory-mapped; those of all experts are one."""
+        """Return the quantized matrices, memory-mapped; stacked experts count as one matrix."""
         return [
             _quantized_tensor(tensor)
             for tensor in self.tensors
@@ -308,7 +308,7 @@ def _num_weights(tensor: Any) -> int:
 def _split_projections(
     tensor: Any, names: Mapping[str, str], expected: Mapping[str, torch.Tensor]
 ) -> list[Any]:
-    """Split projections that llama.cpp's converter can fuse: query, key and value; of experts."""
+    """Split fused projections: query, key and value of attention, gate and up of experts."""
     if ".ffn_gate_up_exps." in tensor.name and len(tensor.shape) > 1:
         size = int(tensor.shape[-2]) // 2
         return [

@@ -104,7 +104,7 @@ class KeptExperts:
 
 
 def find_experts(tensors: KeptTensors, experts: ExpertWeights) -> KeptExperts | None:
-    """Return the checkpoint's matrices of experts; None if some have no layout of QMoE."""
+    """Return the checkpoint's matrices of experts; None if QMoE does not support one."""
     stacks = []
     for stored, num_parts in ((experts.first, 2), (experts.last, 1)):
         matrices = []
@@ -121,7 +121,7 @@ def find_experts(tensors: KeptTensors, experts: ExpertWeights) -> KeptExperts | 
 
 
 def _common_layout(stacks: Sequence[KeptStack]) -> BlockLayout | None:
-    """Return a layout for all matrices; None if there is none."""
+    """Return a layout that QMoE supports for all matrices, or None."""
     layouts = {matrix.layout for stack in stacks for matrix in stack.matrices}
     bits = 8 if any(layout.bits == 8 or layout.has_offsets for layout in layouts) else 4
     block_size = min(layout.block_size for layout in layouts)

@@ -72,7 +72,7 @@ class KeptTensors:
         self._last = 0  # index of the last match, near which the next one is
 
     def find(self, weights: torch.Tensor) -> KeptMatrix | None:
-        """Return the rows of a tensor that are a matrix's columns; None without. [K, N]"""
+        """Return the rows of a tensor that are a matrix's columns, [K, N]; None without a match."""
         size, width = weights.shape
         pieces = (weights[:, at].T.float().contiguous().numpy() for at in strips(width, size))
         prints = np.concatenate([_row_prints(piece) for piece in pieces])
