@@ -6,7 +6,10 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-_NUMBERS = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}  # float16 in a block
+_NUMBERS = {  # float16 in a block
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,),
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+}  # fmt: skip
 
 
 def random_rows(name: str, num_rows: int, size: int, scale: float = 0.01) -> np.ndarray:
@@ -25,8 +28,12 @@ def random_rows(name: str, num_rows: int, size: int, scale: float = 0.01) -> np.
 
 
 def random_weights(name: str, num_rows: int, size: int, seed: int) -> np.ndarray:
-    """Random rows of a K-quant, about as many above 0 as below, like those of models. [N, bytes]"""
+    """Random rows in super-blocks, about as many above 0 as below, like weights. [N, bytes]"""
     rows = random_rows(name, num_rows + seed, size, 1e-4)[:num_rows]
+    if name == "Q2_K":
+        blocks = rows.reshape(num_rows, size // 256, -1)
+        blocks[..., 80:] = np.array((0.001, 0.0015), np.float16).view(np.uint8)
+        blocks[..., :16] |= 0b10001000  # scales and minima of 8 to 15
     if name in ("Q4_K", "Q5_K"):
         blocks = rows.reshape(num_rows, size // 256, -1)
         halves = (0.0002, 0.0015) if name == "Q4_K" else (0.0001, 0.0015)

@@ -20,6 +20,8 @@ TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of OCP Microscaling 
 MXFP4_INTEGERS = (
     np.array([*TWICE_E2M1, *(-n for n in TWICE_E2M1)]).astype(np.int8).view(np.uint8) ^ _ZERO_POINT
 )
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_IQ4_INTEGERS = np.array(_IQ4_VALUES, np.int8).view(np.uint8) ^ _ZERO_POINT
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
@@ -78,6 +80,24 @@ def _unpack_q6_k(blocks: np.ndarray) -> IntegerBlocks:
     return IntegerBlocks(shifted.reshape(*blocks.shape[:-1], 16, 16), scales)
 
 
+def _unpack_q2_k(blocks: np.ndarray) -> IntegerBlocks:
+    scales = _halves(blocks, 80) * (blocks[..., :16] & 15).astype(np.float32)
+    minimum = _halves(blocks, 82) * (blocks[..., :16] >> 4).astype(np.float32)
+    integers = _bits(blocks[..., 16:80].reshape(*blocks.shape[:-1], 2, 32), 2)
+    points = _zero_points(scales, -minimum, 3)
+    shifted = integers.reshape(*blocks.shape[:-1], 16, 16) + (np.uint8(8) - points)[..., None]
+    return IntegerBlocks(shifted, scales, points * scales - minimum)
+
+
+def _unpack_q3_k(blocks: np.ndarray) -> IntegerBlocks:
+    low = _bits(blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 32), 2)
+    high = _bits(blocks[..., :32], 1).reshape(low.shape)
+    integers = (low | (high << 2)) + np.uint8(8 - 4)
+    high_bits = _bits(blocks[..., 104:108], 2).reshape(*blocks.shape[:-1], 16)
+    scales = (_nibbles(blocks[..., 96:104]) | (high_bits << 4)).astype(np.float32) - 32
+    return IntegerBlocks(integers, _halves(blocks, 108) * scales)
+
+
 def _unpack_q4_k(blocks: np.ndarray) -> IntegerBlocks:
     scales, minimum = _scales_and_minima(blocks)
     integers = _nibbles_of_halves(blocks[..., 16:], 32)
@@ -93,6 +113,19 @@ def _unpack_q5_k(blocks: np.ndarray) -> IntegerBlocks:
     points = _zero_points(scales, -minimum, 31)
     shifted = integers + (_ZERO_POINT - points)[..., None]
     return IntegerBlocks(shifted, scales, points * scales - minimum)
+
+
+def _unpack_iq4_nl(blocks: np.ndarray) -> IntegerBlocks:
+    return IntegerBlocks(_IQ4_INTEGERS[_nibbles(blocks[..., 2:])], _halves(blocks, 0))
+
+
+def _unpack_iq4_xs(blocks: np.ndarray) -> IntegerBlocks:
+    low, high = (
+        _bits(blocks[..., at], width).swapaxes(-1, -2).reshape(*blocks.shape[:-1], 8)
+        for at, width in ((slice(4, 8), 4), (slice(2, 4), 2))
+    )
+    scales = _halves(blocks, 0) * ((low | (high << 4)).astype(np.float32) - 32)
+    return IntegerBlocks(_IQ4_INTEGERS[_nibbles_of_halves(blocks[..., 8:], 16)], scales)
 
 
 def _unpack_mxfp4(blocks: np.ndarray) -> IntegerBlocks:
@@ -137,8 +170,12 @@ _UNPACK: dict[str, Callable[[np.ndarray], IntegerBlocks]] = {
     "Q5_1": _unpack_q5_1,
     "Q8_0": _unpack_q8_0,
     "Q6_K": _unpack_q6_k,
+    "Q2_K": _unpack_q2_k,
+    "Q3_K": _unpack_q3_k,
     "Q4_K": _unpack_q4_k,
     "Q5_K": _unpack_q5_k,
+    "IQ4_NL": _unpack_iq4_nl,
+    "IQ4_XS": _unpack_iq4_xs,
     "MXFP4": _unpack_mxfp4,
 }
 LAYOUTS = {
@@ -148,8 +185,12 @@ LAYOUTS = {
     "Q5_1": BlockLayout(8, 32, has_offsets=True),
     "Q8_0": BlockLayout(8, 32),
     "Q6_K": BlockLayout(8, 16),
+    "Q2_K": BlockLayout(4, 16, has_offsets=True),
+    "Q3_K": BlockLayout(4, 16),
     "Q4_K": BlockLayout(4, 32, has_offsets=True),
     "Q5_K": BlockLayout(8, 32, has_offsets=True),
+    "IQ4_NL": BlockLayout(8, 32),
+    "IQ4_XS": BlockLayout(8, 32),
     "MXFP4": MXFP4_LAYOUT,
 }
 
@@ -167,7 +208,8 @@ def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
     shape = gguf.quants.quant_shape_from_byte_shape(data.shape, quantization_type)
     values = np.empty((len(rows), shape[-1]), np.float32)
     for at in strips(*values.shape):
-        part = gguf.quants.dequantize(rows[at].reshape(1, -1), quantization_type)
+        with np.errstate(over="ignore", invalid="ignore"):  # NaN weights are an error later
+            part = gguf.quants.dequantize(rows[at].reshape(1, -1), quantization_type)
         values[at] = part.reshape(-1, shape[-1])
     return values.reshape(shape)
 

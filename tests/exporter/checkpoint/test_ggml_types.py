@@ -11,12 +11,19 @@ from specedge.exporter.checkpoint import ggml_types, quantized_tensors
 SHAPE = 7, 512
 
 
-@pytest.mark.parametrize("name", [*ggml_types.LAYOUTS, "IQ4_NL"])
+@pytest.mark.parametrize("name", [*ggml_types.LAYOUTS, "IQ3_S"])
 def test_rows_dequantize_to_gguf_py_values_in_strips(name, monkeypatch):
     monkeypatch.setattr(quantized_tensors, "_STRIP_SIZE", 3 * SHAPE[1])
     rows = random_rows(name, *SHAPE)
     expected = gguf.quants.dequantize(rows, Kind[name])
     assert np.array_equal(ggml_types.dequantize(rows, name), expected)
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_scales_dequantize_without_warnings():
+    rows = random_rows("Q4_1", *SHAPE)
+    rows[0, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    assert np.isnan(ggml_types.dequantize(rows, "Q4_1")[0]).any()
 
 
 @pytest.mark.parametrize("name", ggml_types.LAYOUTS)

@@ -44,7 +44,7 @@ def packed(name, part, width, size):
         random = np.random.default_rng([*part.encode()])
         weights = random.normal(0, 0.1, (E * width, size)).astype(np.float32)
         rows = gguf.quants.quantize(weights, Kind[name])
-    elif name.endswith("_K"):
+    elif name.endswith(("_K", "_XS")):
         rows = random_weights(name, E * width, size, ord(part[0]))
     else:
         rows = random_rows(name, E * width + ord(part[0]), size)[: E * width]
