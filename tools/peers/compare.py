@@ -16,6 +16,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -26,7 +27,14 @@ import platformdirs
 
 import measuring
 import reporting
-from environments import GGUF_TYPES, PEERS, UnavailableError, python_of
+from environments import (
+    ALL_GGUF_TYPES,
+    GGUF_TYPES,
+    KEEP,
+    PEERS,
+    UnavailableError,
+    python_of,
+)
 from measuring import Figures, Kernels, Variant, loaded, measure_rounds
 from processes import Worker, WorkerError
 from reference import Reference
@@ -48,10 +56,16 @@ class Comparison:
     """Comparison with its caches and results."""
 
     def __init__(
-        self, output: Path, cache: Path, peers: list[str], pythons: dict[str, str], threads: int
+        self,
+        output: Path,
+        cache: Path,
+        peers: list[str],
+        types: list[str],
+        pythons: dict[str, str],
+        threads: int,
     ) -> None:
         self.output, self.cache, self.threads = output, cache, threads
-        self.peers, self.pythons = peers, pythons
+        self.peers, self.types, self.pythons = peers, types, pythons
         self.models = cache / "models"
         self.figures: list[Figures] = measuring.read(output / "figures.json")
         for folder in (output, cache):
@@ -70,6 +84,9 @@ class Comparison:
         """Convert the file for every library and precision."""
         for peer in map(PEERS.__getitem__, self.peers):
             for precision in peer.precisions:
+                gguf_type = precision.removeprefix(KEEP)
+                if gguf_type in ALL_GGUF_TYPES and gguf_type not in self.types:
+                    continue
                 variant = Variant(peer.name, precision, has_drafts=peer.has_drafts)
                 previous = figures.variants.get(variant.name, variant)
                 _say(f"{figures.name}: converting to {variant.name}")
@@ -113,8 +130,8 @@ class Comparison:
 
     def measure_kernels(self, reference: Reference, figures: Figures, tokens: int) -> None:
         """Compare kept GGUF types and llama.cpp with the same weights in float32."""
-        for gguf_type in GGUF_TYPES:
-            names = f"llamacpp {gguf_type}", f"specedge keep {gguf_type}"
+        for gguf_type in self.types:
+            names = f"llamacpp {gguf_type}", f"specedge {KEEP}{gguf_type}"
             variants = [figures.variants.get(name) for name in names]
             if gguf_type in figures.kernels or any(v is None or v.reason for v in variants):
                 continue
@@ -169,7 +186,10 @@ class Comparison:
             if not variant.reason and variant.peer in self.peers
         ]
         load = {"models": self.models, "threads": self.threads, "prompt": prompts[0][1]}
-        with loaded(variants, self._worker, **load, say=_say) as workers:
+        with (
+            TemporaryDirectory(dir=self.cache) as data,  # without pass costs of a busy machine
+            loaded(variants, partial(self._worker, data=data), **load, say=_say) as workers,
+        ):
             for _ in measure_rounds(workers, figures, prompts, tokens, rounds, seconds):
                 _say(f"{figures.name}: {len(figures.rounds)} of {rounds} rounds")
                 self.write()
@@ -184,14 +204,15 @@ class Comparison:
         (self.output / "README.md").write_text(page, "utf-8")
         (self.output / "chart.svg").write_text(reporting.chart(self.figures[0]) + "\n", "utf-8")
 
-    def _worker(self, variant: Variant) -> Worker:
-        """Start a worker process of a variant's library."""
+    def _worker(self, variant: Variant, data: str = "") -> Worker:
+        """Start a worker process of a variant's library, with another folder of user data."""
         peer = PEERS[variant.peer]
         python = python_of(peer, self.cache / "environments", self.pythons)
         folders = (ROOT, ROOT / "tools", ROOT / "tools/peers/workers")
         paths = os.pathsep.join(map(str, folders))
         environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "ORT_DISABLE_TELEMETRY": "1"}
+        environment |= {"XDG_DATA_HOME": data} if data else {}
         return Worker([python, str(peer.worker)], self.cache / "log.txt", environment)
 
 
@@ -239,6 +260,10 @@ def _pythons(_: Any, __: Any, values: tuple[str, ...]) -> dict[str, str]:
 @click.option("--steps", default=",".join(STEPS), callback=_names(STEPS), show_default=True)
 @click.option("--peers", default=",".join(PEERS), callback=_names(PEERS), show_default=True)
 @click.option(
+    "--types", default=",".join(GGUF_TYPES), callback=_names(ALL_GGUF_TYPES), show_default=True,
+    help="GGUF types of llama.cpp, and kept by specedge.",
+)  # fmt: skip
+@click.option(
     "--minutes", type=float, default=60.0, show_default=True, help="Time limit of a file's rounds."
 )
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
@@ -256,6 +281,7 @@ def main(
     output: Path,
     steps: list[str],
     peers: list[str],
+    types: list[str],
     minutes: float,
     rounds: int,
     tokens: int,
@@ -267,7 +293,7 @@ def main(
     cache = (cache or Path(platformdirs.user_cache_dir("specedge"))).absolute()
     if not files:
         files = tuple(map(real_weights.path_of, (real_weights.SMOLLM2, real_weights.GEMMA)))
-    comparison = Comparison(output, cache, peers, pythons, threads)
+    comparison = Comparison(output, cache, peers, types, pythons, threads)
     for file in files:
         reference = Reference(file.absolute(), cache / "models")
         figures = comparison.figures_of(file)
