@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 import torch.onnx.ops
@@ -114,11 +115,17 @@ def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgr
 def example_inputs(
     geometry: Geometry, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return the inputs of a pass with an empty cache: ids, past length and caches."""
+    """Return the inputs of a pass with an empty cache: ids, past length and caches.
+
+    The caches take no memory until they are written, which `torch.zeros` would do.
+    """
     return (
         torch.zeros(1, EXAMPLE_LENGTH, dtype=torch.long, device=device),
         torch.zeros(1, dtype=torch.long, device=device),
-        [torch.zeros(shape, device=device) for shape in geometry.cache_shapes()],
+        [
+            torch.from_numpy(np.zeros(shape, np.float32)).to(device)
+            for shape in geometry.cache_shapes()
+        ],
     )
 
 

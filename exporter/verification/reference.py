@@ -237,7 +237,7 @@ def _run_passes(
     """
     cache = DynamicCache()
     cache.layers = [
-        _ContinuedCacheLayer(*(torch.from_numpy(history(2 * layer + i)) for i in (0, 1)))
+        _ContinuedCacheLayer(history, start, layer)
         for layer in range(len(geometry.layers) if start else 0)
     ]
     for ids in torch.from_numpy(tokens).expand(batch, -1).split(chunk_length(geometry), 1):
@@ -251,29 +251,31 @@ def _run_passes(
 
 
 class _ContinuedCacheLayer(DynamicLayer):
-    """Cache layer after rows 2 * [H, start, D] that a batch shares.
+    """Cache layer after `start` rows that a batch shares.
 
-    Only added rows are stored: copies of earlier rows by sequence and layer would take gigabytes.
+    Only added rows are stored: earlier rows of all layers would take gigabytes.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, history: History, start: int, layer: int) -> None:
         super().__init__()
-        self.before = keys, values
+        self._history, self._start, self._layer = history, start, layer
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add rows and return all of them. [B, H, start + n, D]"""
         added = super().update(key_states, value_states)
-        keys, values = (
-            torch.cat((rows.expand(len(new), -1, -1, -1), new), 2)
-            for rows, new in zip(self.before, added, strict=True)
-        )
+        keys, values = (self._with_history(i, new) for i, new in enumerate(added))
         return keys, values
+
+    def _with_history(self, index: int, new: torch.Tensor) -> torch.Tensor:
+        """Return the earlier and the new keys, or values for index 1. [B, H, start + n, D]"""
+        rows = torch.from_numpy(self._history(2 * self._layer + index))
+        return torch.cat((rows.expand(len(new), -1, -1, -1), new), 2)
 
     def get_seq_length(self) -> int:
         """Return the number of rows."""
-        return self.before[0].shape[1] + super().get_seq_length()
+        return self._start + super().get_seq_length()
 
 
 def _earlier_rows(start: int, parts: list[Reference], geometry: Geometry) -> History:

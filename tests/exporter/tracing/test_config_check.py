@@ -6,13 +6,16 @@ import builtins
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from packaging.requirements import Requirement
 from transformers import DeepseekV3Config, JetMoeConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from architectures import ARCHITECTURES
 from checkpoints import make_config, make_model, make_tokenizer, save
+from specedge.bundle.manifest import CacheLayer
 from specedge.errors import ExportError, MissingExtraError
 from specedge.exporter import export, internals
 from specedge.exporter.checkpoint import checkpoints
@@ -32,6 +35,15 @@ def test_observation_on_meta_device_equals_observation_with_weights(name):
 def test_config_of_any_size_is_seen_without_memory():
     config = DeepseekV3Config(num_hidden_layers=8)  # of 400 GB in float32
     assert len(tracer.observe_config(config, 4096, 4)) == 8
+
+
+def test_example_caches_take_no_memory():
+    layer = CacheLayer(8, 128, 128)
+    shape = geometry.Geometry(1 << 17, 1 << 17, 512, (layer,) * 2)
+    before = psutil.Process().memory_info().rss
+    *_, caches = tracer.example_inputs(shape, torch.device("cpu"))
+    assert psutil.Process().memory_info().rss - before < 1e8
+    assert sum(cache.nbytes for cache in caches) > 2e9
 
 
 def test_graph_variant_that_model_cannot_have_is_refused_before_its_weights_are_read(tmp_path):

@@ -1,5 +1,7 @@
 """Errors are judged row by row, by what float32 itself does to the row."""
 
+import math
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -86,6 +88,16 @@ def test_model_that_float32_cannot_compute_is_refused_as_that():
     shape = geometry.measure_geometry(model, 96, 4)
     with pytest.raises(ParityError, match="is not accurate in float32"):
         reference.compute_references("target", model, WeightSources(), shape, 512)
+
+
+def test_reference_holds_the_history_of_one_layer_at_a_time():
+    model = model_of(layers=8)
+    shape = geometry.measure_geometry(model, 16384, 4)
+    tracemalloc.start()
+    reference.compute_references("target", model, WeightSources(), shape, 512)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < sum(4 * math.prod(s) for s in shape.cache_shapes()) / 2
 
 
 def changed(model, value, layer=None):
