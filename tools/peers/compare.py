@@ -185,6 +185,7 @@ class Comparison:
             for variant in figures.variants.values()
             if not variant.reason and variant.peer in self.peers
         ]
+        figures.machine = f"{_processor()}, {os.cpu_count()} cores, {self.threads} threads"
         load = {"models": self.models, "threads": self.threads, "prompt": prompts[0][1]}
         with (
             TemporaryDirectory(dir=self.cache) as data,  # without pass costs of a busy machine
@@ -197,10 +198,9 @@ class Comparison:
 
     def write(self) -> None:
         """Write figures, tables and chart."""
-        machine = f"{_processor()}, {os.cpu_count()} cores, {self.threads} threads"
-        fields = {"machine": machine, "models": [figures.json() for figures in self.figures]}
+        fields = {"models": [figures.json() for figures in self.figures]}
         (self.output / "figures.json").write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
-        page = reporting.page(self.figures, machine, COMMAND)
+        page = reporting.page(self.figures, COMMAND)
         (self.output / "README.md").write_text(page, "utf-8")
         (self.output / "chart.svg").write_text(reporting.chart(self.figures[0]) + "\n", "utf-8")
 

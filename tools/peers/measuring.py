@@ -104,9 +104,10 @@ class Kernels:
 
 @dataclass
 class Figures:
-    """Results of one file."""
+    """Results of one file, on the machine of its times."""
 
     name: str
+    machine: str = ""
     kinds: list[str] = field(default_factory=list)  # of the prompts
     variants: dict[str, Variant] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
@@ -121,7 +122,8 @@ class Figures:
         ]
         variants = {name: Variant(**values) for name, values in fields["variants"].items()}
         kernels = {name: Kernels(**values) for name, values in fields.get("kernels", {}).items()}
-        return cls(fields["name"], fields["kinds"], variants, rounds, kernels)
+        names = fields["name"], fields["machine"], fields["kinds"]
+        return cls(*names, variants, rounds, kernels)
 
     def json(self) -> dict[str, Any]:
         """Return the JSON form."""
