@@ -1,9 +1,9 @@
 """Quantized weights of a checkpoint that are kept without requantization.
 
 MatMulNBits reads the checkpoint's integers and scales. For blocks with offsets the sums of the
-input over each block are multiplied by the matrix of offsets:
+input over each block of B are multiplied by the matrix of offsets:
 
-    x W = x Q + sums(x) O    x [T, K], Q [K, N], sums(x) [T, K / 32], O [K / 32, N]
+    x W = x Q + sums(x) O    x [T, K], Q [K, N], sums(x) [T, K / B], O [K / B, N]
 
 If blocks permute the inputs (act-order), x is permuted once for all products with the same order.
 """
@@ -197,7 +197,7 @@ class KeptRewriter(IntegerRewriter):
 
     kept: KeptWeights = field(kw_only=True)
     is_float: bool = field(kw_only=True)
-    _sums: dict[ir.Value, ir.Value] = field(default_factory=dict, kw_only=True)
+    _sums: dict[tuple[ir.Value, int], ir.Value] = field(default_factory=dict, kw_only=True)
     _ordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict, kw_only=True)
 
     def keep_group(self, group: MatrixGroup) -> None:
@@ -327,21 +327,25 @@ class KeptRewriter(IntegerRewriter):
 
     def _block_sums(self, before: ir.Node, x: ir.Value, layout: BlockLayout, size: int) -> ir.Value:
         """Return the sums of x over blocks along K. [..., T, K] -> [..., T, K / block_size]"""
-        if x not in self._sums:
+        key = x, layout.block_size
+        if key not in self._sums:
             num_blocks = size // layout.block_size
             split = self._split_blocks(before, x, layout, num_blocks)
             axis = self.constant("axis", np.array([-1], np.int64))
-            name, inputs = f"{x.name}.block_sums", [split, axis]
-            self._sums[x] = self.node(before, "ReduceSum", inputs, name, x, num_blocks, keepdims=0)
-        return self._sums[x]
+            name, inputs = f"{x.name}.sums_of_{layout.block_size}", [split, axis]
+            self._sums[key] = self.node(
+                before, "ReduceSum", inputs, name, x, num_blocks, keepdims=0
+            )
+        return self._sums[key]
 
     def _split_blocks(
         self, before: ir.Node, x: ir.Value, layout: BlockLayout, num_blocks: int
     ) -> ir.Value:
         """Reshape rows to blocks. [1, T, K] -> [1, T, K / block_size, block_size]"""
         dims = np.array([1, -1, num_blocks, layout.block_size], np.int64)
-        shape = self.constant(f"blocks.{num_blocks}", dims)
-        split = self.node(before, "Reshape", [x, shape], f"{x.name}.split", x)
+        shape = self.constant(f"blocks.{num_blocks}.{layout.block_size}", dims)
+        name = f"{x.name}.blocks_of_{layout.block_size}"
+        split = self.node(before, "Reshape", [x, shape], name, x)
         if x.shape is not None:
             split.shape = ir.Shape([*x.shape[:-1], num_blocks, layout.block_size])
         return split

@@ -28,6 +28,13 @@ def q4_k_m(name):
     return Kind.Q6_K if name.startswith(("output", "blk.0.ffn_down")) else Kind.Q4_K
 
 
+def q2_k(name):
+    """Types of a file in Q2_K; values have more bits than queries and keys of the same input."""
+    if name.startswith("output"):
+        return Kind.Q6_K
+    return Kind.Q4_K if "attn_v" in name else Kind.Q3_K if "ffn_down" in name else Kind.Q2_K
+
+
 class KeptBundle:
     def __init__(self, folder, arch, kinds):
         path, self.progress = folder / "model.gguf", Progress()
@@ -100,10 +107,18 @@ def test_fused_gate_and_up_experts_are_read(arch, tmp_path):
 
 
 @pytest.mark.slow
-def test_offsets_of_experts_are_rounded_and_reported(tmp_path):
-    made = KeptBundle(tmp_path, "llama", q4_k_m)
+@pytest.mark.parametrize(
+    ("kinds", "most_bits"),
+    [
+        (q4_k_m, {"Q4_K": 10.5, "Q6_K": 10}),
+        (q2_k, {"Q2_K": 10.5, "Q3_K": 10, "Q4_K": 6, "Q6_K": 10}),
+    ],
+)
+def test_offsets_of_experts_are_rounded_and_reported(kinds, most_bits, tmp_path):
+    made = KeptBundle(tmp_path, "llama", kinds)
     report = made.bundle.target.quantization["gqa"]
-    assert report.types["Q4_K"].bundle_bits < 10.5
+    assert report.types.keys() == most_bits.keys()
+    assert all(size.bundle_bits <= most_bits[name] for name, size in report.types.items())
     assert sum("offsets are rounded" in line for line in report.exceptions) == 2
     assert any("QMoE has no offsets" in note for note in made.progress.notes)
     divergence = made.bundle.target.quantization["gqa-fp32"].divergence

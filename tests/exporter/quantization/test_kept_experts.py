@@ -30,6 +30,7 @@ ROUNDED = [name for name, layout in ggml_types.LAYOUTS.items() if layout.has_off
 MIXTURES = {
     **{name: (name, name, name) for name in ggml_types.LAYOUTS},
     "Q4_K_M": ("Q4_K", "Q4_K", "Q6_K"),
+    "Q2_K and Q3_K": ("Q2_K", "Q2_K", "Q3_K"),
     "4 and 8 bits": ("Q4_0", "Q8_0", "Q4_0"),
     "blocks of 16 and 32": ("Q4_0", "Q4_0", "Q6_K"),
     "zero points and none": ("Q4_1", "Q4_0", "Q8_0"),
@@ -197,7 +198,7 @@ def test_layers_are_those_of_dequantized_weights(name, nodes, tmp_path, inputs):
     assert error(run(session, inputs), expected) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K_M", "8 bits, groups of 64"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q3_K", "Q4_K_M", "8 bits, groups of 64"])
 def test_experts_are_batch_invariant(name, tmp_path, inputs):
     tensors, weights = of_types(*MIXTURES[name]) if name in MIXTURES else of_groups(8, 64)
     session = Rewritten(tmp_path / "model", tensors, weights).session

@@ -28,12 +28,12 @@ from specedge.exporter.verification.subgraph import open_session
 K, N, V = 256, 24, 40
 
 
-def quantized(name, num_rows=N, label=""):
-    rows = random_rows(name, num_rows, K)
+def quantized(name, num_rows=N, label="", size=K):
+    rows = random_rows(name, num_rows, size)
     return QuantizedTensor(
         f"{name}{label}",
         name,
-        (num_rows, K),
+        (num_rows, size),
         rows.nbytes,
         ggml_types.LAYOUTS.get(name),
         lambda at: gguf.quants.dequantize(rows[at], Kind[name]),
@@ -64,11 +64,16 @@ def values(tensor):
     return tensor.dequantize(slice(None))
 
 
-def write_float(folder, table, matrices):
-    """Write ids [1, T] -> rows of a table -> a product with each matrix [N, K], and the table's."""
+def write_float(folder, table, matrices, last=None):
+    """Write ids [1, T] -> rows of a table -> a product with each matrix [N, K], and the table's.
+
+    The first product is multiplied by `last`, [N', N].
+    """
     folder.mkdir()
     tensors = {"table": values(table)}
     tensors |= {f"w{i}": np.ascontiguousarray(w.T) for i, w in enumerate(matrices)}
+    if last is not None:
+        tensors["last"] = np.ascontiguousarray(last.T)
     initializers, offset = [], 0
     with (folder / "weights.bin").open("wb") as file:
         for name, array in tensors.items():
@@ -89,6 +94,9 @@ def write_float(folder, table, matrices):
     ]
     tensor = helper.make_tensor_value_info
     widths = [*(len(w) for w in matrices), V]
+    if last is not None:
+        nodes.append(helper.make_node("MatMul", ["y0", "last"], ["z"]))
+        outputs, widths = [*outputs, "z"], [*widths, len(last)]
     graph = helper.make_graph(
         nodes,
         "decoder",
@@ -147,6 +155,20 @@ def test_products_and_lookups_are_those_of_dequantized_weights(name, tmp_path):
             assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
 
 
+def test_products_of_one_input_have_offsets_of_different_block_sizes(tmp_path):
+    """Files in Q2_K have such queries and values, [16] and [32] inputs in a block."""
+    table, wide = quantized("Q4_K", V), quantized("Q2_K", 2 * K)
+    narrow, last = quantized("Q4_K", N, " narrow"), quantized("Q4_K", 16, " last", 2 * K)
+    tensors = [table, wide, narrow, last]
+    matrices = values(wide), values(narrow)
+    path = write_float(tmp_path / "float", table, matrices, values(last))
+    rewrite(path, tmp_path / "kept", tensors)
+    for ids in ([3], [5, 0, 39, 17]):
+        exact = run(tmp_path / "float", ids)
+        for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
+            assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -174,10 +196,23 @@ def test_4_bit_zero_points_of_an_odd_number_of_blocks(num_blocks, tmp_path):
         assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
 
 
-def test_int8_inputs_of_products_with_zero_points_cost_little(tmp_path):
-    table, *matrices = (grouped(bits, 32, n) for bits, n in ((8, V), (4, N), (8, 16)))
+def with_zero_points():
+    return [grouped(bits, 32, n) for bits, n in ((8, V), (4, N), (8, 16))]
+
+
+def of_type(name):
+    return [quantized("Q8_0", V), quantized(name)]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [with_zero_points(), *map(of_type, ggml_types.LAYOUTS)],
+    ids=["zero points", *ggml_types.LAYOUTS],
+)
+def test_int8_inputs_of_products_cost_little(tensors, tmp_path):
+    table, *matrices = tensors
     path = write_float(tmp_path / "float", table, list(map(values, matrices)))
-    rewrite(path, tmp_path / "kept", [table, *matrices], is_float=False)
+    rewrite(path, tmp_path / "kept", tensors, is_float=False)
     for ids in ([3], [5, 0, 39, 17]):
         exact = run(tmp_path / "float", ids)
         for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
