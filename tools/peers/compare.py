@@ -28,7 +28,7 @@ import platformdirs
 import measuring
 import reporting
 from environments import (
-    ALL_GGUF_TYPES,
+    DEFAULT_GGUF_TYPES,
     GGUF_TYPES,
     KEEP,
     PEERS,
@@ -83,10 +83,7 @@ class Comparison:
     def convert(self, reference: Reference, figures: Figures) -> None:
         """Convert the file for every library and precision."""
         for peer in map(PEERS.__getitem__, self.peers):
-            for precision in peer.precisions:
-                gguf_type = precision.removeprefix(KEEP)
-                if gguf_type in ALL_GGUF_TYPES and gguf_type not in self.types:
-                    continue
+            for precision in filter(self._is_selected, peer.precisions):
                 variant = Variant(peer.name, precision, has_drafts=peer.has_drafts)
                 previous = figures.variants.get(variant.name, variant)
                 _say(f"{figures.name}: converting to {variant.name}")
@@ -113,8 +110,8 @@ class Comparison:
     def measure_quality(self, reference: Reference, figures: Figures) -> None:
         """Measure the quality of every variant that has not been measured."""
         windows, folder = reference.windows(), reference.log_probabilities(_say)
-        for variant in figures.variants.values():
-            if variant.quality or variant.reason or variant.peer not in self.peers:
+        for variant in self._available(figures):
+            if variant.quality:
                 continue
             _say(f"{figures.name}: quality of {variant.name}")
             try:
@@ -180,16 +177,12 @@ class Comparison:
     ) -> None:
         """Time every variant in interleaved rounds."""
         prompts = reference.prompts()
-        variants = [
-            variant
-            for variant in figures.variants.values()
-            if not variant.reason and variant.peer in self.peers
-        ]
+        variants = self._available(figures)
         figures.machine = f"{_processor()}, {os.cpu_count()} cores, {self.threads} threads"
         load = {"models": self.models, "threads": self.threads, "prompt": prompts[0][1]}
         with (
-            TemporaryDirectory(dir=self.cache) as data,  # without pass costs of a busy machine
-            loaded(variants, partial(self._worker, data=data), **load, say=_say) as workers,
+            TemporaryDirectory(dir=self.cache) as data,  # pass costs are measured anew
+            loaded(variants, partial(self._worker, data_home=data), **load, say=_say) as workers,
         ):
             for _ in measure_rounds(workers, figures, prompts, tokens, rounds, seconds):
                 _say(f"{figures.name}: {len(figures.rounds)} of {rounds} rounds")
@@ -204,15 +197,35 @@ class Comparison:
         (self.output / "README.md").write_text(page, "utf-8")
         (self.output / "chart.svg").write_text(reporting.chart(self.figures[0]) + "\n", "utf-8")
 
-    def _worker(self, variant: Variant, data: str = "") -> Worker:
-        """Start a worker process of a variant's library, with another folder of user data."""
+    def _is_selected(self, precision: str) -> bool:
+        """Return True unless the precision is a GGUF type that is not compared."""
+        gguf_type = precision.removeprefix(KEEP)
+        return gguf_type in self.types or gguf_type not in GGUF_TYPES
+
+    def _available(self, figures: Figures) -> list[Variant]:
+        """Return the selected variants that were converted."""
+        return [
+            variant
+            for variant in figures.variants.values()
+            if not variant.reason
+            and variant.peer in self.peers
+            and self._is_selected(variant.precision)
+        ]
+
+    def _worker(self, variant: Variant, data_home: str | None = None) -> Worker:
+        """Start a worker process of a variant's library.
+
+        Args:
+            variant: The variant.
+            data_home: Folder instead of the user's data folder.
+        """
         peer = PEERS[variant.peer]
         python = python_of(peer, self.cache / "environments", self.pythons)
         folders = (ROOT, ROOT / "tools", ROOT / "tools/peers/workers")
         paths = os.pathsep.join(map(str, folders))
         environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "ORT_DISABLE_TELEMETRY": "1"}
-        environment |= {"XDG_DATA_HOME": data} if data else {}
+        environment |= {"XDG_DATA_HOME": data_home} if data_home else {}
         return Worker([python, str(peer.worker)], self.cache / "log.txt", environment)
 
 
@@ -260,8 +273,8 @@ def _pythons(_: Any, __: Any, values: tuple[str, ...]) -> dict[str, str]:
 @click.option("--steps", default=",".join(STEPS), callback=_names(STEPS), show_default=True)
 @click.option("--peers", default=",".join(PEERS), callback=_names(PEERS), show_default=True)
 @click.option(
-    "--types", default=",".join(GGUF_TYPES), callback=_names(ALL_GGUF_TYPES), show_default=True,
-    help="GGUF types of llama.cpp, and kept by specedge.",
+    "--types", default=",".join(DEFAULT_GGUF_TYPES), callback=_names(GGUF_TYPES), show_default=True,
+    help=f"GGUF types to compare, of {', '.join(GGUF_TYPES)}.",
 )  # fmt: skip
 @click.option(
     "--minutes", type=float, default=60.0, show_default=True, help="Time limit of a file's rounds."

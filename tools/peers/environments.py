@@ -36,15 +36,15 @@ class Peer:
         return HERE / "requirements" / f"{self.name}.txt"
 
 
-GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_0")
-ALL_GGUF_TYPES = (*GGUF_TYPES, "Q3_K_M", "Q2_K", "IQ4_XS", "IQ4_NL")
+DEFAULT_GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_0")
+GGUF_TYPES = (*DEFAULT_GGUF_TYPES, "Q3_K_M", "Q2_K", "IQ4_XS", "IQ4_NL")
 KEEP = "keep "  # prefix of a GGUF type that specedge keeps
-_KEPT = tuple(KEEP + name for name in ALL_GGUF_TYPES)
+PRECISIONS = ("fp32", "int8", "int8-block", "int4", *(KEEP + name for name in GGUF_TYPES))
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("llamacpp", "llama.cpp", ALL_GGUF_TYPES),
-        Peer("specedge", "specedge", ("fp32", "int8", "int8-block", "int4", *_KEPT), True),
+        Peer("llamacpp", "llama.cpp", GGUF_TYPES),
+        Peer("specedge", "specedge", PRECISIONS, has_drafts=True),
         Peer("openvino", "OpenVINO GenAI", ("int8",)),
         Peer("genai", "onnxruntime-genai", ("int4",)),
     )

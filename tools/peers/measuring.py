@@ -75,7 +75,8 @@ class Round:
     """Runs of all prompts with every setting, and passes by variant and length.
 
     Attributes:
-        stamp: Digest of models, prompts and settings; rounds with another one are discarded.
+        stamp: Digest of machine, models, prompts and settings; rounds with another one are
+            discarded.
     """
 
     stamp: str
@@ -122,7 +123,7 @@ class Figures:
         ]
         variants = {name: Variant(**values) for name, values in fields["variants"].items()}
         kernels = {name: Kernels(**values) for name, values in fields.get("kernels", {}).items()}
-        names = fields["name"], fields["machine"], fields["kinds"]
+        names = fields["name"], fields.get("machine", ""), fields["kinds"]
         return cls(*names, variants, rounds, kernels)
 
     def json(self) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def measure_rounds(
     variants = [figures.variants[name] for name in workers]
     settings = [(v, k) for v in variants for k in ((0, AUTO) if v.has_drafts else (0,))]
     models = [[variant.name, variant.model, variant.version] for variant in variants]
-    stamp = _digest([models, [ids for _, ids in prompts], tokens])
+    stamp = _digest([figures.machine, models, [ids for _, ids in prompts], tokens])
     figures.kinds = [kind for kind, _ in prompts]
     figures.rounds = [past for past in figures.rounds if past.stamp == stamp]
     end = time.monotonic() + seconds

@@ -46,14 +46,15 @@ def page(figures: Sequence[Figures], command: str) -> str:
 
 def _setup(model: Figures) -> str:
     """Return a sentence with machine, dates and versions."""
+    if not model.rounds:
+        return "Not timed yet."
     dates = sorted({round_.date for round_ in model.rounds})
     versions = dict.fromkeys(
         f"{PEERS[variant.peer].label} {variant.version}"
         for variant in model.variants.values()
         if variant.version
     )
-    when = f"Measured {' and '.join(dates)}" if dates else "Not timed yet"
-    return f"{model.machine}. {when}: {'; '.join(versions)}."
+    return f"{model.machine}. Measured {' and '.join(dates)}: {'; '.join(versions)}."
 
 
 def _kernels(model: Figures) -> list[str]:
