@@ -115,18 +115,19 @@ def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgr
 def example_inputs(
     geometry: Geometry, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return the inputs of a pass with an empty cache: ids, past length and caches.
-
-    The caches take no memory until they are written, which `torch.zeros` would do.
-    """
+    """Return the inputs of a pass with an empty cache: ids, past length and caches."""
     return (
         torch.zeros(1, EXAMPLE_LENGTH, dtype=torch.long, device=device),
         torch.zeros(1, dtype=torch.long, device=device),
-        [
-            torch.from_numpy(np.zeros(shape, np.float32)).to(device)
-            for shape in geometry.cache_shapes()
-        ],
+        [_zeros(shape, device) for shape in geometry.cache_shapes()],
     )
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return zeros in float32, on the CPU without memory: unlike PyTorch, NumPy writes no pages."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, np.float32))
+    return torch.zeros(shape, device=device)
 
 
 @contextlib.contextmanager
