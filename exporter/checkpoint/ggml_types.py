@@ -208,7 +208,7 @@ def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
     shape = gguf.quants.quant_shape_from_byte_shape(data.shape, quantization_type)
     values = np.empty((len(rows), shape[-1]), np.float32)
     for at in strips(*values.shape):
-        with np.errstate(over="ignore", invalid="ignore"):  # rejected later
+        with np.errstate(over="ignore", invalid="ignore"):  # such weights are rejected later
             part = gguf.quants.dequantize(rows[at].reshape(1, -1), quantization_type)
         values[at] = part.reshape(-1, shape[-1])
     return values.reshape(shape)
