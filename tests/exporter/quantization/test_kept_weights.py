@@ -140,6 +140,14 @@ def run(folder, ids):
     return session.run(None, {"ids": np.array([ids])})
 
 
+def assert_outputs_agree(folder, tolerance):
+    """Compare the kept model with the float one, for one and for several tokens."""
+    for ids in ([3], [5, 0, 39, 17]):
+        exact = run(folder / "float", ids)
+        for actual, expected in zip(run(folder / "kept", ids), exact, strict=True):
+            assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("name", ggml_types.LAYOUTS)
 def test_products_and_lookups_are_those_of_dequantized_weights(name, tmp_path):
     table, matrices = quantized(name, V), [quantized(name, N), quantized("Q8_0", 16)]
@@ -149,24 +157,18 @@ def test_products_and_lookups_are_those_of_dequantized_weights(name, tmp_path):
     assert "Gather" not in ops or ggml_types.LAYOUTS[name].has_offsets
     layouts = {ggml_types.LAYOUTS[name], ggml_types.LAYOUTS["Q8_0"]}
     assert ops.count("MatMulNBits") == len(layouts)
-    for ids in ([3], [5, 0, 39, 17]):
-        exact = run(tmp_path / "float", ids)
-        for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
-            assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
+    assert_outputs_agree(tmp_path, 3e-6)
 
 
 def test_products_of_one_input_have_offsets_of_different_block_sizes(tmp_path):
-    """Files in Q2_K have such queries and values, [16] and [32] inputs in a block."""
+    """In Q2_K files, queries and values of a layer have blocks of 16 and 32."""
     table, wide = quantized("Q4_K", V), quantized("Q2_K", 2 * K)
     narrow, last = quantized("Q4_K", N, " narrow"), quantized("Q4_K", 16, " last", 2 * K)
     tensors = [table, wide, narrow, last]
     matrices = values(wide), values(narrow)
     path = write_float(tmp_path / "float", table, matrices, values(last))
     rewrite(path, tmp_path / "kept", tensors)
-    for ids in ([3], [5, 0, 39, 17]):
-        exact = run(tmp_path / "float", ids)
-        for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
-            assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
+    assert_outputs_agree(tmp_path, 3e-6)
 
 
 @pytest.mark.parametrize("zeros", [True, False])
@@ -178,10 +180,7 @@ def test_products_and_lookups_with_zero_points(bits, block_size, zeros, tmp_path
     model, _ = rewrite(path, tmp_path / "kept", [table, *matrices])
     ops = [node.op_type for node in model.graph]
     assert ops == ["GatherBlockQuantized", "MatMulNBits", "Split"]
-    for ids in ([3], [5, 0, 39, 17]):
-        exact = run(tmp_path / "float", ids)
-        for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
-            assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
+    assert_outputs_agree(tmp_path, 3e-6)
 
 
 @pytest.mark.parametrize("num_blocks", [3, 5])
@@ -191,9 +190,7 @@ def test_4_bit_zero_points_of_an_odd_number_of_blocks(num_blocks, tmp_path):
     model, _ = rewrite(path, tmp_path / "kept", [table, *matrices])
     ops = [node.op_type for node in model.graph]
     assert ops == ["GatherBlockQuantized", "MatMulNBits", "Split"]
-    exact = run(tmp_path / "float", [5, 0, 39, 17])
-    for actual, expected in zip(run(tmp_path / "kept", [5, 0, 39, 17]), exact, strict=True):
-        assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
+    assert_outputs_agree(tmp_path, 3e-6)
 
 
 def with_zero_points():
@@ -213,10 +210,7 @@ def test_int8_inputs_of_products_cost_little(tensors, tmp_path):
     table, *matrices = tensors
     path = write_float(tmp_path / "float", table, list(map(values, matrices)))
     rewrite(path, tmp_path / "kept", tensors, is_float=False)
-    for ids in ([3], [5, 0, 39, 17]):
-        exact = run(tmp_path / "float", ids)
-        for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
-            assert np.abs(actual - expected).max() <= 2e-2 * np.abs(expected).max()
+    assert_outputs_agree(tmp_path, 2e-2)
 
 
 def test_products_whose_inputs_are_reordered_share_one_gather(tmp_path):
@@ -227,10 +221,7 @@ def test_products_whose_inputs_are_reordered_share_one_gather(tmp_path):
     model, _ = rewrite(path, tmp_path / "kept", [table, *matrices])
     ops = [node.op_type for node in model.graph]
     assert (ops.count("MatMulNBits"), ops.count("Gather"), ops.count("MatMul")) == (3, 2, 0)
-    for ids in ([3], [5, 0, 39, 17]):
-        exact = run(tmp_path / "float", ids)
-        for actual, expected in zip(run(tmp_path / "kept", ids), exact, strict=True):
-            assert np.abs(actual - expected).max() <= 3e-6 * np.abs(expected).max()
+    assert_outputs_agree(tmp_path, 3e-6)
 
 
 @pytest.mark.parametrize("name", ggml_types.LAYOUTS)
