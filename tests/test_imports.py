@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 import tomllib
@@ -76,23 +77,20 @@ def test_ray_is_imported_by_its_command_only():
     assert {name.rpartition(".")[0] for name in importers} <= {"specedge.cli"}
 
 
-# Each package of the runtime imports those before it, never one behind it.
-LAYERS = ("sampling", "decoding", "backend", "drafters", "planning", "text", "requests")
-
-
 def modules():
-    """Every module of specedge by its full name, and the modules that it imports anywhere."""
+    """Return every module of specedge by its full name, and the modules that it imports anywhere."""
     paths = {
         ".".join(["specedge", *path.relative_to(ROOT).with_suffix("").parts]): path
         for folder in ("*.py", *(f"{p.name}/**/*.py" for p in ROOT.iterdir() if p.is_dir()))
         for path in sorted(ROOT.glob(folder))
     }
-    found = {}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    imported = {}
     for name, path in paths.items():
-        imported = {module for _, module in imports_of(path)}
-        either = imported | {module.rpartition(".")[0] for module in imported}
-        found[name] = (either & paths.keys()) - {name}
-    return found
+        names = {full for _, full in imports_of(path)}
+        owners = {full if full in paths else full.rpartition(".")[0] for full in names}
+        imported[name] = (owners & paths.keys()) - {name}
+    return imported
 
 
 def test_a_wheel_has_every_folder_of_python():
@@ -113,20 +111,50 @@ def test_there_are_no_import_cycles():
     assert not left
 
 
-def test_runtime_packages_import_in_one_direction():
-    start = "specedge.runtime."
+def package_of(module):
+    """Return the package of a module; "" for modules directly in specedge, exporter and runtime."""
+    parts = module.split(".")[1:]
+    package = "/".join(parts[: 1 + (parts[:1] in (["exporter"], ["runtime"]))])
+    is_package = (ROOT / package).is_dir() and package not in ("exporter", "runtime", "models")
+    return package if is_package else ""
 
-    def room(module):
-        return module.removeprefix(start).split(".")[0]
 
-    wrong = [
-        (name, other)
-        for name, imported in modules().items()
-        if name.startswith(start)
-        for other in imported
-        if other.startswith(start) and LAYERS.index(room(other)) > LAYERS.index(room(name))
-    ]
-    assert not wrong
+def table_of_packages():
+    """Return the packages in docs/architecture.md in order: imported packages and libraries."""
+    text = (ROOT.parent / "docs/architecture.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([a-z/]+)/` \| [^|]+ \| ([^|]*)\| ([^|]*)\|$", text, re.MULTILINE)
+    table = {}
+    for name, imported, libraries in rows:
+        name = name.removeprefix("specedge/")
+        folder = name.partition("/")[0]
+        siblings = {other.rpartition("/")[2]: other for other in table}
+        siblings |= {n.rpartition("/")[2]: n for n in table if n.startswith(f"{folder}/")}
+        words = {word for word in re.split(r"[ ,]+", imported) if word}
+        packages = {*table} if words == {"everything"} else {siblings[word] for word in words}
+        table[name] = (packages, {w.lower() for w in re.split(r"[ ,]+", libraries) if w})
+    return table
+
+
+def test_packages_import_what_the_architecture_document_lists():
+    imported = {}
+    for module, others in modules().items():
+        if package := package_of(module):
+            packages = {package_of(other) for other in others} - {package, ""}
+            imported.setdefault(package, set()).update(packages)
+    libraries = {
+        package: {
+            top.lower()
+            for _, module in imports(package)
+            if (top := module.split(".")[0]) != "specedge" and top not in sys.stdlib_module_names
+        }
+        for package in imported
+    }
+    table = table_of_packages()
+    assert {*table} == {*imported}
+    assert {p: (imported[p] if p != "cli" else {*table} - {"cli"}) for p in imported} == {
+        package: packages for package, (packages, _) in table.items()
+    }
+    assert libraries == {package: names for package, (_, names) in table.items()}
 
 
 def loaded_after(statement):

@@ -4,7 +4,7 @@ Each step's token is the input of the next one: the most probable token (the low
 a sampled one. The caches that a step writes are outputs, which the caller binds to the input
 buffers: all steps then update the same buffers without copies.
 
-Sampling uses the arithmetic of `hosts/sampling_nodes.py`, restricted to operators with GPU kernels.
+Sampling uses the arithmetic of `sampling_nodes.py`, restricted to operators with GPU kernels.
 No shape depends on a value, so disabled filters are computed as well. Sums are computed by blocks
 first, because CUDA's CumSum takes quadratic time.
 
@@ -25,7 +25,7 @@ from specedge.bundle.gpu_signatures import SAMPLED, UNROLLED, num_best, one_call
 from specedge.bundle.manifest import GraphEntry, ModelEntry
 from specedge.bundle.signature import SAMPLING_INPUTS, SAMPLING_SETTINGS, Signature
 
-from ..hosts import sampling_nodes
+from . import sampling_nodes
 from .best_logits import share_embeddings
 from .graphs import variant_signature
 from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, GraphTemplate

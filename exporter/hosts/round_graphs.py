@@ -20,8 +20,8 @@ from specedge.bundle import Bundle
 from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.precision import QUANTIZED_DTYPES
 
+from ..graph import sampling_nodes
 from ..graph.nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, GraphTemplate
-from . import sampling_nodes
 
 IR_VERSION = 10
 PLAIN_K = 1  # smallest K of a host graph

@@ -14,6 +14,7 @@ from typing import Any
 from specedge.bundle.graph_variants import QDQ
 from specedge.bundle.precision import HALF_DTYPES, OLDEST_ONNXRUNTIME
 from specedge.cpu_count import cpu_count, default_threads
+from specedge.diagnosis import plug_in
 from specedge.errors import BundleError, DeviceError
 from specedge.int8_products import UNSIGNED_OPTION
 from specedge.option_specs import check_integer
@@ -32,7 +33,7 @@ DEVICES = {  # execution providers by device
     "cpu": "CPUExecutionProvider",
     "cuda": CUDA,
     "tensorrt": tensorrt.PROVIDER,
-    "rtx": tensorrt_rtx.PROVIDER,
+    "rtx": plug_in.PROVIDER,
 }
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.cpu_count import processor_name
+from specedge.diagnosis import driver
 from specedge.errors import SpecEdgeError
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.strict_json import JsonError, build, parse, to_plain
 from specedge.version import __version__
 
-from ..backend.cuda import driver
 from ..backend.ort import onnxruntime
 from ..backend.sessions import Device
 from .cost_table import CostTable, assumed_costs

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from specedge.cpu_count import cpu_count
-from specedge.runtime.backend.cuda.driver import jetson_release
 from specedge.telemetry import VARIABLE
 from specedge.version import __version__
 
-from . import packages
-from .packages import LIBRARIES, PLUG_IN, Package, version_numbers
+from . import packages, plug_in
+from .driver import jetson_release
+from .packages import LIBRARIES, Package, version_numbers
 
 NAMES = {"cuda": "CUDA", "tensorrt": "TensorRT"}
 SECONDS = 120.0  # timeout: waking a GPU takes seconds, building an engine longer
@@ -316,9 +316,9 @@ def _gpu_causes(name: str, index: int, machine: Machine) -> Iterator[Problem]:
             cause = "{} has compute capability {}.{}".format(gpus[index]["name"], *capability)
             cause += ", and TensorRT-RTX supports 8.6, 8.9 and 12.0 or newer"
             yield Problem(cause, "use --device cuda on this GPU")
-        if PLUG_IN not in packages.related():
-            cause = f"NVIDIA's plug-in {PLUG_IN} is not installed"
-            yield Problem(cause, f'pip install "{PLUG_IN}~=0.5"')
+        if plug_in.PACKAGE not in packages.related():
+            cause = f"NVIDIA's plug-in {plug_in.PACKAGE} is not installed"
+            yield Problem(cause, f'pip install "{plug_in.PACKAGE}~=0.5"')
     elif f"{NAMES[name]}ExecutionProvider".lower() not in map(
         str.lower, machine.runtime.answers.get("providers", [])
     ):

@@ -12,7 +12,6 @@ from importlib import metadata
 # Oldest supported versions, as in pyproject.toml; a test compares them.
 FLOORS = {"onnxruntime": "1.30", "onnxruntime-gpu": "1.31"}
 RELATED = re.compile(r"(onnxruntime|ort-|nvidia-|tensorrt|torch$|numpy$|tokenizers$)")
-PLUG_IN = "onnxruntime-ep-nv-tensorrt-rtx-cu13"
 _CUDA = {
     "libcudart.so.13": "nvidia-cuda-runtime~=13.0",
     "libcublasLt.so.13": "nvidia-cublas~=13.0",

@@ -20,8 +20,8 @@ from typing import IO, Any
 import numpy as np
 
 from specedge import int8_products
-from specedge.runtime.backend.cuda import driver, tensorrt_rtx
 
+from . import driver, plug_in
 from .packages import missing_libraries
 
 GRAPH = Path(__file__).with_name("probe.onnx")  # y = Relu(x w + b), in float32
@@ -29,7 +29,7 @@ PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
-    "rtx": tensorrt_rtx.PROVIDER,
+    "rtx": plug_in.PROVIDER,
 }
 OPTIONS = {"tensorrt": {"trt_builder_optimization_level": "0"}}  # the fastest engine build
 
@@ -102,7 +102,7 @@ def _probe_device(tell: Tell, name: str, index: str) -> None:
     providers: list[Any] | None = None
     if name == "rtx":
         tell(stage="loading the plug-in")
-        options.add_provider_for_devices([tensorrt_rtx.devices(ort)[int(index)]], {})
+        options.add_provider_for_devices([plug_in.devices(ort)[int(index)]], {})
     else:
         number = {"device_id": index} if int(index) else {}
         providers = [(PROVIDERS[name], OPTIONS.get(name, {}) | number)]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from specedge.diagnosis import doctor, packages
+from specedge.diagnosis import doctor, packages, plug_in
+from specedge.diagnosis import driver as nvidia
 from specedge.diagnosis.doctor import Machine, ProbeResult
-from specedge.runtime.backend.cuda import driver as nvidia
 
 GPU = {"name": "A card", "capability": [8, 6], "memory": 8 << 30, "free": 1 << 30}
 DRIVER = {"version": "580.95", "cuda": "13.0", "gpus": [GPU]}
@@ -83,7 +83,7 @@ def reason(monkeypatch):
             "compute capability 9.0, and TensorRT-RTX supports 8.6, 8.9 and 12.0 or newer",
             "--device cuda",
         ),
-        (DRIVER, "rtx", {"error": "no"}, "is not installed", f'"{packages.PLUG_IN}~=0.5"'),
+        (DRIVER, "rtx", {"error": "no"}, "is not installed", f'"{plug_in.PACKAGE}~=0.5"'),
         (
             DRIVER,
             "cuda",

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from distributions import install, only
-from specedge.diagnosis import packages
+from specedge.diagnosis import packages, plug_in
 from specedge.diagnosis.doctor import Machine, ProbeResult
-from specedge.runtime.backend.cuda import tensorrt_rtx
 
 PROJECT = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text("utf-8"))
 
@@ -45,9 +44,9 @@ def test_versions_are_those_of_the_project():
 def test_packages_beside_onnx_runtime_do_not_provide_it(tmp_path, monkeypatch):
     install(tmp_path, "onnxruntime-extensions", "0.15", "onnxruntime_extensions")
     install(tmp_path, "onnxruntime-genai", "0.18", "onnxruntime_genai")
-    install(tmp_path, packages.PLUG_IN, "0.5.0", tensorrt_rtx.MODULE)
+    install(tmp_path, plug_in.PACKAGE, "0.5.0", plug_in.MODULE)
     install(tmp_path, "ort-nightly-gpu", "1.33.0.dev20261101")
     (tmp_path / "broken.dist-info").mkdir()
     only(monkeypatch, tmp_path)
     assert list(map(str, packages.runtimes())) == ["ort-nightly-gpu 1.33.0.dev20261101"]
-    assert packages.related()[packages.PLUG_IN] == "0.5.0"
+    assert packages.related()[plug_in.PACKAGE] == "0.5.0"

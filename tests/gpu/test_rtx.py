@@ -14,7 +14,7 @@ import pytest
 import standin
 
 from specedge.bundle import Bundle
-from specedge.runtime.backend.cuda.tensorrt_rtx import MODULE
+from specedge.diagnosis.plug_in import MODULE
 
 SCRIPT = Path(standin.__file__).parent / "rtx.sh"
 

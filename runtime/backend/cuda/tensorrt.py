@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from specedge.bundle.graph_variants import compute_dtype, is_qdq
+from specedge.diagnosis import driver
 from specedge.diagnosis.doctor import why_not
 from specedge.errors import DeviceError
 
 from ..ort import first_line, inference_session, is_onnxruntime_error
-from . import driver
 from .engines import EnginePlatform, cache_folder
 from .sessions import load_libraries
 

@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import importlib
 import os
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from specedge.diagnosis import plug_in
 from specedge.diagnosis.doctor import why_not
-from specedge.diagnosis.packages import PLUG_IN
 from specedge.errors import DeviceError
 
 from ..ort import first_line, inference_session, is_onnxruntime_error
 from .engines import EnginePlatform
 
-MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
-PROVIDER = "NvTensorRTRTXExecutionProvider"
 GPUS = ("sm86", "sm89", "sm120", "sm121")  # supported by TensorRT-RTX 1.7.1
-
-
-def devices(ort: Any) -> list[Any]:
-    """Register the plug-in with ONNX Runtime and return the GPUs that it supports.
-
-    Raises:
-        ModuleNotFoundError: The plug-in is not installed.
-        Exception: ONNX Runtime's error if the plug-in cannot be loaded.
-    """
-    module = importlib.import_module(MODULE)
-    if not _registered_devices(ort):
-        folder = Path(module.get_library_path()).parent
-        # The wheel contains the CUDA runtime under a name that loaders do not search for.
-        for library in folder.glob("libcudart.so.*"):
-            with contextlib.suppress(OSError):
-                ctypes.CDLL("libcudart.so.13")
-                break
-            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-        with contextlib.suppress(ort.capi._pybind_state.InvalidArgument):  # registered before
-            ort.register_execution_provider_library(PROVIDER, module.get_library_path())
-    return _registered_devices(ort)
-
-
-def _registered_devices(ort: Any) -> list[Any]:
-    return [device for device in ort.get_ep_devices() if device.ep_name == PROVIDER]
-
-
-def versions() -> tuple[str, str]:
-    """Return the versions of the plug-in and of the TensorRT-RTX library in it."""
-    folder = Path(importlib.import_module(MODULE).get_library_path()).parent
-    libraries = [
-        match[1]
-        for path in folder.glob("*tensorrt_rtx*")
-        if (match := re.search(r"(?:\.so\.|_rtx_)(\d+[._]\d+[._]\d+)", path.name))
-    ]
-    return metadata.version(PLUG_IN), max(libraries, default="unknown").replace("_", ".")
 
 
 def platform(ort: Any, index: int, gpu: str | None = None) -> EnginePlatform:
@@ -67,7 +25,7 @@ def platform(ort: Any, index: int, gpu: str | None = None) -> EnginePlatform:
     architecture = gpu or device.ep_metadata.get("target_architecture")
     if not architecture or not re.fullmatch(r"sm\d+", architecture):
         raise DeviceError(f"rtx:{index} does not report its architecture; specify one with --gpu")
-    return EnginePlatform("rtx", *versions(), architecture)
+    return EnginePlatform("rtx", *plug_in.versions(), architecture)
 
 
 def compile_graph(
@@ -114,12 +72,12 @@ def _device(ort: Any, index: int) -> Any:
         DeviceError: There is no such GPU; the message has the remedy.
     """
     try:
-        supported = devices(ort)
+        supported = plug_in.devices(ort)
     except ModuleNotFoundError as error:
-        if error.name != MODULE:
+        if error.name != plug_in.MODULE:
             raise
         raise DeviceError(
-            f"rtx needs NVIDIA's plug-in {PLUG_IN}: pip install 'specedge[rtx]'"
+            f"rtx needs NVIDIA's plug-in {plug_in.PACKAGE}: pip install 'specedge[rtx]'"
         ) from error
     except Exception as error:
         if not is_onnxruntime_error(error):

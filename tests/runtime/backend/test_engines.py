@@ -7,6 +7,7 @@ import pytest
 
 from specedge.bundle import Bundle, store
 from specedge.bundle.manifest import FileEntry
+from specedge.diagnosis import plug_in
 from specedge.errors import DeviceError
 from specedge.runtime.backend.cuda import engine_builder, engines, tensorrt, tensorrt_rtx
 from specedge.runtime.backend.cuda.engines import ENGINE, EngineKey, EnginePlatform
@@ -165,7 +166,7 @@ def test_tensorrt_computes_in_the_graph_variants_type_and_writes_beside_the_engi
 
 def test_a_missing_rtx_plug_in_is_reported(monkeypatch):
     ort = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-    monkeypatch.setattr(tensorrt_rtx, "MODULE", "no_such_plug_in")
+    monkeypatch.setattr(plug_in, "MODULE", "no_such_plug_in")
     with pytest.raises(DeviceError, match=r"needs NVIDIA's plug-in onnxruntime-ep-.*: pip install"):
         tensorrt_rtx.platform(ort, 0)
     with pytest.raises(DeviceError, match=r"compiles for sm86, .*, not for 'sm90'"):

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from specedge.exporter.graph import sampling_nodes
 from specedge.exporter.graph.nodes import GraphBuilder
-from specedge.exporter.hosts import sampling_nodes
 from specedge.runtime.backend.ort import inference_session
 from specedge.runtime.decoding.verification import Draft, verify
 from specedge.runtime.sampling.history import History

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import DOUBLE, END, FLOAT, INT, GraphBuilder
+from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder
 
 _BUCKETS = 4096
 _UNDERFLOW = 104.0  # exp(-104) is 0 in float32
