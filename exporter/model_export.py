@@ -26,12 +26,12 @@ from specedge.errors import ExportError
 
 from .checkpoint import draft_vocabulary, licenses, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
-from .checkpoint.lazy_weights import WeightSources
 from .checkpoint.loader import LoadedCheckpoint
+from .checkpoint.placeholders import WeightSources
 from .graph import graphs, rewrites
+from .graph.external_data import FILE, WeightsFile
 from .graph.lm_head import add_logits_from
 from .graph.rewrites import remove_transposes
-from .graph.weights import FILE, WeightsFile
 from .libraries import first_line
 from .progress import Progress
 from .request import ExportRequest

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from fakes import TableModel, hashed_distribution
+from specedge.verification.audited_pair import AuditedPair, AuditPrompt, DecoderParts
 from specedge.verification.budget import Budget, Clock
-from specedge.verification.subject import AuditPrompt, DecoderParts, Subject
 
 VOCAB_SIZE = 6
 CONTEXT = 96
@@ -34,7 +34,7 @@ def make_subject(parts=None, num_prompts=3, max_first_length=1):
     sizes = SimpleNamespace(vocab_size=VOCAB_SIZE, context_length=CONTEXT, num_experts=0)
     by_role = {"target": sizes, "draft": sizes}
     prompts = [AuditPrompt(f"prompt {i}", (i % 6, 1, i // 6, 2)) for i in range(num_prompts)]
-    return Subject(
+    return AuditedPair(
         target, draft, by_role, 3, 1e-6, prompts, max_first_length, parts or DecoderParts()
     )
 

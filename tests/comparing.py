@@ -2,8 +2,8 @@
 
 from checkpoints import make_config, make_model
 from specedge.exporter import Progress, model_export
-from specedge.exporter.checkpoint.lazy_weights import WeightSources
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
+from specedge.exporter.checkpoint.placeholders import WeightSources
 from specedge.exporter.tracing import geometry, tracer
 from specedge.exporter.tracing.module_patches import patched_modules
 from specedge.exporter.verification import parity, reference

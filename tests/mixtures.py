@@ -5,12 +5,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from specedge.exporter.graph.weights import FILE
+from specedge.exporter.graph.external_data import FILE
 from specedge.exporter.quantization import schemes
 from specedge.exporter.quantization.calibration import InputStatistics
 from specedge.exporter.quantization.experts import expert_layers, find_excluded
 from specedge.exporter.quantization.integer_rewriter import IntegerRewriter
-from specedge.exporter.quantization.weight_store import WeightStore
+from specedge.exporter.quantization.weights_writer import WeightsWriter
 from specedge.exporter.tracing.experts import Swiglu
 from specedge.exporter.verification.subgraph import open_session
 
@@ -134,7 +134,7 @@ def rewritten(tmp_path, weights, given, nodes, bits=8, kind=IntegerRewriter):
     choice = schemes.expert_scheme(mixture.experts, InputStatistics.from_values(given[0]), bits)
     made.folder = tmp_path / f"{nodes.__name__}-{bits}-{kind.__name__}"
     made.folder.mkdir()
-    with WeightStore(made.folder) as store:
+    with WeightsWriter(made.folder) as store:
         kind(made.graph, store, {}).experts(mixture, choice)
         for value in made.graph.initializers.values():
             tensor = value.const_value

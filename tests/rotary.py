@@ -11,8 +11,8 @@ from transformers import DynamicCache, LlamaConfig, Phi3Config, PreTrainedConfig
 
 from checkpoints import VOCAB_SIZE, make_model
 from specedge.exporter import Progress, model_export
-from specedge.exporter.checkpoint.lazy_weights import WeightSources
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
+from specedge.exporter.checkpoint.placeholders import WeightSources
 from specedge.exporter.tracing.geometry import Geometry
 from specedge.exporter.tracing.module_patches import freeze_rotary
 from specedge.exporter.verification.subgraph import open_session

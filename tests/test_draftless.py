@@ -172,7 +172,7 @@ def test_the_substitute_draft_overlaps_the_target(loaded):
     from specedge.benchmarks.acceptance import acceptances
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.sampling_options import Sampling
-    from specedge.verification.subject import SubstituteDraft
+    from specedge.verification.audited_pair import SubstituteDraft
 
     stand_in = SubstituteDraft(loaded.target.with_new_cache())
     embedded = Bundle.read(store.embedded_folder())

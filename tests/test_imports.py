@@ -78,7 +78,7 @@ def test_ray_is_imported_by_its_command_only():
 
 
 def modules():
-    """Return every module of specedge by its full name, and the modules that it imports anywhere."""
+    """Return every module of specedge by its full name, with the modules that it imports."""
     paths = {
         ".".join(["specedge", *path.relative_to(ROOT).with_suffix("").parts]): path
         for folder in ("*.py", *(f"{p.name}/**/*.py" for p in ROOT.iterdir() if p.is_dir()))

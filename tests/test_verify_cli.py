@@ -160,10 +160,10 @@ def test_a_graph_of_another_model_fails_though_its_hash_is_listed(copy):
 
 def test_the_loop_is_audited_with_the_first_passes_of_requests(pipeline):
     bundle = pipeline.bundle
-    subject = audit.make_subject(bundle, audit.ExecutionSettings(), audit.built_in_prompts(bundle))
-    assert subject.max_first_length == pipeline.max_first_length > 64
-    unread = min(len(subject.greedy_prompts[-1].tokens), 64)
-    assert max(subject.greedy_ks) + unread <= subject.max_first_length
+    pair = audit.make_subject(bundle, audit.ExecutionSettings(), audit.built_in_prompts(bundle))
+    assert pair.max_first_length == pipeline.max_first_length > 64
+    unread = min(len(pair.greedy_prompts[-1].tokens), 64)
+    assert max(pair.greedy_ks) + unread <= pair.max_first_length
 
 
 @pytest.mark.parametrize(

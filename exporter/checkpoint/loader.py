@@ -18,15 +18,15 @@ from . import (
     adapters,
     folders,
     gguf_files,
+    group_quantized,
     hub,
-    packed_weights,
     quantized_formats,
     text_decoder,
     weight_files,
 )
 from .checkpoints import Checkpoint
 from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
-from .lazy_weights import WeightSources
+from .placeholders import WeightSources
 from .quantized_tensors import QuantizedTensor
 
 # Masks and tables that old versions of transformers saved.
@@ -182,7 +182,7 @@ def _note_format(checkpoint: Checkpoint, progress: Progress) -> None:
     role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
     method = quantized_formats.method(checkpoint.raw)
     if quantized_formats.can_be_kept(checkpoint.raw):
-        name = packed_weights.NAMES.get(method or "", method)
+        name = group_quantized.NAMES.get(method or "", method)
         progress.note(
             f"{role}: its weights are stored in {name}; the {role} is the quantized model"
         )

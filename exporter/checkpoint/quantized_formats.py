@@ -20,7 +20,7 @@ import torch
 from specedge.errors import CheckpointError
 
 from ..libraries import translate_errors
-from . import folders, ggml_types, packed_weights
+from . import folders, ggml_types, group_quantized
 from .lazy_tensors import LazyTensor
 from .quantized_tensors import IntegerBlocks, QuantizedTensor
 
@@ -50,7 +50,7 @@ def method(raw: Mapping[str, Any]) -> str | None:
         is_stated = any(candidate is not None for candidate in _quantization_configs(raw))
         return "unknown" if is_stated else None
     if config.get("load_in_8bit"):
-        return packed_weights.BITSANDBYTES_INT8
+        return group_quantized.BITSANDBYTES_INT8
     if config.get("load_in_4bit"):
         return "bitsandbytes"
     return str(config.get("quant_method") or "unknown").removeprefix("intel/")
@@ -58,7 +58,7 @@ def method(raw: Mapping[str, Any]) -> str | None:
 
 def is_packed(raw: Mapping[str, Any]) -> bool:
     """Return True if the weights are integers in packed words."""
-    return method(raw) in packed_weights.NAMES
+    return method(raw) in group_quantized.NAMES
 
 
 def can_be_kept(raw: Mapping[str, Any]) -> bool:
@@ -91,8 +91,8 @@ def check(where: str, raw: Mapping[str, Any], original: str | None) -> None:
     if method_name == "bitsandbytes" and (config or {}).get("load_in_4bit"):
         return
     assert method_name is not None
-    if method_name in packed_weights.NAMES:
-        name = packed_weights.unsupported_variant(method_name, config or {})
+    if method_name in group_quantized.NAMES:
+        name = group_quantized.unsupported_variant(method_name, config or {})
         if name is None:
             return
     else:
@@ -120,7 +120,7 @@ def quantized_tensors(
     if not is_packed(raw):
         return []
     return [
-        *packed_weights.quantized_tensors(where, method_name or "", config or {}, state).values()
+        *group_quantized.quantized_tensors(where, method_name or "", config or {}, state).values()
     ]
 
 
@@ -137,8 +137,8 @@ def dequantize_state(
     method_name = method(raw)
     if is_packed(raw):
         config = _config(raw) or {}
-        tensors = packed_weights.quantized_tensors(where, method_name or "", config, state)
-        return packed_weights.dequantize_state(where, tensors, state, transposed)
+        tensors = group_quantized.quantized_tensors(where, method_name or "", config, state)
+        return group_quantized.dequantize_state(where, tensors, state, transposed)
     if method_name == "bitsandbytes":
         return _dequantize_all_four_bit(where, state)
     if method_name == "mxfp4":

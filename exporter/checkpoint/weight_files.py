@@ -17,7 +17,7 @@ from ..libraries import first_line, translate_errors
 from ..mapped_memory import register
 from . import gguf_files
 from .lazy_tensors import LazyTensor
-from .lazy_weights import FLOATS
+from .placeholders import FLOATS
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -17,8 +17,8 @@ import onnx_ir.passes.common as passes
 
 from specedge.bundle.graph_variants import attention_ops, has_compute_type
 
+from .external_data import drop_unused, view_tensor
 from .nodes import MICROSOFT_DOMAIN, add_initializer, insert_node, operand, producer, static_shape
-from .weights import drop_unused, view_tensor
 
 HEAD_MULTIPLE = 16  # head sizes supported by ONNX Runtime's fused rotary embedding
 COS, SIN = 7, 8  # inputs of GroupQueryAttention

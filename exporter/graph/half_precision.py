@@ -13,8 +13,8 @@ import onnx_ir.passes.common as passes
 
 from specedge.errors import ExportError
 
+from .external_data import drop_unused
 from .nodes import add_constant, operand, producer
-from .weights import drop_unused
 
 _WIDE = ir.DataType.FLOAT
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

@@ -10,8 +10,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ..graph.external_data import view_tensor
 from ..graph.nodes import static_shape
-from ..graph.weights import view_tensor
 from . import expert_rewriter
 from .experts import ExpertLayer
 from .integer_rewriter import IntegerRewriter

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..graph.external_data import view_tensor
 from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, insert_node, operand, producer
-from ..graph.weights import view_tensor
 from . import rounding
 from .experts import ExpertLayer, ExpertWeights
 from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor, replace_output

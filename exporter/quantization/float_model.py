@@ -21,9 +21,9 @@ from specedge.bundle.manifest import ModelEntry, signatures
 from specedge.bundle.reports import QuantizationReport
 
 from ..graph import fusion, graphs, rewrites
+from ..graph.external_data import STORED
 from ..graph.graphs import GraphFile, variant_signature
 from ..graph.half_precision import convert_caches, convert_graph
-from ..graph.weights import STORED
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..graph.nodes import add_constant, add_initializer, insert_node
-from .weight_store import WeightStore
+from .weights_writer import WeightsWriter
 
 INT8_ACCURACY_LEVEL = 4  # the accuracy level of MatMulNBits and QMoE with int8 activations
 
@@ -19,7 +19,7 @@ class GraphEditor:
     """Editor of one graph, whose new weights are written to `store`."""
 
     graph: ir.Graph
-    store: WeightStore
+    store: WeightsWriter
     _constants: dict[str, ir.Value] = field(default_factory=dict, kw_only=True)
 
     def node(

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ..graph.external_data import view_tensor
 from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, insert_node
-from ..graph.weights import view_tensor
 from . import expert_rewriter, rounding
 from .experts import ExpertLayer
 from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor, replace_output

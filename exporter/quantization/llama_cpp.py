@@ -13,14 +13,14 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
-from ..graph.weights import drop_unused
+from ..graph.external_data import drop_unused
 from .experts import NO_EXCLUSIONS, load_graph
 from .float_model import FloatModel
 from .graph_editor import GraphEditor
 from .matrices import MatrixGroup, embeddings, matrix_groups
 from .rounding import BLOCK_SIZE
 from .schemes import Scheme, unquantized
-from .weight_store import WeightStore
+from .weights_writer import WeightsWriter
 
 FORMATS = ("Q8_0", "Q4_K")
 COMPARABLE_FORMATS = {"int8": "Q8_0", "int8-block": "Q8_0", "int4": "Q4_K"}  # by precision
@@ -67,7 +67,7 @@ def write_q4_k(model: FloatModel, ops: str, folder: Path) -> None:
     """Write a decoder whose layers are rounded to Q4_K; LM head and embedding stay float."""
     decoder = load_graph(model.decoder(ops), NO_EXCLUSIONS)
     tables = {stored.offset for _, stored in embeddings(decoder.graph)}
-    with WeightStore(folder) as store:
+    with WeightsWriter(folder) as store:
         editor = GraphEditor(decoder.graph, store)
         for group in matrix_groups(decoder.graph):
             for matrix in group.matrices:

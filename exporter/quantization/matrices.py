@@ -16,8 +16,8 @@ import onnx_ir as ir
 import torch
 
 from .. import mapped_memory
+from ..graph.external_data import TORCH_TYPES
 from ..graph.nodes import insert_node, producer
-from ..graph.weights import TORCH_TYPES
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 PRODUCT_INPUTS = {"MatMul": (0, 1), "Gemm": (0, 1), "MoE": (2, 4)}  # inputs that may be matrices

@@ -11,8 +11,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from ..graph.external_data import view_tensor
 from ..graph.nodes import operand, producer
-from ..graph.weights import view_tensor
 from . import expert_rewriter, rounding
 from .dequantize_rewriter import DequantizeRewriter
 from .experts import ExpertLayer

@@ -21,23 +21,23 @@ from specedge.errors import ParityError
 
 from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..graph import rewrites
-from ..graph.weights import FILE, drop_unused
+from ..graph.external_data import FILE, drop_unused
 from ..progress import Progress
 from ..verification.runner import Runner
-from . import basis, calibration, gptq, llama_cpp, schemes, smoothing
+from . import calibration, gptq, llama_cpp, rotation_rewriter, schemes, smoothing
 from .calibration import InputStatistics
 from .dequantize_rewriter import DequantizeRewriter
 from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_excluded, load_graph
 from .float_model import FloatModel
 from .integer_rewriter import IntegerRewriter, num_columns
-from .kept_weights import KeptWeights, keep
+from .keep_rewriter import CheckpointMatrices, keep
 from .matrices import MatrixGroup, embeddings, matrix_groups, stored_tensor, ungrouped_weights
 from .qdq_rewriter import QdqRewriter
 from .report import measure_variants
 from .rounding import BLOCK_SIZE, BlockMatrix, IntegerMatrix
 from .schemes import Scheme
 from .texts import CalibrationTexts
-from .weight_store import WeightStore
+from .weights_writer import WeightsWriter
 
 ROTATED_PRECISIONS = ("int8", "int4")  # precisions that a rotation makes more accurate
 MAX_COPIED_PARAMETERS = 300_000_000  # larger models are not copied to float32 as a whole
@@ -92,7 +92,7 @@ def quantize(
         return _keep(parts, folder, tensors, texts, progress, suffixes)
     first = parts[0].role
     group_schemes: Schemes = {}
-    work = folder.with_name(f"{folder.name}.basis")
+    work = folder.with_name(f"{folder.name}.transformed")
     work.mkdir()
     excluded = _find_excluded(parts)
     if precision in ROTATED_PRECISIONS and parts[0].model.num_experts:
@@ -119,7 +119,7 @@ def quantize(
         selector = SchemeSelector(precision, rounding, bits, texts, channels, excluded, work)
         for part in parts:
             group_schemes |= selector.select(part, group_schemes)
-    with WeightStore(folder) as store, progress.step(f"Quantizing the {first}"):
+    with WeightsWriter(folder) as store, progress.step(f"Quantizing the {first}"):
         for part in parts:
             for ops in part.reduced_variants(precision, suffixes):
                 _write_graphs(part, ops, precision, group_schemes, excluded, store, folder)
@@ -154,8 +154,8 @@ def _keep(
     first, excluded = parts[0], _find_excluded(parts)
     graph_variants = {part.role: part.reduced_variants(KEEP, suffixes) for part in parts}
     with progress.step(f"Reading the {first.role}'s quantized weights"):
-        kept = KeptWeights(tensors)
-    with WeightStore(folder) as store, progress.step(f"Writing the {first.role}"):
+        kept = CheckpointMatrices(tensors)
+    with WeightsWriter(folder) as store, progress.step(f"Writing the {first.role}"):
         written = keep(parts, graph_variants, kept, excluded, folder, store)
     if kept.offset_error:
         progress.note(
@@ -252,9 +252,9 @@ def _change_basis(
     Models that fail the comparison with their original graphs are returned unchanged.
     """
     try:
-        changed, chosen = basis.write_models(parts, work, excluded)
+        changed, chosen = rotation_rewriter.write_models(parts, work, excluded)
         for original, rotated in zip(parts, changed, strict=True):
-            basis.check_equivalence(original, rotated)
+            rotation_rewriter.check_equivalence(original, rotated)
     except ParityError as error:
         return parts, f"it is not rotated, because the rotated graph differs ({error})"
     if chosen.reason:
@@ -274,7 +274,7 @@ def _format_runners(model: FloatModel, work: Path) -> dict[str, Runner]:
         group.key: llama_cpp.q8_0_scheme(group)
         for group in matrix_groups(_load(original, ops).graph)
     }
-    with WeightStore(folders["Q8_0"]) as store:
+    with WeightsWriter(folders["Q8_0"]) as store:
         _write_graphs(
             original, ops, "int8-block", group_schemes, NO_EXCLUSIONS, store, folders["Q8_0"]
         )
@@ -373,7 +373,7 @@ class SchemeSelector:
         ]
         budget = (self.bits - 4) / 4 * sum(map(_num_weights, in_layers))
         selected: set[tuple[int, ...]] = set()
-        for is_of_type in (_projects_to_attention, basis.reads_nonlinearity):
+        for is_of_type in (_projects_to_attention, rotation_rewriter.reads_nonlinearity):
             groups = [group for group in in_layers if is_of_type(group)]
             largest = max(map(_num_weights, groups), default=1)
             count = int(min(len(groups), budget / largest))
@@ -479,7 +479,7 @@ def _write_graphs(
     precision: str,
     group_schemes: Schemes,
     excluded: ExcludedWeights,
-    store: WeightStore,
+    store: WeightsWriter,
     folder: Path,
 ) -> None:
     """Write a model's quantized graphs in one variant."""

@@ -18,7 +18,7 @@ import onnx
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from ..graph.weights import map_tensor
+from ..graph.external_data import map_tensor
 from ..tracing.experts import moe_reference
 from .exact_nodes import IMPLEMENTATIONS, Array
 

@@ -19,8 +19,8 @@ import numpy as np
 import onnx
 import torch
 
-from ..checkpoint.lazy_weights import BufferPool
-from ..graph.weights import FILE, TORCH_TYPES, chunks, map_tensor
+from ..checkpoint.placeholders import BufferPool
+from ..graph.external_data import FILE, TORCH_TYPES, chunks, map_tensor
 
 PART_BYTES = 200_000_000  # maximum float32 weights of a subgraph
 

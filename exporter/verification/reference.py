@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from specedge.bundle.precision import FLOAT32
 from specedge.errors import ParityError
 
-from ..checkpoint.lazy_weights import WeightSources
+from ..checkpoint.placeholders import WeightSources
 from ..internals import DynamicLayer
 from ..libraries import quiet
 from ..progress import Advance

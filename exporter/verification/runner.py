@@ -15,9 +15,9 @@ import onnxruntime as ort
 from specedge.bundle.graph_variants import cache_dtype
 from specedge.errors import ExportError
 
-from ..checkpoint.lazy_weights import BufferPool
+from ..checkpoint.placeholders import BufferPool
+from ..graph.external_data import FILE
 from ..graph.graphs import GraphFile
-from ..graph.weights import FILE
 from ..libraries import translate_errors
 from ..progress import Advance
 from ..tracing.geometry import Geometry

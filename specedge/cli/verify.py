@@ -142,8 +142,8 @@ def _test_self(bundle: Bundle, settings: ExecutionSettings, minutes: float, as_j
     from specedge.verification.audit import built_in_prompts, make_subject, self_test
 
     with _timed(minutes) as (budget, on_progress):
-        subject = make_subject(bundle, settings, built_in_prompts(bundle))
-        result = self_test(subject, budget, on_progress)
+        pair = make_subject(bundle, settings, built_in_prompts(bundle))
+        result = self_test(pair, budget, on_progress)
     document = _as_dict(result)
     click.echo(json.dumps(document, indent=1) if as_json else "\n".join(_lines(result)))
     if result.false_alarms:

@@ -22,12 +22,12 @@ from specedge.runtime.text.prompts import Prompts, UserPrompt
 from specedge.runtime.text.tokenizer import encode, load_tokenizer
 
 from . import decoding_checks, graph_checks, joint_distribution, sampled_text
+from .audited_pair import AuditedPair, AuditPrompt, SubstituteDraft
 from .budget import Budget
 from .defects import DEFECTS, Defect
 from .noise import CachedModel
 from .report import FAILED, SKIPPED, AuditReport, CheckResult, machine
 from .statistics import CONFIDENCE, POWER
-from .subject import AuditPrompt, Subject, SubstituteDraft
 
 # Prompts with predictable and with unpredictable next tokens.
 BUILT_IN = (
@@ -142,23 +142,23 @@ def audit(
         return report()
     texts = _prompts(bundle, prompts, special_tokens)
     try:
-        subject = make_subject(bundle, settings, texts)
-        subject.time_passes(budget.clock)
-        budget.extend(passes * subject.seconds_per_pass)
-        subject.measure(budget.share(SHARES["measuring"]))
+        pair = make_subject(bundle, settings, texts)
+        pair.time_passes(budget.clock)
+        budget.extend(passes * pair.seconds_per_pass)
+        pair.measure(budget.share(SHARES["measuring"]))
     except (DeviceError, MissingExtraError):
         raise
     except SpecEdgeError as error:  # a graph that does not match the manifest, or returns NaN
         findings.append(CheckResult("graphs", FAILED, str(error)))
         return report()
-    findings += _checks(DETERMINISTIC, subject, budget, on_progress)
+    findings += _checks(DETERMINISTIC, pair, budget, on_progress)
     on_first_verdict(AuditReport(about, tuple(findings), (), budget.clock.used))
-    measured = {name: getattr(subject, name) for name in ("noise", "seconds_per_pass")}
-    del subject  # graphs are compared one at a time
+    measured = {name: getattr(pair, name) for name in ("noise", "seconds_per_pass")}
+    del pair  # graphs are compared one at a time
     share = budget.share(SHARES["graphs"])
     if step("graphs", lambda: graphs_of(bundle, settings, share)):
-        subject = dataclasses.replace(make_subject(bundle, settings, texts), **measured)
-        findings += _checks(STATISTICAL, subject, budget, on_progress)
+        pair = dataclasses.replace(make_subject(bundle, settings, texts), **measured)
+        findings += _checks(STATISTICAL, pair, budget, on_progress)
     return report()
 
 
@@ -209,7 +209,7 @@ class SelfTest:
 
 
 def self_test(
-    subject: Subject,
+    pair: AuditedPair,
     budget: Budget,
     on_progress: OnProgress = lambda check: None,
     defects: Sequence[Defect] = DEFECTS,
@@ -218,11 +218,11 @@ def self_test(
 
     Each defect gets little time first, then more; unused time is available to later defects.
     """
-    subject.time_passes(budget.clock)
-    control = _loop_checks(subject, budget.share(CONTROL), on_progress, "no defect: ")
+    pair.time_passes(budget.clock)
+    control = _loop_checks(pair, budget.share(CONTROL), on_progress, "no defect: ")
     results: list[tuple[Defect, list[CheckResult]]] = []
     for i, defect in enumerate(defects):
-        defective = dataclasses.replace(subject, parts=defect.parts)
+        defective = dataclasses.replace(pair, parts=defect.parts)
         share = budget.share(1 / (len(defects) - i))
         for fraction in ATTEMPTS:
             time = share.share(fraction)
@@ -235,7 +235,7 @@ def self_test(
     return SelfTest(control, results)
 
 
-Check = Callable[[Subject, Budget], CheckResult]
+Check = Callable[[AuditedPair, Budget], CheckResult]
 DETERMINISTIC: dict[str, Check] = {
     "caches": decoding_checks.caches,
     "self-draft": decoding_checks.self_draft,
@@ -243,18 +243,18 @@ DETERMINISTIC: dict[str, Check] = {
     "coupled": decoding_checks.coupled,
 }
 STATISTICAL: dict[str, Check] = {
-    "joint": lambda subject, budget: joint_distribution.joint(
-        subject, budget, sampled_text.SETTINGS, ALPHA
+    "joint": lambda pair, budget: joint_distribution.joint(
+        pair, budget, sampled_text.SETTINGS, ALPHA
     ),
-    "sampled": lambda subject, budget: sampled_text.sampled(
-        subject, budget, sampled_text.SETTINGS, ALPHA
+    "sampled": lambda pair, budget: sampled_text.sampled(
+        pair, budget, sampled_text.SETTINGS, ALPHA
     ),
 }
 
 
 def make_subject(
     bundle: Bundle, settings: ExecutionSettings, prompts: list[AuditPrompt]
-) -> Subject:
+) -> AuditedPair:
     """Load the models, self-test the target as `load` does, and add the prompts."""
     target, draft = _open(bundle, settings)
     tolerance = max(
@@ -264,7 +264,7 @@ def make_subject(
     longest = chunk_length(bundle.target.cache.capacity)
     first = longest_invariant(target.invariant_lengths, longest)
     sizes = {"target": bundle.target, "draft": bundle.draft or bundle.target}
-    return Subject(target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first)
+    return AuditedPair(target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first)
 
 
 def _open(bundle: Bundle, settings: ExecutionSettings) -> tuple[OrtModel, CachedModel]:
@@ -282,20 +282,20 @@ def built_in_prompts(bundle: Bundle) -> list[AuditPrompt]:
 
 
 def _loop_checks(
-    subject: Subject,
+    pair: AuditedPair,
     budget: Budget,
     on_progress: OnProgress,
     prefix: str = "",
     until_caught: bool = False,
 ) -> list[CheckResult]:
     """Run the decoding checks, all or up to the first that fails."""
-    subject.measure(budget.share(SHARES["measuring"]))
-    return _checks(DETERMINISTIC | STATISTICAL, subject, budget, on_progress, prefix, until_caught)
+    pair.measure(budget.share(SHARES["measuring"]))
+    return _checks(DETERMINISTIC | STATISTICAL, pair, budget, on_progress, prefix, until_caught)
 
 
 def _checks(
     checks: Mapping[str, Check],
-    subject: Subject,
+    pair: AuditedPair,
     budget: Budget,
     on_progress: OnProgress,
     prefix: str = "",
@@ -305,7 +305,7 @@ def _checks(
     for name, check in checks.items():
         on_progress(prefix + name)
         share = budget.share(_share(name, budget.left))
-        findings.append(_guarded(name, partial(check, subject, share)))
+        findings.append(_guarded(name, partial(check, pair, share)))
         if until_caught and findings[-1].status == FAILED:
             break
     return findings

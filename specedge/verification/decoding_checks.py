@@ -15,32 +15,32 @@ from specedge.runtime.decoding.random_numbers import GumbelNoise
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.sampling_options import MAX_DRAFT_TOKENS, Sampling
 
+from .audited_pair import ROWS, AuditedPair, first_tokens
 from .budget import Budget
 from .noise import CachedModel, distance, size
 from .report import FAILED, PASSED, SHORT, CheckResult
-from .subject import ROWS, Subject, first_tokens
 
 COUPLED_TOKENS = 24  # tokens per text of the coupled check
 LEAST_TOKENS = 32  # minimum tokens for a conclusive check
 NUM_RUNS = 4
 
 
-def caches(subject: Subject, budget: Budget) -> CheckResult:
+def caches(pair: AuditedPair, budget: Budget) -> CheckResult:
     """Compare logits and cache rows after rollbacks with those of one pass over the text."""
     problems, lines, details = [], [], {}
     short = False
-    models = {"target": subject.parts.target(subject.target), "draft": subject.draft}
-    for role in subject.roles:
+    models = {"target": pair.parts.target(pair.target), "draft": pair.draft}
+    for role in pair.roles:
         model = models[role]
-        text = subject.text(role)
+        text = pair.text(role)
         runs = 0
         worst = 0.0
         for seed in range(NUM_RUNS):
             if budget.over:
                 break
-            worst = max(worst, _after_rollbacks(model, text, subject.num_draft_tokens + 1, seed))
+            worst = max(worst, _after_rollbacks(model, text, pair.num_draft_tokens + 1, seed))
             runs += 1
-        limit = subject.tolerance if subject.noise.get(role) else 0.0
+        limit = pair.tolerance if pair.noise.get(role) else 0.0
         details[role] = {"num_texts": runs, "num_tokens": len(text), "relative_difference": worst}
         short |= not runs
         if worst > limit:
@@ -84,18 +84,18 @@ def _after_rollbacks(model: CachedModel, text: list[int], most: int, seed: int) 
     return max(worst, *(distance(a, b) / size(b) for a, b in zip(rows, expected_rows, strict=True)))
 
 
-def self_draft(subject: Subject, budget: Budget) -> CheckResult:
+def self_draft(pair: AuditedPair, budget: Budget) -> CheckResult:
     """Use the target as its own draft model: all draft tokens must be accepted."""
-    draft = subject.target.with_new_cache()
-    k = subject.num_draft_tokens
-    decoder = subject.decoder(k, draft=draft, draft_sizes=subject.sizes["target"])
-    count = min(ROWS, subject.sizes["target"].context_length // 2)
+    draft = pair.target.with_new_cache()
+    k = pair.num_draft_tokens
+    decoder = pair.decoder(k, draft=draft, draft_sizes=pair.sizes["target"])
+    count = min(ROWS, pair.sizes["target"].context_length // 2)
     details, lines = {}, []
     rejected = tested = 0
     short = False
     for temperature in (0.0, 1.0):
         rounds: list[Round] = []
-        prompt = list(subject.prompts[0].tokens[-count:])
+        prompt = list(pair.prompts[0].tokens[-count:])
         for round_ in decoder.rounds(prompt, Sampling(temperature), 0, count):
             rounds.append(round_)
             if budget.over:
@@ -113,7 +113,7 @@ def self_draft(subject: Subject, budget: Budget) -> CheckResult:
             f"{num_tokens} tokens in {len(rounds)} rounds"
         )
     # Near-ties may be decided differently if passes are not batch-invariant.
-    if rejected > (tested // 50 if subject.noise.get("target") else 0):
+    if rejected > (tested // 50 if pair.noise.get("target") else 0):
         summary = f"the target rejected {rejected} of {tested} of its own draft tokens"
         return CheckResult("self-draft", FAILED, summary, tuple(lines), details)
     if short:
@@ -134,44 +134,44 @@ class _GreedyTexts:
     num_positions: int = 0
 
 
-def greedy(subject: Subject, budget: Budget) -> CheckResult:
+def greedy(pair: AuditedPair, budget: Budget) -> CheckResult:
     """Compare speculative text at temperature 0 with the target alone, token by token.
 
     Texts may differ only at near-ties, where the margin of the two largest logits is at most twice
     the noise of the device.
     """
-    ks = subject.greedy_ks
+    ks = pair.greedy_ks
     # Without a draft model, suffix decoding drafts, as in requests.
-    has_draft = "draft" in subject.roles
+    has_draft = "draft" in pair.roles
     decoders = {
-        k: subject.decoder(k, drafter=None if has_draft else Suffix())
+        k: pair.decoder(k, drafter=None if has_draft else Suffix())
         for k in ks
         if k <= MAX_DRAFT_TOKENS
     }
     texts = _GreedyTexts(by_k=dict.fromkeys(decoders, 0))
-    for prompt in subject.greedy_prompts:
+    for prompt in pair.greedy_prompts:
         if budget.over:
             break
-        num_free = subject.sizes["target"].context_length - len(prompt.tokens)
+        num_free = pair.sizes["target"].context_length - len(prompt.tokens)
         tokens = list(prompt.tokens)
-        plain = _target_alone(subject, tokens, min(ROWS, num_free), budget)
-        ties = _near_ties(subject, texts, prompt.name, tokens, plain)
+        plain = _target_alone(pair, tokens, min(ROWS, num_free), budget)
+        ties = _near_ties(pair, texts, prompt.name, tokens, plain)
         for k, decoder in decoders.items():
             if budget.over:
                 break
             # As in a request, the first pass may include the end of the prompt.
-            subject.target.truncate(max(0, len(tokens) - ROWS))
+            pair.target.truncate(max(0, len(tokens) - ROWS))
             text = _tokens(decoder, tokens, len(plain), budget)
             texts.by_k[k] += _compare(texts, f"{prompt.name}, K = {k}", text, plain, ties)
         texts.num_texts += 1
-    return _greedy_finding(subject, texts)
+    return _greedy_finding(pair, texts)
 
 
-def _greedy_finding(subject: Subject, texts: _GreedyTexts) -> CheckResult:
+def _greedy_finding(pair: AuditedPair, texts: _GreedyTexts) -> CheckResult:
     details: dict[str, Any] = {
         "num_prompts": texts.num_texts,
         "num_tokens_by_k": {str(k): count for k, count in texts.by_k.items()},
-        "noise": subject.noise.get("target", 0.0),
+        "noise": pair.noise.get("target", 0.0),
         "near_ties": texts.near_ties,
         "smallest_margin": texts.smallest_margin,
         "differences": texts.problems,
@@ -180,7 +180,7 @@ def _greedy_finding(subject: Subject, texts: _GreedyTexts) -> CheckResult:
         f"tokens compared by K: {', '.join(f'{k}: {n}' for k, n in texts.by_k.items())}",
         f"near-ties: {len(texts.near_ties)} of {texts.num_positions} positions, where the two "
         "largest logits are within twice this device's noise of "
-        f"{subject.noise.get('target', 0.0):.1e}",
+        f"{pair.noise.get('target', 0.0):.1e}",
         f"the closest two logits are {texts.smallest_margin:.1e} apart",
         *texts.near_ties[:10],
     ]
@@ -196,9 +196,9 @@ def _greedy_finding(subject: Subject, texts: _GreedyTexts) -> CheckResult:
     return CheckResult("greedy", PASSED, summary, tuple(lines), details)
 
 
-def _target_alone(subject: Subject, prompt: list[int], count: int, budget: Budget) -> list[int]:
+def _target_alone(pair: AuditedPair, prompt: list[int], count: int, budget: Budget) -> list[int]:
     """Decode greedily with the target alone, one token per pass."""
-    model = subject.target
+    model = pair.target
     model.truncate(0)
     model.prefill(prompt[:-1])
     tokens = [prompt[-1]]
@@ -210,15 +210,15 @@ def _target_alone(subject: Subject, prompt: list[int], count: int, budget: Budge
 
 
 def _near_ties(
-    subject: Subject, texts: _GreedyTexts, name: str, prompt: list[int], plain: list[int]
+    pair: AuditedPair, texts: _GreedyTexts, name: str, prompt: list[int], plain: list[int]
 ) -> set[int]:
     """Return the positions where the two largest logits are within the noise."""
-    logits = subject.scores_after("target", prompt, plain).array()
+    logits = pair.scores_after("target", prompt, plain).array()
     top = np.partition(logits, -2, axis=1)[:, -2:]
     margins = np.abs(top[:, 1] - top[:, 0])
     texts.num_positions += len(margins)
     texts.smallest_margin = min(texts.smallest_margin, float(margins.min()))
-    ties = {int(i) for i in np.flatnonzero(margins <= 2 * subject.noise.get("target", 0.0))}
+    ties = {int(i) for i in np.flatnonzero(margins <= 2 * pair.noise.get("target", 0.0))}
     for i in sorted(ties):
         texts.near_ties.append(
             f"{name}, new token {i}: the two largest logits are {margins[i]:.1e} apart"
@@ -254,20 +254,20 @@ def _tokens(
             return
 
 
-def coupled(subject: Subject, budget: Budget) -> CheckResult:
+def coupled(pair: AuditedPair, budget: Budget) -> CheckResult:
     """Compare text sampled with `coupling="gumbel"` at each K with plain decoding of the same seed.
 
     The texts are equal if passes are batch-invariant; otherwise near-ties of the perturbed logits
     may be decided differently, and differences are reported without failing the check.
     """
-    decoders = {k: subject.decoder(k) for k in (0, *subject.ks)}
+    decoders = {k: pair.decoder(k) for k in (0, *pair.ks)}
     num_texts = num_tokens = 0
     differences: list[str] = []
-    for seed, prompt in enumerate(subject.prompts):
+    for seed, prompt in enumerate(pair.prompts):
         if budget.over:
             break
-        count = subject.longest(COUPLED_TOKENS)
-        tokens = subject.short_prompt(seed, count)
+        count = pair.longest(COUPLED_TOKENS)
+        tokens = pair.short_prompt(seed, count)
         plain: list[int] = []
         for k, decoder in decoders.items():
             sampling = Sampling(1.0, noise=GumbelNoise(seed, 0))
@@ -280,7 +280,7 @@ def coupled(subject: Subject, budget: Budget) -> CheckResult:
         num_texts += 1
     details = {"num_texts": num_texts, "num_tokens": num_tokens, "differences": differences}
     lines = tuple(differences[:10])
-    if differences and not subject.noise.get("target"):
+    if differences and not pair.noise.get("target"):
         summary = f"{len(differences)} texts of a seed depend on K"
         return CheckResult("coupled", FAILED, summary, lines, details)
     if not num_texts:

@@ -16,8 +16,8 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
 
+from .audited_pair import DecoderParts
 from .noise import CachedModel
-from .subject import DecoderParts
 
 
 @dataclass(frozen=True)

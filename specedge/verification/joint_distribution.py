@@ -19,11 +19,11 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
 
+from .audited_pair import AuditedPair, first_tokens, input_token, tested_tokens
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, CheckResult
 from .sampled_text import NAME, AcceptanceSample, failed_tests, name_of
 from .statistics import Array, ChiSquareTest, FrequencyTest, chi_square_test
-from .subject import Subject, first_tokens, input_token, tested_tokens
 
 LENGTH = 2
 LEAST_TEXTS = 400
@@ -51,12 +51,12 @@ class SettingTests:
 
 
 def joint(
-    subject: Subject, budget: Budget, settings: Sequence[Sampling], alpha: float
+    pair: AuditedPair, budget: Budget, settings: Sequence[Sampling], alpha: float
 ) -> CheckResult:
     """Compare counts of the first tokens' strings with the target's exact distribution, by setting.
 
     Args:
-        subject: The pair.
+        pair: The pair.
         budget: Time limit.
         settings: Sampling options.
         alpha: Probability of a false alarm of one test.
@@ -65,7 +65,7 @@ def joint(
     prompts: dict[str, str] = {}
     first, later = AcceptanceSample(), AcceptanceSample()
     for i, sampling in enumerate(settings):
-        setting = _Setting(subject, sampling)
+        setting = _Setting(pair, sampling)
         # Separate seeds for each setting, so that texts are independent.
         seeds = itertools.count(i, len(settings))
         tests = setting.test(budget.share(1 / (len(settings) - i)), seeds, alpha)
@@ -81,12 +81,12 @@ def joint(
 class _Setting:
     """Sampling options with both memoized models."""
 
-    def __init__(self, subject: Subject, sampling: Sampling) -> None:
-        self._subject = subject
+    def __init__(self, pair: AuditedPair, sampling: Sampling) -> None:
+        self._subject = pair
         self._sampling = sampling
-        self._length = subject.longest(LENGTH)
-        self._target = subject.memoized("target")
-        self._draft = subject.memoized("draft")
+        self._length = pair.longest(LENGTH)
+        self._target = pair.memoized("target")
+        self._draft = pair.memoized("draft")
         self._betas: dict[tuple[int, ...], float] = {}
         self.prompt = ""
         self.first = AcceptanceSample()
@@ -94,14 +94,14 @@ class _Setting:
 
     def test(self, budget: Budget, seeds: Iterable[int], alpha: float) -> SettingTests | None:
         """Draw texts until the time is up; None if it is up before the first."""
-        subject = self._subject
+        pair = self._subject
         chosen = self._choose(budget)
-        self.prompt = subject.prompts[chosen].name
+        self.prompt = pair.prompts[chosen].name
         prompt = self._begin(chosen)
         distribution = self._distribution(prompt, budget)
         if budget.over:
             return None
-        decoders = [subject.decoder(k, self._target, self._draft) for k in subject.ks]
+        decoders = [pair.decoder(k, self._target, self._draft) for k in pair.ks]
         counts = dict.fromkeys(distribution, 0)
         for seed, decoder in zip(seeds, itertools.cycle(decoders), strict=False):
             rounds = list(decoder.rounds(prompt, self._sampling, seed, self._length))

@@ -17,6 +17,7 @@ import numpy as np
 
 from specedge.sampling_options import Sampling
 
+from .audited_pair import ROWS, AuditedPair, first_tokens, tested_tokens
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, CheckResult
 from .statistics import (
@@ -27,7 +28,6 @@ from .statistics import (
     frequency_test,
     uniform_place,
 )
-from .subject import ROWS, Subject, first_tokens, tested_tokens
 
 SETTINGS = (
     Sampling(1.0),
@@ -99,49 +99,49 @@ def name_of(sampling: Sampling) -> str:
 
 
 def sampled(
-    subject: Subject, budget: Budget, settings: Sequence[Sampling], alpha: float
+    pair: AuditedPair, budget: Budget, settings: Sequence[Sampling], alpha: float
 ) -> CheckResult:
     """Draw texts at every setting in turn until the time is up, then test them.
 
     Args:
-        subject: The pair; K cycles through `subject.ks`.
+        pair: The pair; K cycles through `pair.ks`.
         budget: Time limit.
         settings: Sampling options.
         alpha: Probability of a false alarm of one test.
     """
-    length = _text_length(subject, budget, len(settings))
+    length = _text_length(pair, budget, len(settings))
     samples = {name_of(sampling): TextSample() for sampling in settings}
     for i in itertools.count():
         for j, sampling in enumerate(settings):
             if budget.over:
                 break
-            k = subject.ks[-1 - i % len(subject.ks)]
-            prompt = subject.short_prompt(i, length)
+            k = pair.ks[-1 - i % len(pair.ks)]
+            prompt = pair.short_prompt(i, length)
             # A separate seed for each text, so that texts are independent.
             seed = i * len(settings) + j
-            samples[name_of(sampling)].add(_draw(subject, sampling, prompt, seed, k, length))
+            samples[name_of(sampling)].add(_draw(pair, sampling, prompt, seed, k, length))
         if budget.over:
             break
     together = TextSample()
     for sample in samples.values():
         together.add(sample)
-    return _finding(subject, samples | {"all together": together}, alpha)
+    return _finding(pair, samples | {"all together": together}, alpha)
 
 
-def _text_length(subject: Subject, budget: Budget, num_settings: int) -> int:
+def _text_length(pair: AuditedPair, budget: Budget, num_settings: int) -> int:
     """Return the length of a text that allows several texts of each setting in time."""
-    in_time = budget.left / max(1e-9, 4 * num_settings * subject.seconds_per_pass)
-    return subject.longest(max(LEAST_TEXT, min(ROWS, int(in_time))))
+    in_time = budget.left / max(1e-9, 4 * num_settings * pair.seconds_per_pass)
+    return pair.longest(max(LEAST_TEXT, min(ROWS, int(in_time))))
 
 
 def _draw(
-    subject: Subject, sampling: Sampling, prompt: list[int], seed: int, k: int, length: int
+    pair: AuditedPair, sampling: Sampling, prompt: list[int], seed: int, k: int, length: int
 ) -> TextSample:
     """Decode one text; return the positions of its tokens in their distributions."""
-    rounds = list(subject.decoder(k).rounds(prompt, sampling, seed, length))
+    rounds = list(pair.decoder(k).rounds(prompt, sampling, seed, length))
     text = first_tokens(rounds, length)
-    targets = subject.distributions("target", sampling, prompt, text)
-    drafts = subject.distributions("draft", sampling, prompt, text)
+    targets = pair.distributions("target", sampling, prompt, text)
+    drafts = pair.distributions("draft", sampling, prompt, text)
     random = np.random.default_rng(seed)
     sample, betas = TextSample(), []
     for token, target, draft in zip(text, targets, drafts, strict=True):
@@ -179,7 +179,7 @@ def _uniform(cells: list[int], alpha: float) -> ChiSquareTest:
     return chi_square_test(counts, np.full(NUM_CELLS, 1 / NUM_CELLS), alpha)
 
 
-def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> CheckResult:
+def _finding(pair: AuditedPair, samples: dict[str, TextSample], alpha: float) -> CheckResult:
     problems, figures = [], {}
     lines = [
         f"{'':{NAME}} tokens  p of: rank  draft bias  serial pairs  accepted  "
@@ -193,7 +193,7 @@ def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> 
         lines.append(_line(name, sample, verdicts))
         problems += failed_tests(name, vars(verdicts), alpha)
         # With noise, a filter may keep other tokens in the pass of the test.
-        if sample.num_impossible and not subject.noise.get("target"):
+        if sample.num_impossible and not pair.noise.get("target"):
             problems.append(
                 f"{name}: {sample.num_impossible} tokens that the distribution does not allow"
             )

@@ -12,14 +12,14 @@ import pytest
 from specedge.bundle import Bundle, store
 from specedge.errors import ExportError
 from specedge.exporter import destination, export
-from specedge.exporter.graph import weights
+from specedge.exporter.graph import external_data
 from specedge.staging import remove_stale_folders
 
 SLOW = """
 import pathlib, sys, time
 from specedge.exporter.destination import destination
 with destination(pathlib.Path(sys.argv[1])) as work:
-    (work / "weights.bin").write_bytes(b"0" * 1000)
+    (work / "external_data.bin").write_bytes(b"0" * 1000)
     print("started", flush=True)
     time.sleep(60)
 """
@@ -101,7 +101,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(weights.HashedFile, "write", full)
+    monkeypatch.setattr(external_data.HashedFile, "write", full)
     with pytest.raises(ExportError, match=r"^no space left"):
         export(*pairs.checkpoint("gpt2"), tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []

@@ -12,10 +12,10 @@ from specedge.runtime.decoding.verification import verify
 from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
 from specedge.verification import audit, decoding_checks, joint_distribution, sampled_text
+from specedge.verification.audited_pair import DecoderParts
 from specedge.verification.defects import DEFECTS
 from specedge.verification.memoization import MemoizedModel
 from specedge.verification.report import FAILED, PASSED, SHORT, AuditReport, CheckResult
-from specedge.verification.subject import DecoderParts
 
 SETTINGS = (Sampling(1.0), Sampling(0.7, top_k=4))
 ALPHA = 1e-8
@@ -29,19 +29,19 @@ BY_NAME = {defect.name: defect for defect in DEFECTS}
 
 
 def run_sampled(parts=None, texts=30):
-    subject = make_subject(parts)
-    return sampled_text.sampled(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
+    pair = make_subject(parts)
+    return sampled_text.sampled(pair, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
 def run_joint(parts=None, texts=700):
-    subject = make_subject(parts)
-    return joint_distribution.joint(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
+    pair = make_subject(parts)
+    return joint_distribution.joint(pair, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
 def test_all_decoding_checks_pass_a_correct_pair():
-    subject = make_subject()
+    pair = make_subject()
     for check in DETERMINISTIC:
-        assert check(subject, Ticks(10**6).budget).status == PASSED, check
+        assert check(pair, Ticks(10**6).budget).status == PASSED, check
     assert run_sampled(texts=20).status == PASSED
     assert run_joint().status == PASSED
 
@@ -51,9 +51,9 @@ def test_texts_of_several_settings_are_independent():
     seeds = []
     one = sampled_text._draw
 
-    def noted(subject, sampling, prompt, seed, k, length):
+    def noted(pair, sampling, prompt, seed, k, length):
         seeds.append(seed)
-        return one(subject, sampling, prompt, seed, k, length)
+        return one(pair, sampling, prompt, seed, k, length)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampled_text, "_draw", noted)
@@ -63,8 +63,8 @@ def test_texts_of_several_settings_are_independent():
 
 @pytest.mark.parametrize("check", [decoding_checks.caches, decoding_checks.greedy])
 def test_a_cache_row_off_by_one_fails_deterministically(check):
-    subject = make_subject(BY_NAME["cache row off by one"].parts)
-    assert check(subject, Ticks(10**6).budget).status == FAILED
+    pair = make_subject(BY_NAME["cache row off by one"].parts)
+    assert check(pair, Ticks(10**6).budget).status == FAILED
 
 
 def test_a_draft_that_falls_behind_itself_shows_in_the_self_draft():
@@ -115,9 +115,9 @@ class Flipped:
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (0.006, PASSED)])
 def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, status):
-    subject = make_subject(DecoderParts(target=lambda model: Flipped(model, 0.01)), num_prompts=4)
-    subject.noise["target"] = noise
-    found = decoding_checks.greedy(subject, Ticks(10**6).budget)
+    pair = make_subject(DecoderParts(target=lambda model: Flipped(model, 0.01)), num_prompts=4)
+    pair.noise["target"] = noise
+    found = decoding_checks.greedy(pair, Ticks(10**6).budget)
     assert found.status == status
     assert bool(found.figures["near_ties"]) == (noise > 0)
     assert bool(found.figures["differences"]) == (noise == 0)
@@ -125,9 +125,9 @@ def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, st
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (1.0, PASSED)])
 def test_coupled_text_depends_on_the_seed_alone_where_logits_have_no_noise(noise, status):
-    subject = make_subject(DecoderParts(target=lambda model: Flipped(model, 1.0)), num_prompts=6)
-    subject.noise["target"] = noise
-    result = decoding_checks.coupled(subject, Ticks(10**6).budget)
+    pair = make_subject(DecoderParts(target=lambda model: Flipped(model, 1.0)), num_prompts=6)
+    pair.noise["target"] = noise
+    result = decoding_checks.coupled(pair, Ticks(10**6).budget)
     assert result.status == status
     assert result.figures["differences"]
 
@@ -154,8 +154,8 @@ def test_greedy_text_goes_through_every_pass_that_a_request_may_run(
 ):
     """The longest are of 16 draft tokens, as rounds are planned, and of the end of a prompt."""
     parts = DecoderParts(target=lambda model: WrongBeyond(model, longest))
-    subject = make_subject(parts, max_first_length=max_first_length)
-    assert decoding_checks.greedy(subject, Ticks(10**6).budget).status == status
+    pair = make_subject(parts, max_first_length=max_first_length)
+    assert decoding_checks.greedy(pair, Ticks(10**6).budget).status == status
 
 
 def test_greedy_text_begins_at_no_further_k_once_its_time_is_over():
@@ -199,8 +199,8 @@ def test_the_self_test_catches_five_of_five_and_raises_no_false_alarm():
 
 
 def test_too_little_time_is_incomplete():
-    subject = make_subject()
-    statuses = [check(subject, Ticks(3).budget).status for check in DETERMINISTIC]
+    pair = make_subject()
+    statuses = [check(pair, Ticks(3).budget).status for check in DETERMINISTIC]
     assert SHORT in statuses
     assert FAILED not in statuses
     assert run_sampled(texts=2).status == SHORT

@@ -12,7 +12,7 @@ from cases import exhaustive
 from checkpoints import make_checkpoint, make_config, make_model, make_tokenizer, save
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, lazy_weights, loader
+from specedge.exporter.checkpoint import checkpoints, loader, placeholders
 from specedge.exporter.checkpoint.lazy_tensors import LazyTensor
 
 TOKENS = torch.arange(12)[None]
@@ -21,7 +21,7 @@ TOKENS = torch.arange(12)[None]
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch):
     """Matrices of small models get placeholders, too."""
-    monkeypatch.setattr(lazy_weights, "SMALLEST", 1)
+    monkeypatch.setattr(placeholders, "SMALLEST", 1)
 
 
 @pytest.fixture(scope="session", params=["llama", exhaustive("gpt2")])

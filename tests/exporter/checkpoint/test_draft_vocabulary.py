@@ -9,8 +9,8 @@ from cases import exhaustive
 from checkpoints import make_config, make_model
 from specedge.errors import ExportError
 from specedge.exporter.checkpoint import draft_vocabulary, self_draft
-from specedge.exporter.checkpoint.lazy_weights import WeightSources
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
+from specedge.exporter.checkpoint.placeholders import WeightSources
 
 IDS = (0, 3, 4, 100, 255, 509, 511)
 TOKENS = torch.tensor([[511, 7, 3, 300, 42]])

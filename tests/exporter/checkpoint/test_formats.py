@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_config, make_model, make_tokenizer, save
-from specedge.exporter.checkpoint import lazy_weights
+from specedge.exporter.checkpoint import placeholders
 
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch):
     """Matrices of small models get placeholders, too."""
-    monkeypatch.setattr(lazy_weights, "SMALLEST", 1)
+    monkeypatch.setattr(placeholders, "SMALLEST", 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "qwen3_moe", "gpt_oss"])

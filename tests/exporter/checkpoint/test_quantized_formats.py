@@ -20,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import packed
 from specedge.errors import CheckpointError
 from specedge.exporter import export
-from specedge.exporter.checkpoint import checkpoints, lazy_weights, loader, quantized_formats
+from specedge.exporter.checkpoint import checkpoints, loader, placeholders, quantized_formats
 from specedge.exporter.checkpoint.lazy_tensors import materialize
 
 BLOCK = 128
@@ -29,7 +29,7 @@ BLOCK = 128
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch):
     """Matrices of small models get placeholders, too."""
-    monkeypatch.setattr(lazy_weights, "SMALLEST", 1)
+    monkeypatch.setattr(placeholders, "SMALLEST", 1)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from specedge.cli.inspect import inspect
 from specedge.errors import CheckpointError, ExportError
 from specedge.exporter import Progress, export, model_export
 from specedge.exporter.checkpoint import self_draft
-from specedge.exporter.checkpoint.lazy_weights import WeightSources
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
+from specedge.exporter.checkpoint.placeholders import WeightSources
 
 CONTEXT, LAYERS = 96, 2
 KINDS = {

@@ -16,7 +16,7 @@ from quantized import PROMPTS, SIZES, Made, with_outliers, with_outliers_at_the_
 from specedge.bundle import Bundle
 from specedge.cli.export import export as export_command
 from specedge.errors import ParityError
-from specedge.exporter.quantization import basis, texts
+from specedge.exporter.quantization import rotation_rewriter, texts
 from specedge.exporter.verification.subgraph import open_session
 
 FUSED = {"GroupQueryAttention", "MatMulIntegerToFloat", "SkipSimplifiedLayerNormalization"}
@@ -52,7 +52,7 @@ def test_model_whose_rotated_graph_differs_keeps_its_basis(tmp_path, monkeypatch
     def differs(before, after):
         raise ParityError("logits differ")
 
-    monkeypatch.setattr(basis, "check_equivalence", differs)
+    monkeypatch.setattr(rotation_rewriter, "check_equivalence", differs)
     made = Made(tmp_path, "llama", ops="gqa")
     notes = made.progress.notes
     assert [note for note in notes if "is not rotated" in note and "logits differ" in note]

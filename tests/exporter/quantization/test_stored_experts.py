@@ -7,12 +7,12 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from specedge.exporter.graph.weights import FILE, drop_unused
+from specedge.exporter.graph.external_data import FILE, drop_unused
 from specedge.exporter.quantization import schemes
 from specedge.exporter.quantization.calibration import InputStatistics
 from specedge.exporter.quantization.integer_rewriter import IntegerRewriter
 from specedge.exporter.quantization.matrices import matrix_groups, ungrouped_weights
-from specedge.exporter.quantization.weight_store import WeightStore
+from specedge.exporter.quantization.weights_writer import WeightsWriter
 from specedge.exporter.verification.subgraph import open_session
 
 EXPERTS, K, N, ROWS = 8, 64, 48, 40
@@ -60,7 +60,7 @@ def rounded(weights, x, folder):
     (group,) = matrix_groups(model.graph)
     choice = schemes.per_channel_scheme(group, InputStatistics.from_values(x), np.arange(K))
     (folder / "int8").mkdir()
-    with WeightStore(folder / "int8") as store:
+    with WeightsWriter(folder / "int8") as store:
         IntegerRewriter(model.graph, store, {}).group(group, choice)
         drop_unused(model.graph)
         for value in model.graph.initializers.values():

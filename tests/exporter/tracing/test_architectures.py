@@ -21,8 +21,8 @@ from end_to_end import check_pair
 from published import PUBLISHED
 from rotary import KINDS, ORIGINAL, compared
 from specedge.exporter import Progress, model_export
-from specedge.exporter.checkpoint.lazy_weights import WeightSources
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
+from specedge.exporter.checkpoint.placeholders import WeightSources
 from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.runner import Runner
 

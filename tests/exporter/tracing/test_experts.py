@@ -17,8 +17,8 @@ from checkpoints import VOCAB_SIZE, make_model
 from specedge.bundle.graph_variants import OPS
 from specedge.errors import ExportError
 from specedge.exporter import Progress, model_export
-from specedge.exporter.checkpoint.lazy_weights import WeightSources
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
+from specedge.exporter.checkpoint.placeholders import WeightSources
 from specedge.exporter.tracing.attention import OPSET, TracedPass, active_pass
 from specedge.exporter.tracing.experts import ExpertsModule, Swiglu, moe_reference
 from specedge.exporter.tracing.families import eager_functions, registered_functions

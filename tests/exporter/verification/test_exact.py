@@ -10,7 +10,7 @@ from architectures import ARCHITECTURES
 from checkpoints import make_model
 from comparing import computed, traced
 from specedge.errors import ParityError
-from specedge.exporter.checkpoint.lazy_weights import WeightSources
+from specedge.exporter.checkpoint.placeholders import WeightSources
 from specedge.exporter.tracing import geometry
 from specedge.exporter.verification import reference, structure
 from specedge.exporter.verification.exact_graph import visible_inputs

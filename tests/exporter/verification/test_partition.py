@@ -10,9 +10,9 @@ from onnx import TensorProto, helper, numpy_helper
 from cases import exhaustive
 from comparing import computed, measure, model_of, traced
 from specedge.bundle.precision import FLOAT32
-from specedge.exporter.checkpoint.lazy_weights import BufferPool
+from specedge.exporter.checkpoint.placeholders import BufferPool
 from specedge.exporter.graph import graphs
-from specedge.exporter.graph.weights import FILE
+from specedge.exporter.graph.external_data import FILE
 from specedge.exporter.tracing import geometry
 from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.partition import PartitionedGraph

@@ -11,7 +11,7 @@ import torch
 from comparing import computed, measure, model_of, traced
 from specedge.bundle import precision
 from specedge.errors import ParityError
-from specedge.exporter.checkpoint.lazy_weights import WeightSources
+from specedge.exporter.checkpoint.placeholders import WeightSources
 from specedge.exporter.tracing import geometry
 from specedge.exporter.verification import reference
 from specedge.exporter.verification.row_errors import ErrorCheck, float32_error_bounds

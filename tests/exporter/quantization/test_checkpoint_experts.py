@@ -17,11 +17,11 @@ from specedge.exporter.checkpoint.quantized_tensors import (
     IntegerBlocks,
     QuantizedTensor,
 )
+from specedge.exporter.quantization.checkpoint_experts import ExpertStack, convert
+from specedge.exporter.quantization.checkpoint_matrices import CheckpointMatrix
 from specedge.exporter.quantization.experts import expert_layers, find_excluded
-from specedge.exporter.quantization.kept_experts import KeptStack, convert
-from specedge.exporter.quantization.kept_matrices import KeptMatrix
-from specedge.exporter.quantization.kept_weights import KeptRewriter, KeptWeights
-from specedge.exporter.quantization.weight_store import WeightStore
+from specedge.exporter.quantization.keep_rewriter import CheckpointMatrices, KeepRewriter
+from specedge.exporter.quantization.weights_writer import WeightsWriter
 
 SIZE = INNER = 256
 EXACT = [name for name, layout in ggml_types.LAYOUTS.items() if not layout.has_offsets]
@@ -131,14 +131,14 @@ class Rewritten:
         folder.mkdir()
         excluded = find_excluded([Model(folder / "float", weights, sparse).graph], E)
         self.model = Model(folder / "float", weights, nodes)
-        self.kept = KeptWeights(tensors)
+        self.kept = CheckpointMatrices(tensors)
         self.kept.add(self.model.graph, excluded)
         (layer,) = expert_layers(self.model.graph, excluded)
         self.experts = self.kept.experts(layer.experts)
         self.model.folder = folder / "kept"
         self.model.folder.mkdir()
-        with WeightStore(self.model.folder) as store:
-            rewriter = KeptRewriter(self.model.graph, store, {}, kept=self.kept, is_float=is_float)
+        with WeightsWriter(self.model.folder) as store:
+            rewriter = KeepRewriter(self.model.graph, store, {}, kept=self.kept, is_float=is_float)
             rewriter.keep_experts(layer)
             store.adopt(self.model.graph)
         self.session = self.model.session()
@@ -271,7 +271,7 @@ def test_matrices_are_converted_without_a_float_copy():
     num_rows, size = 1024, 1024
     tensor = packed("Q4_K", "gate", num_rows, size)
     experts = np.arange(E * num_rows).reshape(E, 1, num_rows)
-    stack = KeptStack(tuple((KeptMatrix(tensor, part),) for (part,) in experts))
+    stack = ExpertStack(tuple((CheckpointMatrix(tensor, part),) for (part,) in experts))
     tracemalloc.start()
     matrix, points = stack.blocks(BlockLayout(8, 32))
     peak = tracemalloc.get_traced_memory()[1]

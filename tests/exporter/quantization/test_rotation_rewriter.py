@@ -14,7 +14,7 @@ from cases import slow
 from checkpoints import make_model
 from comparing import model_of, traced
 from specedge.errors import ParityError
-from specedge.exporter.quantization import basis, rotation
+from specedge.exporter.quantization import rotation, rotation_rewriter
 from specedge.exporter.quantization.matrices import embeddings, matrix_groups
 from specedge.exporter.quantization.rotation import Rotation
 from specedge.exporter.verification.exact_graph import ExactGraph
@@ -63,10 +63,10 @@ class Changed:
         self.folder.mkdir()
         path = folder / self.before.files["decoder"].source.file_name(ops)
         self.original = path
-        self.basis = basis.choose_basis([ir.load(path).graph], set())
+        self.transforms = rotation_rewriter.choose_transforms([ir.load(path).graph], set())
         model = ir.load(path)
-        with basis.WeightStore(self.folder) as store:
-            basis.change_graph(model, self.basis, set(), store)
+        with rotation_rewriter.WeightsWriter(self.folder) as store:
+            rotation_rewriter.transform_graph(model, self.transforms, set(), store)
             ir.save(model, self.folder / path.name)
         self.path = self.folder / path.name
         self.graph = ir.load(self.path).graph
@@ -126,15 +126,15 @@ def make_eager(config):
 )
 def test_a_graph_in_another_basis_computes_the_same(changed, kind):
     found = changed(kind)
-    assert (found.basis.rotation is not None) is (kind in ROTATED)
-    assert NOT_ROTATED.get(kind, "") in found.basis.reason
+    assert (found.transforms.rotation is not None) is (kind in ROTATED)
+    assert NOT_ROTATED.get(kind, "") in found.transforms.reason
     assert found.difference() < 2e-5
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 def test_norms_of_a_rotated_graph_have_no_gain_and_its_head_is_a_matrix_of_its_own(changed, ops):
     graph = changed("llama", ops=ops).graph
-    norms = [node for node in graph if node.op_type == basis.RMS_NORM]
+    norms = [node for node in graph if node.op_type == rotation_rewriter.RMS_NORM]
     assert all((node.inputs[1].const_value.numpy() == 1).all() for node in norms)
     places = [stored.offset for _, stored in embeddings(graph)]
     assert places[0] not in {m.offset for group in matrix_groups(graph) for m in group.matrices}
@@ -161,7 +161,10 @@ def test_a_decoder_says_how_it_is_rotated(changed):
     properties = {
         p.key: p.value for p in onnx.load(found.path, load_external_data=False).metadata_props
     }
-    assert Rotation(**json.loads(properties[basis.ROTATION_PROPERTY])) == found.basis.rotation
+    assert (
+        Rotation(**json.loads(properties[rotation_rewriter.ROTATION_PROPERTY]))
+        == found.transforms.rotation
+    )
 
 
 def test_channels_of_all_sizes_are_spread(changed):

@@ -16,7 +16,7 @@ from specedge.bundle import Bundle
 from specedge.bundle.integrity import file_entry
 from specedge.errors import ExportError
 from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, lazy_weights, loader
+from specedge.exporter.checkpoint import checkpoints, loader, placeholders
 from specedge.exporter.tracing import geometry, tracer
 from specedge.exporter.verification.exact_model import exact_arithmetic
 
@@ -84,8 +84,8 @@ def test_geometry_is_measured_without_reading_matrices(kind, tmp_path):
 def test_huge_vocabulary_is_cast_in_chunks(kind, tmp_path, monkeypatch):
     loaded = load(make(tmp_path, kind, torch.bfloat16))
     results = []
-    for huge in (lazy_weights.HUGE, 1 << 17):
-        monkeypatch.setattr(lazy_weights, "HUGE", huge)
+    for huge in (placeholders.HUGE, 1 << 17):
+        monkeypatch.setattr(placeholders, "HUGE", huge)
         reading = loaded.sources.materialized(loaded.model, torch.float64)
         with torch.no_grad(), exact_arithmetic(loaded.model), reading:
             results.append(loaded.model(TOKENS).logits)
@@ -106,7 +106,7 @@ def test_computing_with_a_placeholder_gives_nan(tmp_path):
 
 
 def test_placeholders_take_no_memory_and_know_their_orientation():
-    known = lazy_weights.WeightSources()
+    known = placeholders.WeightSources()
     stored = torch.randn(600, 600)
     tensor = known.placeholder(stored)
     array = tensor.numpy()
@@ -119,7 +119,7 @@ def test_placeholders_take_no_memory_and_know_their_orientation():
 
 @pytest.mark.parametrize("shape", [(4, 512, 600), (8, 768, 768), (96, 64, 96), (2, 2, 99328)])
 def test_placeholder_is_resolved_with_axes_split_and_reordered(shape):
-    known = lazy_weights.WeightSources()
+    known = placeholders.WeightSources()
     stored = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     tensor = known.placeholder(stored)
     views = (
@@ -138,7 +138,7 @@ def test_placeholder_is_resolved_with_axes_split_and_reordered(shape):
 
 @pytest.mark.parametrize("shape", [(600, 700), (700, 600), (4, 300, 400)])
 def test_part_of_placeholder_is_that_part_of_its_matrix(shape):
-    known = lazy_weights.WeightSources()
+    known = placeholders.WeightSources()
     known.placeholder(torch.randn(600, 600))
     stored = torch.randn(shape)
     array = known.placeholder(stored).numpy()

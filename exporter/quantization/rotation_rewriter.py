@@ -24,8 +24,8 @@ import torch
 from specedge.bundle.precision import FLOAT32
 from specedge.errors import ParityError
 
+from ..graph.external_data import drop_unused
 from ..graph.nodes import add_constant, insert_node, producer
-from ..graph.weights import drop_unused
 from ..tracing.geometry import Geometry
 from ..verification.exact_graph import ExactGraph
 from ..verification.row_errors import ErrorCheck, float32_error_bounds, row_errors
@@ -46,7 +46,7 @@ from .matrices import (
     tensor_data,
 )
 from .rotation import Rotation
-from .weight_store import WeightStore
+from .weights_writer import WeightsWriter
 
 RMS_NORM = "RMSNormalization"
 ROTATION_PROPERTY = "specedge.rotation"  # metadata of a decoder: size and seed of its rotation
@@ -92,8 +92,8 @@ class MatrixChange:
 
 
 @dataclass(frozen=True)
-class Basis:
-    """Basis that all graphs of a model share.
+class ChannelTransforms:
+    """ChannelTransforms that all graphs of a model share.
 
     Attributes:
         rotation: Rotation of the residual stream; None if it cannot be rotated.
@@ -106,7 +106,7 @@ class Basis:
     tied_blocks: Mapping[int, int] = field(default_factory=dict)
 
 
-def choose_basis(graphs: Iterable[ir.Graph], excluded: Set[int]) -> Basis:
+def choose_transforms(graphs: Iterable[ir.Graph], excluded: Set[int]) -> ChannelTransforms:
     """Return the basis of graphs that share their weights: rotated if all can be rotated."""
     size, graphs = 0, list(graphs)
     try:
@@ -118,13 +118,13 @@ def choose_basis(graphs: Iterable[ir.Graph], excluded: Set[int]) -> Basis:
         tied_blocks: dict[int, int] = {}
         for graph in graphs:
             tied_blocks |= _tied_blocks(graph, excluded)
-        return Basis(None, str(error), tied_blocks)
-    return Basis(Rotation(size))
+        return ChannelTransforms(None, str(error), tied_blocks)
+    return ChannelTransforms(Rotation(size))
 
 
 def write_models(
     parts: Sequence[FloatModel], folder: Path, excluded: ExcludedWeights
-) -> tuple[list[FloatModel], Basis]:
+) -> tuple[list[FloatModel], ChannelTransforms]:
     """Write the decoders of models that share their weights in a new basis.
 
     Raises:
@@ -132,13 +132,13 @@ def write_models(
     """
     decoders = [(part, ops) for part in parts for ops in part.ops]
     graphs = (load_graph(part.decoder(ops), excluded).graph for part, ops in decoders)
-    basis = choose_basis(graphs, excluded.offsets)
-    with WeightStore(folder) as store:
+    transforms = choose_transforms(graphs, excluded.offsets)
+    with WeightsWriter(folder) as store:
         for part, ops in decoders:
             model = load_graph(part.decoder(ops), excluded)
-            change_graph(model, basis, excluded.offsets, store)
+            transform_graph(model, transforms, excluded.offsets, store)
             ir.save(model, folder / part.decoder(ops).name)
-    return [replace(part, folder=folder, original=part.folder) for part in parts], basis
+    return [replace(part, folder=folder, original=part.folder) for part in parts], transforms
 
 
 def check_equivalence(before: FloatModel, after: FloatModel) -> None:
@@ -275,11 +275,15 @@ def folded_norms(graph: ir.Graph, excluded: Set[int]) -> dict[ir.Node, MatrixGro
     return foldable
 
 
-def change_graph(model: ir.Model, basis: Basis, excluded: Set[int], store: WeightStore) -> None:
+def transform_graph(
+    model: ir.Model, transforms: ChannelTransforms, excluded: Set[int], store: WeightsWriter
+) -> None:
     """Rewrite a float graph in a basis; changed weights go to `store`."""
     graph = model.graph
     foldable = folded_norms(graph, excluded)
-    stream = residual_stream(graph, excluded) if basis.rotation is not None else ResidualStream()
+    stream = (
+        residual_stream(graph, excluded) if transforms.rotation is not None else ResidualStream()
+    )
     editor = GraphEditor(graph, store)
     for group in matrix_groups(graph, excluded):
         norm = producer(group.value, RMS_NORM)
@@ -290,8 +294,8 @@ def change_graph(model: ir.Model, basis: Basis, excluded: Set[int], store: Weigh
             assert gain is not None
             ones = add_constant(graph, np.ones_like(gain), f"{norm.outputs[0].name}.ones")
             norm.replace_input_with(1, ones)
-        if group.key[0] in basis.tied_blocks:
-            _mix_tied_head(editor, group, basis)
+        if group.key[0] in transforms.tied_blocks:
+            _mix_tied_head(editor, group, transforms)
             continue
         # Other norms keep their gain, which reduces the outlier channels of Gemma.
         if not is_rotated and (norm in foldable or reads_nonlinearity(group)):
@@ -303,13 +307,16 @@ def change_graph(model: ir.Model, basis: Basis, excluded: Set[int], store: Weigh
             if gain is not None or block or is_writer:
                 gain_bytes = None if gain is None else gain.tobytes()
                 _replace_matrix(
-                    editor, matrix, MatrixChange(gain_bytes, is_rotated, block, is_writer), basis
+                    editor,
+                    matrix,
+                    MatrixChange(gain_bytes, is_rotated, block, is_writer),
+                    transforms,
                 )
-    _restore_lookups(editor, basis)
-    if basis.rotation is not None:
-        _rotate_tables_and_biases(editor, stream, basis.rotation)
+    _restore_lookups(editor, transforms)
+    if transforms.rotation is not None:
+        _rotate_tables_and_biases(editor, stream, transforms.rotation)
         # For drafters that read hidden states in the original basis.
-        model.metadata_props[ROTATION_PROPERTY] = json.dumps(asdict(basis.rotation))
+        model.metadata_props[ROTATION_PROPERTY] = json.dumps(asdict(transforms.rotation))
     passes.RemoveUnusedNodesPass()(model)
     drop_unused(graph)
     store.adopt(graph)
@@ -345,32 +352,34 @@ def _mix_input(editor: GraphEditor, group: MatrixGroup, block: int) -> None:
         matrix.node.replace_input_with(0, mixed)
 
 
-def _mix_tied_head(editor: GraphEditor, group: MatrixGroup, basis: Basis) -> None:
+def _mix_tied_head(editor: GraphEditor, group: MatrixGroup, transforms: ChannelTransforms) -> None:
     """Multiply an LM head's input by Hadamard matrices, and let it read the changed table."""
     _mix_input(editor, group, hadamard_size(group))
     for matrix in group.matrices:
-        table = _mixed_table(editor, matrix.stored, basis)
+        table = _mixed_table(editor, matrix.stored, transforms)
         name = f"{matrix.node.outputs[0].name}.table"
         turned = insert_node(matrix.node, "Transpose", [table], name, perm=[1, 0])
         turned.dtype = ir.DataType.FLOAT
         matrix.node.replace_input_with(1, turned)
 
 
-def _restore_lookups(editor: GraphEditor, basis: Basis) -> None:
+def _restore_lookups(editor: GraphEditor, transforms: ChannelTransforms) -> None:
     """Redirect lookups to transformed tables, and transform the rows back."""
     for node, stored in list(embeddings(editor.graph)):
-        if stored.offset not in basis.tied_blocks:
+        if stored.offset not in transforms.tied_blocks:
             continue
-        node.replace_input_with(0, _mixed_table(editor, stored, basis))
+        node.replace_input_with(0, _mixed_table(editor, stored, transforms))
         output = node.outputs[0]
         output.dtype, users = ir.DataType.FLOAT, list(output.uses())
-        restored = _insert_hadamard(editor, output, basis.tied_blocks[stored.offset])
+        restored = _insert_hadamard(editor, output, transforms.tied_blocks[stored.offset])
         for user, index in users:
             user.replace_input_with(index, restored)
 
 
-def _mixed_table(editor: GraphEditor, stored: StoredTensor, basis: Basis) -> ir.Value:
-    apply = partial(rotation.apply_hadamard, block=basis.tied_blocks[stored.offset])
+def _mixed_table(
+    editor: GraphEditor, stored: StoredTensor, transforms: ChannelTransforms
+) -> ir.Value:
+    apply = partial(rotation.apply_hadamard, block=transforms.tied_blocks[stored.offset])
     rows = partial(_change_table, stored, apply, undo=apply)
     key, name = ("mixed", stored.offset), f"{stored.tensor.name}.mixed"
     return editor.external(editor.store.array(key, rows, name))
@@ -397,13 +406,13 @@ def _insert_hadamard(editor: GraphEditor, value: ir.Value, block: int) -> ir.Val
 
 
 def _replace_matrix(
-    editor: GraphEditor, matrix: Matrix, change: MatrixChange, basis: Basis
+    editor: GraphEditor, matrix: Matrix, change: MatrixChange, transforms: ChannelTransforms
 ) -> None:
     """Replace the matrix of a product by its changed form."""
     stored = matrix.stored
     key = ("matrix", stored.offset, stored.order, change)
     name = f"{stored.tensor.name}.matrix"
-    tensor = editor.store.array(key, lambda: change_matrix(stored, change, basis), name)
+    tensor = editor.store.array(key, lambda: change_matrix(stored, change, transforms), name)
     value = editor.external(tensor)
     if stored.order != (0, 1):
         value = insert_node(matrix.node, "Transpose", [value], f"{name}.turned", perm=[1, 0])
@@ -448,7 +457,9 @@ def _change_table(
     return changed.numpy()
 
 
-def change_matrix(stored: StoredTensor, change: MatrixChange, basis: Basis) -> np.ndarray:
+def change_matrix(
+    stored: StoredTensor, change: MatrixChange, transforms: ChannelTransforms
+) -> np.ndarray:
     """Return a changed matrix in its stored layout.
 
     Raises:
@@ -460,27 +471,27 @@ def change_matrix(stored: StoredTensor, change: MatrixChange, basis: Basis) -> n
         gain = torch.from_numpy(np.frombuffer(change.gain, np.float32).copy())
     whole = torch.empty(columns.shape, dtype=torch.float64 if change.output else torch.float32)
     for at in _row_strips(columns):
-        whole[at] = _change_input_basis(columns[at].double() * gain, change, basis)
+        whole[at] = _transform_input(columns[at].double() * gain, change, transforms)
     some = _sampled_rows(whole)
     exact = columns[some].double() * gain
-    _check_inverse(_change_input_basis(whole[some], change, basis, undo=True), exact, stored)
+    _check_inverse(_transform_input(whole[some], change, transforms, undo=True), exact, stored)
     if change.output:
-        assert basis.rotation is not None
+        assert transforms.rotation is not None
         before, whole = whole.T, torch.empty(columns.shape)
         for at in _row_strips(before):
-            whole.T[at] = basis.rotation.apply(before[at])
+            whole.T[at] = transforms.rotation.apply(before[at])
         some = _sampled_rows(before)
-        _check_inverse(basis.rotation.undo(whole.T[some]), before[some], stored)
+        _check_inverse(transforms.rotation.undo(whole.T[some]), before[some], stored)
     return (whole.T if stored.order == (0, 1) else whole).contiguous().numpy()
 
 
-def _change_input_basis(
-    rows: torch.Tensor, change: MatrixChange, basis: Basis, undo: bool = False
+def _transform_input(
+    rows: torch.Tensor, change: MatrixChange, transforms: ChannelTransforms, undo: bool = False
 ) -> torch.Tensor:
     """Transform the columns of a matrix, given as rows, to the basis of its input, or back."""
     if change.input:
-        assert basis.rotation is not None
-        return basis.rotation.undo(rows) if undo else basis.rotation.apply(rows)
+        assert transforms.rotation is not None
+        return transforms.rotation.undo(rows) if undo else transforms.rotation.apply(rows)
     return rotation.apply_hadamard(rows, change.block) if change.block else rows.double()
 
 

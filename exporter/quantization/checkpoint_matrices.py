@@ -19,7 +19,7 @@ from .rounding import BlockMatrix
 
 
 @dataclass(frozen=True)
-class KeptMatrix:
+class CheckpointMatrix:
     """Matrix [K, N] whose columns are these rows of a quantized tensor."""
 
     tensor: QuantizedTensor
@@ -64,14 +64,14 @@ class KeptMatrix:
         return strips(len(self.rows), self.tensor.shape[1])
 
 
-class KeptTensors:
+class CheckpointTensors:
     """Quantized tensors of a checkpoint, with fingerprints of their rows."""
 
     def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
         self._prints = [(t, _sorted_prints(t)) for t in tensors if t.layout is not None]
         self._last = 0  # index of the last match, near which the next one is
 
-    def find(self, weights: torch.Tensor) -> KeptMatrix | None:
+    def find(self, weights: torch.Tensor) -> CheckpointMatrix | None:
         """Return the rows of a tensor that are a matrix's columns, [K, N]; None without a match."""
         size, width = weights.shape
         pieces = (weights[:, at].T.float().contiguous().numpy() for at in strips(width, size))
@@ -87,7 +87,7 @@ class KeptTensors:
             indices = np.minimum(np.searchsorted(ordered, prints), len(ordered) - 1)
             if np.array_equal(ordered[indices], prints):
                 self._last = index
-                return KeptMatrix(tensor, order[indices])
+                return CheckpointMatrix(tensor, order[indices])
         return None
 
 

@@ -11,13 +11,13 @@ import torch
 
 from specedge.bundle.manifest import FileEntry
 
-from ..graph.weights import ALIGNMENT, FILE, HashedFile
+from ..graph.external_data import ALIGNMENT, FILE, HashedFile
 from . import rounding
 from .matrices import tensor_data
 from .rounding import BlockMatrix, IntegerMatrix
 
 
-class WeightStore:
+class WeightsWriter:
     """Writer of `folder`/weights.bin, in which each key is stored once for all graphs."""
 
     def __init__(self, folder: Path) -> None:
@@ -25,7 +25,7 @@ class WeightStore:
         self._hashed = HashedFile(folder / FILE)
         self._tensors: dict[Hashable, tuple[ir.ExternalTensor, ...]] = {}
 
-    def __enter__(self) -> WeightStore:
+    def __enter__(self) -> WeightsWriter:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -18,11 +18,11 @@ from specedge.exporter.checkpoint.quantized_tensors import (
     QuantizedTensor,
 )
 from specedge.exporter.quantization import rounding
+from specedge.exporter.quantization.checkpoint_matrices import CheckpointTensors
 from specedge.exporter.quantization.experts import NO_EXCLUSIONS
-from specedge.exporter.quantization.kept_matrices import KeptTensors
-from specedge.exporter.quantization.kept_weights import KeptRewriter, KeptWeights
+from specedge.exporter.quantization.keep_rewriter import CheckpointMatrices, KeepRewriter
 from specedge.exporter.quantization.matrices import embeddings, matrix_groups
-from specedge.exporter.quantization.weight_store import WeightStore
+from specedge.exporter.quantization.weights_writer import WeightsWriter
 from specedge.exporter.verification.subgraph import open_session
 
 K, N, V = 256, 24, 40
@@ -117,11 +117,11 @@ def write_float(folder, table, matrices, last=None):
 def rewrite(path, folder, tensors, is_float=True):
     """Return the rewritten model, in a folder of its own, and what was kept."""
     folder.mkdir()
-    model, kept = ir.load(path), KeptWeights(tensors)
+    model, kept = ir.load(path), CheckpointMatrices(tensors)
     kept.add(model.graph, NO_EXCLUSIONS)
     tables = dict(embeddings(model.graph))
-    with WeightStore(folder) as store:
-        rewriter = KeptRewriter(model.graph, store, {}, kept=kept, is_float=is_float)
+    with WeightsWriter(folder) as store:
+        rewriter = KeepRewriter(model.graph, store, {}, kept=kept, is_float=is_float)
         for group in matrix_groups(model.graph):
             rewriter.keep_group(group)
         for node, stored in tables.items():
@@ -227,7 +227,7 @@ def test_products_whose_inputs_are_reordered_share_one_gather(tmp_path):
 @pytest.mark.parametrize("name", ggml_types.LAYOUTS)
 def test_kept_blocks_dequantize_to_the_checkpoints_values(name):
     tensor = quantized(name, V)
-    (kept,) = (KeptTensors([tensor]).find(torch.from_numpy(values(tensor)).T),)
+    (kept,) = (CheckpointTensors([tensor]).find(torch.from_numpy(values(tensor)).T),)
     whole = rounding.dequantize(kept.blocks(), kept.layout.bits).numpy().T
     if not kept.layout.has_offsets:
         assert np.array_equal(whole, values(tensor))
@@ -244,7 +244,7 @@ def test_kept_blocks_dequantize_to_the_checkpoints_values(name):
 def test_rows_in_another_order_and_parts_of_a_tensor_are_recognized():
     tensor = quantized("Q4_0", V)
     rows = np.random.default_rng(1).permutation(V)[:N]
-    kept = KeptTensors([quantized("Q6_K", V), tensor]).find(
+    kept = CheckpointTensors([quantized("Q6_K", V), tensor]).find(
         torch.from_numpy(values(tensor)[rows]).T
     )
     assert kept.tensor is tensor
@@ -269,7 +269,7 @@ def test_a_matrix_that_was_changed_stays_in_float(tmp_path):
 
 def test_types_have_their_bits_in_file_and_bundle():
     tensors = [quantized("Q4_K", V), quantized("Q6_K", N)]
-    kept = KeptWeights(tensors)
+    kept = CheckpointMatrices(tensors)
     kept._matrices = {
         i: kept._tensors.find(torch.from_numpy(values(t)).T) for i, t in enumerate(tensors)
     }

@@ -25,41 +25,41 @@ from specedge.bundle.reports import WeightType
 
 from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor
 from ..graph import rewrites
+from ..graph.external_data import drop_unused, view_tensor
 from ..graph.nodes import MICROSOFT_DOMAIN, add_constant
-from ..graph.weights import drop_unused, view_tensor
 from . import expert_rewriter, schemes
+from .checkpoint_experts import CheckpointExperts, ExpertStack, find_experts
+from .checkpoint_matrices import CheckpointMatrix, CheckpointTensors, join_matrices
 from .expert_rewriter import StoredExperts, StoredStack
 from .experts import ExcludedWeights, ExpertLayer, ExpertWeights, expert_layers, load_graph
 from .float_model import FloatModel
 from .graph_editor import INT8_ACCURACY_LEVEL, replace_output
 from .integer_rewriter import IntegerRewriter, num_columns
-from .kept_experts import KeptExperts, KeptStack, find_experts
-from .kept_matrices import KeptMatrix, KeptTensors, join_matrices
 from .matrices import Matrix, MatrixGroup, StoredTensor, embeddings, matrix_groups, tensor_data
 from .schemes import Scheme
-from .weight_store import WeightStore
+from .weights_writer import WeightsWriter
 
 _FLOAT_BITS = 32  # bits of scales, offsets and dequantized weights
 
 
-class KeptWeights:
+class CheckpointMatrices:
     """Matrices of graphs that are quantized tensors of the checkpoint, by offset."""
 
     def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
-        self._tensors = KeptTensors(tensors)
-        self._matrices: dict[int, KeptMatrix | None] = {}
-        self._experts: dict[tuple[int, ...], KeptExperts | None] = {}
+        self._tensors = CheckpointTensors(tensors)
+        self._matrices: dict[int, CheckpointMatrix | None] = {}
+        self._experts: dict[tuple[int, ...], CheckpointExperts | None] = {}
         self._sizes = {tensor.name: tensor for tensor in tensors}
 
     def __contains__(self, offset: int) -> bool:
         return self._matrices.get(offset) is not None
 
-    def __getitem__(self, offset: int) -> KeptMatrix:
+    def __getitem__(self, offset: int) -> CheckpointMatrix:
         matrix = self._matrices[offset]
         assert matrix is not None
         return matrix
 
-    def experts(self, weights: ExpertWeights) -> KeptExperts | None:
+    def experts(self, weights: ExpertWeights) -> CheckpointExperts | None:
         """Return the experts of a layer; None if they are dequantized."""
         return self._experts[weights.key]
 
@@ -121,10 +121,10 @@ def bits_per_weight(layout: BlockLayout | None) -> float:
 def keep(
     parts: Sequence[FloatModel],
     graph_variants: Mapping[str, Sequence[str]],
-    kept: KeptWeights,
+    kept: CheckpointMatrices,
     excluded: ExcludedWeights,
     folder: Path,
-    store: WeightStore,
+    store: WeightsWriter,
 ) -> dict[tuple[str, str], dict[tuple[int, ...], Scheme]]:
     """Write the graphs of models with a checkpoint's quantized weights.
 
@@ -145,7 +145,7 @@ def keep(
             model = load_graph(part.decoder(ops), excluded)
             kept.add(model.graph, excluded)
             written[part.role, ops] = _describe(model.graph, kept, excluded)
-            rewriter = KeptRewriter(
+            rewriter = KeepRewriter(
                 model.graph, store, {}, kept=kept, is_float=has_compute_type(ops)
             )
             tables = dict(embeddings(model.graph))
@@ -165,7 +165,7 @@ def keep(
 
 
 def _describe(
-    graph: ir.Graph, kept: KeptWeights, excluded: ExcludedWeights
+    graph: ir.Graph, kept: CheckpointMatrices, excluded: ExcludedWeights
 ) -> dict[tuple[int, ...], Scheme]:
     """Return a scheme for each matrix of a graph, for its report."""
     described: dict[tuple[int, ...], Scheme] = {}
@@ -189,13 +189,13 @@ def _describe(
 
 
 @dataclass
-class KeptRewriter(IntegerRewriter):
+class KeepRewriter(IntegerRewriter):
     """Rewriter of products and lookups whose weights are kept.
 
     With `is_float` activations stay float.
     """
 
-    kept: KeptWeights = field(kw_only=True)
+    kept: CheckpointMatrices = field(kw_only=True)
     is_float: bool = field(kw_only=True)
     _sums: dict[tuple[ir.Value, int], ir.Value] = field(default_factory=dict, kw_only=True)
     _ordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict, kw_only=True)
@@ -229,7 +229,7 @@ class KeptRewriter(IntegerRewriter):
         else:
             expert_rewriter.rewrite_experts(self, layer, stored)
 
-    def _store_stack(self, key: Hashable, stack: KeptStack, layout: BlockLayout) -> StoredStack:
+    def _store_stack(self, key: Hashable, stack: ExpertStack, layout: BlockLayout) -> StoredStack:
         """Store the matrices of all experts."""
         convert = functools.cache(lambda: stack.blocks(layout))  # once, in strips
         values, scales = self.store.blocks(key, lambda: convert()[0])
@@ -301,7 +301,7 @@ class KeptRewriter(IntegerRewriter):
         self._replace_outputs(before, matrices, whole, name)
 
     def _zero_points(
-        self, key: Hashable, kept: Sequence[KeptMatrix], name: str | None
+        self, key: Hashable, kept: Sequence[CheckpointMatrix], name: str | None
     ) -> list[ir.Value]:
         """Return the zero points of joined matrices as an input, if they have any. [N, bytes]"""
         if not kept[0].layout.has_zero_points:

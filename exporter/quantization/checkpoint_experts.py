@@ -20,8 +20,8 @@ import torch
 
 from ..checkpoint.quantized_tensors import BlockLayout, IntegerBlocks
 from . import rounding
+from .checkpoint_matrices import CheckpointMatrix, CheckpointTensors
 from .experts import ExpertWeights
-from .kept_matrices import KeptMatrix, KeptTensors
 from .rounding import BlockMatrix
 from .schemes import NUM_SAMPLED_EXPERTS
 
@@ -32,13 +32,13 @@ _MOST_STEPS = 32  # largest n; a block with all integers of 4 or 5 bits fits n u
 
 
 @dataclass(frozen=True)
-class KeptStack:
+class ExpertStack:
     """Matrices of experts, [E, N, K]: row i of an expert is row i // P of part i % P."""
 
-    experts: tuple[tuple[KeptMatrix, ...], ...]
+    experts: tuple[tuple[CheckpointMatrix, ...], ...]
 
     @property
-    def matrices(self) -> Iterator[KeptMatrix]:
+    def matrices(self) -> Iterator[CheckpointMatrix]:
         return (matrix for parts in self.experts for matrix in parts)
 
     @property
@@ -86,15 +86,15 @@ class KeptStack:
 
 
 @dataclass(frozen=True)
-class KeptExperts:
+class CheckpointExperts:
     """Experts of a layer, [E, 2 * I, H] and [E, H, I], and the layout of their integers."""
 
-    first: KeptStack
-    last: KeptStack
+    first: ExpertStack
+    last: ExpertStack
     layout: BlockLayout
 
     @property
-    def stacks(self) -> tuple[KeptStack, KeptStack]:
+    def stacks(self) -> tuple[ExpertStack, ExpertStack]:
         return self.first, self.last
 
     @cached_property
@@ -103,7 +103,7 @@ class KeptExperts:
         return max(stack.offset_error(self.layout) for stack in self.stacks)
 
 
-def find_experts(tensors: KeptTensors, experts: ExpertWeights) -> KeptExperts | None:
+def find_experts(tensors: CheckpointTensors, experts: ExpertWeights) -> CheckpointExperts | None:
     """Return the checkpoint's matrices of experts; None if QMoE does not support one."""
     stacks = []
     for stored, num_parts in ((experts.first, 2), (experts.last, 1)):
@@ -114,13 +114,13 @@ def find_experts(tensors: KeptTensors, experts: ExpertWeights) -> KeptExperts | 
             if len(kept) < num_parts:
                 return None
             matrices.append(kept)
-        stacks.append(KeptStack(tuple(matrices)))
+        stacks.append(ExpertStack(tuple(matrices)))
     first, last = stacks
     layout = _common_layout(stacks)
-    return None if layout is None else KeptExperts(first, last, layout)
+    return None if layout is None else CheckpointExperts(first, last, layout)
 
 
-def _common_layout(stacks: Sequence[KeptStack]) -> BlockLayout | None:
+def _common_layout(stacks: Sequence[ExpertStack]) -> BlockLayout | None:
     """Return a layout that QMoE supports for all matrices, or None."""
     layouts = {matrix.layout for stack in stacks for matrix in stack.matrices}
     bits = 8 if any(layout.bits == 8 or layout.has_offsets for layout in layouts) else 4

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import packed
 from packed import Scheme, make_packed, quantize_checkpoint
-from specedge.exporter.checkpoint import checkpoints, lazy_weights, loader
+from specedge.exporter.checkpoint import checkpoints, loader, placeholders
 from specedge.exporter.checkpoint.quantized_tensors import BlockLayout
 
 SCHEMES = {
@@ -41,7 +41,7 @@ SCHEMES = {
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch):
     """Matrices of small models get placeholders, too."""
-    monkeypatch.setattr(lazy_weights, "SMALLEST", 1)
+    monkeypatch.setattr(placeholders, "SMALLEST", 1)
 
 
 def kept_tensors(folder):

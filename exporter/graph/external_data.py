@@ -18,7 +18,7 @@ from specedge.errors import ExportError
 
 from .. import mapped_memory
 from ..checkpoint.lazy_tensors import materialize
-from ..checkpoint.lazy_weights import WeightSources
+from ..checkpoint.placeholders import WeightSources
 from ..progress import Advance
 from .nodes import add_constant, insert_node, producer
 

@@ -1,4 +1,4 @@
-"""Subject of an audit: a pair of models, prompts, and the parts of its decoder."""
+"""AuditedPair of an audit: a pair of models, prompts, and the parts of its decoder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AuditPrompt:
 
 
 @dataclass
-class Subject:
+class AuditedPair:
     """Pair of models, prompts, and the noise of its logits.
 
     Attributes:
