@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specedge import destination
 from specedge.bundle import MANIFEST, Bundle, oldest_format, pack_ids, store
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.manifest import FileEntry, ModelEntry
@@ -16,7 +17,7 @@ from specedge.bundle.precision import HALF_DTYPES, KEEP, QUANTIZED_DTYPES
 from specedge.errors import ExportError
 from specedge.version import __version__
 
-from . import cost_estimate, destination, mapped_memory
+from . import cost_estimate, mapped_memory
 from .checkpoint import checkpoints, draft_vocabulary, hub, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .graph import best_logits, draft_loop

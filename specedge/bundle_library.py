@@ -6,12 +6,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from . import staging
-from .bundle import MANIFEST, Bundle, store
+from . import destination, staging
+from .bundle import Bundle, store
 from .errors import BundleError
-from .strict_json import JsonError, parse
 
 EMBEDDED = "embedded"
 
@@ -59,25 +58,17 @@ def find_removable(name: str) -> Path:
         name: Name of a listed bundle, or a bundle's folder.
 
     Raises:
-        BundleError: The name is that of the embedded pair, of a link, or of a folder that is not a
-            bundle or contains other files.
+        BundleError: The folder does not exist or may not be removed.
     """
     bundles = dict(_folders())
     folder = bundles.get(name) or _absolute(name)
-    if (name == EMBEDDED and name not in bundles) or _same(folder, store.embedded_folder()):
-        raise BundleError("the embedded pair is part of specedge and cannot be removed")
-    if folder.is_symlink():
-        raise BundleError(f"{folder} is a link; remove the link, or use {os.path.realpath(folder)}")
-    if not name or not folder.is_dir():
+    if name == EMBEDDED and name not in bundles:
+        folder = store.embedded_folder()
+    if not name or not (folder.is_dir() or folder.is_symlink()):
         raise BundleError(
             f"no bundle '{name}': it is neither listed by 'specedge list' nor a folder"
         )
-    if not (folder / MANIFEST).is_file():
-        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST}; delete it manually")
-    if folder not in bundles.values() and (reason := _more_than_a_bundle(folder)):
-        raise BundleError(f"{folder} {reason}; delete it manually")
-    if Path.cwd().is_relative_to(folder.resolve()):
-        raise BundleError(f"{folder} is the current folder; change to another one first")
+    destination.check_removable(folder)
     return folder
 
 
@@ -86,11 +77,16 @@ def remove(folder: Path) -> None:
 
     The folder is first renamed into a hidden staging folder, so that an interrupted removal leaves
     no incomplete bundle.
+
+    Raises:
+        BundleError: The folder may not be removed, or cannot be.
     """
+    destination.check_removable(folder)
     try:
-        with staging.locked_folder(staging.staging_folder(folder)):
+        with staging.locked_folder(work := staging.staging_folder(folder)):
             was_default = _same(store.last_exported(), folder)
-            os.rename(folder, staging.staging_folder(folder) / "removed")
+            if reason := destination.move_aside(folder, work / "removed"):
+                raise BundleError(f"{reason}; it is not removed")
             if was_default:
                 store.clear_default()
     except TimeoutError as error:
@@ -137,24 +133,3 @@ def _same(path: Path | None, other: Path) -> bool:
         return path is not None and os.path.samefile(path, other)
     except (OSError, ValueError):
         return False
-
-
-def _more_than_a_bundle(folder: Path) -> str:
-    """Return why a folder is not exactly a bundle; empty if it is.
-
-    Only the manifest's list of files is read, so the bundle may have another format.
-    """
-    try:
-        manifest = parse((folder / MANIFEST).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, JsonError):
-        return f"has a {MANIFEST} that cannot be read"
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        return f"has a {MANIFEST} that was not written by specedge"
-    files = {MANIFEST, *manifest["files"]}
-    folders = {str(parent) for name in files for parent in PurePosixPath(name).parents}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        is_folder = path.is_dir() and not path.is_symlink()
-        if name not in (folders if is_folder else files):
-            return f"contains {name}, which is not part of the bundle"
-    return ""

@@ -102,6 +102,9 @@ def test_a_bundle_with_other_files_is_not_removed(tmp_path):
     (tmp_path / "target/notes.txt").write_text("precious", "utf-8")
     with pytest.raises(BundleError, match=r"contains target/notes\.txt"):
         bundle_library.find_removable(str(tmp_path))
+    (install() / "notes.txt").write_text("precious", "utf-8")
+    with pytest.raises(BundleError, match=r"contains notes\.txt"):
+        bundle_library.find_removable("pair")
     (tmp_path / "target/notes.txt").unlink()
     (tmp_path / "photos").mkdir()
     with pytest.raises(BundleError, match="contains photos"):
@@ -119,11 +122,12 @@ def test_a_link_is_not_followed(tmp_path):
 
 
 def test_link_targets_are_kept(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/file").write_text("precious", "utf-8")
-    os.symlink(tmp_path / "mine", install() / "linked")
+    weights = install() / "target/weights.bin"
+    os.replace(weights, tmp_path / "mine")
+    os.symlink(tmp_path / "mine", weights)
     bundle_library.remove(bundle_library.find_removable("pair"))
-    assert (tmp_path / "mine/file").exists()
+    assert (tmp_path / "mine").exists()
+    assert not list(store.bundles_folder().iterdir())
 
 
 def test_the_current_folder_is_not_removed(monkeypatch):

@@ -3,7 +3,6 @@
 import errno
 import os
 
-import platformdirs
 import pytest
 
 from manifests import make_bundle
@@ -34,7 +33,7 @@ def test_a_damaged_hash_cache_is_rebuilt(tmp_path, text):
     make_bundle(tmp_path, weights_size=MAX_EAGER_HASH_SIZE + 1)
     bundle = Bundle.read(tmp_path)
     store.record_export(bundle)
-    (checked,) = platformdirs.user_cache_path("specedge", appauthor=False).iterdir()
+    (checked,) = store.cache_folder().iterdir()
     checked.write_text(text, "utf-8")
     read = []
     store.verify_large_files(bundle, read.append)

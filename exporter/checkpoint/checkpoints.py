@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 
+from specedge.bundle.integrity import has_encodable_path
 from specedge.bundle.manifest import CheckpointSource
 from specedge.errors import CheckpointError
 
@@ -19,6 +20,7 @@ from . import (
     adapters,
     folders,
     gguf_files,
+    gguf_header,
     gguf_tokenizer,
     hub,
     licenses,
@@ -99,6 +101,8 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
         raise CheckpointError(f"no {role} is specified; specify a checkpoint folder or a hub id")
     where = f"{role} {name}"
     path, gguf = folders.split_gguf_name(name)
+    if not has_encodable_path(path):
+        raise CheckpointError(f"{where}: the path is not valid UTF-8; rename it")
     local = path.is_dir()
     if not local and (path.exists() or folders.is_path_like(name)):
         problem = "is a file, not a folder" if path.exists() else "does not exist"
@@ -173,7 +177,7 @@ def _read(
 ) -> _Contents:
     """Read everything except the weights."""
     where = f"{role} {name}"
-    if not weights[0].endswith(".gguf"):
+    if not gguf_header.is_gguf(weights[0]):
         raw = folders.read_json_object(where, folder / "config.json")
         raw = quantized_formats.read_old_config(where, raw, folder)
         config = _load_config(role, name, folder, raw)

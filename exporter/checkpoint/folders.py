@@ -10,21 +10,21 @@ from typing import Any
 from specedge.errors import CheckpointError
 
 from ..libraries import first_line
-from . import licenses, weight_files
+from . import gguf_header, licenses, weight_files
 
 
 def split_gguf_name(name: str) -> tuple[Path, str | None]:
     """Split a name into the folder or repository, and the GGUF file in it, if any."""
     path = Path(os.path.expanduser(name))
     remote = name.count("/") == 2 and not name.startswith((".", "/", "~"))
-    if name.endswith(".gguf") and (path.is_file() or remote):
+    if gguf_header.is_gguf(name) and (path.is_file() or remote):
         return path.parent, path.name
     return path, None
 
 
 def is_path_like(name: str) -> bool:
     """Return True for a name that is neither a repository nor a GGUF file in one."""
-    parts = name.count("/") - name.endswith(".gguf")
+    parts = name.count("/") - gguf_header.is_gguf(name)
     return name.startswith((".", "/", "~")) or "\\" in name or parts > 1
 
 
@@ -45,7 +45,7 @@ def check_layout(role: str, name: str, folder: Path, files: set[str]) -> None:
             f"{where} is an adapter; specify the model that it was trained on as --{role}, and "
             f"the adapter as {option}"
         )
-    if any(f.endswith(".gguf") for f in files):
+    if any(map(gguf_header.is_gguf, files)):
         return
     if any(f.endswith((".bin", ".pt", ".pth", ".ckpt")) for f in files):
         raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,8 @@ from .lazy_tensors import LazyTensor
 from .quantized_tensors import QuantizedTensor
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # name of a part, as written by llama.cpp
+# Name of a part, as written by llama.cpp.
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _TYPE_SUFFIX = re.compile(
     r"[-._]+((ud|i1|iq|q|tq|bf|f|fp|mxfp)\d\w*|imat\w*|ud-\w+)([-._](k|s|m|l|xl|xs|0|1))*$",
     re.IGNORECASE,
@@ -83,7 +85,7 @@ class GgufCheckpoint:
     @property
     def model_name(self) -> str:
         """Name of the model: the file's without its quantization type, or the header's."""
-        stem = re.sub(r"-\d{5}-of-\d{5}$", "", self.name.removesuffix(".gguf"))
+        stem = re.sub(r"-\d{5}-of-\d{5}$", "", os.path.splitext(self.name)[0])
         name = _TYPE_SUFFIX.sub("", stem)
         if name.lower() not in _GENERIC_NAMES:
             return name
@@ -285,7 +287,7 @@ def parts_of(where: str, name: str, names: set[str]) -> list[str]:
     if (match := _PART.fullmatch(name)) is None:
         return [name]
     total = max(1, int(match[3]))
-    parts = [f"{match[1]}-{i:05}-of-{match[3]}.gguf" for i in range(1, total + 1)]
+    parts = [f"{match[1]}-{i:05}-of-{match[3]}{match[4]}" for i in range(1, total + 1)]
     if lacking := [part for part in parts if part not in names]:
         raise CheckpointError(f"{where}: {lacking[0]} is missing; download all {total} parts")
     return parts

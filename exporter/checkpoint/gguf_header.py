@@ -49,6 +49,11 @@ class GgufHeader:
     tensors: tuple[StoredRange, ...]
 
 
+def is_gguf(name: str) -> bool:
+    """Return True for the name of a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
 def read_header(path: Path) -> GgufHeader:
     """Read and validate a header. Raises ValueError with the fault and advice."""
     size = path.stat().st_size

@@ -18,6 +18,7 @@ from . import (
     adapters,
     folders,
     gguf_files,
+    gguf_header,
     group_quantized,
     hub,
     quantized_formats,
@@ -76,7 +77,7 @@ def quantized_tensors(checkpoint: Checkpoint) -> list[QuantizedTensor]:
         return []
     where = f"{checkpoint.role} {checkpoint.name}"
     files = [checkpoint.folder / name for name in checkpoint.weights]
-    if files[0].suffix == ".gguf":
+    if gguf_header.is_gguf(files[0].name):
         return gguf_files.open_files(where, files).quantized_tensors()
     state = weight_files.read_tensors(where, files)
     return quantized_formats.quantized_tensors(where, checkpoint.raw, state)
@@ -89,7 +90,7 @@ def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple
         empty = AutoModelForCausalLM.from_config(
             copy.deepcopy(checkpoint.config), trust_remote_code=False
         )
-    if files[0].suffix == ".gguf":
+    if gguf_header.is_gguf(files[0].name):
         opened = gguf_files.open_files(where, files)
         state, num_unused = opened.state(empty)
         dtype = opened.stored_dtype

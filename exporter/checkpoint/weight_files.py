@@ -15,7 +15,7 @@ from specedge.errors import CheckpointError
 
 from ..libraries import first_line, translate_errors
 from ..mapped_memory import register
-from . import gguf_files
+from . import gguf_files, gguf_header
 from .lazy_tensors import LazyTensor
 from .placeholders import FLOATS
 
@@ -45,7 +45,7 @@ def select_files(where: str, folder: Path, names: set[str]) -> list[str]:
             return [single]
         if index in names:
             return shards(folder / index)
-    files = sorted(name for name in names if name.endswith(".gguf"))
+    files = sorted(filter(gguf_header.is_gguf, names))
     if not files or {*(parts := gguf_files.parts_of(where, files[0], names))} == {*files}:
         return parts if files else []
     name = where.partition(" ")[2]

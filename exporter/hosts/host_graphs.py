@@ -18,11 +18,11 @@ from specedge.bundle.hosts import HostFiles, HostGraph
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
 from specedge.bundle.signature import Signature, TensorSpec
+from specedge.destination import destination
 from specedge.errors import ExportError
 from specedge.int8_products import UNSIGNED_OPTION
 from specedge.option_specs import check_integer
 
-from ..destination import destination
 from .round_graphs import PLAIN_K, accept_graph, check_fused, draft_graph, fused_round, plain_round
 from .tokenizer_graphs import tokenizer_graphs
 

@@ -150,7 +150,7 @@ def read(key: CostKey) -> tuple[CostTable | None, str | None]:
         file = build(CostFile, content)
         if file.key != key:
             raise JsonError("has a different cache key")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None, None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

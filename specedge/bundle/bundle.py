@@ -21,7 +21,12 @@ from ..strict_json import MAX_INTEGER, JsonError, build, dump, parse, to_plain
 from .gpu_signatures import ONE_CALL
 from .graph_variants import attention_ops
 from .hosts import HostFiles
-from .integrity import check_relative_path, contained_file_size, sha256
+from .integrity import (
+    check_relative_path,
+    contained_file_size,
+    has_encodable_path,
+    sha256,
+)
 from .manifest import REEXPORT_HINT, FileEntry, ModelEntry
 from .reports import check_single_line
 
@@ -187,6 +192,8 @@ class Bundle:
             BundleError: If it is missing, damaged, inconsistent or of an unsupported format.
         """
         folder = Path(folder)
+        if not has_encodable_path(folder):
+            raise BundleError(f"{folder}: the path is not valid UTF-8; rename the folder")
         try:
             bundle = cls.from_json(_manifest_text(folder)).at(folder)
         except FormatError as error:

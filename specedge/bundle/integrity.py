@@ -18,6 +18,15 @@ def file_entry(path: Path) -> FileEntry:
     return FileEntry(path.stat().st_size, sha256(path))
 
 
+def has_encodable_path(path: Path) -> bool:
+    """Return True if a path is valid UTF-8, as ONNX Runtime and tokenizers require."""
+    try:
+        os.path.abspath(path).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
     """Return a file's SHA-256 in hexadecimal; `progress` receives the size of each chunk."""
     digest = hashlib.sha256()
@@ -37,8 +46,13 @@ def check_relative_path(name: str) -> None:
 
 
 def contained_file_size(folder: Path, path: Path) -> int:
-    """Return the size of a regular file; raise BundleError for links that leave the folder."""
-    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+    """Return the size of a regular file; raise BundleError for links that leave the folder.
+
+    In the cache layout of huggingface_hub, `snapshots/<revision>` has links to files in `blobs`.
+    """
+    resolved, folder = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
+    if not (resolved.is_relative_to(folder) or resolved.is_relative_to(blobs)):
         raise BundleError(f"{path}: is a link that leaves the bundle; {REEXPORT_HINT}")
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):

@@ -23,7 +23,23 @@ PROBE_SIZE = 2**16  # bytes, the size of the largest file written
 
 def data_folder() -> Path:
     """Return the user's data folder of specedge."""
-    return platformdirs.user_data_path("specedge", appauthor=False)
+    return _user_folder(platformdirs.user_data_path)
+
+
+def cache_folder() -> Path:
+    """Return the user's cache folder of specedge."""
+    return _user_folder(platformdirs.user_cache_path)
+
+
+def _user_folder(locate: Callable[..., Path]) -> Path:
+    """Return a folder of the user.
+
+    Without a home folder, it is one in which nothing can be found or written.
+    """
+    try:
+        return locate("specedge", appauthor=False)
+    except RuntimeError:  # neither HOME nor an entry in the password database
+        return Path(os.devnull) / "specedge"
 
 
 def bundles_folder() -> Path:
@@ -134,7 +150,7 @@ def _default_file() -> Path:
 
 
 def _verified_list() -> Path:
-    return platformdirs.user_cache_path("specedge", appauthor=False) / "checked.json"
+    return cache_folder() / "checked.json"
 
 
 def _verified_files() -> dict[str, list[int | str]]:
@@ -209,9 +225,9 @@ def errors_naming(path: Path | str) -> Iterator[None]:
 
 
 def _slug(name: str) -> str:
-    """Return a folder name for a hub id or path, unique for each existing folder."""
+    """Return a folder name for a hub id or path, unique for each existing path."""
     path = Path(os.path.expanduser(name))
-    if os.path.isdir(path):
+    if path.exists():
         where = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
         name = f"{path.resolve().name}-{where[:8]}"
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"

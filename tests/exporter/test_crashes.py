@@ -13,9 +13,10 @@ import traceback
 
 import pytest
 
+from specedge import destination
 from specedge.bundle import Bundle
 from specedge.errors import ExportError
-from specedge.exporter import destination, export
+from specedge.exporter import export
 from specedge.staging import remove_stale_folders
 from traces import WITH_TRACES
 

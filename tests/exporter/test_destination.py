@@ -1,6 +1,7 @@
 """A bundle appears whole or not at all."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -9,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from specedge import destination
 from specedge.bundle import Bundle, store
 from specedge.errors import ExportError
-from specedge.exporter import destination, export
+from specedge.exporter import export
 from specedge.exporter.graph import external_data
 from specedge.staging import remove_stale_folders
 
 SLOW = """
 import pathlib, sys, time
-from specedge.exporter.destination import destination
+from specedge.destination import destination
 with destination(pathlib.Path(sys.argv[1])) as work:
     (work / "external_data.bin").write_bytes(b"0" * 1000)
     print("started", flush=True)
@@ -36,7 +38,11 @@ def slow_export(output):
 
 def put(output, text="new"):
     with destination.destination(output) as work:
-        (work / "bundle.json").write_text(text, "utf-8")
+        (work / "bundle.json").write_text(manifest(text), "utf-8")
+
+
+def manifest(version):
+    return json.dumps({"specedge_version": version, "files": {}})
 
 
 def test_interrupted_export_leaves_nothing(tmp_path):
@@ -63,7 +69,7 @@ def test_leftovers_are_removed_and_running_export_is_left_alone(tmp_path):
 def test_bundle_is_replaced(tmp_path):
     put(tmp_path / "bundle", "old")
     put(tmp_path / "bundle", "new")
-    assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == "new"
+    assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == manifest("new")
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -71,7 +77,7 @@ def test_failed_export_keeps_bundle_that_was_there(tmp_path):
     put(tmp_path / "bundle", "old")
     with pytest.raises(ZeroDivisionError), destination.destination(tmp_path / "bundle"):
         raise ZeroDivisionError
-    assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == "old"
+    assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == manifest("old")
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specedge.bundle import MANIFEST, Bundle, store
+from specedge.destination import destination
 from specedge.errors import DeviceError
 
 from ..model_session import choose_ops
@@ -95,7 +96,8 @@ def _copy_bundle(bundle: Bundle, folder: Path) -> Path:
                 f"{folder} contains another bundle; specify a new folder with --output"
             )
         return folder / engines.FOLDER
-    for name in (*bundle.files, MANIFEST):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(bundle.folder / name, folder / name)
+    with destination(folder, DeviceError) as work:
+        for name in (*bundle.files, MANIFEST):
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(bundle.folder / name, work / name)
     return folder / engines.FOLDER

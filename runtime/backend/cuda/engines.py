@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import platformdirs
-
 from specedge import staging
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
 from specedge.bundle.manifest import GraphEntry, ModelEntry
 from specedge.errors import DeviceError
 
@@ -77,7 +75,7 @@ def key_of(
 
 def cache_folder() -> Path:
     """Return the user's folder for engines that are not part of a bundle."""
-    return platformdirs.user_cache_path("specedge", appauthor=False) / FOLDER
+    return store.cache_folder() / FOLDER
 
 
 def find(bundle: Bundle, key: EngineKey) -> Path | None:

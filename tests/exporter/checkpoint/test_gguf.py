@@ -1,6 +1,7 @@
 """GGUF files, written with llama.cpp's own package, through transformers' own loader."""
 
 import math
+import os
 
 import gguf
 import numpy as np
@@ -73,6 +74,13 @@ def test_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
     text = specedge.load(tmp_path / "bundle").generate("import json", max_new_tokens=8)
     assert len(text.tokens) == 8 or text.finish_reason == "end"
     assert Bundle.read(tmp_path / "bundle").files == bundle.files
+
+
+def test_suffix_in_capital_letters_is_a_gguf_file(tmp_path):
+    write(tmp_path / "model.gguf", Kind.Q8_0, tmp_path)
+    os.rename(tmp_path / "model.gguf", tmp_path / "MODEL.GGUF")
+    for name in (tmp_path, tmp_path / "MODEL.GGUF"):
+        assert find(name).weights == ["MODEL.GGUF"]
 
 
 def test_several_files_in_folder_need_choice(tmp_path):
