@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime as ort
 
 from specedge import int8_products
+from specedge.attention_kernels import batch_invariant_attention
 from specedge.cpu_count import default_threads
 from specedge.errors import ExportError
 
@@ -115,7 +116,8 @@ def open_session(
     """
     if not _products_are_right():
         options.add_session_config_entry(int8_products.UNSIGNED_OPTION, "1")
-    return _open(model, options, disabled)
+    with batch_invariant_attention():
+        return _open(model, options, disabled)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ T tokens per pass, K and N the sizes of a matrix.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -25,6 +25,7 @@ from .sessions import Device
 
 LONGEST = 18  # longest tested pass; longer ones are for prompts, or for drafts on request
 STEP = 7  # between tokens, which then select different experts
+ENDS_PER_LENGTH = 2  # of short passes; with four such lengths, totals have all residues modulo 8
 PASTS = (0, 512)  # cache rows before a pass on a GPU, whose kernels may split long caches
 KNOWN_CAUSES = {
     "int8-block": "MatMulNBits may round differently at one row: onnxruntime issue 29853",
@@ -168,6 +169,10 @@ def _invariant_lengths(
 ) -> set[int]:
     """Return the lengths whose rows of logits, and of caches, equal those of the longest pass.
 
+    Kernels may depend on the number of cache rows after a pass, its total, as well: on Arm, flash
+    attention of GroupQueryAttention does (ONNX Runtime 1.30 to 1.32). Passes therefore end at
+    different totals.
+
     Args:
         model: The model.
         lengths: Pass lengths.
@@ -182,21 +187,35 @@ def _invariant_lengths(
     model.prefill(tokens[:past])
     expected = model.forward(tokens[past:]).array().copy()
     rows = model.cache_rows(past, longest) if caches else []
-    invariant = {max(lengths)}
-    for length in lengths:
-        start = longest - length
+    varying = set[int]()
+    for length, end in passes_to_compare(lengths):
+        start = past + end - length
         model.truncate(start)
         begin = time.perf_counter()
-        logits = model.forward(tokens[start:]).array()
+        logits = model.forward(tokens[start : past + end]).array()
         seconds[length] = time.perf_counter() - begin
-        offset = start - past
-        is_equal = np.array_equal(logits, expected[offset:])
-        new_rows = model.cache_rows(start, longest) if caches else []
+        compared = slice(end - length, end)
+        is_equal = np.array_equal(logits, expected[compared])
+        new_rows = model.cache_rows(start, past + end) if caches else []
         pairs = zip(new_rows, rows, strict=True)
-        if is_equal and all(np.array_equal(new, old[:, offset:]) for new, old in pairs):
-            invariant.add(length)
+        if not is_equal or not all(np.array_equal(new, old[:, compared]) for new, old in pairs):
+            varying.add(length)
     model.truncate(0)
-    return invariant
+    return {*lengths} - varying
+
+
+def passes_to_compare(lengths: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield lengths and ends of passes to compare with one of the longest length.
+
+    Ends descend, and so do starts: no pass reads rows that an earlier one wrote.
+    """
+    *shorter, longest = sorted(lengths)
+    end = longest + 1
+    for length in shorter:
+        for _ in range(ENDS_PER_LENGTH if 1 < length < LONGEST else 1):
+            end = max(end - 1, length)
+            yield length, end
+    yield longest, longest
 
 
 def exact_device(models: Iterable[ModelEntry], device: Device) -> Device:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specedge.attention_kernels import batch_invariant_attention
 from specedge.bundle.graph_variants import QDQ
 from specedge.bundle.precision import HALF_DTYPES, OLDEST_ONNXRUNTIME
 from specedge.cpu_count import cpu_count, default_threads
@@ -140,7 +141,7 @@ class Device:
         """
         ort = onnxruntime()
         try:
-            with self._no_capture():
+            with self._no_capture(), batch_invariant_attention():
                 session = self._open(ort, os.fspath(path))
             return_freed_memory()
             return session

@@ -233,3 +233,35 @@ def test_unsigned_mode_is_used_only_where_products_saturate(bundle, monkeypatch,
 def test_both_product_modes_are_exact_on_this_machine():
     """The one that this processor does not need, too; on AVX2 without VNNI only the unsigned."""
     assert self_test._products_are_right(Device(unsigned=True))
+
+
+class DependentOnTotal(Moved):
+    """Model whose attention depends on the total, as flash attention on Arm does."""
+
+    def __init__(self, model, residue):
+        super().__init__(model, ())
+        self.residue = residue
+
+    def forward(self, tokens):
+        logits = self.model.forward(tokens).array()
+        if len(tokens) > 1 and self.model.length % 8 == self.residue:
+            logits[-1, 3] = np.nextafter(logits[-1, 3], np.float32(np.inf))
+        return Logits(logits)
+
+
+@pytest.mark.parametrize("residue", range(8))
+def test_dependence_on_the_number_of_cache_rows_is_detected(bundle, target, residue):
+    dependent = DependentOnTotal(target, residue)
+    note = self_test.verify_cpu_lengths(dependent, bundle.target)
+    assert note is not None
+    assert dependent.invariant_lengths != target.invariant_lengths
+
+
+def test_compared_passes_read_no_rows_that_others_wrote():
+    for lengths in ((1, 2, 3, 5, 9, 18), (1, 2, 3, 5, 9), (2, 3), (1,), (18, 36, 128, 256)):
+        passes = list(self_test.passes_to_compare(lengths))
+        assert {length for length, _ in passes} == {*lengths}
+        starts = [end - length for length, end in passes]
+        assert starts == sorted(starts, reverse=True)
+        assert min(starts) == 0
+        assert all(end <= max(lengths) for _, end in passes)

@@ -1,0 +1,68 @@
+"""Flash attention, which is not batch-invariant on Arm, is disabled while sessions are created."""
+
+import os
+import platform
+import shutil
+import threading
+
+import pytest
+
+import specedge
+from specedge.attention_kernels import VARIABLE, batch_invariant_attention
+from specedge.bundle import store
+from specedge.runtime.backend import sessions
+
+
+@pytest.fixture(params=["aarch64", "arm64", "ARM64"])
+def _arm(request, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: request.param)
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.mark.usefixtures("_arm")
+def test_sessions_are_created_without_flash_attention_on_arm(monkeypatch, tmp_path):
+    values, open_session = [], sessions.Device._open
+
+    def recorded(device, *arguments):
+        values.append(os.environ.get(VARIABLE))
+        return open_session(device, *arguments)
+
+    monkeypatch.setattr(sessions.Device, "_open", recorded)
+    bundle = specedge.Bundle.read(shutil.copytree(store.embedded_folder(), tmp_path / "pair"))
+    sessions.Device(threads=1).open(bundle.path(bundle.target.graph("step", "gqa").file))
+    assert values == ["1"]
+    assert VARIABLE not in os.environ
+
+
+def test_other_processors_use_flash_attention(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with batch_invariant_attention():
+        assert VARIABLE not in os.environ
+
+
+@pytest.mark.usefixtures("_arm")
+def test_value_that_the_user_has_set_is_kept(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
+    with batch_invariant_attention():
+        assert os.environ[VARIABLE] == "0"
+    assert os.environ[VARIABLE] == "0"
+
+
+@pytest.mark.usefixtures("_arm")
+def test_variable_stays_until_the_last_concurrent_session_is_created():
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with batch_invariant_attention():
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with batch_invariant_attention():
+        thread.start()
+        assert entered.wait(60)
+    assert os.environ[VARIABLE] == "1"
+    leave.set()
+    thread.join()
+    assert VARIABLE not in os.environ
