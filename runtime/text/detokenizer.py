@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from tokenizers import Tokenizer
 
 from specedge.option_specs import NameEnum
 
 from ..decoding.protocols import Round
-from .tokenizer import decode
-
-_CONTEXT = 8  # prompt tokens that are decoded as context, to preserve a leading space
+from .token_bytes import TokenBytes
 
 
 class FinishReason(NameEnum):
@@ -176,44 +174,32 @@ class Detokenizer:
     """Decoder of tokens into pieces of text that never split a character.
 
     A piece is the text that a token adds to the tokens before it, held back while it ends in an
-    incomplete character. Pieces do not depend on the grouping of tokens. Special tokens have no
-    text, except `visible_tokens`.
+    incomplete character. Bytes that cannot become a character are emitted as U+FFFD, at the latest
+    after the longest character. Pieces do not depend on the grouping of tokens. Special tokens
+    have no text, except `visible_tokens`.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], visible_tokens: Collection[int] = ()
     ) -> None:
-        self._decode = partial(decode, tokenizer)
-        self._names = {token: str(tokenizer.id_to_token(token)) for token in visible_tokens}
-        self._emitted = list(prompt[-_CONTEXT:])
-        self._pending: list[int] = []
-        while self._emitted and self._decode(self._emitted).endswith("\ufffd"):
-            self._pending.insert(0, self._emitted.pop())
-        self._prompt_text = ""  # text of pending tokens that belongs to the prompt
-        self._prompt_text = self._new_text()
+        self._token_bytes = TokenBytes(tokenizer, prompt, visible_tokens)
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters.decode(self._token_bytes.prompt_end)
+        incomplete, _ = self._characters.getstate()
+        self._prompt_text = "\ufffd" if incomplete else ""  # the prompt's, unless completed
 
     def feed(self, token: int) -> str:
         """Return the text that this token completes."""
-        if token in self._names:
-            text = self.flush() + self._names[token]
-            self._emitted, self._prompt_text = [token], ""
-            return text
-        self._pending.append(token)
-        text = self._new_text()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._emitted, self._pending, self._prompt_text = self._pending, [], ""
-        return text
+        return self._new_text(self._characters.decode(self._token_bytes.add(token)))
 
     def flush(self) -> str:
         """Return the rest: an incomplete character, as the replacement character."""
-        text, self._pending = self._new_text(), []
-        return text
+        return self._new_text(self._characters.decode(b"", final=True))
 
-    def _new_text(self) -> str:
-        before = self._decode(self._emitted)
-        text = self._decode(self._emitted + self._pending)[len(before) :]
-        return text.removeprefix(self._prompt_text)
+    def _new_text(self, text: str) -> str:
+        if text:
+            text, self._prompt_text = text.removeprefix(self._prompt_text), ""
+        return text
 
 
 class StopStrings:

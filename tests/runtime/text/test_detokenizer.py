@@ -1,34 +1,25 @@
+from itertools import chain
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
 
 from corpus import END, train_tokenizer
-from specedge.runtime.text.detokenizer import Detokenizer, StopStrings
-
-
-def metaspace_tokenizer():
-    """Tokenizer like Llama 2's: strips the first space; unknown characters are bytes."""
-    words = ["▁", "▁def", "▁x", "x", "▁=", "1"]
-    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {w: 256 + i for i, w in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return tokenizer
-
+from specedge.runtime.text.detokenizer import (
+    Detokenizer,
+    FinishReason,
+    StopStrings,
+    TextAssembler,
+    TokenOutcome,
+)
+from tokenizer_kinds import KINDS, METASPACE, SHOWN, units_of, visible
 
 BYTE_LEVEL = train_tokenizer(["def read_config(path): return naïve café"] * 3, 300)
-METASPACE = metaspace_tokenizer()
+FEW = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def pieces(tokenizer, prompt, tokens):
-    detokenizer = Detokenizer(tokenizer, prompt)
+def pieces(tokenizer, prompt, tokens, shown=()):
+    detokenizer = Detokenizer(tokenizer, prompt, shown)
     return [*(detokenizer.feed(token) for token in tokens), detokenizer.flush()]
 
 
@@ -38,10 +29,71 @@ def test_pieces_join_to_the_text(prompt, text):
     assert "".join(pieces(BYTE_LEVEL, BYTE_LEVEL.encode(prompt).ids, tokens)) == text
 
 
-@given(st.lists(st.integers(1, 299), max_size=30))
-def test_pieces_never_end_inside_a_character(tokens):
+@pytest.mark.parametrize("name", KINDS)
+@FEW
+@given(data=st.data())
+def test_pieces_continue_the_decoding_of_any_prompt(name, data):
+    tokenizer = KINDS[name]
+    units = data.draw(st.lists(st.sampled_from(units_of(name)), max_size=12))
+    cut = data.draw(st.integers(0, len(units)))
+    before, after = [*chain(*units[:cut])], [*chain(*units[cut:])]
+    part = data.draw(st.integers(0, max(0, len(units[cut]) - 1) if units[cut:] else 0))
+    text = "".join(pieces(tokenizer, before + after[:part], after[part:]))
+    assert tokenizer.decode(before) + text == tokenizer.decode(before + after)
+
+
+@FEW
+@given(st.lists(st.integers(0, 299), max_size=30), st.integers(0, 30))
+def test_invalid_bytes_are_decoded_as_the_tokenizer_does(tokens, cut):
+    text = "".join(pieces(BYTE_LEVEL, [], tokens))
+    assert text == BYTE_LEVEL.decode(tokens)
     *fed, _ = pieces(BYTE_LEVEL, [], tokens)
-    assert not any(piece.endswith("\ufffd") for piece in fed)
+    whole = BYTE_LEVEL.decode(tokens[: len(fed)]).removeprefix("".join(fed))
+    assert whole in ("", "\ufffd")  # at most one incomplete character is held back
+
+
+@FEW
+@given(st.lists(st.integers(0, 255), max_size=30))
+def test_invalid_runs_of_byte_tokens_keep_their_characters(tokens):
+    spelled = [METASPACE.token_to_id(f"<0x{byte:02X}>") for byte in tokens]
+    text = "".join(pieces(METASPACE, [METASPACE.token_to_id("x")], spelled))
+    assert text == bytes(tokens).decode("utf-8", "replace")
+
+
+def test_invalid_bytes_are_emitted_after_the_longest_character():
+    tokens = [METASPACE.token_to_id("<0x80>")] * 4000
+    fed = "".join(pieces(METASPACE, [], tokens)[:-1])
+    assert fed == "\ufffd" * 4000
+
+
+@pytest.mark.parametrize("name", KINDS)
+@FEW
+@given(data=st.data())
+def test_words_after_a_shown_special_token_keep_their_space(name, data):
+    tokenizer, shown = KINDS[name], visible(name)
+    word, *units = units_of(name)[2:]
+    before, after = (
+        [*word, *chain(*data.draw(st.lists(st.sampled_from(units), max_size=4)))] for _ in range(2)
+    )
+    text = "".join(pieces(tokenizer, [], [*before, shown, *after], [shown]))
+    assert text.replace(SHOWN, "") == tokenizer.decode(before + after)
+
+
+@pytest.mark.parametrize("prompt", ["한국어", "a한국어", "❤❤❤"])
+def test_a_run_of_byte_tokens_continues_across_the_end_of_the_prompt(prompt):
+    tokens = METASPACE.encode("한국어").ids
+    assert len(tokens) > 8
+    prompt = METASPACE.encode(prompt).ids
+    assert "".join(pieces(METASPACE, prompt, tokens[-9:])) == "한국어"
+
+
+def test_a_stop_string_of_byte_tokens_ends_the_text():
+    prompt, tokens = METASPACE.encode("❤❤❤").ids, METASPACE.encode("❤❤❤x1").ids[-11:]
+    assembler = TextAssembler(
+        METASPACE, prompt, stops=["❤x"], ends=frozenset(), limit=99, at_limit=FinishReason.LENGTH
+    )
+    text = assembler.feed([(token, TokenOutcome.PLAIN) for token in tokens])
+    assert (text, assembler.finish_reason) == ("❤❤", FinishReason.STOP)
 
 
 def test_a_character_of_several_tokens_is_one_piece():
