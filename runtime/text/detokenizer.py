@@ -192,6 +192,15 @@ class Detokenizer:
         """Return the text that this token completes."""
         return self._new_text(self._characters.decode(self._token_bytes.add(token)))
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes that a token would add; None if it never has text."""
+        is_hidden = self._token_bytes.is_hidden(token)
+        return None if is_hidden else self._token_bytes.peek(token)
+
+    def name(self, token: int) -> str:
+        """Return the name of a token in the vocabulary, empty for unknown tokens."""
+        return self._token_bytes.name(token)
+
     def flush(self) -> str:
         """Return the rest: an incomplete character, as the replacement character."""
         return self._new_text(self._characters.decode(b"", final=True))

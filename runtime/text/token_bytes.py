@@ -77,7 +77,7 @@ class TokenBytes:
         if self._decode([token]):
             return True
         has_name = bool(self.name(token))
-        return has_name and not self._tokenizer.decode([token], skip_special_tokens=False)
+        return has_name and not decode(self._tokenizer, [token], skip_special_tokens=False)
 
     def _spelled_bytes(self, token: int) -> bytes | None:
         """Return the bytes that a token's name spells, None for whole characters."""

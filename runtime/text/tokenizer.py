@@ -48,10 +48,10 @@ def encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Return the text of tokens without special tokens; raise BundleError on a panic."""
+def decode(tokenizer: Tokenizer, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """Return the text of tokens; raise BundleError on a panic."""
     try:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
     except BaseException:
         with translated_panics():  # entered on failure only, to save time for each token
             raise

@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from specedge.runtime.text.detokenizer import FinishReason
 
-from .chat_shapes import LogprobFormatter
 from .choices import (
     OutputItem,
     ResponseChoice,
@@ -207,9 +208,9 @@ def error_body(error: ApiError) -> dict[str, Any]:
 class MessagesShaper:
     """Shaper of Anthropic's messages and of the events of their streams."""
 
-    def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
+    def __init__(self, model: str, request: ParsedRequest, tokenizer: Tokenizer) -> None:
         self._stops = request.options.get("stop", [])
-        self._decode = logprobs.decode
+        self._tokenizer = tokenizer
         self._items: list[OutputItem] = []  # those reported by events so far
         self._fields: dict[str, Any] = {
             "id": new_id("msg_"),
@@ -258,8 +259,9 @@ class MessagesShaper:
         generation = choice.generation
         stop = None
         if generation.finish_reason == FinishReason.STOP:
-            text = self._decode(generation.tokens)
-            rest = text[text.find(generation.text) + len(generation.text) :]
+            detokenizer = choice.detokenizer(self._tokenizer)
+            text = "".join(map(detokenizer.feed, generation.tokens)) + detokenizer.flush()
+            rest = text.removeprefix(generation.text)
             stop = next((stop for stop in self._stops if rest.startswith(stop)), None)
         reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
         reason = "stop_sequence" if stop is not None else reasons[choice.finish_reason]

@@ -19,19 +19,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from tokenizers import Tokenizer
 
 from specedge.runtime.requests.pipeline import Pipeline
+from specedge.runtime.text.tokenizer import decode
 from specedge.sampling_options import SamplingFilters
 from specedge.strict_json import JsonError, parse
 from specedge.version import __version__
 
 from . import anthropic, requests
 from .body_reader import BodyReader
-from .chat_shapes import ChatShaper, CompletionShaper, LogprobFormatter
+from .chat_shapes import ChatShaper, CompletionShaper
 from .choices import ResponseShaper
 from .errors import ApiError, client_error
 from .fields import DEFAULTS
 from .job_queue import JobQueue
+from .logprobs import token_pieces
 from .metrics import DISCONNECTED, STATUS, ServerMetrics
 from .middleware import (
     ERROR,
@@ -67,7 +70,7 @@ OPEN_PATHS = ("/health", *PAGE_FILES)  # need no API key
 PARSER_THREADS = 2
 GENERATION_CONFIGS = ("auto", "none")
 RequestParser = Callable[[object, ParserSettings], ParsedRequest]
-ShaperFactory = Callable[[str, ParsedRequest, LogprobFormatter], ResponseShaper]
+ShaperFactory = Callable[[str, ParsedRequest, Tokenizer], ResponseShaper]
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,6 @@ class _Server:
         self._model = settings.model or pipeline.bundle.target.source.id
         self._jobs = JobQueue(len(pipeline.slots.all), settings.max_waiting)
         self._metrics = ServerMetrics(self._jobs)
-        self._logprobs = LogprobFormatter(pipeline.tokenizer)
         self._defaults: dict[str, float] = dict(DEFAULTS)
         if settings.generation_config == "auto":
             self._defaults |= model_defaults(pipeline.bundle.default_sampling)
@@ -235,7 +237,7 @@ class _Server:
                 self._pipeline,
                 self._jobs,
                 self._metrics,
-                shaper(self._model, request, self._logprobs),
+                shaper(self._model, request, self._pipeline.tokenizer),
                 request,
                 partial(_run_in, pool, partial(requests.prepare, self._pipeline, request)),
                 self._settings.timeout,
@@ -356,9 +358,9 @@ class _Server:
             request, with_pieces = await _run_in(self._parser_pool, parse)
         work = partial(requests.prepare, self._pipeline, request)
         (tokens,) = (await _run_in(self._parser_pool, work)).prompts
-        pieces = [{"id": t, "piece": self._logprobs.decode([t])} for t in tokens]
         fields = {"count": len(tokens), "max_model_len": self._pipeline.bundle.context_length}
-        return JSONResponse({"tokens": pieces if with_pieces else tokens, **fields})
+        entries = [*token_pieces(self._pipeline.tokenizer, tokens)] if with_pieces else tokens
+        return JSONResponse({"tokens": entries, **fields})
 
     async def _detokenize(self, http_request: Request) -> Response:
         async with self._bodies.read(http_request) as body:
@@ -368,7 +370,8 @@ class _Server:
         if any(token >= vocab_size for token in tokens):
             message = f"tokens must be between 0 and {vocab_size - 1}"
             raise ApiError(message, "tokens", "invalid_value")
-        text = await _run_in(self._parser_pool, partial(self._logprobs.decode, tokens))
+        work = partial(decode, self._pipeline.tokenizer, tokens, skip_special_tokens=False)
+        text = await _run_in(self._parser_pool, work)
         return JSONResponse({"prompt": text, "content": text})
 
     async def _metrics_text(self, http_request: Request) -> Response:

@@ -4,101 +4,26 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from specedge.runtime.sampling.logprobs import TokenLogprobs
+from specedge.runtime.text.detokenizer import Detokenizer
+from specedge.runtime.text.tokenizer import decode
 from specedge.version import __version__
 
 from .choices import OutputItem, ResponseChoice, new_id, sse_event, usage_of
 from .errors import ApiError
 from .job_queue import TextPiece
+from .logprobs import LogprobFormatter
 from .output_parser import AnswerPart
 from .reasoning import ReasoningDelta
 from .requests import ParsedRequest
 from .tools.parser import CallDelta
 
 FINGERPRINT = f"specedge-{__version__}"
-MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks, as in OpenAI's API
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-class LogprobFormatter:
-    """Formatter of log-probabilities, with the text of each token."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def for_chat(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Return `choices[].logprobs` of a chat."""
-        content = [
-            self._entry(entry.token, entry.logprob)
-            | {"top_logprobs": [self._entry(token, logprob) for token, logprob in entry.top]}
-            for entry in logprobs
-        ]
-        return {"content": content, "refusal": None}
-
-    def for_completion(self, logprobs: Sequence[TokenLogprobs], start: int) -> dict[str, Any]:
-        """Return `choices[].logprobs` of a completion; `start` is the first token's text offset."""
-        texts = [self._text(entry.token) for entry in logprobs]
-        return {
-            "tokens": texts,
-            "token_logprobs": [max(entry.logprob, MIN_LOGPROB) for entry in logprobs],
-            "top_logprobs": [
-                {self._text(token): max(logprob, MIN_LOGPROB) for token, logprob in entry.top}
-                for entry in logprobs
-            ],
-            "text_offset": list(_offsets(texts, start)),
-        }
-
-    def prompt_for_completion(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> dict[str, Any]:
-        """Return `choices[].logprobs` of a prompt; null for the first token."""
-        formatted = self.for_completion(logprobs, len(self._text(tokens[0])))
-        first = {
-            "tokens": self._text(tokens[0]),
-            "token_logprobs": None,
-            "top_logprobs": None,
-            "text_offset": 0,
-        }
-        return {name: [value, *formatted[name]] for name, value in first.items()}
-
-    def prompt_by_id(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
-        """Return `prompt_logprobs` in vLLM's format: by token id, null for the first token."""
-        return [None, *map(self._by_id, logprobs)]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, including special tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-    def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
-        rank = {token: i + 1 for i, (token, _) in enumerate(entry.top)}
-        return {
-            str(token): {
-                "logprob": max(logprob, MIN_LOGPROB),
-                "rank": rank.get(token),
-                "decoded_token": self._text(token),
-            }
-            for token, logprob in dict([(entry.token, entry.logprob), *entry.top]).items()
-        }
-
-    def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        utf8 = None if _REPLACEMENT in text else list(text.encode())  # None: part of a character
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": utf8}
-
-
-def _offsets(texts: Sequence[str], start: int) -> Iterator[int]:
-    for text in texts:
-        yield start
-        start += len(text)
 
 
 class _ChunkShaper(ABC):
@@ -106,8 +31,9 @@ class _ChunkShaper(ABC):
 
     prefix = object_name = chunk_name = ""
 
-    def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
-        self._request, self._logprobs = request, logprobs
+    def __init__(self, model: str, request: ParsedRequest, tokenizer: Tokenizer) -> None:
+        self._request, self._tokenizer = request, tokenizer
+        self._formatters: dict[int, LogprobFormatter] = {}  # by choice
         self._fields = {
             "id": new_id(f"{self.prefix}-"),
             "created": int(time.time()),
@@ -151,7 +77,9 @@ class _ChunkShaper(ABC):
         if self._request.return_token_ids:
             fields["prompt_token_ids"] = choice.prompt_tokens
         if choice.prompt_logprobs is not None and not self._request.echo:
-            fields["prompt_logprobs"] = self._logprobs.prompt_by_id(choice.prompt_logprobs)
+            formatter = LogprobFormatter(Detokenizer(self._tokenizer, []))
+            first = choice.prompt_tokens[0]
+            fields["prompt_logprobs"] = formatter.prompt_by_id(first, choice.prompt_logprobs)
         return fields
 
     def _ending(self, index: int, choice: ResponseChoice, num_sent: int = 0) -> dict[str, Any]:
@@ -163,9 +91,16 @@ class _ChunkShaper(ABC):
     def _spans(self, piece: TextPiece) -> dict[str, Any]:
         return {"spans": [span.to_json() for span in piece.spans]} if self._request.trace else {}
 
-    @property
-    def _has_logprobs(self) -> bool:
-        return "logprobs" in self._request.options
+    def _formatter(
+        self, index: int, choice: ResponseChoice, offset: int = 0
+    ) -> LogprobFormatter | None:
+        """Return the formatter of a choice's new tokens; None without log-probabilities."""
+        if "logprobs" not in self._request.options:
+            return None
+        if index not in self._formatters:
+            detokenizer = choice.detokenizer(self._tokenizer)
+            self._formatters[index] = LogprobFormatter(detokenizer, offset)
+        return self._formatters[index]
 
 
 def _usage_so_far(choice: ResponseChoice, num_new: int) -> dict[str, int]:
@@ -188,7 +123,7 @@ class ChatShaper(_ChunkShaper):
     ) -> Iterator[str]:
         """Yield a chunk for each part; the first one has the spans and log-probabilities."""
         deltas = [_delta_of(part) for part in parts]
-        spans, logprobs = self._spans(piece), self._format_logprobs(piece.logprobs)
+        spans, logprobs = self._spans(piece), self._format_logprobs(index, choice, piece.logprobs)
         token_ids = self._token_ids(piece.tokens)
         if not deltas and (spans or logprobs or token_ids):
             deltas = [{}]
@@ -214,11 +149,16 @@ class ChatShaper(_ChunkShaper):
         if calls := choice.calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [_call(call) for call in calls]
-        logprobs = self._format_logprobs(choice.logprobs)
+        logprobs = self._format_logprobs(index, choice, choice.logprobs)
         return self._ending(index, choice) | {"message": message, "logprobs": logprobs}
 
-    def _format_logprobs(self, logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
-        return self._logprobs.for_chat(logprobs) if self._has_logprobs else None
+    def _format_logprobs(
+        self, index: int, choice: ResponseChoice, logprobs: list[TokenLogprobs]
+    ) -> dict[str, Any] | None:
+        formatter = self._formatter(index, choice)
+        if formatter is None:
+            return None
+        return {"content": formatter.for_chat(logprobs), "refusal": None}
 
 
 def _delta_of(part: AnswerPart) -> dict[str, Any]:
@@ -248,9 +188,8 @@ class CompletionShaper(_ChunkShaper):
 
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
-        super().__init__(model, request, logprobs)
-        self._lengths = Counter[int]()  # number of characters of each choice so far
+    def __init__(self, model: str, request: ParsedRequest, tokenizer: Tokenizer) -> None:
+        super().__init__(model, request, tokenizer)
         self._begun: set[int] = set()  # choices with at least one chunk
 
     def begin(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:
@@ -260,8 +199,7 @@ class CompletionShaper(_ChunkShaper):
         self, index: int, piece: TextPiece, parts: Sequence[AnswerPart], choice: ResponseChoice
     ) -> Iterator[str]:
         yield from self._prompt(index, choice)
-        if logprobs := self._format_logprobs(piece.logprobs, self._lengths[index]):
-            self._lengths[index] += sum(map(len, logprobs["tokens"]))
+        logprobs = self._format_logprobs(index, choice, piece.logprobs)
         entry = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
         entry |= self._spans(piece) | self._token_ids(piece.tokens)
         yield self._chunk(entry, choice, len(piece.tokens))
@@ -280,15 +218,12 @@ class CompletionShaper(_ChunkShaper):
         if not (self._request.echo or fields):
             return
         text, logprobs = self._echo(index, choice)
-        if logprobs is not None:
-            self._lengths[index] += sum(map(len, logprobs["tokens"]))
         entry = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         yield self._chunk(entry | fields, choice)
 
     def _choice(self, index: int, choice: ResponseChoice) -> dict[str, Any]:
         text, logprobs = self._echo(index, choice)
-        start = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))
-        new = self._format_logprobs(self._new_logprobs(choice), start)
+        new = self._format_logprobs(index, choice, self._new_logprobs(choice))
         if logprobs is not None and new is not None:
             new = {name: logprobs[name] + new[name] for name in new}
         entry = {"text": text + choice.text, "logprobs": new}
@@ -308,12 +243,20 @@ class CompletionShaper(_ChunkShaper):
         """Return the text of the prompt and its log-probabilities, if `echo` is set."""
         if not self._request.echo:
             return "", None
-        prompt = self._request.prompts[index // self._request.num_choices_each]
-        text = prompt if isinstance(prompt, str) else self._logprobs.decode(choice.prompt_tokens)
-        if choice.prompt_logprobs is None or not self._has_logprobs:
+        prompt, tokens = self._request.prompts[index // self._request.num_choices_each], []
+        if isinstance(prompt, str):
+            text = prompt
+        else:  # the text of ids includes special tokens
+            tokens = choice.prompt_tokens
+            text = decode(self._tokenizer, tokens, skip_special_tokens=False)
+        if choice.prompt_logprobs is None or not self._formatter(index, choice, len(text)):
             return text, None
-        tokens = choice.prompt_tokens
-        return text, self._logprobs.prompt_for_completion(tokens, choice.prompt_logprobs)
+        formatter = LogprobFormatter(Detokenizer(self._tokenizer, [], visible_tokens=tokens))
+        first = choice.prompt_tokens[0]
+        return text, formatter.prompt_for_completion(first, choice.prompt_logprobs)
 
-    def _format_logprobs(self, logprobs: list[TokenLogprobs], start: int) -> dict[str, Any] | None:
-        return self._logprobs.for_completion(logprobs, start) if self._has_logprobs else None
+    def _format_logprobs(
+        self, index: int, choice: ResponseChoice, logprobs: list[TokenLogprobs]
+    ) -> dict[str, Any] | None:
+        formatter = self._formatter(index, choice)
+        return None if formatter is None else formatter.for_completion(logprobs)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from tokenizers import Tokenizer
 
 from specedge.runtime.requests.stream import Generation
 from specedge.runtime.sampling.logprobs import TokenLogprobs
@@ -67,26 +69,37 @@ class ResponseChoice:
     """Choice of a response during and after generation.
 
     Attributes:
-        parser: Parser of thinking and tool calls.
+        new_parser: Function that returns a parser of thinking and tool calls.
+        parser: Parser of the text.
         items: Text, thinking and calls so far.
         first_time: `time.perf_counter()` at the first piece.
         logprobs: Log-probabilities of the tokens so far.
         tokens: Tokens so far.
         reasoning_counter: Counter of thinking tokens, if the model supports thinking.
         prompt_tokens: Tokens of the prompt.
+        visible_tokens: Special tokens that are included in the text.
         prompt_logprobs: Log-probabilities of the prompt's tokens except the first, if requested.
         finished: The generation, after it has ended.
     """
 
-    parser: OutputParser | HarmonyParser = field(default_factory=OutputParser)
+    new_parser: Callable[[], OutputParser | HarmonyParser] = OutputParser
     items: list[OutputItem] = field(default_factory=list)
     first_time: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     reasoning_counter: ReasoningCounter | None = None
     prompt_tokens: list[int] = field(default_factory=list)
+    visible_tokens: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
     finished: Generation | None = None
+    parser: OutputParser | HarmonyParser = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parser = self.new_parser()
+
+    def detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        """Return a detokenizer of the text, at its beginning."""
+        return Detokenizer(tokenizer, self.prompt_tokens, self.visible_tokens)
 
     def parse(self, piece: TextPiece) -> list[AnswerPart]:
         """Return the parts completed by a piece."""

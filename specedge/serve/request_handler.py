@@ -137,9 +137,10 @@ class RequestHandler:
             self._headers[SAMPLED_HEADER] = str(self._prepared.num_sampled)
         self._choices = [
             ResponseChoice(
-                self._prepared.parser(),
+                self._prepared.parser,
                 reasoning_counter=self._reasoning_counter(prompt),
                 prompt_tokens=prompt,
+                visible_tokens=self._prepared.visible_tokens,
             )
             for prompt in self._prepared.prompts
             for _ in range(self._request.num_choices_each)

@@ -49,6 +49,7 @@ from .tools.harmony import HarmonyParser, after_analysis, final_rules, is_harmon
 DEFAULT_COMPLETION = 16  # tokens, as in OpenAI's API
 _CHAT_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 _COMPLETION_LIMITS = ("max_tokens", "n_predict")
+_MESSAGE_LOGPROBS = "message.output_text.logprobs"
 _RESPONSE_LIMITS = ("max_output_tokens",)
 # Template variables that have separate fields.
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -282,6 +283,13 @@ def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
     stores = fields.take_flag("store", True)
     echoed |= {"store": stores, "previous_response_id": previous_id}
     include = fields.take_list("include", "a list of names")
+    top = fields.take_int("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if _MESSAGE_LOGPROBS in include:
+        options["logprobs"] = top or 0
+    elif top:
+        message = f"top_logprobs requires {_MESSAGE_LOGPROBS} in include"
+        raise ApiError(message, "top_logprobs", "invalid_value")
+    echoed |= {"top_logprobs": top or 0}
     reasoning = fields.peek("reasoning")
     echoed["reasoning"] = reasoning if isinstance(reasoning, dict) else None
     if tools is not None:

@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from specedge.runtime.sampling.logprobs import TokenLogprobs
 from specedge.runtime.text.detokenizer import FinishReason
 
-from .chat_shapes import LogprobFormatter
 from .choices import (
     OutputItem,
     ResponseChoice,
@@ -21,6 +23,7 @@ from .choices import (
 )
 from .errors import ApiError
 from .job_queue import TextPiece
+from .logprobs import LogprobFormatter, MessageLogprobs
 from .messages import call_message, encode_reasoning
 from .output_parser import AnswerPart
 from .requests import ParsedRequest
@@ -33,7 +36,10 @@ _INCOMPLETE_DETAILS = {"reason": "max_output_tokens"}
 class ResponsesShaper:
     """Shaper of response objects and of the events of their streams."""
 
-    def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
+    def __init__(self, model: str, request: ParsedRequest, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._logprobs: MessageLogprobs | None = None
+        self._num_sent = 0  # entries of the last message that its deltas contain
         self._sequence_number = 0
         self._request = request
         self._ids: list[str] = []
@@ -67,6 +73,7 @@ class ResponsesShaper:
     def piece(
         self, index: int, piece: TextPiece, parts: Sequence[AnswerPart], choice: ResponseChoice
     ) -> Iterator[str]:
+        self._add_logprobs(choice, piece.logprobs)
         for part in parts:
             if not continues_item(self._items, part):
                 if self._items:
@@ -78,6 +85,7 @@ class ResponsesShaper:
             yield from self._item_delta(item, text)
 
     def end(self, index: int, choice: ResponseChoice) -> Iterator[str]:
+        self._end_logprobs()
         if not self._items or (self._items[-1].is_reasoning and _status(choice) == "completed"):
             if self._items:
                 yield from self._finish_item("completed")
@@ -95,6 +103,9 @@ class ResponsesShaper:
 
     def body(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         (choice,) = choices
+        if self._logprobs is None:
+            self._add_logprobs(choice, choice.logprobs)
+            self._end_logprobs()
         status = _status(choice)
         items = [*choice.items]
         if not items or (items[-1].is_reasoning and status == "completed"):
@@ -104,7 +115,7 @@ class ResponsesShaper:
         response = self._fields | {
             "status": status,
             "incomplete_details": None if status == "completed" else _INCOMPLETE_DETAILS,
-            "output": [self._item_json(i, items[i], statuses[i]) for i in range(len(items))],
+            "output": [self._item_json(items, i, status) for i, status in enumerate(statuses)],
             "seed": choice.generation.seed,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
@@ -122,10 +133,30 @@ class ResponsesShaper:
             self._request.store.add(StoredResponse(response, messages))
         return response
 
+    def _add_logprobs(self, choice: ResponseChoice, logprobs: Sequence[TokenLogprobs]) -> None:
+        if "logprobs" not in self._request.options:
+            return
+        if self._logprobs is None:
+            formatter = LogprobFormatter(choice.detokenizer(self._tokenizer))
+            detokenizer, parser = choice.detokenizer(self._tokenizer), choice.new_parser()
+            self._logprobs = MessageLogprobs(formatter, detokenizer, parser)
+        self._logprobs.add(logprobs)
+
+    def _end_logprobs(self) -> None:
+        if self._logprobs is not None:
+            self._logprobs.end()
+
+    def _logprobs_of(self, items: Sequence[OutputItem], index: int) -> list[dict[str, Any]]:
+        """Return the log-probabilities of an item so far, empty unless they are requested."""
+        number = sum(item.is_text for item in items[:index])
+        messages = [] if self._logprobs is None else self._logprobs.messages
+        return messages[number] if number < len(messages) else []
+
     def _add_item(self, item: OutputItem) -> Iterator[str]:
         """Yield the events at the start of an item."""
         self._items.append(item)
-        item_json = self._item_json(self._last, item, "in_progress")
+        self._num_sent = 0
+        item_json = self._item_json(self._items, self._last, "in_progress")
         if item.name is None:
             item_json["content"] = []
         yield self._event("response.output_item.added", output_index=self._last, item=item_json)
@@ -138,7 +169,9 @@ class ResponsesShaper:
             location = self._content_location
             yield self._event("response.reasoning_text.delta", **location, delta=text)
         elif item.name is None:
-            delta = {"delta": text, "logprobs": []}
+            logprobs = self._logprobs_of(self._items, self._last)[self._num_sent :]
+            self._num_sent += len(logprobs)
+            delta = {"delta": text, "logprobs": logprobs}
             yield self._event("response.output_text.delta", **self._content_location, **delta)
         elif text:
             location = {"item_id": self._id(self._last, item), "output_index": self._last}
@@ -154,8 +187,10 @@ class ResponsesShaper:
             yield self._event("response.content_part.done", **location, part=part)
         elif item.name is None:
             location = self._content_location
-            yield self._event("response.output_text.done", **location, text=item.text, logprobs=[])
-            part = _content_part(item, item.text)
+            logprobs = self._logprobs_of(self._items, last)
+            text = {"text": item.text, "logprobs": logprobs}
+            yield self._event("response.output_text.done", **location, **text)
+            part = _content_part(item, item.text, logprobs)
             yield self._event("response.content_part.done", **location, part=part)
         else:
             yield self._event(
@@ -165,7 +200,7 @@ class ResponsesShaper:
                 name=item.name,
                 arguments=item.text,
             )
-        item_json = self._item_json(last, item, status)
+        item_json = self._item_json(self._items, last, status)
         yield self._event("response.output_item.done", output_index=last, item=item_json)
 
     @property
@@ -184,7 +219,8 @@ class ResponsesShaper:
             self._ids.append(new_id(f"{prefix}_"))
         return self._ids[index]
 
-    def _item_json(self, index: int, item: OutputItem, status: str) -> dict[str, Any]:
+    def _item_json(self, items: Sequence[OutputItem], index: int, status: str) -> dict[str, Any]:
+        item = items[index]
         fields: dict[str, Any] = {"id": self._id(index, item), "status": status}
         if item.is_reasoning:
             content = [_content_part(item, item.text)]
@@ -192,7 +228,8 @@ class ResponsesShaper:
             fields |= {"type": "reasoning", "summary": [], "content": content}
             return fields | {"encrypted_content": encrypted}
         if item.name is None:
-            content = [_content_part(item, item.text)]
+            logprobs = self._logprobs_of(items, index)
+            content = [_content_part(item, item.text, logprobs)]
             return fields | {"type": "message", "role": "assistant", "content": content}
         call = {"call_id": item.id, "name": item.name, "arguments": item.text}
         return fields | {"type": "function_call"} | call
@@ -220,7 +257,9 @@ def _status(choice: ResponseChoice) -> str:
     return "incomplete" if is_truncated else "completed"
 
 
-def _content_part(item: OutputItem, text: str) -> dict[str, Any]:
+def _content_part(
+    item: OutputItem, text: str, logprobs: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     if item.is_reasoning:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}

@@ -208,6 +208,30 @@ def test_a_response_whole_and_streamed(ai, alone):
     assert events[-1].response.metadata == {}
 
 
+def test_log_probabilities_of_a_response_streamed_or_not(ai, alone):
+    wanted = alone.chat(MESSAGES, 24, logprobs=3)
+    options = {"model": MODEL, "input": MESSAGES, "temperature": 0, "max_output_tokens": 24}
+    options |= {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    whole = ai.responses.create(**options).output[0].content[0].logprobs
+    assert [entry.logprob for entry in whole] == [entry.logprob for entry in wanted.logprobs]
+    assert all(len(entry.top_logprobs) == 3 for entry in whole)
+    assert bytes(byte for entry in whole for byte in entry.bytes).decode() == wanted.text
+    events = list(ai.responses.create(stream=True, **options))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry.logprob for delta in deltas for entry in delta.logprobs] == [
+        entry.logprob for entry in whole
+    ]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [entry.token for entry in done.logprobs] == [entry.token for entry in whole]
+    assert events[-1].response.output[0].content[0].logprobs == whole
+
+
+def test_top_logprobs_of_a_response_that_does_not_include_them_are_refused(ai):
+    with pytest.raises(openai.BadRequestError, match=r"message\.output_text\.logprobs") as caught:
+        ai.responses.create(model=MODEL, input="a", top_logprobs=2)
+    assert caught.value.param == "top_logprobs"
+
+
 def test_the_stream_helper_of_responses_understands_the_events(ai, alone):
     text = alone.chat(MESSAGES, 40).text
     stop = text[-20:]
