@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -12,9 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from benchmark_runs import LOSING, PROMPTS, figures, measured, runs
+from specedge.benchmarks import tune
 from specedge.benchmarks.summary import losing
+from specedge.bundle import store
 from specedge.cli import bench_output, bench_page, cli
 from specedge.cli.bench_output import BenchmarkReport
+from specedge.runtime.requests import loader
 
 FACTS = {"target": "big <b>", "draft": "small", "processor": "a processor", "threads": 2}
 FACTS |= {"ops": "gqa", "temperature": 0.0}
@@ -133,3 +137,30 @@ def test_outputs_may_be_links_or_pipes(tmp_path):
     finally:
         os.close(reader)
     assert pipe.is_fifo()
+
+
+@pytest.fixture
+def short_bundle(tmp_path):
+    """The embedded bundle with a context that no built-in prompt fits into."""
+    folder = tmp_path / "short"
+    shutil.copytree(store.embedded_folder(), folder)
+    manifest = json.loads((folder / "bundle.json").read_text("utf-8"))
+    for model in ("target", "draft"):
+        manifest[model]["context_length"] = 9
+    (folder / "bundle.json").write_text(json.dumps(manifest), "utf-8")
+    return folder
+
+
+def test_built_in_prompts_that_do_not_fit_are_named_with_their_replacement(short_bundle):
+    result = CliRunner().invoke(cli, ["bench", "--bundle", str(short_bundle)])
+    assert result.exit_code == 1
+    for part in ("built-in prompt of the set code", "context of 9 tokens", "--prompts"):
+        assert part in str(result.exception)
+
+
+def test_threads_are_tuned_in_a_short_context(short_bundle, monkeypatch):
+    pipeline = loader.load(short_bundle)
+    monkeypatch.setattr(tune, "cpu_count", lambda: 2)
+    monkeypatch.setattr(tune, "has_pool", lambda: False)
+    monkeypatch.setattr(loader, "load", lambda bundle, threads, ops: pipeline)
+    assert tune.fastest_threads(short_bundle, "auto") in (None, 1)

@@ -98,7 +98,7 @@ def _run_texts(pipeline: Pipeline, progress: Progress) -> dict[str, Accepted]:
     accepted: dict[str, Accepted] = {mode: {} for mode in MODES}
     runs = list(product(TEXTS, MODES))
     for i, (text, mode) in enumerate(runs):
-        prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
+        prompt = _tokens(pipeline, text)
         tokens = _run(pipeline, prompt, MODES[mode], i, accepted[mode])
         accepted[mode].setdefault(DrafterName.SUFFIX, []).extend(
             accepted_copies(
@@ -154,9 +154,10 @@ def accepted_copies(
 
 
 def _tokens(pipeline: Pipeline, text: str) -> list[int]:
-    """Return a text's tokens, or token 0 if the tokenizer encodes none."""
-    ids = encode(pipeline.tokenizer, text)
-    return [token for token in ids if token < pipeline.bundle.target.vocab_size] or [0]
+    """Return a text's tokens that fit into half the context, or token 0 if there are none."""
+    target, ids = pipeline.bundle.target, encode(pipeline.tokenizer, text)
+    tokens = [token for token in ids if token < target.vocab_size]
+    return tokens[: target.context_length // 2] or [0]
 
 
 LARGE_WEIGHTS = 300_000_000  # bytes of weights above which all cores are used
@@ -200,5 +201,6 @@ def fastest_threads(bundle: str | os.PathLike[str] | None, ops: str) -> int | No
 def _seconds_per_token(pipeline: Pipeline, text: str, k: int) -> float:
     """Return seconds per token, prefill included."""
     pipeline.forget()
-    stats = pipeline.generate(text, _NEW_TOKENS, num_draft_tokens=k, ignore_eos=True).stats
+    prompt = _tokens(pipeline, text)
+    stats = pipeline.generate(prompt, _NEW_TOKENS, num_draft_tokens=k, ignore_eos=True).stats
     return (stats.prefill_seconds + stats.decode_seconds) / stats.num_new_tokens

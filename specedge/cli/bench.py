@@ -12,6 +12,7 @@ import click
 from specedge.benchmarks.prompts import SETS
 from specedge.cli import options, terminal
 from specedge.cli.terminal import sanitize
+from specedge.errors import ContextLengthError
 from specedge.request import AUTO, DrafterName, GenerationRequest
 from specedge.sampling_options import MAX_DRAFT_TOKENS
 
@@ -185,7 +186,15 @@ def _prompts(
 
     tokenized = []
     for name, prompt in named_prompts:
-        tokens = pipeline.prompts.tokens_of(prompt, special_tokens)
+        try:
+            tokens = pipeline.prompts.tokens_of(prompt, special_tokens)
+        except ContextLengthError as error:
+            if prompt not in SETS.get(name, ()):
+                raise
+            raise ContextLengthError(
+                f"a built-in prompt of the set {name} does not fit into the context of "
+                f"{pipeline.bundle.context_length} tokens; specify prompts that fit by --prompts"
+            ) from error
         tokenized.append(BenchmarkPrompt(name, _text(pipeline, prompt), tokens))
     return tokenized
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from starlette.requests import Request
 
 from .errors import ApiError, busy_error
+from .fields import excerpt
 
 DRAIN_FACTOR = 4  # up to this multiple of the size limit, bodies are drained before the error
 TOTAL_FACTOR = 16  # maximum of all buffered bodies, as a multiple of the size limit
@@ -26,12 +27,21 @@ class BodyReader:
         """Read the body, which counts towards the total until the context exits.
 
         Raises:
-            ApiError: The content type is not JSON, or a limit is exceeded.
+            ApiError: The content type is not JSON, the body is compressed, or a limit is exceeded.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             raise ApiError(
                 "the Content-Type must be application/json", code="invalid_content_type", status=415
+            )
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            raise ApiError(
+                f"the Content-Encoding {excerpt(coding)} is not supported; send the body "
+                "uncompressed",
+                code="unsupported_content_encoding",
+                status=415,
+                headers={"Accept-Encoding": "identity"},  # RFC 9110, section 12.5.3
             )
         body = bytearray()
         try:

@@ -1,5 +1,6 @@
 """Clients that are slow, broken or too many: each is answered or dropped, and others go on."""
 
+import gzip
 import json
 import select
 import socket
@@ -133,6 +134,16 @@ def test_other_content_is_refused_so_that_no_web_page_can_ask_unasked(port):
         status, headers, said = ask(port, "POST", "/v1/completions", SHORT, Content_Type=kind)
         assert (status, error_of(said)["code"]) == (415, "invalid_content_type")
         assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "identity, deflate"])
+def test_compressed_bodies_are_refused_by_the_name_of_their_coding(port, coding):
+    body = gzip.compress(json.dumps(SHORT).encode())
+    status, headers, said = ask(port, "POST", "/v1/completions", body, Content_Encoding=coding)
+    assert (status, error_of(said)["code"]) == (415, "unsupported_content_encoding")
+    assert coding in error_of(said)["message"]
+    assert headers["accept-encoding"] == "identity"
+    assert ask(port, "POST", "/v1/completions", SHORT, Content_Encoding="identity")[0] == 200
 
 
 def test_paths_and_methods_that_there_are_not_are_errors_in_the_same_shape(port):
