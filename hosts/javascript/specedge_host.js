@@ -102,7 +102,7 @@ export class SpecedgeHost {
   async *#write(limit, random, settings, signal) {
     const tokens = this.#tokens;
     const isGreedy = settings.temperature.data[0] === 0;
-    const newText = this.#text.stream(tokens);
+    const newText = await this.#text.stream(tokens);
     for (let isLast = false; !isLast && tokens.length < limit; ) {
       signal?.throwIfAborted();
       const [length, wanted] = [tokens.length, limit - tokens.length];

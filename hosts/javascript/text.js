@@ -1,8 +1,7 @@
 /** Tokenization and streaming detokenization. */
 import { readFile } from 'node:fs/promises';
 import { Tokenizer } from 'tokenizers';
-
-const CONTEXT = 8; // tokens decoded before new ones, since some tokenizers drop a leading space
+import { TokenBytes } from './token_bytes.js';
 
 export class Text {
   #encoder;
@@ -24,14 +23,23 @@ export class Text {
   }
 
   /** Return a function from all tokens so far to the text that the new ones add. */
-  stream(prompt) {
-    let [from, shown] = [Math.max(0, prompt.length - CONTEXT), prompt.length];
+  async stream(prompt) {
+    const tokenBytes = new TokenBytes(this.#decoder);
+    const end = await tokenBytes.start(prompt);
+    const characters = new TextDecoder('utf-8', { ignoreBOM: true });
+    const isWhole = new TextDecoder().decode(end) === characters.decode(end, { stream: true });
+    let [numShown, ofPrompt] = [prompt.length, isWhole ? '' : '\ufffd'];
     return async (tokens, isLast) => {
-      const before = await this.#decoder.decode(tokens.slice(from, shown), true);
-      const after = await this.#decoder.decode(tokens.slice(from), true);
-      if (after.endsWith('\ufffd') && !isLast) return ''; // an incomplete character, perhaps
-      [from, shown] = [shown, tokens.length];
-      return after.slice(before.length);
+      let text = '';
+      for (; numShown < tokens.length; numShown++) {
+        text += characters.decode(await tokenBytes.add(tokens[numShown]), { stream: true });
+      }
+      if (isLast) text += characters.decode();
+      if (ofPrompt && text) {
+        if (text.startsWith(ofPrompt)) text = text.slice(1); // an incomplete character of the prompt
+        ofPrompt = '';
+      }
+      return text;
     };
   }
 }

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from random import Random
 
 import damages
 import pytest
@@ -22,6 +23,9 @@ from hosting import (
     options,
     with_another_transcript,
 )
+
+from specedge.runtime.text.detokenizer import Detokenizer
+from tokenizer_kinds import KINDS, units_of
 
 pytestmark = [pytest.mark.hosts]
 
@@ -99,6 +103,26 @@ for (const [name, check] of Object.entries(checks)) {
 """
 
 
+TEXTS = r"""
+import assert from 'node:assert/strict';
+import { readFile } from 'node:fs/promises';
+import { Text } from './text.js';
+
+for (const [file, cases] of JSON.parse(await readFile(process.argv[2], 'utf8'))) {
+  const text = await Text.open(file);
+  for (const [prompt, tokens, wanted] of cases) {
+    const newText = await text.stream(prompt);
+    const pieces = [];
+    for (let i = 0; i <= tokens.length; i++) {
+      pieces.push(await newText([...prompt, ...tokens.slice(0, i)], i === tokens.length));
+    }
+    assert.deepEqual(pieces.join(''), wanted, JSON.stringify([file, prompt, tokens]));
+  }
+}
+console.log('passed');
+"""
+
+
 @pytest.fixture(scope="session")
 def program(tmp_path_factory):
     """The host beside the packages that it imports."""
@@ -110,6 +134,7 @@ def program(tmp_path_factory):
         shutil.copy(file, folder)
     (folder / "node_modules").symlink_to(tools / "javascript" / "node_modules")
     (folder / "checks.js").write_text(CHECKS)
+    (folder / "texts.js").write_text(TEXTS)
     return [node, folder / "cli.js"]
 
 
@@ -139,6 +164,27 @@ def test_text_is_that_of_specedge(program, fused_bundle, pipeline, name):
     prompt, settings = OWN_REQUESTS[name]
     done = run(program, fused_bundle, prompt, "-n", 40, *options(settings))
     assert done.stdout == generated(pipeline, prompt, 40, settings).text + "\n", done.stderr
+
+
+def test_streamed_text_is_that_of_specedge_for_any_tokenizer(program, tmp_path):
+    cases = []
+    for name, tokenizer in KINDS.items():
+        tokenizer.save(str(tmp_path / f"{name}.json"))
+        random, units = Random(name), units_of(name)
+        texts = []
+        for _ in range(60):
+            parts = random.choices(units, k=random.randrange(8))
+            tokens = [token for part in parts for token in part]
+            tokens += random.choices(range(tokenizer.get_vocab_size()), k=random.randrange(4))
+            prompt = [tokens.pop(0) for _ in range(random.randint(0, len(tokens)))]
+            detokenizer = Detokenizer(tokenizer, prompt)
+            text = "".join(map(detokenizer.feed, tokens)) + detokenizer.flush()
+            texts.append((prompt, tokens, text))
+        cases.append((str(tmp_path / f"{name}.json"), texts))
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    node, cli = program
+    done = run([node, cli.with_name("texts.js")], tmp_path / "cases.json")
+    assert done.stdout == "passed\n", done.stderr
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
