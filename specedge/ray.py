@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -127,7 +128,7 @@ def load_pipeline(
     from specedge.runtime.requests.loader import load
 
     num_cpus = _assigned_cpus() if {"cpu", AUTO} & {device, draft_device or device} else None
-    return load(
+    pipeline = load(
         bundle or store.embedded_folder(),
         device,
         threads or num_cpus,
@@ -137,6 +138,9 @@ def load_pipeline(
         slots=slots,
         max_length=max_length,
     )
+    for note in pipeline.notes:
+        logging.getLogger(__name__).warning(note)
+    return pipeline
 
 
 def fix_draft_length(request: dict[str, Any], num_draft_tokens: int) -> bool:

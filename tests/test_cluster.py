@@ -21,11 +21,17 @@ from specedge.ray import (
     load_pipeline,
 )
 from specedge.request import GenerationRequest
+from specedge.runtime.requests import loader
 from specedge.runtime.requests.batch import BatchItem, item_seed
 
 
 def items(number):
     return [BatchItem(i, f"id {i}", "a", None, {"num_draft_tokens": 4}) for i in range(number)]
+
+
+def recording(threads):
+    """A load without notes that appends its number of threads."""
+    return lambda *args, **_: threads.append(args[2]) or SimpleNamespace(notes=[])
 
 
 def results(missing):
@@ -102,9 +108,7 @@ def test_capacity_of_a_node():
 @pytest.mark.parametrize(("devices", "threads"), [(("cpu", None), 1), (("cuda", None), None)])
 def test_threads_are_the_cpus_of_an_actor(monkeypatch, devices, threads):
     loaded = []
-    monkeypatch.setattr(
-        "specedge.runtime.requests.loader.load", lambda *args, **_: loaded.append(args[2])
-    )
+    monkeypatch.setattr(loader, "load", recording(loaded))
     monkeypatch.setattr("specedge.ray._assigned_cpus", lambda: 1)
     load_pipeline(None, *devices, None, "auto")
     assert loaded == [threads]
@@ -121,9 +125,7 @@ def test_an_actor_uses_no_more_cpus_than_are_available(monkeypatch):
     ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
     monkeypatch.setitem(sys.modules, "ray", ray)
     loaded = []
-    monkeypatch.setattr(
-        "specedge.runtime.requests.loader.load", lambda *args, **_: loaded.append(args[2])
-    )
+    monkeypatch.setattr(loader, "load", recording(loaded))
     load_pipeline(None, "cpu", None, None, "auto")
     assert loaded == [cpu_count()]
 
@@ -148,3 +150,10 @@ def test_usage_statistics_of_ray_are_off(monkeypatch):
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
     import_ray("json")
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_an_actor_logs_the_notes_of_its_load(monkeypatch, caplog):
+    loaded = SimpleNamespace(notes=["costs were measured again"])
+    monkeypatch.setattr(loader, "load", lambda *_, **__: loaded)
+    assert load_pipeline("pair", "cpu", None, 1, "auto") is loaded
+    assert caplog.messages == loaded.notes

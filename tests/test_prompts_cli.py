@@ -139,6 +139,8 @@ def test_a_bar_on_a_terminal_leaves_the_lines_alone(text):
             shown += piece
     except OSError:  # how Linux says that the other end is closed
         pass
-    assert [line["index"] for line in lines_of(process.communicate(timeout=60)[0])] == [0, 1]
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, shown
+    assert [line["index"] for line in lines_of(printed)] == [0, 1]
     assert b"2/2" in shown
     os.close(ours)

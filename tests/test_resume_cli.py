@@ -11,6 +11,9 @@ import pytest
 
 from installed import run
 from specedge.bundle import MANIFEST, store
+from specedge.runtime.planning.cost_table import Measurement
+from specedge.runtime.requests import loader
+from virtual import untuned
 
 COMMAND = [sys.executable, "-m", "specedge"]
 PROMPTS = '{"prompt": "import"}\n{"prompt": "def", "id": "b"}\n{"prompt": "class"}\n'
@@ -170,3 +173,31 @@ def test_the_summary_has_the_time_of_noise_measurement():
     result = run("generate", "x" * 30, "-n", 3, "-k", 40, "--exact")
     assert "measuring this device's noise for K = 40 took" in result.stderr
     assert "noise for K" not in run("generate", "x", "-n", 3).stderr
+
+
+def test_resume_plans_with_the_costs_of_the_earlier_lines(
+    replaced_costs, jsonl, tmp_path, monkeypatch
+):
+    """Costs that a load replaces meanwhile change no sampled text of an interrupted run."""
+    options = ["-n", "24", "--temperature", "0.9", "--seed", "5"]
+    jsonl.write_text(PROMPTS, "utf-8")
+    output, whole = tmp_path / "results.jsonl", tmp_path / "whole.jsonl"
+
+    def generate(draft, is_busy, file, *more):
+        measured = Measurement(untuned(draft), busy=is_busy)
+        monkeypatch.setattr(loader, "measure", lambda *_, **__: measured)
+        return run("generate", "--prompts", jsonl, "--output", file, *options, *more)
+
+    assert generate(0.01, True, whole).returncode == 0
+    lines = whole.read_bytes().splitlines(keepends=True)
+    output.write_bytes(lines[0])
+    resumed = generate(9.0, False, output, "--resume")
+    assert "note: costs were measured again" in resumed.stderr
+    assert output.read_bytes() == whole.read_bytes()
+    assert generate(9.0, False, tmp_path / "new.jsonl").returncode == 0
+    assert (tmp_path / "new.jsonl").read_bytes() != whole.read_bytes()
+    for file in store.costs_folder().iterdir():
+        file.unlink()
+    output.write_bytes(lines[0])
+    resumed = generate(9.0, False, output, "--resume")
+    assert "note: the pass costs of the earlier lines are no longer stored" in resumed.stderr

@@ -1,6 +1,8 @@
 """Pass costs of a loaded bundle: read from the user's data folder, or measured at load.
 
-Each cache key, of bundle, device and versions, has one file.
+Each cache key, of bundle, device and versions, has a file for each measurement, numbered from 0,
+of which the last is used. A file is created once and keeps its table, so that the first process to
+measure wins, and earlier tables remain available.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +25,21 @@ from specedge.version import __version__
 
 from ..backend.ort import onnxruntime
 from ..backend.sessions import Device
-from .cost_table import CostTable, assumed_costs
+from .cost_table import CostTable, Measurement, assumed_costs
 
-FORMAT = 10
+FORMAT = 11
 MAX_FILE_SIZE = 2**20
+MAX_TABLES = 8  # stored tables of a cache key; older ones are deleted
+KEEP_VARIABLE = "SPECEDGE_KEEP_COSTS"  # set: no load replaces a stored table
+
+PROVISIONAL = "provisional"  # measured while busy: the next undisturbed measurement replaces it
+CONFIRMED = "confirmed"  # replaced by `specedge tune` only
+CONTRADICTED = "contradicted"  # round times of a request disagree: the next load replaces it
+STATES = (PROVISIONAL, CONFIRMED, CONTRADICTED)
+REASONS = {
+    PROVISIONAL: "other programs used the processor during the first measurement",
+    CONTRADICTED: "they disagreed with the round times of an earlier request",
+}
 
 
 @dataclass(frozen=True)
@@ -48,18 +62,48 @@ class CostKey:
 
     @property
     def path(self) -> Path:
-        """Path of the file with this key's table."""
+        """Path of the file with this key's first table."""
         text = json.dumps([FORMAT, to_plain(self)], sort_keys=True)
         return store.costs_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+    @property
+    def stored_paths(self) -> list[Path]:
+        """Paths of the stored tables, in the order in which they were measured."""
+        first = self.path
+        stored = [path for path in first.parent.glob(f"{first.stem}*.json") if number_of(path) >= 0]
+        return sorted(stored, key=number_of)
+
+    @property
+    def next_path(self) -> Path:
+        """Path of the table that is measured next."""
+        stored = self.stored_paths
+        if not stored:
+            return self.path
+        return self.path.with_stem(f"{self.path.stem}-{number_of(stored[-1]) + 1}")
 
 
 @dataclass(frozen=True)
 class CostFile:
-    """Content of a cost file: cache key and table."""
+    """Content of a cost file.
+
+    Attributes:
+        format: Format of the file.
+        key: Cache key.
+        costs: Table.
+        state: One of STATES.
+        was_contradicted: True if the table or an earlier one was contradicted by a request. This
+            happens once: a table that was measured for this reason is not contradicted again.
+    """
 
     format: int
     key: CostKey
     costs: CostTable
+    state: str
+    was_contradicted: bool
+
+    def __post_init__(self) -> None:
+        if self.state not in STATES:
+            raise ValueError(f"state must be one of {', '.join(STATES)}, got '{self.state}'")
 
 
 def cost_key(bundle: Bundle, target_on: Device, draft_on: Device, ops: str) -> CostKey:
@@ -85,29 +129,83 @@ class PassCosts:
     """Cost table of a loaded bundle; a request keeps the `table` that it began with.
 
     Without a `key`, in a pipeline that was not loaded from a bundle, placeholder costs are used and
-    nothing is stored. `note` is the reason, in one line, why a stored table is not used.
+    nothing is stored. `note` is the reason, in one line, why a stored table is not used or was
+    replaced.
     """
 
     def __init__(self, key: CostKey | None = None) -> None:
         self._key = key
-        stored, self.note = (None, None) if key is None else read(key)
-        self.table = stored or assumed_costs(MAX_EXPORTED_DRAFT_TOKENS)
+        self._next_path = None if key is None else key.next_path
+        self._stored, self.note = (None, None) if key is None else read(key)
+        self.table = assumed_costs(MAX_EXPORTED_DRAFT_TOKENS)
+        if self._stored is not None:
+            self.table = self._stored.costs
 
     @property
     def is_measured(self) -> bool:
         """Return True if the table was measured for this bundle on this machine."""
         return self.table.origin != "assumed"
 
-    def complete(self, measure: Callable[[], CostTable]) -> None:
-        """Measure and store costs unless a table is stored already.
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the table in use, by which `restore` finds it."""
+        return fingerprint(self.table)
 
-        The first process to write wins. A table that cannot be stored is used by this process only.
+    def complete(self, measure: Callable[[], Measurement]) -> None:
+        """Measure and store costs unless a confirmed table is stored already.
+
+        A busy measurement does not replace a provisional table, which is as reliable. The first
+        process to replace a table wins. A table that cannot be stored is used by this process only.
         """
-        if not self.is_measured:
-            self.table = measure()
-            if self._key is not None:
-                with contextlib.suppress(OSError):
-                    self.table = write_first(self._key, self.table)
+        stored = self._stored
+        if self.is_measured and (
+            stored is None or stored.state == CONFIRMED or os.environ.get(KEEP_VARIABLE)
+        ):
+            return
+        measured = measure()
+        if stored is not None and stored.state == PROVISIONAL and measured.busy:
+            return
+        self.table = measured.costs
+        if self._key is not None and self._next_path is not None:
+            state = PROVISIONAL if measured.busy else CONFIRMED
+            was_contradicted = stored is not None and stored.was_contradicted
+            file = CostFile(FORMAT, self._key, measured.costs, state, was_contradicted)
+            with contextlib.suppress(OSError):
+                self._stored = write_first(self._next_path, file)
+                self.table = self._stored.costs
+        if stored is not None and self.table != stored.costs:
+            self.note = f"costs were measured again, since {REASONS[stored.state]}"
+
+    def contradict(self) -> None:
+        """Record that round times disagree with the table; the next load measures again, once.
+
+        Tables of `specedge tune` are kept.
+        """
+        stored = self._stored
+        if (
+            stored is None
+            or self.table != stored.costs
+            or stored.costs.origin != "load"
+            or stored.was_contradicted
+            or os.environ.get(KEEP_VARIABLE)
+        ):
+            return
+        self._stored = replace(stored, state=CONTRADICTED, was_contradicted=True)
+        if read(stored.key)[0] == stored:  # no other process has replaced it meanwhile
+            with contextlib.suppress(OSError):
+                store.replace_file(stored.key.stored_paths[-1], _text(self._stored))
+
+    def restore(self, fingerprint_: str) -> bool:
+        """Use an earlier stored table again; return False if it is no longer stored."""
+        if self.is_measured and self.fingerprint == fingerprint_:
+            return True
+        for path in [] if self._key is None else self._key.stored_paths:
+            with contextlib.suppress(OSError, ValueError):
+                table = _read_file(path, self._stored_key).costs
+                if fingerprint(table) == fingerprint_:
+                    self.table = table
+                    return True
+        return False
 
     def store(self, table: CostTable) -> Path:
         """Replace the table in use and the stored one; return its path.
@@ -138,45 +236,69 @@ class PassCosts:
             store.check_writable(self._key.path)
 
 
-def read(key: CostKey) -> tuple[CostTable | None, str | None]:
-    """Return the stored table or None, and the reason why an existing file is not used."""
-    path = key.path
-    try:
-        if path.stat().st_size > MAX_FILE_SIZE:
-            raise JsonError(f"has more than {MAX_FILE_SIZE} bytes")
-        content = parse(path.read_text("utf-8"))
-        if isinstance(content, dict) and content.get("format") != FORMAT:
-            raise JsonError(f"has format {content.get('format')}, expected {FORMAT}")
-        file = build(CostFile, content)
-        if file.key != key:
-            raise JsonError("has a different cache key")
-    except (FileNotFoundError, NotADirectoryError):
+def read(key: CostKey) -> tuple[CostFile | None, str | None]:
+    """Return the last stored table or None, and the reason why an existing file is not used."""
+    stored = key.stored_paths
+    if not stored:
         return None, None
+    path = stored[-1]
+    try:
+        return _read_file(path, key), None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         return None, f"{path} is not used ({reason}); costs are measured again"
-    return file.costs, None
+
+
+def _read_file(path: Path, key: CostKey) -> CostFile:
+    """Return the content of a cost file. Raises OSError, or ValueError if it is damaged."""
+    if path.stat().st_size > MAX_FILE_SIZE:
+        raise JsonError(f"has more than {MAX_FILE_SIZE} bytes")
+    content = parse(path.read_text("utf-8"))
+    if isinstance(content, dict) and content.get("format") != FORMAT:
+        raise JsonError(f"has format {content.get('format')}, expected {FORMAT}")
+    file = build(CostFile, content)
+    if file.key != key:
+        raise JsonError("has a different cache key")
+    return file
 
 
 def write(key: CostKey, table: CostTable) -> Path:
-    """Replace the stored table atomically; return its path. Raises OSError."""
-    store.replace_file(key.path, _text(key, table))
-    return key.path
+    """Store a confirmed table, which replaces earlier ones; return its path. Raises OSError."""
+    file = CostFile(FORMAT, key, table, CONFIRMED, was_contradicted=False)
+    while write_first(path := key.next_path, file) is not file:
+        pass
+    return path
 
 
-def write_first(key: CostKey, table: CostTable) -> CostTable:
-    """Store a table unless one exists; return the stored one. Raises OSError."""
+def write_first(path: Path, file: CostFile) -> CostFile:
+    """Store a table unless another process has used the path; return the one that is stored.
+
+    Raises OSError.
+    """
     try:
-        store.create_file(key.path, _text(key, table))
+        store.create_file(path, _text(file))
     except FileExistsError:
-        if (stored := read(key)[0]) is not None:
-            return stored
-        write(key, table)  # the existing file is damaged
-    return table
+        stored = read(file.key)[0]
+        return file if stored is None else stored
+    for old in file.key.stored_paths[:-MAX_TABLES]:
+        old.unlink(missing_ok=True)
+    return file
 
 
-def _text(key: CostKey, table: CostTable) -> str:
-    return json.dumps(to_plain(CostFile(FORMAT, key, table)), indent=1) + "\n"
+def number_of(path: Path) -> int:
+    """Return the number of a cost file by its name; -1 if it is not one."""
+    number = path.stem.partition("-")[2] or "0"
+    return int(number) if number.isdecimal() else -1
+
+
+def fingerprint(table: CostTable) -> str:
+    """Return the fingerprint of a table."""
+    text = json.dumps(to_plain(table), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _text(file: CostFile) -> str:
+    return json.dumps(to_plain(file), indent=1) + "\n"
 
 
 def gpu_names(devices: Iterable[Device]) -> str:

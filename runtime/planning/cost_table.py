@@ -117,6 +117,14 @@ class CostTable:
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """Measured costs; `busy` if other programs used so much CPU time that they are unreliable."""
+
+    costs: CostTable
+    busy: bool
+
+
+@dataclass(frozen=True)
 class RoundCosts:
     """Costs of a round in seconds, at one cache length.
 

@@ -19,7 +19,7 @@ from ..decoding.protocols import Drafter
 from ..decoding.timing import Stopwatch, TimedModel
 from ..drafters.draft_model import DraftModel
 from ..drafters.suffix import Suffix
-from .cost_table import CostTable, ModeCosts, interpolate
+from .cost_table import CostTable, Measurement, ModeCosts, interpolate
 from .plans import FixedPlan
 
 LENGTH = 64  # cache length at load
@@ -60,14 +60,6 @@ class MeasuredModels:
         """Context length that both models support."""
         contexts = [self.target_context, self.draft_context]
         return self.target_context if self.draft is None else min(contexts)
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Cost table; `busy` if other programs used so much CPU time that it is unreliable."""
-
-    costs: CostTable
-    busy: bool
 
 
 def measure(
@@ -199,8 +191,13 @@ class _Timings:
 
     @property
     def disturbance(self) -> float:
-        """Mean ratio of a pass's median to its minimum."""
-        return fmean(median(column) / min(column) for column in zip(*self.passes, strict=True))
+        """Mean ratio of a pass's median to its minimum, over the passes timed more than once.
+
+        Passes of plain rounds count, too: those of slow models are not timed again otherwise.
+        """
+        columns = [list(column) for column in zip(*self.passes, strict=True)]
+        columns[0] += [total - rest for mode in MODES for total, rest, _ in self.rounds[mode, 0]]
+        return fmean(median(column) / min(column) for column in columns if len(column) > 1)
 
     def host(self, mode: str) -> float:
         """Return the seconds of a plain round without its target pass."""

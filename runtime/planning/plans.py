@@ -13,7 +13,7 @@ from ..drafters.chain import Chain
 from ..drafters.draft_model import DraftModel
 from ..drafters.suffix import Prediction, Suffix, count_accepted
 from ..sampling.history import History
-from .cost_files import PassCosts
+from .cost_table import CostTable
 from .planner import (
     BUDGET_SHARE,
     CHAIN,
@@ -33,7 +33,7 @@ BACKOFF_AFTER, MAX_BACKOFF = 2, 15  # plain choices before a back-off, and its m
 def create_plan(
     request: GenerationRequest,
     drafters: Mapping[str, Drafter],
-    costs: PassCosts,
+    table: CostTable,
     max_draft_tokens: int,
 ) -> Plan:
     """Return the plan of a request.
@@ -47,7 +47,7 @@ def create_plan(
         return ReplayPlan(request.replay, drafters, depends_on_drafts)
     if request.fixed_k is not None:
         return FixedPlan(first, request.fixed_k)
-    planner = Planner(costs.table, request.temperature, max_draft_tokens)
+    planner = Planner(table, request.temperature, max_draft_tokens)
     return AutoPlan(planner, drafters)
 
 
@@ -107,6 +107,11 @@ class AutoPlan:
             num_rounds, self._num_unrecorded = self._num_unrecorded, 0
             self._planner.record_plain(self._choice, num_rounds)
         return self._planner
+
+    @property
+    def choice(self) -> RoundChoice | None:
+        """Choice of the current round, planned or not; None before the first."""
+        return self._choice
 
     def next(self, history: History, num_left: int) -> RoundPlan:
         if self._num_unplanned and self._round_plan is not None:

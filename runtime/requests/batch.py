@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specedge.errors import DrafterError, SpecEdgeError
 from specedge.option_specs import option_specs
-from specedge.request import GenerationRequest
+from specedge.request import AUTO, GenerationRequest
 
 from ..text.messages import plain_messages
 
@@ -130,7 +130,10 @@ def run_item(pipeline: Pipeline, item: BatchItem) -> dict[str, Any]:
             generation = pipeline.generate(item.prompt or "", **item.request)
     except SpecEdgeError as error:
         return error_result(item, str(error))
-    return _identify(item) | _generation_fields(generation)
+    costs = {}
+    if generation.num_draft_tokens == AUTO:
+        costs = {"costs": pipeline.costs.fingerprint}
+    return _identify(item) | _generation_fields(generation) | costs
 
 
 def error_result(item: BatchItem, error: str) -> dict[str, Any]:

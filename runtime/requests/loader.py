@@ -21,6 +21,7 @@ from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
 from ..decoding.invariance import longest_invariant
 from ..planning.cost_files import PassCosts, cost_key
+from ..planning.cost_table import Measurement
 from ..planning.measurement import MIN_CONTEXT, MeasuredModels, measure
 from ..text.tokenizer import load_tokenizer
 from .pipeline import Pipeline
@@ -128,13 +129,19 @@ def load(
     models = MeasuredModels.from_bundle(loaded, target, draft)
     if models.context >= MIN_CONTEXT:
         max_draft_tokens = max(1, pipeline.max_planned_tokens)
-        costs.complete(
-            lambda: replace(
-                measure(models, max_draft_tokens, samples=seconds).costs,
-                invariant_length=invariant_length,
-            )
-        )
+        costs.complete(lambda: _measure(models, max_draft_tokens, seconds, invariant_length))
     return pipeline
+
+
+def _measure(
+    models: MeasuredModels,
+    max_draft_tokens: int,
+    samples: dict[int, float],
+    invariant_length: int,
+) -> Measurement:
+    """Measure pass costs, and add the longest batch-invariant pass."""
+    measured = measure(models, max_draft_tokens, samples=samples)
+    return replace(measured, costs=replace(measured.costs, invariant_length=invariant_length))
 
 
 def _shared_chunk_length(target: OrtModel, entry: ModelEntry, invariant_length: int) -> int | None:

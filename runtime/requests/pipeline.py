@@ -255,7 +255,7 @@ class Pipeline:
                 sampling=sampling,
                 seed=seed,
                 limit=limit,
-                plan=create_plan(request, drafters, self.costs, self.max_planned_tokens),
+                plan=create_plan(request, drafters, self.costs.table, self.max_planned_tokens),
                 target=TimedModel(slot.target, stopwatch, "verify"),
                 exact_target=TimedModel(slot.target, stopwatch, "exact"),
                 draft=draft,
@@ -265,15 +265,18 @@ class Pipeline:
                 chunk_length=self._chunk_length,
                 max_first_length=self.max_first_length,
             )
-            return Stream(active, text, self.slots, self._remember)
+            return Stream(active, text, self.slots, self._finish)
         except BaseException:
             lease.release()
             raise
 
-    def _remember(self, active: ActiveRequest, tokens: list[int]) -> None:
-        """Remember the output of a request whose text has ended, within its turn."""
+    def _finish(self, active: ActiveRequest, tokens: list[int]) -> None:
+        """Remember the output of a request whose text has ended, and judge the pass costs."""
         if active.request.remember:
             self.drafters.earlier.add(tokens)
+        times = active.round_times
+        if times is not None and times.table is self.costs.table and times.contradicts_table:
+            self.costs.contradict()
 
     def astream(
         self,
@@ -333,6 +336,11 @@ class Pipeline:
         invariant = longest_invariant(lengths, MAX_EXPORTED_DRAFT_TOKENS + 1) - 1
         fallback = 0 if self.target.rounds_inputs else self.bundle.num_draft_tokens
         return min(invariant if invariant > 0 else fallback, self.target.fast_length - 1)
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes of the load about this machine and its pass costs."""
+        return [note for note in (self.note, self.costs.note) if note]
 
     def chat(
         self,

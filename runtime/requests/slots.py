@@ -94,8 +94,12 @@ class Slots:
 
         A stream beside a long prompt then takes 1.5 times as long as alone, and up to two chunks.
         """
-        if any(not slot.is_free and slot is not lease.slot for slot in self.all):
+        if self.has_others(lease):
             self.turns.wait_for_others(2 * seconds, is_cancelled)
+
+    def has_others(self, lease: Lease) -> bool:
+        """Return True if other requests have slots."""
+        return any(not slot.is_free and slot is not lease.slot for slot in self.all)
 
     @contextmanager
     def outside_turn(self, stopwatch: Stopwatch) -> Iterator[None]:

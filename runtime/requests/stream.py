@@ -17,6 +17,7 @@ from ..decoding.near_ties import NearTieResolver
 from ..decoding.protocols import NearTie, Plan, Round
 from ..decoding.timing import Stopwatch, TimedModel
 from ..planning.plans import AutoPlan, summarize_rounds
+from ..planning.round_times import RoundTimes, create_round_times
 from ..sampling.logprobs import TokenLogprobs
 from ..text.detokenizer import FinishReason, TextAssembler, TextSpan, token_outcomes
 from .slots import Lease, Slots
@@ -92,6 +93,11 @@ class ActiveRequest:
     num_new_tokens: int = field(default=0, init=False)
     num_reused_tokens: int = field(default=0, init=False)
     logit_noise: float = field(default=0.0, init=False)
+    round_times: RoundTimes | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        has_logprobs = self.request.logprobs is not None
+        self.round_times = create_round_times(self.plan, self.sampling, has_logprobs)
 
     def rounds(self) -> Generator[Round | None]:
         """Yield the rounds; first None after each chunk of a long prompt but the last.
@@ -281,6 +287,18 @@ class Stream:
         """Return the tokens so far from `start` on."""
         return self._text.tokens[start:]
 
+    def _record_time(self, round_: Round, seconds: float) -> None:
+        """Record the time of a planned round, without near-ties to resolve, that ran alone.
+
+        The first round is left out, since its pass may include the prompt.
+        """
+        active, plan = self._active, self._active.plan
+        if active.round_times is None or not isinstance(plan, AutoPlan) or plan.choice is None:
+            return
+        if active.done and not active.logit_noise and not self._slots.has_others(active.lease):
+            length = len(active.prompt) + active.num_new_tokens
+            active.round_times.record(plan.choice, round_, length, seconds)
+
     def _next_piece(self) -> str:
         """Run a round and return its text, or prefill a chunk and return nothing."""
         if self._is_cancelled:  # while this thread waited for its turn
@@ -289,9 +307,11 @@ class Stream:
             raise SpecEdgeError("the pipeline of this stream was closed")
         start = time.perf_counter()
         round_ = next(self._rounds)
-        self._chunk_seconds = time.perf_counter() - start if round_ is None else None
+        seconds = time.perf_counter() - start
+        self._chunk_seconds = seconds if round_ is None else None
         if round_ is None:
             return ""
+        self._record_time(round_, seconds)
         piece = self._text.feed(zip(round_.tokens, token_outcomes(round_), strict=True))
         self._active.done.append(round_)
         self._active.logprobs += round_.logprobs or ()

@@ -22,11 +22,11 @@ from specedge.runtime.backend.sessions import has_pool
 from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.drafters.suffix import Suffix, count_accepted
 from specedge.runtime.planning import measurement
+from specedge.runtime.planning.cost_table import Measurement
 from specedge.runtime.planning.measurement import (
     MIN_CONTEXT,
     PREFILL_LENGTH,
     MeasuredModels,
-    Measurement,
     Progress,
 )
 from specedge.runtime.requests import loader

@@ -92,6 +92,25 @@ def remaining(items: Sequence[BatchItem], output: str, seeded: bool) -> list[Bat
     return [item for item in items if item.index not in completed]
 
 
+def restore_costs(pipeline: Pipeline, output: str) -> None:
+    """Plan with the pass costs of the last line of an output file, which begins another text.
+
+    Sampled texts of planned requests depend on the costs, and they may have been measured again.
+    """
+    try:
+        lines = Path(output).read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return
+    costs = [parse(line.decode("utf-8")).get("costs") for line in lines]
+    earlier = next((c for c in reversed(costs) if isinstance(c, str)), None)
+    if earlier is not None and not pipeline.costs.restore(earlier):
+        click.echo(
+            "note: the pass costs of the earlier lines are no longer stored; sampled texts may "
+            "differ from those of an uninterrupted run",
+            err=True,
+        )
+
+
 def _index(result: object, items: Sequence[BatchItem], seeded: bool) -> int:
     index = result.get("index") if isinstance(result, dict) else None
     if not isinstance(result, dict) or type(index) is not int or not 0 <= index < len(items):

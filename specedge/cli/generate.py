@@ -19,7 +19,6 @@ from specedge.request import AUTO, DrafterName, GenerationRequest
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
-    from specedge.runtime.requests.pipeline import Pipeline
     from specedge.runtime.requests.stream import Generation, Stream
 
 _MAX_REPLAY_LENGTH = 64 * 2**20  # characters
@@ -160,7 +159,10 @@ def _many(
     stdout = sys.stdout  # redirected while Ray is connected
     running: AbstractContextManager[Iterator[dict[str, Any]]]
     if ray is None:
-        running = nullcontext(batch.generate_results(options.load_pipeline(**models), items))
+        pipeline = options.load_pipeline(**models)
+        if mode == RESUME:
+            batch.restore_costs(pipeline, output)
+        running = nullcontext(batch.generate_results(pipeline, items))
     else:
         running = cluster.generate_results(*ray, models, items)
     with running as results:
@@ -189,17 +191,16 @@ def _one(
     try:
         _print(stream, traced, as_json)
     finally:
-        _note_costs(pipeline, stream, explain)
+        if explain:
+            _explain(stream)
         click.echo(sanitize_line(_summary(stream.generation, request)), err=True)
 
 
-def _note_costs(pipeline: Pipeline, stream: Stream, explain: bool) -> None:
-    """Report why stored costs were not used and, if requested, the reasons of the plan."""
-    from specedge.runtime.planning.explanation import explain as explained
+def _explain(stream: Stream) -> None:
+    """Print the reasons of the plan."""
+    from specedge.runtime.planning.explanation import explain
 
-    if pipeline.costs.note:
-        click.echo(sanitize_line(f"note: {pipeline.costs.note}"), err=True)
-    for line in explained(stream.plan, stream.generation.rounds) if explain else ():
+    for line in explain(stream.plan, stream.generation.rounds):
         click.echo(sanitize(line), err=True)
 
 

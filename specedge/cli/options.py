@@ -71,8 +71,9 @@ def load_pipeline(
     draft_device: str | None = None,
     slots: int = 1,
     max_length: int | None = None,
+    with_notes: bool = True,
 ) -> Pipeline:
-    """Load a bundle with one thread pool for all sessions of the process."""
+    """Load a bundle with one thread pool for all sessions of the process, and print its notes."""
     from specedge.runtime.requests import loader
 
     with hidden_panics():
@@ -86,9 +87,15 @@ def load_pipeline(
             slots=slots,
             max_length=max_length,
         )
-    if pipeline.note:
-        click.echo(sanitize_line(f"note: {pipeline.note}"), err=True)
+    if with_notes:
+        print_notes(pipeline)
     return pipeline
+
+
+def print_notes(pipeline: Pipeline) -> None:
+    """Print the notes of a load."""
+    for note in pipeline.notes:
+        click.echo(sanitize_line(f"note: {note}"), err=True)
 
 
 class FiniteRange(click.FloatRange):

@@ -198,7 +198,7 @@ def serve(
         last_exported = store.last_exported() if bundle is None else None
         folder = os.fspath(store.embedded_folder()) if bundle is None else bundle
         pipeline = options.load_pipeline(
-            folder, device, threads, ops, draft_device, slots, max_length
+            folder, device, threads, ops, draft_device, slots, max_length, with_notes=False
         )
         if chat_template is not None:
             pipeline.use_chat_template(_read_template(Path(chat_template)))
@@ -221,6 +221,7 @@ def serve(
 
         def ready() -> None:
             click.echo(sanitize_line(_started(url, model_name, pipeline, ops)), err=True)
+            options.print_notes(pipeline)
             defaults = app.model_defaults(pipeline.bundle.default_sampling)
             if defaults and generation_config == "auto":
                 listed = ", ".join(f"{name} {value:g}" for name, value in defaults.items())

@@ -15,7 +15,9 @@ import pytest
 
 from installed import run
 from served import MODEL, PROMPT, ask
-from specedge.bundle import MANIFEST, store
+from specedge.bundle import MANIFEST, Bundle, store
+from specedge.runtime.backend.sessions import Device
+from specedge.runtime.planning import cost_files
 
 pytestmark = pytest.mark.usefixtures("shared_costs")
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
@@ -25,13 +27,13 @@ LONG = SHORT | {"max_tokens": 160, "ignore_eos": True, "speculative": {"off": Tr
 
 @contextmanager
 def served(*arguments, **environment):
-    """A process that serves, its port, and its first line."""
+    """A process that serves, its port, and the line with its address."""
     command = [sys.executable, "-m", "specedge", "serve", "--port", "0", *map(str, arguments)]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=os.environ | environment
     )
     try:
-        line = process.stderr.readline()
+        line = next(line for line in process.stderr if "/v1" in line)
         yield process, int(re.search(r":(\d+)/v1", line)[1]), line
     finally:
         process.kill()
@@ -58,6 +60,16 @@ def test_it_says_in_one_line_where_what_and_how_much():
         result = run("serve", "--port", port)  # which is told before a pair is loaded
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in result.stderr
+
+
+def test_notes_follow_the_address(tmp_path):
+    key = cost_files.cost_key(Bundle.read(store.embedded_folder()), Device(), Device(), "gqa, gqa")
+    damaged = tmp_path / "specedge" / "costs" / key.path.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{", "utf-8")
+    with served(XDG_DATA_HOME=str(tmp_path)) as (process, _, line):
+        assert line.startswith("specedge: http")
+        assert process.stderr.readline().startswith(f"note: {damaged} is not used")
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """The table that a bundle is planned with: stored, measured at load, tuned, or assumed."""
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,9 @@ from specedge.runtime.backend.sessions import Device
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_files import PassCosts
-from virtual import table
+from specedge.runtime.planning.cost_table import Measurement
+from specedge.runtime.requests import loader
+from virtual import table, untuned
 
 pytestmark = pytest.mark.usefixtures("own_costs")
 
@@ -27,19 +31,31 @@ def fail():
     pytest.fail("measured again")
 
 
-def test_the_first_measurement_is_stored_for_later_processes(key):
+def quiet(draft):
+    """A measurement of a machine without other work."""
+    return lambda: Measurement(untuned(draft), busy=False)
+
+
+def busy(draft):
+    """A measurement beside other work."""
+    return lambda: Measurement(untuned(draft), busy=True)
+
+
+def load(key, measure):
+    """The costs of a process that loads a bundle."""
     costs = PassCosts(key)
-    costs.complete(lambda: table(0.1))
-    later = PassCosts(key)
-    later.complete(fail)
-    assert later.table == costs.table == table(0.1)
+    costs.complete(measure)
+    return costs
+
+
+def test_the_first_measurement_is_stored_for_later_processes(key):
+    assert load(key, quiet(0.1)).table == load(key, fail).table == untuned(0.1)
 
 
 def test_tuned_costs_replace_costs_measured_at_load(key):
-    costs = PassCosts(key)
-    costs.complete(lambda: table(0.1))
+    costs = load(key, quiet(0.1))
     costs.store(table(0.2))
-    assert costs.table == PassCosts(key).table == table(0.2)
+    assert costs.table == load(key, fail).table == table(0.2)
 
 
 def test_a_read_only_folder_keeps_the_measurement_in_memory(key, monkeypatch):
@@ -48,10 +64,9 @@ def test_a_read_only_folder_keeps_the_measurement_in_memory(key, monkeypatch):
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(os, "replace", refuse)
-    costs = PassCosts(key)
-    costs.complete(lambda: table(0.1))
+    costs = load(key, quiet(0.1))
     costs.complete(fail)
-    assert costs.table == table(0.1)
+    assert costs.table == untuned(0.1)
     assert PassCosts(key).table.origin == "assumed"
 
 
@@ -59,8 +74,128 @@ def test_a_damaged_file_is_measured_again_and_noted(key):
     cost_files.write(key, table()).write_text("{", "utf-8")
     costs = PassCosts(key)
     assert "is not used" in costs.note
-    costs.complete(lambda: table(0.2))
-    assert PassCosts(key).table == table(0.2)
+    costs.complete(quiet(0.2))
+    assert PassCosts(key).table == untuned(0.2)
+
+
+def test_costs_measured_beside_other_work_are_replaced_by_the_next_load(key, replaced_costs):
+    first = load(key, busy(0.5))
+    assert (first.table, first.note) == (untuned(0.5), None)
+    second = load(key, quiet(0.1))
+    assert second.table == untuned(0.1)
+    assert "other programs used the processor" in second.note
+    third = load(key, fail)
+    assert (third.table, third.note) == (untuned(0.1), None)
+
+
+def test_a_busy_measurement_does_not_replace_another(key, replaced_costs):
+    load(key, busy(0.5))
+    again = load(key, busy(0.1))
+    assert (again.table, again.note) == (untuned(0.5), None)
+    assert load(key, quiet(0.2)).table == untuned(0.2)
+
+
+def test_equal_costs_are_confirmed_without_a_note(key, replaced_costs):
+    load(key, busy(0.5))
+    assert load(key, quiet(0.5)).note is None
+    load(key, fail)
+
+
+@pytest.mark.parametrize("first", [quiet(0.5), busy(0.5)])
+def test_contradicted_costs_are_measured_again_once(key, replaced_costs, first):
+    load(key, first).contradict()
+    again = load(key, busy(0.1))
+    assert again.table == untuned(0.1)
+    assert "round times of an earlier request" in again.note
+    again = load(key, quiet(0.2))
+    again.contradict()
+    assert load(key, fail).table == untuned(0.2)
+
+
+def test_tuned_costs_are_not_contradicted(key, replaced_costs):
+    costs = load(key, quiet(0.1))
+    costs.store(table(0.2))
+    PassCosts(key).contradict()
+    assert load(key, fail).table == table(0.2)
+
+
+def test_the_first_of_several_processes_to_replace_costs_wins(key, replaced_costs):
+    load(key, busy(0.5))
+    early, late = PassCosts(key), PassCosts(key)
+    early.complete(quiet(0.1))
+    late.complete(quiet(0.2))
+    assert early.table == late.table == load(key, fail).table == untuned(0.1)
+
+
+def test_a_process_with_replaced_costs_contradicts_nothing(key, replaced_costs):
+    old = load(key, busy(0.5))
+    load(key, quiet(0.1))
+    old.contradict()
+    assert load(key, fail).table == untuned(0.1)
+
+
+def test_costs_that_cannot_be_replaced_are_used_by_the_process_alone(
+    key, replaced_costs, monkeypatch
+):
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    costs = load(key, busy(0.5))
+    for name in ("link", "replace"):
+        monkeypatch.setattr(os, name, refuse)
+    costs.contradict()
+    assert load(key, quiet(0.1)).table == untuned(0.1)
+    assert PassCosts(key).table == untuned(0.5)
+
+
+def test_kept_costs_are_not_replaced(key, replaced_costs, monkeypatch):
+    load(key, busy(0.5)).contradict()
+    monkeypatch.setenv("SPECEDGE_KEEP_COSTS", "1")
+    assert load(key, fail).table == untuned(0.5)
+
+
+def test_earlier_costs_can_be_used_again(key, replaced_costs):
+    earlier = load(key, busy(0.5)).fingerprint
+    costs = load(key, quiet(0.1))
+    assert costs.restore(earlier)
+    assert costs.table == untuned(0.5)
+    assert not costs.restore("another")
+    assert load(key, fail).table == untuned(0.1)
+
+
+def test_only_the_latest_tables_are_stored(key):
+    first = load(key, quiet(0.01)).fingerprint
+    costs = PassCosts(key)
+    for i in range(1, cost_files.MAX_TABLES + 3):
+        costs.store(table(i / 10))
+    assert len(os.listdir(store.costs_folder())) == cost_files.MAX_TABLES
+    assert PassCosts(key).table == table((cost_files.MAX_TABLES + 2) / 10)
+    assert not PassCosts(key).restore(first)
+
+
+def test_a_load_beside_a_busy_process_is_repeated_if_it_was_disturbed(replaced_costs, monkeypatch):
+    """Whichever loads are disturbed, the first reliable table is used from then on."""
+    pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+    import specedge
+
+    measured, measure = [], loader.measure
+    monkeypatch.setattr(
+        loader, "measure", lambda *a, **k: measured.append(measure(*a, **k)) or measured[-1]
+    )
+    sibling = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        tables = []
+        for _ in range(2):
+            with specedge.load(store.embedded_folder()) as pipeline:
+                tables.append(pipeline.costs.table)
+    finally:
+        sibling.kill()
+        sibling.wait()
+    reliable = [i for i, measurement in enumerate(measured) if not measurement.busy]
+    assert len(measured) == (1 if 0 in reliable else 2)
+    for i in range(2):
+        used = min([r for r in reliable if r <= i], default=0)
+        assert tables[i].greedy == measured[used].costs.greedy
 
 
 def test_a_pipeline_without_bundle_assumes_costs_and_stores_none():
