@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specedge import destination
 from specedge.bundle import MANIFEST, Bundle, oldest_format, pack_ids, store
 from specedge.bundle.integrity import file_entry
-from specedge.bundle.manifest import FileEntry, ModelEntry
+from specedge.bundle.manifest import FileEntry, MeasuredAcceptance, ModelEntry
 from specedge.bundle.precision import HALF_DTYPES, KEEP, QUANTIZED_DTYPES
 from specedge.errors import ExportError
 from specedge.version import __version__
@@ -24,7 +26,7 @@ from .graph import best_logits, draft_loop
 from .graph.graphs import SOURCE
 from .model_export import export_model
 from .progress import Progress
-from .quantization import draft_precision, texts
+from .quantization import draft_acceptance, draft_precision, texts
 from .quantization.float_model import FloatModel
 from .quantization.quantizer import add_variants, quantize
 from .request import ExportRequest, PathOrName
@@ -255,6 +257,8 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     has_draft, target = job.models.draft is not None, job.models.target
     sizes = pair.vocab_sizes(job.text.num_tokens, [m.vocab_size for m in models], progress)
     models = [replace(m, vocab_size=size) for m, size in zip(models, sizes, strict=True)]
+    if has_draft:
+        models[1] = replace(models[1], acceptance=_measure_acceptance(job, *models))
     with progress.step("Writing graphs for GPUs"):
         models = [best_logits.add_best_logits(model, work) for model in models]
         if has_draft:
@@ -281,6 +285,22 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
         files=_describe_files(work, hashes, progress),
     )
     (work / MANIFEST).write_text(bundle.to_json(), "utf-8")
+
+
+def _measure_acceptance(
+    job: _Job, target: ModelEntry, draft: ModelEntry
+) -> MeasuredAcceptance | None:
+    """Measure the draft's acceptance rates, for the planner."""
+    head = None if job.draft_ids is None else np.array(job.draft_ids)
+    folder = job.work / job.models.separate[-1].role
+    return draft_acceptance.measure_acceptance(
+        FloatModel("target", target, job.work / "target"),
+        FloatModel("draft", draft, folder, head),
+        job.calibration,
+        job.work / pair.TOKENIZER_FILE,
+        pair.end_tokens(job.models.target),
+        job.progress,
+    )
 
 
 def _write_id_map(ids: list[int] | None, draft: ModelEntry, work: Path) -> str | None:

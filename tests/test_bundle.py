@@ -1,12 +1,13 @@
+import dataclasses
 import json
 import struct
 
 import pytest
 
-from manifests import CACHE, make_bundle
-from specedge.bundle import MANIFEST, Bundle
+from manifests import CACHE, make_bundle, make_model
+from specedge.bundle import FORMAT, MANIFEST, Bundle, oldest_format
 from specedge.bundle.integrity import file_entry
-from specedge.bundle.manifest import signatures
+from specedge.bundle.manifest import MeasuredAcceptance, signatures
 from specedge.errors import BundleError
 from specedge.strict_json import to_plain
 
@@ -246,3 +247,23 @@ def test_a_wrong_checksum_of_a_small_file_is_found_when_reading(folder):
     (folder / "tokenizer.json").write_bytes(b"x" * 20)
     with pytest.raises(BundleError, match="SHA-256"):
         Bundle.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("role", "rates", "said"),
+    [
+        ("target", {"greedy": 0.5, "sampled": 0.5}, "acceptance is a key of the draft"),
+        ("draft", {"greedy": 1.5, "sampled": 0.5}, "between 0 and 1"),
+        ("draft", {"greedy": 0.5}, "sampled' is missing"),
+    ],
+)
+def test_acceptance_rates_are_checked(folder, role, rates, said):
+    edit(folder, role, "acceptance", value=rates)
+    with pytest.raises(BundleError, match=said):
+        Bundle.read(folder)
+
+
+def test_acceptance_rates_need_the_format_that_has_them():
+    target, draft = make_model("target"), make_model("draft")
+    measured = dataclasses.replace(draft, acceptance=MeasuredAcceptance(0.5, 0.5))
+    assert oldest_format(target, draft) < oldest_format(target, measured) == FORMAT

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import torch
 
 from specedge.bundle.precision import GPTQ
@@ -65,30 +66,48 @@ class InputStatistics:
 
 
 def generate_answers(
-    decoder: Path, geometry: Geometry, prompts: Sequence[np.ndarray], end_tokens: Container[int]
+    decoder: Path,
+    geometry: Geometry,
+    prompts: Sequence[np.ndarray],
+    end_tokens: Container[int],
+    num_tokens: int = ANSWER_TOKENS,
+    options: ort.SessionOptions | None = None,
 ) -> list[np.ndarray]:
-    """Return prompts followed by the float graph's greedy answers. [T] each
+    """Return prompts followed by a graph's greedy answers. [T] each
 
-    The graph runs in one session over memory-mapped weights, without copying them.
+    Args:
+        decoder: Path of the graph.
+        geometry: Cache layout of the model.
+        prompts: Tokens of the prompts, [T] each.
+        end_tokens: Tokens that end an answer.
+        num_tokens: Maximum tokens of an answer.
+        options: Options of the session; by default it does not copy its memory-mapped weights.
     """
     shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
-    options = unpacked_options()
+    options = options or unpacked_options()
     options.enable_cpu_mem_arena = False
     # Constant folding would copy each transposed matrix; fusion with its product does not.
     folding = ["ConstantFolding"]
     session = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
     try:
-        return [_generate_answer(session, geometry, prompt, end_tokens) for prompt in prompts]
+        return [
+            _generate_answer(session, geometry, prompt, end_tokens, num_tokens)
+            for prompt in prompts
+        ]
     finally:
         session.close()
 
 
 def _generate_answer(
-    session: SubgraphSession, geometry: Geometry, prompt: np.ndarray, end_tokens: Container[int]
+    session: SubgraphSession,
+    geometry: Geometry,
+    prompt: np.ndarray,
+    end_tokens: Container[int],
+    num_tokens: int,
 ) -> np.ndarray:
     tokens, new, length = [*prompt], prompt, 0
     session.fill_noise(0, geometry.capacity)
-    for _ in range(min(ANSWER_TOKENS, geometry.context_length - len(prompt))):
+    for _ in range(min(num_tokens, geometry.context_length - len(prompt))):
         inputs = {
             "input_ids": new[None].astype(np.int64),
             "past_length": np.array([length], np.int64),

@@ -22,6 +22,7 @@ from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..progress import Progress
 from ..verification.runner import Runner
 from ..verification.subgraph import open_session
+from .draft_acceptance import acceptance_by_row
 from .float_model import FloatModel
 from .quantizer import add_variants, quantize
 from .report import compute_logits
@@ -135,18 +136,11 @@ def _measure_acceptance(
     runner = _runner(FloatModel("draft", candidate.model, candidate.folder))
     draft_logits = compute_logits(runner, texts.evaluation)
     for draft, target in zip(draft_logits, target_logits, strict=True):
-        size = min(draft.shape[1], target.shape[1])
-        token_ids = np.arange(size) if head is None else np.array(head)
-        same.append(token_ids[draft[:, : len(token_ids)].argmax(1)] == target.argmax(1))
-        draft_probs = _softmax(draft)[:, : len(token_ids)]
-        overlaps.append(np.minimum(draft_probs, _softmax(target)[:, token_ids]).sum(1))
+        agree, overlap = acceptance_by_row(draft, target, head)
+        same.append(agree)
+        overlaps.append(overlap)
     candidate.greedy = float(np.concatenate(same).mean())
     candidate.sampled = float(np.concatenate(overlaps).mean())
-
-
-def _softmax(values: np.ndarray) -> np.ndarray:
-    weights = np.exp(values - values.max(1, keepdims=True))
-    return weights / weights.sum(1, keepdims=True)
 
 
 def _measure_times(candidates: Sequence[DraftCandidate]) -> None:

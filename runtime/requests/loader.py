@@ -8,10 +8,16 @@ from dataclasses import replace
 from functools import partial
 
 from specedge.bundle import Bundle, store
-from specedge.bundle.manifest import PREFILL_LENGTH, ModelEntry, chunk_length
+from specedge.bundle.manifest import (
+    PREFILL_LENGTH,
+    MeasuredAcceptance,
+    ModelEntry,
+    chunk_length,
+)
 from specedge.diagnosis.doctor import why_not
 from specedge.errors import DeviceError
 from specedge.option_specs import check_integer
+from specedge.request import DrafterName
 
 from ..backend import self_test
 from ..backend.cuda.fixed_shapes import FixedShapeModel
@@ -129,7 +135,10 @@ def load(
     models = MeasuredModels.from_bundle(loaded, target, draft)
     if models.context >= MIN_CONTEXT:
         max_draft_tokens = max(1, pipeline.max_planned_tokens)
-        costs.complete(lambda: _measure(models, max_draft_tokens, seconds, invariant_length))
+        acceptance = loaded.draft.acceptance if loaded.draft else None
+        costs.complete(
+            lambda: _measure(models, max_draft_tokens, seconds, invariant_length, acceptance)
+        )
     return pipeline
 
 
@@ -138,10 +147,21 @@ def _measure(
     max_draft_tokens: int,
     samples: dict[int, float],
     invariant_length: int,
+    acceptance: MeasuredAcceptance | None,
 ) -> Measurement:
-    """Measure pass costs, and add the longest batch-invariant pass."""
+    """Measure pass costs, and add the longest batch-invariant pass and the bundle's rates."""
     measured = measure(models, max_draft_tokens, samples=samples)
-    return replace(measured, costs=replace(measured.costs, invariant_length=invariant_length))
+    costs = replace(measured.costs, invariant_length=invariant_length)
+    if acceptance is not None:
+        greedy, sampled = (
+            replace(mode, acceptance={DrafterName.MODEL: rate})
+            for mode, rate in (
+                (costs.greedy, acceptance.greedy),
+                (costs.sampled, acceptance.sampled),
+            )
+        )
+        costs = replace(costs, greedy=greedy, sampled=sampled)
+    return replace(measured, costs=costs)
 
 
 def _shared_chunk_length(target: OrtModel, entry: ModelEntry, invariant_length: int) -> int | None:

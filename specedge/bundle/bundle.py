@@ -95,6 +95,8 @@ class Bundle:
             raise ValueError(f"end_tokens has {bad[0]}, which is outside the vocabulary")
 
     def _check_draft(self) -> None:
+        if self.target.acceptance is not None:
+            raise ValueError("acceptance is a key of the draft, and the target has it")
         if self.draft is None:
             if self.format < FIRST_FORMAT_WITHOUT_DRAFT:
                 raise ValueError(
@@ -289,7 +291,9 @@ def oldest_format(target: ModelEntry, draft: ModelEntry | None) -> int:
     """Return the oldest format that a new bundle can be written in."""
     models = [target] if draft is None else [target, draft]
     has_bits = any(report.bits_per_weight for m in models for report in m.quantization.values())
-    return FIRST_FORMAT_WITHOUT_DRAFT if draft is None or has_bits else FIRST_FORMAT_WITH_HOSTS
+    if draft is None or draft.acceptance or has_bits:
+        return FIRST_FORMAT_WITHOUT_DRAFT
+    return FIRST_FORMAT_WITH_HOSTS
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

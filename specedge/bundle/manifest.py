@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from ..errors import BundleError
+from ..strict_json import OPTIONAL
 from .gpu_signatures import ONE_CALL, SCORED, one_call, with_best
 from .graph_variants import (
     GRAPH_VARIANTS,
@@ -118,6 +119,18 @@ class GraphEntry:
 
 
 @dataclass(frozen=True)
+class MeasuredAcceptance:
+    """Acceptance rates of a draft model at temperature 0 and 1, measured on a few texts."""
+
+    greedy: float
+    sampled: float
+
+    def __post_init__(self) -> None:
+        if not all(0 <= rate <= 1 for rate in (self.greedy, self.sampled)):
+            raise ValueError("greedy and sampled must be between 0 and 1")
+
+
+@dataclass(frozen=True)
 class ModelEntry:
     """Exported model.
 
@@ -140,6 +153,7 @@ class ModelEntry:
             graphs.
         quantization: Quantization reports of graph variants with quantized weights or a 16-bit
             type.
+        acceptance: Measured acceptance rates of a draft model.
     """
 
     source: CheckpointSource
@@ -157,6 +171,7 @@ class ModelEntry:
     graphs: tuple[GraphEntry, ...]
     parity: dict[str, ParityReport]
     quantization: dict[str, QuantizationReport] = field(metadata={"key": "quantisation"})
+    acceptance: MeasuredAcceptance | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         check_single_line("architecture", self.architecture)

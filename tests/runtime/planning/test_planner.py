@@ -43,6 +43,26 @@ def test_a_wrong_estimate_costs_little_more_than_the_budget(draft, tokens):
         assert request.seconds <= (1 + 2.5 * BUDGET_SHARE) * tokens + BUDGET_ROUNDS + 2
 
 
+@pytest.mark.parametrize("accepted", [0.0, 0.4])
+@pytest.mark.parametrize("tokens", [64, 400])
+@pytest.mark.parametrize(("prefill", "prior"), [(0.05, 0.7), (0.08, 0.8), (0.08, 0.7), (0.12, 0.8)])
+def test_a_wrong_measured_rate_costs_the_catch_up_and_the_budget(prefill, prior, tokens, accepted):
+    costs = table(0.4, 0.03, prefill=prefill, prior={"model": prior})
+    request = VirtualRequest(costs, constant(accepted), tokens=tokens)
+    catch_up = request.planner._longest_catch_up
+    assert request.seconds <= (1 + 2.5 * BUDGET_SHARE) * tokens + BUDGET_ROUNDS + 2 + catch_up
+
+
+@pytest.mark.parametrize("prefill", [0.05, 0.08])
+def test_a_measured_rate_turns_to_an_accurate_draft_within_a_short_text(prefill):
+    """Qwen2.5-Coder 0.5B for 1.5B: a draft pass takes 0.4 of a pass, 80% are accepted."""
+    request = {"tokens": 64, "prompt": 50}
+    plain = seconds(untuned(), constant(0.8), fixed=PLAIN, **request)
+    for prior, ratio in ((None, 1.0), ({"model": 0.8}, 0.9)):
+        costs = table(0.4, 0.03, prefill=prefill, prior=prior)
+        assert seconds(costs, constant(0.8), **request) <= ratio * plain
+
+
 @pytest.mark.parametrize("costs", [table(1.0, prior={"model": 1.0}), table(1.0), untuned(1.0)])
 def test_a_draft_as_large_as_the_target_is_never_tried(costs):
     request = VirtualRequest(costs, constant(1.0), tokens=600)

@@ -1,0 +1,142 @@
+"""Acceptance rates of a draft model, which the planner assumes before it has tested a token."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from tokenizers import Tokenizer
+
+from specedge.bundle.manifest import MeasuredAcceptance
+from specedge.bundle.precision import QUANTIZED_DTYPES
+
+from ..mapped_memory import system_memory
+from ..progress import Progress
+from ..verification.subgraph import unpacked_options
+from .calibration import generate_answers
+from .float_model import FloatModel
+from .report import compute_logits
+from .texts import TextEncoder, TextSource
+
+NUM_TEXTS = 3
+PROMPT_TOKENS, ANSWER_TOKENS = 48, 32  # of each text; greedy rates are those of the answers
+MAX_READ_BYTES = 2e11  # weights read to generate answers, about 25 seconds
+MIN_ANSWER_TOKENS = 8  # below, greedy rates are those of the prompts
+MEMORY_FACTOR = 3  # available memory per size of quantized weights, which a session copies
+MIN_TOKENS = 4  # of a text
+
+
+def measure_acceptance(
+    target: FloatModel,
+    draft: FloatModel,
+    source: TextSource,
+    tokenizer: Path,
+    end_tokens: Container[int],
+    progress: Progress,
+) -> MeasuredAcceptance | None:
+    """Measure a draft's acceptance rates on a few short texts and the target's greedy answers.
+
+    Args:
+        target: Final target.
+        draft: Final draft model.
+        source: Texts, of which the evaluation documents are used.
+        tokenizer: Path of tokenizer.json.
+        end_tokens: Tokens that end an answer.
+        progress: Receives a note and the duration of the step.
+
+    Returns:
+        None if the models compute in 16 bits, for which CPUs have no kernels, or the texts are too
+        short.
+    """
+    if {target.model.dtype, draft.model.dtype} != {"float32"}:
+        return None
+    vocab_size = min(target.model.vocab_size, draft.model.vocab_size)
+    context = min(target.model.context_length, draft.model.context_length)
+    encoder = TextEncoder(Tokenizer.from_file(str(tokenizer)), vocab_size)
+    prompts = _prompts(encoder, source.evaluation, min(PROMPT_TOKENS, context // 2))
+    if not prompts:
+        return None
+    with progress.step("Measuring the draft's acceptance rate"):
+        texts = _answer(target, prompts, end_tokens, context)
+        texts = [text[: _num_shared(text, vocab_size)] for text in texts]
+        logits = [compute_logits(m.runner(m.folder, m.ops[-1]), texts) for m in (target, draft)]
+        rows = [acceptance_by_row(d, t, draft.head) for t, d in zip(*logits, strict=True)]
+        starts = [len(prompt) - 1 for prompt in prompts]
+        answers = [greedy[n:-1] for (greedy, _), n in zip(rows, starts, strict=True)]
+        if not sum(map(len, answers)):
+            answers = [greedy for greedy, _ in rows]
+        sampled = [overlaps[:n] for (_, overlaps), n in zip(rows, starts, strict=True)]
+        rates = MeasuredAcceptance(
+            greedy=float(np.concatenate(answers).mean()),
+            sampled=min(1.0, float(np.concatenate(sampled).mean())),
+        )
+    progress.note(
+        f"draft: acceptance rate {rates.greedy:.0%} greedy, {rates.sampled:.0%} sampled, on a few "
+        "texts"
+    )
+    return rates
+
+
+def acceptance_by_row(
+    draft: np.ndarray, target: np.ndarray, head: Sequence[int] | np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each row whether the argmax agrees, and the acceptance rate at temperature 1.
+
+    Args:
+        draft: Logits of the draft. [T, C]
+        target: Logits of the target. [T, V]
+        head: Tokens of the draft's columns if reduced.
+    """
+    size = min(draft.shape[1], target.shape[1])
+    token_ids = np.arange(size) if head is None else np.array(head)
+    agree = token_ids[draft[:, : len(token_ids)].argmax(1)] == target.argmax(1)
+    draft_probs = _softmax(draft)[:, : len(token_ids)]
+    return agree, np.minimum(draft_probs, _softmax(target)[:, token_ids]).sum(1)
+
+
+def _prompts(encoder: TextEncoder, documents: Sequence[str], size: int) -> list[np.ndarray]:
+    """Return the beginnings of documents, or windows of a single one. [T] each"""
+    prefix, each = encoder.prefix(), -(-NUM_TEXTS // len(documents))
+    length = size - len(prefix)
+    if length < MIN_TOKENS:
+        return []
+    prompts = []
+    for document in documents:
+        tokens = encoder.encode(document[: 32 * each * length])
+        for i in range(each):
+            window = tokens[i * length : (i + 1) * length]
+            if len(window) >= MIN_TOKENS:
+                prompts.append(np.concatenate((prefix, window)))
+    return prompts
+
+
+def _answer(
+    target: FloatModel, prompts: list[np.ndarray], end_tokens: Container[int], context: int
+) -> list[np.ndarray]:
+    """Return prompts with the target's greedy answers, as long as its size allows. [T] each"""
+    model, ops = target.model, target.ops[-1]
+    weights = (target.folder / model.weights.rpartition("/")[2]).stat().st_size
+    num_tokens = int(min(ANSWER_TOKENS, MAX_READ_BYTES / weights / len(prompts)))
+    is_quantized = model.weights_dtype in QUANTIZED_DTYPES
+    if is_quantized and MEMORY_FACTOR * weights > system_memory().available:
+        num_tokens = 0  # a session of the whole model copies its weights
+    if num_tokens < MIN_ANSWER_TOKENS:
+        return prompts
+    decoder = target.folder / next(f for f in target.files if f.length is None).file_name(ops)
+    geometry = replace(target.geometry, context_length=context)
+    options = ort.SessionOptions() if is_quantized else unpacked_options()
+    return generate_answers(decoder, geometry, prompts, end_tokens, num_tokens, options)
+
+
+def _num_shared(text: np.ndarray, vocab_size: int) -> int:
+    """Return the number of tokens before the first that one of the models lacks."""
+    missing = np.flatnonzero(text >= vocab_size)
+    return int(missing[0]) if len(missing) else len(text)
+
+
+def _softmax(values: np.ndarray) -> np.ndarray:
+    weights = np.exp(values - values.max(1, keepdims=True))
+    return weights / weights.sum(1, keepdims=True)
