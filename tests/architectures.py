@@ -1,4 +1,4 @@
-"""Small configs of every family that is tried, with what makes each special."""
+"""Small configs of every tested model family, with its distinguishing features."""
 
 from __future__ import annotations
 

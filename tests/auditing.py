@@ -15,7 +15,7 @@ CONTEXT = 96
 
 
 class CachedTable(TableModel):
-    """A table whose one cache buffer holds the tokens that it was fed."""
+    """Table model whose only cache buffer stores its input tokens."""
 
     def cache_rows(self, start, end):
         return [np.array(self.rows[start:end], float)[None, :, None]]

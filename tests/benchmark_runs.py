@@ -1,4 +1,4 @@
-"""Benchmarks that nobody ran: seconds and counts that a test chooses."""
+"""Synthetic benchmark results with chosen times and counts."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def make_model(config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
 
 
 def add_noise(model: torch.nn.Module, noise: float, seed: int = 1) -> torch.nn.Module:
-    """A copy whose matrices have Gaussian noise of `noise` times their standard deviation."""
+    """Return a copy with Gaussian noise of `noise` times the standard deviation per matrix."""
     torch.manual_seed(seed)
     noisy = copy.deepcopy(model)
     with torch.no_grad():

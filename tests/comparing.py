@@ -10,7 +10,7 @@ from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.runner import Runner
 
 CONTEXT = 96
-CONTEXTS = {"gpt2": 256}  # of the exported pair, whose traces these models share
+CONTEXTS = {"gpt2": 256}  # of the exported pair; these models share its traces
 TRACE = tracer.trace  # which tests replace
 
 

@@ -19,7 +19,7 @@ if WORKER and CPUS:
 
 import pytest
 
-gc.disable()  # until the tests are collected: what imports and collection allocate stays
+gc.disable()  # until the tests are collected: allocations of imports and collection are permanent
 
 from specedge.bundle import store
 from specedge.runtime.backend import sessions
@@ -188,7 +188,7 @@ def pipeline():
     import specedge
 
     pipeline = specedge.load(store.embedded_folder())
-    pipeline.costs.table = table(prior={"model": 0.8})  # no clock decides what a test sees
+    pipeline.costs.table = table(prior={"model": 0.8})  # test results must not depend on time
     return pipeline
 
 

@@ -21,7 +21,7 @@ PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
 
 def session_options():
-    """Sessions in the process's pool: other tests may have made it, and then none has its own."""
+    """Create sessions in the global thread pool, which other tests may have created already."""
     import onnxruntime
 
     with contextlib.suppress(Exception):
@@ -184,7 +184,7 @@ def random_number(seed: int, i: int) -> float:
 
 
 def distribution(logits: np.ndarray, sampling: dict) -> np.ndarray:
-    """One row of logits as what a token is drawn from; greedy is all on one token."""
+    """Return the sampling distribution of a row of logits; one-hot if greedy."""
     if sampling["temperature"] == 0:
         return np.eye(1, len(logits), int(logits.argmax()), dtype=np.float32)[0]
     row = (logits - logits.max()) / np.float32(sampling["temperature"])

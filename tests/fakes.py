@@ -96,7 +96,7 @@ class Counting:
 
 
 def logits_of(*probs: float) -> np.ndarray:
-    """A row of logits whose softmax these are."""
+    """Return logits whose softmax equals the given probabilities."""
     with np.errstate(divide="ignore"):
         return np.log(np.array(probs, float))
 
@@ -158,7 +158,7 @@ class NoisyModel(TableModel):
 
 
 def near_ties_distribution(seed: int, vocab_size: int, gap: float, share: float) -> NextToken:
-    """A distribution whose two likeliest tokens are up to `gap` apart in a share of all texts."""
+    """Return a distribution with near-ties of up to `gap` in a share of all texts."""
 
     @functools.cache
     def distribution(text: tuple[int, ...]) -> np.ndarray:
@@ -184,7 +184,7 @@ def generate(distribution, drafter, k, sampling, seed, count, prompt=(0, 1, 0)):
 
 
 class Recalling:
-    """Drafts the tokens of a text that is known, every fifth one wrong."""
+    """Drafter that proposes tokens of a known text, every fifth one wrong."""
 
     name = "recalling"
 

@@ -113,7 +113,7 @@ def stale_row(graph: ir.Graph) -> None:
 
 
 def wrong_epsilon(graph: ir.Graph) -> None:
-    """Ten times what it is: 1e-5 for 1e-6."""
+    """Multiply the epsilon by ten, such as 1e-5 for 1e-6."""
     for node in _norms(graph):
         set_attribute(node, "epsilon", lambda epsilon: 10 * epsilon)
 
@@ -142,7 +142,7 @@ def dropped_bias(graph: ir.Graph, part: str) -> None:
 
 
 def scaled_matrix(graph: ir.Graph) -> None:
-    """One layer's feed-forward part writes 1.001 times what it should."""
+    """Scale the feed-forward output of one layer by 1.001."""
     nodes = _feed_forward(graph)
     for node in nodes[len(nodes) // 2 :][:1]:
         insert_before(graph, node, 0, "Mul", np.array([1.001], np.float32))

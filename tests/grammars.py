@@ -1,4 +1,4 @@
-"""Grammars over a few tokens, and what they allow by another way: by all texts that they have."""
+"""Small grammars, with allowed tokens derived by enumerating all their texts."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _CHUNK = 1 << 20
 
 @dataclass
 class Hub:
-    """Repositories and how to answer for them; what was asked is in `requests`.
+    """Fake hub of local repositories that records its `requests`.
 
     `cuts` are bytes after which an answer's connection breaks, one for each of the next ones;
     `statuses` are errors, by repository, instead of answers; of files in `corrupt` zeros are sent.
@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def do_GET(self) -> None:
-        """A file, or what is known of a repository."""
+        """Respond with a file or repository metadata."""
         self._answer()
 
     def log_message(self, *args: object) -> None:

@@ -1,4 +1,4 @@
-"""A bundle whose files are noise: enough for everything that does not run it."""
+"""Create a bundle of random files for tests that do not run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One layer's experts as graphs have them, and what they become in integers."""
+"""Expert layers in each graph form, and their quantized counterparts."""
 
 import numpy as np
 import onnx_ir as ir

@@ -402,7 +402,7 @@ def locate(function: str) -> tuple[Any, str]:
 
 
 def plant(mutant: Mutant) -> None:
-    """Replace a function wherever a loaded module refers to it."""
+    """Replace a function in every loaded module that refers to it."""
     owner, name = locate(mutant.function)
     original = getattr(owner, name)
 

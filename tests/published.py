@@ -121,7 +121,7 @@ def save(name: str, model: torch.nn.Module, tokenizer: Any, folder: Path) -> Pat
 
 
 def save_refused(kind: str, tokenizer: Any, folder: Path) -> Path:
-    """A folder as a repository's, whose weights are no weights: nobody may read them."""
+    """Create a repository folder with placeholder weights that must not be read."""
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIG_MAPPING[kind](**REFUSED[kind][1]).to_dict() | {"model_type": kind}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
@@ -153,7 +153,7 @@ def _renamed(*rules: tuple[str, str]) -> Callable[[State], State]:
 def _with_buffers(
     keys: Callable[[State], State], place: str, *names: str
 ) -> Callable[[State], State]:
-    """Old repositories hold causal masks and rotary factors beside the weights."""
+    """Old repositories store causal masks and rotary factors with the weights."""
     buffers = {
         "bias": torch.ones(1, 1, 512, 512).tril(),
         "masked_bias": torch.tensor(-1e9),

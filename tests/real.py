@@ -91,7 +91,7 @@ class Real:
             assert drafted == [plain] * 4
 
     def check_greedy(self, prompt: list[int], tokens: list[int]) -> None:
-        """Check that each token is transformers' own choice behind those before it.
+        """Check that each token is the greedy choice of transformers after its prefix.
 
         Where it is another one, the two must be nearer than the roundings of float32.
         """

@@ -6,7 +6,7 @@ LENGTHS = (1, 2, 3, 5, 9, 18, 36, 64, 128, 256)  # tested lengths; from 18 on pr
 
 
 def dependent_lengths(model, lengths, num_tokens=300):
-    """The pass lengths whose logits or cache rows differ by any bit from those of one pass."""
+    """Return the pass lengths whose logits or cache rows are not bitwise equal to one pass."""
     tokens = np.random.default_rng(0).integers(1, model.vocab_size, num_tokens).tolist()
 
     def run(length):

@@ -1,4 +1,4 @@
-"""Twenty JSON schemas of what people ask models for: plain, and without any white space."""
+"""Twenty typical JSON schemas, with and without whitespace."""
 
 _TEXT = {"type": "string", "maxLength": 12}
 _NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}

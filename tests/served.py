@@ -90,7 +90,7 @@ def answer(connection):
 
 
 def head(length, kind="application/json"):
-    """That of a request whose body has a length."""
+    """Return the head of an HTTP request with the given content length."""
     return (
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
         f"Content-Length: {length}\r\n\r\n"

@@ -84,7 +84,7 @@ CHOOSY = ("byte-level, single word", "Llama 2, first")
 
 
 def spelling(name):
-    """A chat whose every turn spells its template's control tokens."""
+    """Chat whose messages contain the control tokens of its template."""
     first, *others = CONTROLS[name]
     text = SPELT.format(first, others[-1], others[0])
     roles = ("user", "assistant", "user")

@@ -1,4 +1,4 @@
-"""Chat templates as they come with models, and a chat that each of them takes."""
+"""Chat templates of published models, and a chat that each supports."""
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "

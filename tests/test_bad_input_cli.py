@@ -176,7 +176,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "message"), BAD)
-def test_bad_input_is_one_line_and_leaves_no_file(folder, command, message):
+def test_invalid_input_is_one_line_error_and_leaves_no_file(folder, command, message):
     words = {"LONG": LONG, "TOKENIZER": str(store.embedded_folder() / "tokenizer.json")}
     result = run(*(words.get(word, word) for word in shlex.split(command)))
     assert result.returncode in (1, 2)

@@ -41,7 +41,7 @@ def test_a_batch_has_the_lines_of_one_machine(pipeline, jsonl):
     assert list(found["label"]) == [5, 6, 7]
 
 
-def test_whole_numbers_stay_so_beside_a_null():
+def test_integer_columns_with_nulls_stay_integers():
     """A column of them with a null comes as floats."""
     found = Generate(max_new_tokens=3, temperature=1.0)(
         {
@@ -110,7 +110,7 @@ def test_an_invalid_value_is_an_error_of_its_row_only(generate, column, value, s
     assert (found["error"][1], well["id"], len(well["tokens"])) == (None, 8, 2)
 
 
-def test_a_row_without_index_or_seed_is_an_error_beside_a_seed():
+def test_row_without_index_and_seed_is_an_error_with_global_seed():
     """It was drawn with the seed of index 0."""
     batch = {"prompt": ["a"] * 3, "index": objects(4, None, None), "seed": objects(None, 9, None)}
     found = Generate(seed=1, temperature=1.0, max_new_tokens=1)(batch)
@@ -119,7 +119,7 @@ def test_a_row_without_index_or_seed_is_an_error_beside_a_seed():
     assert [json.loads(one)["seed"] for one in found["result"][:2]] == [5, 9]
 
 
-def test_keys_that_only_other_rows_objects_have_are_not_given(generate, monkeypatch):
+def test_keys_of_other_rows_objects_are_omitted(generate, monkeypatch):
     """A column of objects has the keys of all of them."""
     items = []
     monkeypatch.setattr("specedge.ray.run_item", lambda _, item: items.append(item) or {})
@@ -132,7 +132,7 @@ def test_keys_that_only_other_rows_objects_have_are_not_given(generate, monkeypa
     assert items[2].request["json_schema"] == {"type": "object"}
 
 
-def test_a_row_may_repeat_the_rounds_of_another_run(generate):
+def test_row_can_replay_rounds_of_another_run(generate):
     found = generate({"prompt": ["a"], "replay": objects([["random", 1, 2]])})
     assert "random" in found["error"][0]
     found = generate(

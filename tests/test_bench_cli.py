@@ -1,4 +1,4 @@
-"""`specedge bench`: its table, JSON, CSV and page, and what it refuses."""
+"""`specedge bench`: table, JSON, CSV and HTML output, and errors."""
 
 import csv
 import io
@@ -42,7 +42,7 @@ def check(page):
     return drawn
 
 
-def test_the_page_is_well_formed_and_stands_alone():
+def test_html_report_is_well_formed_and_self_contained():
     page = bench_page.page(report(GAINING))
     assert len(check(page)) == 3
     for part in ("draft tokens per round, K", "position in the draft", "model, predicted", "rest"):
@@ -55,7 +55,7 @@ def test_the_pages_texts_are_escaped():
     assert "big &lt;b&gt;" in page
 
 
-def test_a_setting_that_loses_is_marked_everywhere():
+def test_slower_settings_are_marked_in_every_output():
     lost = report(LOSING)
     text = bench_output.table_text(lost)
     assert "speculative decoding is SLOWER with every setting" in text
@@ -69,7 +69,7 @@ def test_a_setting_that_loses_is_marked_everywhere():
     assert "LOSES" not in bench_output.table_text(report(GAINING))
 
 
-def test_no_line_of_the_table_is_wider_than_a_terminal_and_nothing_is_cut():
+def test_table_fits_terminal_width_without_truncation():
     plain, model = figures(GAINING)
     wide = {"low": 10.25, "high": 12.75, "draft_seconds": 0.6, "verify_seconds": 0.1}
     auto = replace(model, drafter="lookup", num_draft_tokens="auto", loses=True, **wide)
@@ -79,7 +79,7 @@ def test_no_line_of_the_table_is_wider_than_a_terminal_and_nothing_is_cut():
     assert "1.38" in text
 
 
-def test_csv_has_a_line_for_each_setting_and_the_names_of_json():
+def test_csv_has_row_per_setting_and_json_field_names():
     rows = list(csv.DictReader(io.StringIO(bench_output.csv_text(report(GAINING)))))
     assert [row["drafter"] for row in rows] == ["plain", "model"]
     settings = json.loads(bench_output.json_text(report(GAINING)))["settings"]

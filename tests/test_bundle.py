@@ -31,7 +31,7 @@ def edit(folder, *keys, value=..., drop=False):
     (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
 
 
-def test_reading_gives_what_was_written(tmp_path):
+def test_manifest_round_trip(tmp_path):
     written = make_bundle(tmp_path)
     assert Bundle.read(tmp_path) == written
     assert Bundle.read(tmp_path).path("tokenizer.json") == tmp_path / "tokenizer.json"
@@ -157,7 +157,7 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (("tokenizer",), "gone.json", "'gone.json' is not among the files"),
     ],
 )
-def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
+def test_invalid_value_error_names_the_key(folder, keys, value, message):
     edit(folder, *keys, value=value)
     with pytest.raises(BundleError, match=message) as caught:
         Bundle.read(folder)
@@ -181,7 +181,7 @@ def test_duplicate_role_among_the_outputs_of_a_graph_is_refused(folder, role):
 @pytest.mark.parametrize(
     ("found", "cure"), [(5, "export the bundle again"), (10, "upgrade specedge")]
 )
-def test_another_format_is_refused_with_its_own_cure(folder, found, cure):
+def test_unsupported_format_is_rejected_with_a_remedy(folder, found, cure):
     edit(folder, "format", value=found)
     with pytest.raises(BundleError) as caught:
         Bundle.read(folder)
@@ -189,7 +189,7 @@ def test_another_format_is_refused_with_its_own_cure(folder, found, cure):
     assert str(caught.value) == f"{folder / MANIFEST}: {said}"
 
 
-def test_every_missing_key_is_named(folder):
+def test_error_lists_every_missing_key(folder):
     whole = (folder / MANIFEST).read_text("utf-8")
 
     def paths(value, before=()):
@@ -209,7 +209,7 @@ def test_every_missing_key_is_named(folder):
     "name",
     ["../outside", "/etc/passwd", "a/../../b", "a//b", "./a", "a\\b", "C:/a", "a/", "", "..", "é"],
 )
-def test_a_path_that_could_leave_the_folder_is_refused(folder, name):
+def test_path_traversal_is_rejected(folder, name):
     entry = {"size": 0, "sha256": "0" * 64}
     edit(folder, "files", name, value=entry)
     with pytest.raises(BundleError, match="not a plain path inside the bundle"):
@@ -226,7 +226,7 @@ def test_repeated_keys_and_nan_are_errors(folder):
         Bundle.read(folder)
 
 
-def test_a_missing_folder_or_manifest_says_so(tmp_path):
+def test_missing_folder_or_manifest_is_reported(tmp_path):
     with pytest.raises(BundleError, match="folder does not exist"):
         Bundle.read(tmp_path / "nowhere")
     with pytest.raises(BundleError, match=r"has no bundle\.json"):

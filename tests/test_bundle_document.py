@@ -1,4 +1,4 @@
-"""docs/bundle.md is what the code does, and is enough to do it again."""
+"""docs/bundle.md matches the code and suffices to implement a reader."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def test_the_tables_list_the_keys_of_the_code_with_their_types_in_order():
 
 
 @pytest.mark.slow
-def test_the_document_and_the_code_refuse_the_same_keys_and_types(tmp_path):
+def test_document_and_code_reject_the_same_keys_and_types(tmp_path):
     text = make_bundle(tmp_path).to_json()
     free = ("files", "versions", "end_tokens", "row_independent_lengths", "layers", "graphs")
 
@@ -122,7 +122,7 @@ def models(pipeline):
     [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02}],
     ids=["greedy", "drawn", "filtered"],
 )
-def test_a_host_written_from_the_document_writes_the_same(
+def test_host_written_from_document_generates_the_same_text(
     pipeline, models, sampling, num_draft_tokens
 ):
     prompt = pipeline.tokenizer.encode(PROMPT).ids
@@ -172,7 +172,7 @@ def test_a_host_written_from_the_document_runs_a_smaller_draft(
     assert found == (one.tokens, one.stats.num_rounds)
 
 
-def test_a_padded_verify_pass_fits_at_the_end_and_gives_the_same_bits(models):
+def test_padded_verify_pass_at_context_end_is_bitwise_equal(models):
     _, target, _ = models
     context = target.entry["context_length"]
     target.past_length = context - 1

@@ -1,4 +1,4 @@
-"""Reading any folder gives a bundle, or one line that says what to do."""
+"""Reading any folder returns a bundle or raises an actionable one-line error."""
 
 import contextlib
 import copy
@@ -85,7 +85,7 @@ def places(value, before=()):
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data())
-def test_a_changed_manifest_gives_a_bundle_or_one_line(whole, data):
+def test_mutated_manifest_is_valid_or_one_line_error(whole, data):
     folder, text = whole
     manifest = json.loads(text)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -113,13 +113,13 @@ def change(data, inner, key):
 
 @settings(max_examples=60)
 @given(data=st.binary(max_size=200))
-def test_bytes_give_one_line(whole, data):
+def test_random_bytes_are_one_line_error(whole, data):
     assert read(whole[0], data) is None
 
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_a_manifest_with_other_bytes_in_it_gives_a_bundle_or_one_line(whole, data):
+def test_manifest_with_replaced_bytes_is_valid_or_one_line_error(whole, data):
     folder, text = whole
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, min(len(text), start + 40)))
@@ -128,13 +128,13 @@ def test_a_manifest_with_other_bytes_in_it_gives_a_bundle_or_one_line(whole, dat
 
 @settings(max_examples=25)
 @given(value=JSON)
-def test_any_json_gives_one_line(whole, value):
+def test_arbitrary_json_is_one_line_error(whole, value):
     assert read(whole[0], json.dumps(value).encode()) is None
 
 
 @pytest.mark.parametrize("key", ["format", "end_tokens", "target"])
 @pytest.mark.parametrize("depth", [100, 900, 960, 980, 10**5])
-def test_deep_nesting_is_one_line(whole, key, depth):
+def test_deep_nesting_is_one_line_error(whole, key, depth):
     folder, text = whole
     manifest = json.loads(text)
     manifest[key] = "here"
@@ -144,14 +144,14 @@ def test_deep_nesting_is_one_line(whole, key, depth):
 
 @pytest.mark.parametrize("digits", [17, 4300, 10**5])
 @pytest.mark.parametrize("key", ["format", "end_tokens", "target"])
-def test_a_huge_integer_is_one_line(whole, key, digits):
+def test_huge_integer_is_one_line_error(whole, key, digits):
     folder, text = whole
     manifest = json.loads(text)
     manifest[key] = ["here"] if key == "end_tokens" else "here"
     assert read(folder, json.dumps(manifest).replace('"here"', "9" * digits).encode()) is None
 
 
-def test_many_keys_and_one_of_them_twice_is_one_line(whole):
+def test_duplicate_among_many_keys_is_one_line_error(whole):
     names = ", ".join(f'"{i}": 0' for i in range(10**5))
     assert read(whole[0], f'{{{names}, "{10**5 - 1}": 0}}'.encode()) is None
 
@@ -225,7 +225,7 @@ def test_links_out_of_the_bundle_are_refused(folder, name, aim, tmp_path):
     refusal(folder)
 
 
-def test_a_bundle_may_be_reached_by_a_link_and_hold_links_inside(folder, tmp_path):
+def test_symbolic_links_to_and_within_a_bundle_are_supported(folder, tmp_path):
     (folder / "draft/weights.bin").unlink()
     try:
         (folder / "draft/weights.bin").symlink_to("../target/weights.bin")
@@ -236,7 +236,7 @@ def test_a_bundle_may_be_reached_by_a_link_and_hold_links_inside(folder, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["", "\0", "a" * 5000, "\ud800", "file", "file/below"])
-def test_a_name_that_no_bundle_can_have_is_one_line(tmp_path, monkeypatch, name):
+def test_invalid_bundle_path_is_one_line_error(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("", "utf-8")
     with pytest.raises(BundleError) as caught:
@@ -247,7 +247,7 @@ def test_a_name_that_no_bundle_can_have_is_one_line(tmp_path, monkeypatch, name)
 @pytest.mark.parametrize(
     ("name", "code"), [("tokenizer.json", errno.EACCES), (MANIFEST, errno.EIO)]
 )
-def test_a_file_that_the_system_cannot_read_is_one_line(folder, name, code, monkeypatch):
+def test_file_read_error_is_one_line_error(folder, name, code, monkeypatch):
     real = Path.open
 
     def failing(self, *args, **kwargs):
@@ -274,7 +274,7 @@ def nobody():
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
 @pytest.mark.parametrize("name", [".", "target", "tokenizer.json", MANIFEST])
-def test_unreadable_files_are_one_line(name):
+def test_unreadable_files_are_one_line_error(name):
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         folder.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The command as a user runs it: what goes where, exit codes, one line for what goes wrong."""
+"""Command line: output streams, exit codes and one-line errors."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def test_every_sampling_option_reaches_the_sampler(pipeline):
     assert "seed 7" in result.stderr
 
 
-def test_stop_may_be_given_twice():
+def test_stop_option_is_repeatable():
     result = run("generate", PROMPT, "--stop", "zzz", "--stop", "\n", "-n", 40)
     assert result.returncode == 0
     assert "\n" not in result.stdout.rstrip("\n")
@@ -69,7 +69,7 @@ cli.main()
     assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 130
 
 
-def test_a_closed_pipe_is_not_a_traceback():
+def test_closed_pipe_exits_without_traceback():
     process = subprocess.Popen(
         [*COMMAND, "generate", "x", "-n", "300", "--ignore-eos"],
         stdout=subprocess.PIPE,
@@ -82,7 +82,7 @@ def test_a_closed_pipe_is_not_a_traceback():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
-def test_a_closed_standard_output_is_not_a_traceback():
+def test_closed_stdout_exits_without_traceback():
     line = f"{sys.executable} -m specedge generate x -n 3 >&-"
     result = subprocess.run(line, shell=True, capture_output=True, text=True)
     assert "Traceback" not in result.stderr
@@ -90,14 +90,14 @@ def test_a_closed_standard_output_is_not_a_traceback():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
-def test_a_closed_standard_input_is_one_line():
+def test_closed_stdin_is_one_line_error():
     line = f"{sys.executable} -m specedge generate - <&-"
     result = subprocess.run(line, shell=True, capture_output=True, text=True)
     assert result.returncode == 1
     assert "standard input is closed" in result.stderr
 
 
-def test_compare_shows_a_text_that_is_the_same_once_and_the_figures(pipeline):
+def test_compare_prints_identical_text_once_with_statistics(pipeline):
     result = run("compare", PROMPT, "-n", 40, "-k", 4, "--repeats", 2)
     assert result.returncode == 0
     assert result.stdout.count(pipeline.generate(PROMPT, 40).text) == 1
@@ -163,7 +163,7 @@ def test_inspect_check_hashes_every_file(tmp_path):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_the_variable_names_the_bundle(tmp_path):
+def test_environment_variable_selects_bundle(tmp_path):
     make_bundle(tmp_path)
     assert str(tmp_path) in run("inspect", SPECEDGE_BUNDLE=str(tmp_path)).stdout
 

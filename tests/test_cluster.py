@@ -63,7 +63,7 @@ def test_prompts_of_a_lost_worker_are_retried(capsys):
 
 
 @pytest.mark.parametrize(("number", "lost"), [(3, 1), (1, 0)])
-def test_a_prompt_that_crashes_its_workers_gets_an_error(number, lost):
+def test_prompt_crashing_its_workers_yields_error_line(number, lost):
     def attempt(missing):
         yield from results([item for item in missing if item.index != lost])
 
@@ -72,12 +72,12 @@ def test_a_prompt_that_crashes_its_workers_gets_an_error(number, lost):
     assert lines[lost]["error"].startswith("its worker was lost 5 times")
 
 
-def test_a_cluster_that_completes_no_prompt_is_an_error():
+def test_cluster_without_completed_prompts_is_an_error():
     with pytest.raises(SpecEdgeError, match="every worker was lost"):
         list(cluster.in_order(items(2), lambda missing: iter(())))
 
 
-def test_requests_are_made_independent_of_the_machine():
+def test_requests_fix_machine_dependent_draft_length():
     request = dataclasses.asdict(GenerationRequest())
     assert fix_draft_length(request, 3)
     assert request["num_draft_tokens"] == 3

@@ -39,7 +39,7 @@ V1_QUOTA, V1_PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
         ("0::/\n", {"cpu.max": "nonsense"}, []),
     ],
 )
-def test_quota_of_the_own_control_group_and_its_parents_is_read(tmp_path, cgroup, files, quotas):
+def test_quotas_of_control_group_and_ancestors_are_read(tmp_path, cgroup, files, quotas):
     assert list(cpus.cpu_quotas(file_tree(tmp_path, cgroup, files))) == quotas
 
 

@@ -116,7 +116,7 @@ def test_text_has_a_line_for_each_device_and_the_commands_that_help():
 
 
 @pytest.mark.usefixtures("probed_once")
-def test_why_not_is_one_line():
+def test_why_not_returns_one_line():
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         line = doctor.why_not("cuda")
         assert line.startswith("cuda does not work here: ")
@@ -178,7 +178,7 @@ def test_a_broken_onnx_runtime_is_a_finding(module, content, installed, what, fi
         ),
     ],
 )
-def test_packages_that_overwrote_each_other_are_a_finding(module, installed, what, uninstalled):
+def test_conflicting_onnxruntime_packages_are_a_finding(module, installed, what, uninstalled):
     module(FAKE.replace("RESULT", "right"), *installed)
     _, found = diagnosis("--device", "cpu")
     (finding,) = found["findings"]
@@ -205,21 +205,21 @@ def test_a_provider_that_fails_is_a_finding(fake, made, what):
     assert what in found["devices"]["cuda"]["reasons"][-1]["what"]
 
 
-def test_a_session_that_another_provider_took_is_no_success(fake):
+def test_session_on_fallback_provider_is_a_failure(fake):
     fake(first='["CPUExecutionProvider"]')
     _, found = diagnosis("--device", "cuda")
     assert not found["devices"]["cuda"]["works"]
     assert found["devices"]["cuda"]["facts"]["error"].endswith("CPUExecutionProvider instead")
 
 
-def test_a_provider_that_hangs_is_ended(module):
+def test_hanging_provider_is_terminated(module):
     module("import time; time.sleep(60)")
     answer = ask("runtime", seconds=3)
     assert answer.ended == "no response within 3 s while importing onnxruntime"
 
 
 @pytest.mark.usefixtures("probed_once")
-def test_a_report_is_one_file_with_all_that_json_prints(tmp_path, monkeypatch):
+def test_report_file_contains_the_json_output(tmp_path, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{Path.home()}/lib")
     path = tmp_path / "report.json"
     result = run("doctor", "--device", "cpu", "--report", path)
@@ -233,7 +233,7 @@ def test_a_report_is_one_file_with_all_that_json_prints(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("probed_once")
-def test_a_report_replaces_a_file_only_with_overwrite(tmp_path):
+def test_existing_report_file_requires_overwrite(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("mine")
     result = run("doctor", "--device", "cpu", "--report", path)
@@ -245,7 +245,7 @@ def test_a_report_replaces_a_file_only_with_overwrite(tmp_path):
 
 
 @pytest.mark.usefixtures("probed_once")
-def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_report_write_leaves_no_file(tmp_path, monkeypatch):
     def full(*paths):
         raise OSError(28, "No space left on device")
 
@@ -256,7 +256,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_commands_devices_are_those_that_can_be_tried():
+def test_device_option_lists_all_probed_devices():
     (device,) = [one for one in cli.commands["doctor"].params if one.name == "device"]
     assert list(device.type.choices) == list(probe.PROVIDERS)
 

@@ -57,7 +57,7 @@ def test_without_a_draft_model_no_draft_runs(pipeline, tables, name):
     assert made.stats.num_drafted > 0
 
 
-def test_a_chain_spares_the_model_where_the_text_repeats_itself(pipeline):
+def test_chain_skips_model_passes_on_repetitive_text(pipeline):
     options = {"ignore_eos": True, "num_draft_tokens": 4}
     for prompt, names in ((REPEATED, {"suffix"}), (PROMPT, {"suffix", "model"})):
         alone = pipeline.generate(prompt, 120, **options).stats
@@ -112,7 +112,7 @@ def test_a_custom_drafter_is_planned_and_changes_no_token(pipeline):
     assert 0 < made.stats.num_accepted < made.stats.num_drafted
 
 
-def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
+def test_invalid_draft_fails_the_request(pipeline):
     class Wrong:
         name = "wrong"
 
@@ -150,7 +150,7 @@ def test_tables_are_read_again_only_when_their_file_has_changed(pipeline, tables
     assert len(calls) == 2
 
 
-def test_lines_of_prompts_may_have_drafters_of_their_own(tmp_path, pipeline):
+def test_drafter_can_be_set_per_prompt_line(tmp_path, pipeline):
     lines = [
         {"prompt": REPEATED, "drafter": "lookup", "lookup_min": 3},
         {"prompt": REPEATED},
@@ -164,7 +164,7 @@ def test_lines_of_prompts_may_have_drafters_of_their_own(tmp_path, pipeline):
     assert {tuple(one["tokens"]) for one in made} == {tuple(pipeline.generate(REPEATED, 20).tokens)}
 
 
-def test_an_unusable_table_is_refused_before_any_line_runs(tmp_path):
+def test_invalid_table_is_rejected_before_generation(tmp_path):
     lines = [{"prompt": "a"}, {"prompt": "b", "drafter": f"ngram:{tmp_path}/none"}]
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out"
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -177,7 +177,7 @@ def test_an_unusable_table_is_refused_before_any_line_runs(tmp_path):
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [4, "auto"])
 @pytest.mark.parametrize("drafter", ["suffix", "chain"])
-def test_compare_times_any_drafter_and_predicts_only_where_costs_are_known(drafter, k):
+def test_compare_predicts_speedup_only_with_known_costs(drafter, k):
     result = run("compare", REPEATED, "-n", 30, "--repeats", 1, "--drafter", drafter, "-k", k)
     assert result.returncode == 0
     assert ("predicted" in result.stdout) == (k == "auto")

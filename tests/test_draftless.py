@@ -46,7 +46,7 @@ def test_a_manifest_without_a_draft_reads_as_written(bundle):
 
 
 @pytest.mark.parametrize("number", [6, 7, 8])
-def test_formats_without_an_optional_draft_refuse_null(tmp_path, number):
+def test_older_formats_reject_null_draft(tmp_path, number):
     make_bundle(tmp_path)
     edit(tmp_path, draft=None, format=number)
     manifest = json.loads((tmp_path / MANIFEST).read_text("utf-8"))
@@ -67,7 +67,7 @@ def test_an_id_map_without_a_draft_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, "auto"])
-def test_greedy_text_is_that_of_the_pair(loaded, pipeline, k):
+def test_greedy_text_equals_text_of_pair(loaded, pipeline, k):
     wanted = pipeline.generate(PROMPT, 48, num_draft_tokens=0).tokens
     generation = loaded.generate(PROMPT, 48, num_draft_tokens=k)
     assert generation.tokens == wanted
@@ -81,14 +81,14 @@ def test_auto_drafts_by_suffix(loaded):
     assert generation.drafter == "suffix"
 
 
-def test_slots_have_caches_of_the_target_alone(loaded):
+def test_slots_have_only_target_caches(loaded):
     with loaded.stream(PROMPT, 8) as one, loaded.stream("import ", 8) as other:
         assert "".join(one) == loaded.generate(PROMPT, 8).text
         assert "".join(other) == loaded.generate("import ", 8).text
 
 
 @pytest.mark.parametrize("drafter", ["model", "chain"])
-def test_drafters_that_need_a_model_are_one_clear_error(loaded, drafter):
+def test_drafters_requiring_a_model_are_rejected(loaded, drafter):
     with pytest.raises(DrafterError, match=f"drafter '{drafter}' needs a draft model.*--draft"):
         loaded.generate(PROMPT, 8, drafter=drafter)
 
@@ -145,7 +145,7 @@ def test_commands_run_without_a_draft(run, arguments, wanted):
     assert wanted in result.stdout
 
 
-def test_list_shows_that_there_is_none():
+def test_list_shows_missing_draft_as_none():
     from draftless import make_draftless
 
     make_draftless(store.bundles_folder() / "alone")

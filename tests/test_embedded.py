@@ -1,4 +1,4 @@
-"""The embedded pair is what models/README.md says."""
+"""The embedded pair matches models/README.md."""
 
 import re
 import sysconfig
@@ -36,7 +36,7 @@ def test_every_large_file_has_its_hash():
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(("temperature", "least"), [(0.0, 2.7), (1.0, 2.2)])
-def test_held_out_text_gives_enough_tokens_a_round(pipeline, temperature, least, report):
+def test_held_out_text_reaches_minimum_tokens_per_round(pipeline, temperature, least, report):
     rounds = tokens = 0
     for i, prompt in enumerate(held_out_prompts(pipeline.tokenizer)):
         one = pipeline.generate(prompt, 64, temperature, seed=i, ignore_eos=True)
@@ -45,7 +45,7 @@ def test_held_out_text_gives_enough_tokens_a_round(pipeline, temperature, least,
     assert tokens / rounds >= least
 
 
-def test_the_continuation_of_a_function_is_like_python(pipeline):
+def test_function_continuation_resembles_python(pipeline):
     text = pipeline.generate("def read_config(path):", 60).text
     assert re.match(r"\n {4,8}\S", text)
     assert re.search(r"\b(return|self|if|for|raise|with|import|\"\"\")", text)

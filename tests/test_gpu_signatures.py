@@ -10,7 +10,7 @@ from specedge.bundle.gpu_signatures import ONE_CALL, one_call
 
 
 @pytest.mark.parametrize("name", ONE_CALL)
-def test_a_graph_of_one_call_drafts_as_many_tokens_as_the_bundle_says(tmp_path, name):
+def test_one_call_draft_graph_must_match_bundle_num_draft_tokens(tmp_path, name):
     bundle = make_bundle(tmp_path)
     draft, k = bundle.draft, bundle.num_draft_tokens
 

@@ -25,7 +25,7 @@ def test_every_kind_of_grammar_reaches_the_text_by_flag_and_by_line(pipeline, tm
             assert (found["tokens"], found["finish_reason"]) == (made.tokens, made.finish_reason)
 
 
-def test_a_line_whose_grammar_is_refused_fails_alone():
+def test_invalid_grammar_fails_only_its_line():
     lines = [{"prompt": "a", "regex": "(a"}, {"prompt": "b", "regex": "ab"}]
     stdin = "\n".join(map(json.dumps, lines))
     result = run("generate", "--prompts", "-", "--format", "jsonl", stdin=stdin)

@@ -58,7 +58,7 @@ def test_only_sessions_import_onnxruntime_in_the_runtime():
     assert not names  # backend/sessions.py imports it by name, to turn its absence into our error
 
 
-def test_the_server_knows_the_runtime_and_only_its_command_knows_the_server():
+def test_server_imports_runtime_and_only_serve_command_imports_server():
     assert ("app.py", "specedge.runtime.requests.pipeline.Pipeline") in list(imports("serve"))
     strangers = ("specedge.exporter", "specedge.cli")
     assert not [i for i in imports("serve") if i[1].startswith(strangers)]
@@ -93,7 +93,7 @@ def modules():
     return imported
 
 
-def test_a_wheel_has_every_folder_of_python():
+def test_wheel_contains_every_python_package():
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))
     found = {
         ".".join(["specedge", *path.relative_to(ROOT).parent.parts])

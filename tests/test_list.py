@@ -1,4 +1,4 @@
-"""`specedge list`: every bundle is seen, and what killed exports left is cleared."""
+"""`specedge list`: all bundles are listed and stale export folders are removed."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_the_users_bundles_and_the_embedded_pair_are_listed_with_the_default():
     assert result.stderr == ""
 
 
-def test_a_target_and_a_draft_that_differ_are_both_shown():
+def test_different_target_and_draft_are_both_listed():
     folder = install()
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     manifest["draft"]["source"]["licence"] = None
@@ -43,7 +43,7 @@ def test_a_list_without_any_export_makes_no_folder():
     assert not store.data_folder().exists()
 
 
-def test_the_json_list_has_the_facts_of_each_bundle():
+def test_json_list_has_metadata_of_each_bundle():
     folder = install()
     one, embedded = json.loads(run("list", "--json").stdout)
     assert one["folder"] == str(folder)
@@ -63,7 +63,7 @@ def test_the_json_list_has_the_facts_of_each_bundle():
         (strip, "has no bundle.js"),
     ],
 )
-def test_a_broken_bundle_is_listed_with_its_error_in_one_line(change, said):
+def test_broken_bundle_is_listed_with_one_line_error(change, said):
     install("good")
     change(install("bad"))
     result = run("list")
@@ -87,7 +87,7 @@ def test_list_removes_files_of_killed_exports():
     assert not work.exists()
 
 
-def test_leftovers_are_not_looked_for_behind_a_link(tmp_path):
+def test_cleanup_does_not_follow_symbolic_links(tmp_path):
     (tmp_path / "mine").write_text("precious", "utf-8")
     install()
     os.symlink(tmp_path, store.bundles_folder() / f".x{staging.SUFFIX}")

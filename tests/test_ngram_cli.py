@@ -47,7 +47,7 @@ def test_the_order_and_the_bundle_are_options(tmp_path, words, pipeline):
     assert len(read.pair_tokens) > 0 == len(read.triple_tokens)
 
 
-def test_a_file_is_replaced_only_with_overwrite(tmp_path, words):
+def test_existing_file_requires_overwrite(tmp_path, words):
     output = tmp_path / "out.npz"
     output.write_text("mine")
     refused = run("ngram", "build", words, "--output", output)

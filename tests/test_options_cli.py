@@ -1,4 +1,4 @@
-"""Options that shape the distribution, as a user gives them, and what is said of them."""
+"""Sampling options on the command line and in prompt files."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_every_option_reaches_the_sampler_by_flag_and_by_line(pipeline):
         assert found["logprobs"] == entries
 
 
-def test_a_coupled_text_is_the_same_with_any_k_by_flag_and_by_line(pipeline):
+def test_coupled_text_does_not_depend_on_k_for_flag_and_line_options(pipeline):
     options = {"seed": 3, "coupling": "gumbel", "choice": 1}
     plain = pipeline.generate(PROMPT, 20, 0.9, num_draft_tokens=0, **options)
     common = ["--temperature", 0.9, "--seed", 3, "-n", 20, "-k", 4]
@@ -51,12 +51,12 @@ def test_a_coupled_text_is_the_same_with_any_k_by_flag_and_by_line(pipeline):
     assert by_flag["tokens"] == by_line["tokens"] == plain.tokens
 
 
-def test_comparing_coupled_texts_says_that_they_are_the_same():
+def test_compare_reports_identical_coupled_texts():
     coupled = ["-n", 10, "--temperature", 1, "--coupling", "gumbel", "--repeats", 1]
     assert "same tokens          yes" in run("compare", PROMPT, *coupled).stdout
 
 
-def test_lossy_text_is_marked_wherever_it_is_shown():
+def test_lossy_text_is_marked_in_every_output():
     lenient = ["-n", 10, "--temperature", 1, "--lenience", 0.25]
     marked = run("generate", PROMPT, *lenient, "--trace")
     legend, summary = marked.stderr.splitlines()
@@ -75,7 +75,7 @@ def test_lossless_text_is_not_marked(pipeline):
     assert "lossy" not in plain.stderr
 
 
-def test_a_line_with_unsupported_options_fails_alone():
+def test_unsupported_options_fail_only_their_line():
     lines = [
         {"prompt": "a", "logit_bias": {"99999999": 1}},
         {"prompt": "b", "max_new_tokens": 2},

@@ -1,4 +1,4 @@
-"""Importing specedge and loading a bundle leave the process as it was."""
+"""Importing specedge and loading a bundle do not change process state."""
 
 import os
 import subprocess

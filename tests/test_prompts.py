@@ -16,13 +16,13 @@ def read(path, text, form=None, chat=False, system=None, **request):
     return prompts.read_prompts(str(path), form, chat, system, DEFAULTS | request)
 
 
-def test_a_text_file_has_a_prompt_a_line_and_blank_lines_do_not_count(text):
+def test_text_file_has_one_prompt_per_nonblank_line(text):
     items = read(text, "\ufeffa\n\n  b \r\n\t\nc\u2028d")
     assert [item.prompt for item in items] == ["a", "  b ", "c\u2028d"]
     assert [item.index for item in items] == [0, 1, 2]
 
 
-def test_each_prompt_has_a_seed_of_its_own_that_the_command_lines_seed_decides(text, jsonl):
+def test_prompt_seeds_are_derived_from_command_line_seed(text, jsonl):
     assert [i.request["seed"] for i in read(text, "a\n\na\n", seed=9)] == [9, 10]
     assert [i.request["seed"] for i in read(text, "a\na", seed=2**64 - 1)] == [2**64 - 1, 0]
     lines = '{"prompt": "a", "seed": 9}\n{"prompt": "a"}\n{"prompt": "a", "seed": null}'
@@ -80,19 +80,19 @@ GOOD = '{"prompt": "z", "id": 1}'
         ('{"messages": [{"role": "user"}]}', r"messages\[0\] must have 'content'"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number(jsonl, line, said):
+def test_invalid_line_error_has_line_number(jsonl, line, said):
     with pytest.raises(click.UsageError, match=rf"prompts\.jsonl, line 3: .*{said}") as caught:
         read(jsonl, f"{GOOD}\n\n{line}\n{GOOD}")
     assert "\n" not in str(caught.value)
 
 
-def test_messages_and_a_system_message_do_not_mix(jsonl):
+def test_messages_conflict_with_system_option(jsonl):
     line = '{"messages": [{"role": "user", "content": "Hi"}]}'
     with pytest.raises(click.UsageError, match="--system does not apply"):
         read(jsonl, line, chat=True, system="Be brief.")
 
 
-def test_json_in_a_text_file_is_not_guessed_at(text):
+def test_json_in_text_file_is_not_parsed(text):
     with pytest.raises(click.UsageError, match="--format jsonl or --format text"):
         read(text, GOOD)
     assert read(text, GOOD, form="text")[0].prompt == GOOD

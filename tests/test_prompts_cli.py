@@ -47,7 +47,7 @@ def test_lines_equal_single_requests(pipeline, jsonl):
     assert result.stderr == "2 of 2 prompts done, 0 failed, 24 tokens\n"
 
 
-def test_a_prompt_that_fails_has_an_error_line_and_the_others_run(jsonl):
+def test_failed_prompt_yields_error_line_and_others_complete(jsonl):
     write(jsonl, {"prompt": "x " * 600, "id": 1}, {"prompt": ""}, {"prompt": "def f("})
     result = run("--prompts", "-", "--format", "jsonl", "-n", 3, stdin=jsonl.read_text("utf-8"))
     assert result.returncode == 1
@@ -59,7 +59,7 @@ def test_a_prompt_that_fails_has_an_error_line_and_the_others_run(jsonl):
     assert result.stderr == "3 of 3 prompts done, 2 failed, 3 tokens\n"
 
 
-def test_a_replay_that_ends_early_fails_its_own_line_alone(jsonl):
+def test_short_replay_fails_only_its_line(jsonl):
     write(jsonl, {"prompt": "a", "replay": [["model", 4, 1]]}, {"prompt": "def f("})
     result = run("--prompts", "-", "--format", "jsonl", "-n", 9, stdin=jsonl.read_text("utf-8"))
     assert result.returncode == 1
@@ -68,7 +68,7 @@ def test_a_replay_that_ends_early_fails_its_own_line_alone(jsonl):
     assert len(good["tokens"]) == 9
 
 
-def test_chats_of_a_bundle_without_a_template_are_refused_before_any_runs(jsonl, tmp_path):
+def test_chat_without_template_is_rejected_before_generation(jsonl, tmp_path):
     write(jsonl, {"prompt": "a"}, {"messages": [{"role": "user", "content": "Hi"}]})
     result = run("--prompts", jsonl, "--output", tmp_path / "out")
     assert (result.returncode, result.stdout) == (1, "")
@@ -76,7 +76,7 @@ def test_chats_of_a_bundle_without_a_template_are_refused_before_any_runs(jsonl,
     assert not (tmp_path / "out").exists()
 
 
-def test_chats_and_prompts_may_be_mixed(jsonl, tmp_path):
+def test_chats_and_prompts_can_be_mixed(jsonl, tmp_path):
     copy = shutil.copytree(store.embedded_folder(), tmp_path / "bundle")
     manifest = json.loads((copy / MANIFEST).read_text("utf-8")) | {"chat_template": CHATML}
     (copy / MANIFEST).write_text(json.dumps(manifest), "utf-8")
@@ -86,7 +86,7 @@ def test_chats_and_prompts_may_be_mixed(jsonl, tmp_path):
     assert chat["tokens"] == plain["tokens"]
 
 
-def test_an_output_is_replaced_only_with_overwrite(tmp_path, text):
+def test_existing_output_requires_overwrite(tmp_path, text):
     text.write_text("a\n", "utf-8")
     out = tmp_path / "out"
     out.write_text("precious", "utf-8")
@@ -120,7 +120,7 @@ def test_ctrl_c_keeps_every_finished_line(tmp_path, text):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX terminal")
-def test_a_bar_on_a_terminal_leaves_the_lines_alone(text):
+def test_progress_bar_does_not_corrupt_output_lines(text):
     import pty
 
     text.write_text("class A:\nclass B:\n", "utf-8")

@@ -62,9 +62,7 @@ def until_lines(process, path, number):
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_a_job_that_was_interrupted_and_then_loses_a_node_writes_one_machines_file(
-    cluster, text, tmp_path
-):
+def test_resumed_job_with_lost_node_writes_single_machine_output(cluster, text, tmp_path):
     text.write_text(PROMPTS, "utf-8")
     alone, spread = tmp_path / "alone", tmp_path / "spread"
     assert run_process("generate", "--prompts", text, "--output", alone, *OPTIONS).returncode == 0
@@ -93,7 +91,7 @@ def test_a_job_that_was_interrupted_and_then_loses_a_node_writes_one_machines_fi
     assert all(line.startswith("note: ") and "of lost workers" in line for line in said[:-1])
 
 
-def test_stdout_has_lines_only_and_a_note_names_the_fixed_k(cluster, jsonl):
+def test_stdout_has_only_results_and_note_reports_fixed_k(cluster, jsonl):
     lines = [{"prompt": "def f(", "id": "a"}, {"prompt": ""}, {"prompt": "import", "seed": 3}]
     jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     options = ["--prompts", jsonl, "-n", 8, "--temperature", 1, "--seed", 2]
@@ -115,7 +113,7 @@ def test_stdout_has_lines_only_and_a_note_names_the_fixed_k(cluster, jsonl):
         (["--ray", "ray://127.0.0.1:1"], "expected HOST:PORT of the cluster's head"),
     ],
 )
-def test_no_cluster_at_an_address_is_one_line_in_bounded_time(text, options, said):
+def test_unreachable_cluster_is_one_line_error_within_30_seconds(text, options, said):
     text.write_text("a\n", "utf-8")
     began = time.monotonic()
     result = run_process("generate", "--prompts", text, "-k", 4, *options)
@@ -126,7 +124,7 @@ def test_no_cluster_at_an_address_is_one_line_in_bounded_time(text, options, sai
 
 
 @pytest.mark.usefixtures("all_cpus")
-def test_missing_resources_are_one_line(cluster, text):
+def test_missing_resources_are_one_line_error(cluster, text):
     text.write_text("a\n", "utf-8")
     asked = ["generate", "--prompts", text, "-k", 4, "--ray", cluster.address]
     result = run_process(*asked, "--threads", 2)
@@ -156,7 +154,7 @@ def test_ray_data_continues_a_column_of_prompts(connected, pipeline):
         assert json.loads(row["result"])["tokens"] == alone.tokens
 
 
-def test_ray_serve_answers_as_the_server_does(connected, pipeline):
+def test_ray_serve_response_equals_server_response(connected, pipeline):
     import openai
     from ray import serve
 

@@ -1,4 +1,4 @@
-"""`specedge remove`: what is named goes whole, and nothing else ever does."""
+"""`specedge remove` deletes exactly the named bundles."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from specedge.errors import BundleError
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_removed_bundle_is_gone_and_the_others_stay(by_name):
+def test_remove_deletes_only_the_named_bundle(by_name):
     folder, other = install(), install("other")
     result = run("remove", "pair" if by_name else folder, "--yes")
     assert (result.returncode, result.stdout) == (0, "")
@@ -23,7 +23,7 @@ def test_a_removed_bundle_is_gone_and_the_others_stay(by_name):
     assert list(store.bundles_folder().iterdir()) == [other]
 
 
-def test_removing_the_default_falls_back_to_the_embedded_pair_and_says_so():
+def test_removing_default_falls_back_to_embedded_pair_with_note():
     folder = install()
     store.set_default(folder)
     result = run("remove", "pair", "-y")
@@ -39,14 +39,14 @@ def test_removing_another_bundle_keeps_the_default():
     assert store.find_bundle() == default
 
 
-def test_a_bundle_outside_is_removed_by_its_folder(tmp_path):
+def test_bundle_outside_bundles_folder_is_removed_by_path(tmp_path):
     make_bundle(tmp_path / "bundle")
     age(tmp_path / "bundle")
     bundle_library.remove(bundle_library.find_removable(str(tmp_path / "bundle")))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_broken_bundles_of_the_user_can_be_removed():
+def test_broken_user_bundles_can_be_removed():
     for change in (corrupt, age, garble):
         change(install())
         bundle_library.remove(bundle_library.find_removable("pair"))
@@ -61,7 +61,7 @@ def test_without_a_terminal_removal_needs_yes():
     assert folder.exists()
 
 
-def test_one_name_that_cannot_be_removed_keeps_all():
+def test_unknown_name_aborts_removal_of_all_bundles():
     folder = install()
     result = run("remove", "pair", "missing", "--yes")
     assert result.returncode == 1
@@ -137,7 +137,7 @@ def test_the_current_folder_is_not_removed(monkeypatch):
         bundle_library.find_removable("pair")
 
 
-def test_a_bundle_is_not_removed_while_an_export_to_it_runs():
+def test_bundle_is_not_removed_during_running_export():
     folder = install()
     work = staging.staging_folder(folder)
     work.mkdir()
@@ -149,7 +149,7 @@ def test_a_bundle_is_not_removed_while_an_export_to_it_runs():
     assert listed()["pair"].error is None
 
 
-def test_a_killed_removal_leaves_no_bundle_and_the_next_list_clears_it(monkeypatch):
+def test_interrupted_removal_is_completed_by_next_list(monkeypatch):
     folder = install()
     store.set_default(folder)
     code = (
@@ -167,7 +167,7 @@ def test_a_killed_removal_leaves_no_bundle_and_the_next_list_clears_it(monkeypat
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_to_is_one_line():
+def test_removal_from_read_only_folder_is_rejected():
     folder = install()
     folder.parent.chmod(0o500)
     with pytest.raises(BundleError, match="cannot be removed"):
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_line():
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX terminal")
 @pytest.mark.parametrize(("answer", "code", "stays"), [(b"y\n", 0, False), (b"\n", 1, True)])
-def test_on_a_terminal_it_asks(answer, code, stays):
+def test_remove_prompts_for_confirmation_on_terminal(answer, code, stays):
     import pty
 
     folder = install()

@@ -1,4 +1,4 @@
-"""Work that a full disk or a signal cuts short is not lost, and none is begun in vain."""
+"""Resuming after a full disk or a signal, and early checks of write access."""
 
 import errno
 import json
@@ -65,7 +65,7 @@ def test_resumed_lines_report_no_prefix_reuse(text, tmp_path):
         ([], "it is not a result of these prompts"),
     ],
 )
-def test_resume_refuses_the_output_of_another_run(finished, line, said):
+def test_resume_rejects_output_of_another_run(finished, line, said):
     prompts, output = finished
     output.write_text(json.dumps(line) + "\n", "utf-8")
     before = output.read_bytes()
@@ -109,7 +109,7 @@ def test_resume_refuses_lines_of_another_bundle(finished, tmp_path):
     assert "prompt 0 or the bundle has changed" in result.stderr
 
 
-def test_a_full_disk_leaves_whole_lines_and_is_named(tmp_path):
+def test_full_disk_leaves_complete_lines_and_is_reported(tmp_path):
     pytest.importorskip("resource")
     output = tmp_path / "results.jsonl"
     code = f"""if True:

@@ -67,7 +67,7 @@ def test_ctrl_c_at_the_start_of_the_installed_script_exits_130_quietly(interrupt
 
 
 @posix
-def test_an_app_that_imports_specedge_keeps_its_handlers():
+def test_import_does_not_change_signal_handlers():
     code = "import signal; before = signal.getsignal(2); import specedge, specedge.cli\n"
     code += "assert signal.getsignal(2) is before"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -100,7 +100,7 @@ def test_import_errors_of_onnxruntime_are_reported():
     assert "No module named 'coloredlogs'" in inner.strip().splitlines()[-1]
 
 
-def test_an_interrupt_during_import_stays_an_interrupt():
+def test_interrupt_during_import_is_raised_as_keyboard_interrupt():
     said = broken("raise ImportError('initialization failed') from KeyboardInterrupt()")
     assert said.strip().splitlines()[-1] == "KeyboardInterrupt"
 

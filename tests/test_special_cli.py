@@ -1,4 +1,4 @@
-"""`--special-tokens`: what spells a special token is text by default, in every command."""
+"""`--special-tokens`: by default, every command treats special tokens as text."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ def lengths(pipeline):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("arguments", [["generate", "--json"], ["compare", "--json"]])
-def test_a_prompt_is_text_unless_the_option_is_given(lengths, arguments):
+def test_special_tokens_in_prompt_need_the_option(lengths, arguments):
     for option, wanted in zip(([], ["--special-tokens"]), lengths, strict=True):
         made = run(*arguments, TEXT, "-n", 2, *option)
         found = json.loads(made.stdout)
@@ -39,7 +39,7 @@ def test_a_prompt_is_text_unless_the_option_is_given(lengths, arguments):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("command", ["generate", "compare"])
-def test_a_message_is_text_unless_the_option_is_given(lengths, tmp_path, command):
+def test_special_tokens_in_message_need_the_option(lengths, tmp_path, command):
     copy = shutil.copytree(store.embedded_folder(), tmp_path / "bundle")
     manifest = json.loads((copy / MANIFEST).read_text("utf-8"))
     (copy / MANIFEST).write_text(json.dumps(manifest | {"chat_template": ECHO}), "utf-8")
@@ -64,7 +64,7 @@ def test_a_line_of_jsonl_overrides_the_command_line(lengths, jsonl):
     assert "line 1: special_tokens must be true or false, got 'all'" in refused.stderr
 
 
-def test_bench_and_verify_read_prompts_the_same_way(pipeline, lengths):
+def test_bench_and_verify_handle_special_tokens_alike(pipeline, lengths):
     for on, wanted in zip((False, True), lengths, strict=True):
         (prompt,) = bench._prompts(pipeline, [("mine", TEXT)], on)
         assert (len(prompt.tokens), prompt.text) == (wanted, TEXT)
@@ -72,7 +72,7 @@ def test_bench_and_verify_read_prompts_the_same_way(pipeline, lengths):
         assert len(first.tokens) == wanted
 
 
-def test_texts_of_ngram_tables_are_read_the_same_way(pipeline, tmp_path, text):
+def test_ngram_build_handles_special_tokens_alike(pipeline, tmp_path, text):
     text.write_text(TEXT, "utf-8")
     for option, wanted in (([], 0), (["--special-tokens"], 1)):
         out = tmp_path / f"{wanted}.npz"
@@ -81,7 +81,7 @@ def test_texts_of_ngram_tables_are_read_the_same_way(pipeline, tmp_path, text):
         assert tables.unigrams[pipeline.tokenizer.token_to_id(END)] == wanted
 
 
-def test_a_text_that_cannot_be_encoded_is_named_by_its_file(tmp_path, text, monkeypatch):
+def test_encoding_error_names_the_file(tmp_path, text, monkeypatch):
     def refused(*_, **__):
         raise PromptError("a text spells </s>")
 

@@ -49,7 +49,7 @@ def test_bundle_precedence(tmp_path, monkeypatch):
     assert str(store.find_bundle("named")) == "named"
 
 
-def test_a_failed_write_of_the_hash_cache_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_hash_cache_write_leaves_no_file(tmp_path, monkeypatch):
     def full(*paths):
         raise OSError(errno.ENOSPC, "No space left on device")
 

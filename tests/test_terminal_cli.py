@@ -48,7 +48,7 @@ def test_prompts_cannot_control_the_terminal(jsonl, line):
     assert len(result.stderr) < 3000
 
 
-def test_two_ids_of_a_megabyte_make_a_short_message(jsonl):
+def test_megabyte_ids_make_a_short_message(jsonl):
     line = json.dumps({"prompt": "x", "id": EVIL * 10**5}, ensure_ascii=False)
     jsonl.write_text(f"{line}\n{line}\n", "utf-8")
     result = run("generate", "--prompts", jsonl)
@@ -72,7 +72,7 @@ def test_names_and_licenses_cannot_control_the_terminal(tmp_path, command):
 
 
 @pytest.mark.parametrize("name", ["a prompt", "a file"])
-def test_input_without_an_end_is_refused_at_a_limit_that_is_named(name, monkeypatch, tmp_path):
+def test_unbounded_input_is_rejected_at_stated_limit(name, monkeypatch, tmp_path):
     import click
 
     zeros = tmp_path / "zeros"
@@ -90,14 +90,14 @@ def test_input_without_an_end_is_refused_at_a_limit_that_is_named(name, monkeypa
             read(given)
 
 
-def test_one_token_is_in_the_singular():
+def test_token_count_is_pluralized():
     assert run("generate", "x", "-n", 1).stderr.startswith("1 token in ")
     assert (pluralize(0, "token"), pluralize(1, "token"), pluralize(2, "token")) == (
         "0 tokens", "1 token", "2 tokens",
     )  # fmt: skip
 
 
-def test_a_bad_ngram_file_of_a_line_is_named_by_the_lines_number(jsonl):
+def test_invalid_ngram_file_error_has_line_number(jsonl):
     jsonl.write_text('{"prompt": "a"}\n{"prompt": "b", "drafter": "ngram:gone"}\n', "utf-8")
     result = run("generate", "--prompts", jsonl)
     assert result.returncode == 1
@@ -108,7 +108,7 @@ def test_a_bad_ngram_file_of_a_line_is_named_by_the_lines_number(jsonl):
 
 
 @pytest.mark.parametrize("note", ["", "\n", "relative", "/" + "x" * 5000, "/x\0y", "/" * 10**6])
-def test_a_default_note_that_names_no_folder_is_one_line(tmp_path, monkeypatch, note):
+def test_invalid_default_file_is_one_line_error(tmp_path, monkeypatch, note):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     if store.data_folder() != tmp_path / "specedge":
         pytest.skip("no XDG folders here")

@@ -86,7 +86,7 @@ def test_a_draft_that_is_too_expensive_is_reported():
     assert rows(text, "By K")[2][4] == "never"
 
 
-def test_numbers_go_up_to_the_largest_k_of_the_runtime():
+def test_theory_tables_include_the_runtimes_maximum_k():
     found = json.loads(stdout("--alpha", 1, "--draft-cost", 0, "--json"))
     assert found["best_k"] == 64
     assert found["tokens_per_round_limit"] is None

@@ -34,7 +34,7 @@ def test_token_ids_are_refused_as_chat_messages(jsonl):
         prompts.read_prompts(str(jsonl), None, True, None, vars(GenerationRequest()))
 
 
-def test_an_id_that_the_model_lacks_is_an_error_of_its_line(jsonl):
+def test_out_of_vocabulary_id_fails_only_its_line(jsonl):
     jsonl.write_text('{"prompt": [1]}\n{"prompt": [99999999]}\n', "utf-8")
     result = run("generate", "--prompts", jsonl, "-n", 2)
     first, second = map(json.loads, result.stdout.splitlines())
@@ -42,7 +42,7 @@ def test_an_id_that_the_model_lacks_is_an_error_of_its_line(jsonl):
     assert "prompt token 99999999" in second["error"]
 
 
-def test_bench_and_verify_take_token_ids(pipeline):
+def test_bench_and_verify_support_token_ids(pipeline):
     (found,) = bench._prompts(pipeline, [("ids", [5, 6, 7])])
     assert (found.tokens, found.text) == ([5, 6, 7], pipeline.tokenizer.decode([5, 6, 7]))
     assert pipeline.prompts.tokens_of([5, 6, 7]) == [5, 6, 7]

@@ -37,7 +37,7 @@ def test_colors_mark_outcomes_and_text_is_exact(pipeline):
     assert re.sub(r"\x1b\[\d+m", "", result.stdout) == made.text + "\n"
 
 
-def test_without_a_terminal_the_marks_are_brackets(pipeline):
+def test_trace_uses_brackets_without_a_terminal(pipeline):
     result = run("--trace", "-k", "4")
     assert "\x1b" not in result.stdout + result.stderr
     assert all(mark in result.stdout for mark in "«»⟨⟩⟦⟧")
@@ -53,7 +53,7 @@ def test_plain_decoding_has_no_marks(pipeline):
     assert "plain decoding, no token is marked" in result.stderr
 
 
-def test_json_has_the_spans_if_they_are_asked_for(pipeline):
+def test_json_has_spans_only_with_trace(pipeline):
     result = run("--trace", "--json", "-k", "4")
     made = pipeline.generate(PROMPT, 40, num_draft_tokens=4)
     spans = [{"text": span.text, "fate": span.fate} for span in made.spans]

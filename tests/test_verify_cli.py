@@ -75,7 +75,7 @@ def test_the_embedded_pair_passes_every_check():
 
 
 @pytest.mark.parametrize(("options", "code"), [((), 0), (("--strict",), 1)])
-def test_too_little_time_is_incomplete_which_fails_only_if_strict(options, code):
+def test_incomplete_audit_fails_only_in_strict_mode(options, code):
     result = run(*SHORT_RUN, *options)
     assert result.returncode == code
     (first, *_) = result.stdout.splitlines()
@@ -102,7 +102,7 @@ def test_deterministic_checks_report_first(copy, monkeypatch):
     assert report.result == "FAILED"
 
 
-def test_a_model_whose_logits_are_not_numbers_fails_with_a_report(copy):
+def test_nan_logits_fail_with_a_report(copy):
     weights = copy / Bundle.read(copy).target.weights
     weights.write_bytes(b"\xff" * weights.stat().st_size)
     relist(copy)
@@ -124,7 +124,7 @@ def test_the_budget_is_a_number_of_passes(copy):
     assert audited(2.0) == 3 * 2.0
 
 
-def test_json_has_the_facts_of_the_report():
+def test_json_contains_the_report_fields():
     result = run(*SHORT_RUN, "--json", "--ops", "onnx")
     report = json.loads(result.stdout)
     assert report["result"] == "INCOMPLETE"
@@ -135,7 +135,7 @@ def test_json_has_the_facts_of_the_report():
 
 
 @pytest.mark.parametrize("file", ["target/weights.bin", "draft/decoder.onnx"])
-def test_a_flipped_byte_fails_and_is_named(copy, file):
+def test_corrupt_byte_fails_and_file_is_named(copy, file):
     with (copy / file).open("r+b") as opened:
         opened.seek(1000)
         byte = opened.read(1)
@@ -149,7 +149,7 @@ def test_a_flipped_byte_fails_and_is_named(copy, file):
     assert "Traceback" not in result.stderr
 
 
-def test_a_graph_of_another_model_fails_though_its_hash_is_listed(copy):
+def test_graph_of_another_model_fails_despite_valid_hash(copy):
     shutil.copy(copy / "draft/decoder-gqa.onnx", copy / "target/decoder-gqa.onnx")
     relist(copy)
     result = run(*SHORT_RUN, "--bundle", copy)
@@ -179,7 +179,7 @@ def test_graphs_are_compared_over_the_longest_pass_and_two_of_the_longest_shape(
 
 
 @pytest.mark.slow
-def test_a_fixed_shape_of_another_model_fails(copy):
+def test_fixed_shape_graph_of_another_model_fails(copy):
     """Found though nothing of ours runs it: step has the shape of catchup."""
     shutil.copy(copy / "target/catchup.onnx", copy / "target/step.onnx")
     relist(copy)
@@ -205,7 +205,7 @@ def read_until(text, terminal):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_a_terminal_sees_which_check_runs_and_ctrl_c_ends_it_in_one_line():
+def test_terminal_shows_progress_and_ctrl_c_exits_with_one_line():
     master, slave = os.openpty()
     process = subprocess.Popen(
         [*COMMAND, "verify"],

@@ -33,7 +33,7 @@ def renamed(tokenizer, names):
 
 
 class Writing(Pipeline):
-    """Writes a text that is set, where nothing else says what it must be."""
+    """Model that generates a scripted text."""
 
     text = None
     asked = None

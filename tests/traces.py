@@ -19,7 +19,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 from specedge.exporter.tracing import tracer
 
 TRANSLATED = tracer.translate  # which no test has swapped
-LIBRARIES = ("specedge", "torch", "transformers")  # whose code a trace knows by their versions
+LIBRARIES = ("specedge", "torch", "transformers")  # identified by version in the trace cache key
 # Fields of configs and modules that no computation reads; `_form` has the weights' types.
 IGNORED = {
     "_name_or_path", "_use_kernels", "architectures", "bos_token_id", "dtype", "eos_token_id",
@@ -40,7 +40,7 @@ def _code(path):
 
 
 _SOURCES = sorted(Path(tracer.__file__).parent.glob("*.py"))
-_CODE = (  # what a trace depends on beside the model
+_CODE = (  # further inputs of the trace cache key
     *(version(name) for name in ("torch", "transformers", "onnxscript", "onnx-ir")),
     *(hashlib.sha256(_code(path).encode()).hexdigest() for path in _SOURCES),
 )

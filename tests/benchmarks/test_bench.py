@@ -48,7 +48,7 @@ RUN = list(range(8))
         ([1, 2, *[5] * 40], 4),
     ],
 )
-def test_a_loop_begins_where_eight_tokens_come_for_the_third_time(tokens, length):
+def test_loop_starts_at_third_repeat_of_eight_tokens(tokens, length):
     assert length_before_loop(tokens) == length
 
 
@@ -66,7 +66,7 @@ def test_built_in_prompts_fit_a_context_of_512_with_room(pipeline):
 
 
 class FakePipeline:
-    """Answers with a fixed number of tokens a request, and notes what was asked."""
+    """Fake pipeline that returns fixed tokens and records its requests."""
 
     def __init__(self, tokens):
         self.tokens = tokens
@@ -105,7 +105,7 @@ def test_the_order_changes_from_repeat_to_repeat_and_from_prompt_to_prompt():
     assert order == [0, 1, 2, 3, 0, 0, 2, 3, 1, 0, 0, 3, 2, 1, 0, 0, 1, 3, 2, 0]
 
 
-def test_what_follows_a_loop_is_not_run_again():
+def test_repeats_stop_before_the_loop():
     pipeline, found = run_fake([1, 2, *[5] * 38])
     assert {asked["max_new_tokens"] for asked in pipeline.asked[-8:]} == {4}
     assert all(text.kept == 4 and len(text.tokens) == 40 for text in found.texts.values())
@@ -121,7 +121,7 @@ class SinceEmptied(Counting):
 
 
 @pytest.mark.parametrize("drafter", ["model", "chain", "auto"])
-def test_no_row_of_a_cache_survives_from_an_earlier_run(pipeline, drafter, monkeypatch):
+def test_runs_start_with_an_empty_cache(pipeline, drafter, monkeypatch):
     from specedge.runtime.requests.pipeline import Pipeline
 
     target, draft = SinceEmptied(pipeline.target), SinceEmptied(pipeline.draft)
@@ -147,7 +147,7 @@ def test_no_row_of_a_cache_survives_from_an_earlier_run(pipeline, drafter, monke
         assert by_draft >= (len(prompt.tokens) if passes else 0)
 
 
-def test_a_draft_that_is_the_target_is_accepted_everywhere(self_draft):
+def test_identical_draft_has_full_acceptance(self_draft):
     prompt = self_draft.tokenizer.encode("def read(path):").ids
     text = self_draft.generate(prompt, 40, num_draft_tokens=0, ignore_eos=True).tokens
     for sampling in (Sampling(), Sampling(temperature=0.8, top_k=20)):
@@ -155,7 +155,7 @@ def test_a_draft_that_is_the_target_is_accepted_everywhere(self_draft):
         assert found == pytest.approx([1.0] * 40, abs=1e-6)
 
 
-def test_alpha_compares_both_distributions_at_each_place_of_the_text(pipeline):
+def test_alpha_is_distribution_overlap_at_each_position(pipeline):
     prompt = pipeline.tokenizer.encode("class Parser:").ids
     sampling = Sampling(temperature=0.9, top_p=0.95)
     text = pipeline.generate(prompt, 20, 0.9, seed=1, num_draft_tokens=0, ignore_eos=True).tokens
@@ -175,7 +175,7 @@ def test_alpha_compares_both_distributions_at_each_place_of_the_text(pipeline):
 
 
 @pytest.mark.parametrize(("context_length", "places"), [(99, 20), (15, 6), (10, 1), (9, 0), (4, 0)])
-def test_alpha_ends_where_the_drafts_context_does(context_length, places):
+def test_alpha_is_measured_within_draft_context(context_length, places):
     distribution = hashed_distribution(1, 5)
     draft = TableModel(distribution, 5, context_length)
     facts = SimpleNamespace(context_length=context_length, vocab_size=5)
@@ -188,7 +188,7 @@ def test_alpha_ends_where_the_drafts_context_does(context_length, places):
         assert found == pytest.approx([1.0] * places)
 
 
-def test_a_text_of_one_token_takes_a_round_and_longer_ones_what_acceptance_says():
+def test_expected_rounds_of_a_text_follow_acceptance():
     assert text_rounds([0.5, 0.5], [1.0, 1.5, 2.0], 1, greedy=False) == 1.5
     assert text_rounds([0.5, 0.5], [1.0, 1.5, 2.0], 1, greedy=True) == 1.0
     assert text_rounds([0.25], [1.0, 1.5], 2, greedy=False) == pytest.approx(1.5 + 0.75 * 1.5)
@@ -200,14 +200,14 @@ def test_a_text_of_one_token_takes_a_round_and_longer_ones_what_acceptance_says(
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_rounds_cost_has_the_hosts_work_for_each_token_that_it_yields():
+def test_round_cost_includes_host_cost_per_token():
     costs = RoundCosts([1.0, 1.1, 1.3], [0.0, 0.1, 0.2], prefill=0.0, token=0.1)
     found = model_rounds(costs, [0.5, 0.5])
     assert found == pytest.approx([1.1, 1.2 + 0.15, 1.5 + 0.175])
     assert acceptance_chances([0.9, None], 0.6, 3) == [0.9, 0.6, 0.6]
 
 
-def test_predictions_are_right_where_the_formulas_hold():
+def test_predictions_match_under_model_assumptions():
     plain, model = figures(measured(runs(draft=0.1, verify=1.2, accepted=80)))
     assert (plain.speedup, plain.loses, plain.with_costs) == (1, False, None)
     assert model.speedup == pytest.approx(180 / 130)
@@ -229,7 +229,7 @@ def test_a_prediction_with_costs_counts_the_host_of_plain_rounds():
     assert model.with_costs_error == pytest.approx(0)
 
 
-def test_parts_add_up_to_the_time_of_a_token():
+def test_components_sum_to_time_per_token():
     _, model = figures(measured(runs(draft=0.1, verify=1.2, accepted=80, sampling=0.2, rest=0.1)))
     parts = (model.draft_seconds, model.verify_seconds, model.sampling_seconds, model.rest_seconds)
     assert sum(parts) == pytest.approx(model.seconds_per_token)
@@ -245,14 +245,14 @@ def test_losses_are_reported():
     assert losing(figures(measured(runs(draft=0.1, verify=1.2, accepted=80)))) == []
 
 
-def test_the_share_left_out_is_reported():
+def test_excluded_share_is_reported():
     found = measured(runs(draft=0.1, verify=1.2, accepted=80))
     short = {key: bench.BenchmarkText(text.tokens, 45) for key, text in found.texts.items()}
     plain, _ = figures(bench.BenchmarkRuns(found.runs, short))
     assert plain.loop_share == pytest.approx(0.75)
 
 
-def test_overall_a_text_that_takes_long_counts_more():
+def test_overall_speedup_is_weighted_by_time():
     some = [
         TimedRun(Setting("model", 1), prompt, repeat, Stats(other_seconds=seconds), ratio)
         for repeat in (1, 2, 3)
@@ -261,7 +261,7 @@ def test_overall_a_text_that_takes_long_counts_more():
     assert overall_speedup(some) == pytest.approx((9 + 3) / 10)
 
 
-def test_each_set_has_figures_of_its_own():
+def test_statistics_are_reported_per_prompt_set():
     found = measured(runs(draft=0.1, verify=1.2, accepted=80))
     sets = [BenchmarkPrompt("a", "", [1]), BenchmarkPrompt("b", "", [1])]
     names = [one.set_name for one in summarize(found, sets, {0: [1.0], 1: [0.0]}, None, True)]

@@ -1,4 +1,4 @@
-"""The number of threads that tune makes the default, and who heeds it."""
+"""Default number of threads chosen by tune."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def test_fewer_threads_are_chosen_if_clearly_faster(monkeypatch, seconds, best):
     assert tune.fastest_threads(store.embedded_folder(), "auto") == best
 
 
-def test_nothing_is_tried_for_large_models_on_one_core_or_beside_a_shared_pool(monkeypatch):
+def test_thread_tuning_is_skipped_for_large_models_one_core_or_shared_pool(monkeypatch):
     monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr(tune, "cpu_count", lambda: 1)
     assert tune.fastest_threads(store.embedded_folder(), "auto") is None

@@ -125,7 +125,7 @@ def test_packages_without_a_provider_are_replaced(reason):
     assert "onnxruntime-gpu 1.31.1 has no TensorRT on " in first.what
 
 
-def test_a_jetson_needs_a_build_of_its_own(tmp_path, monkeypatch, reason):
+def test_jetson_needs_a_dedicated_build(tmp_path, monkeypatch, reason):
     release = tmp_path / "nv_tegra_release"
     release.write_text("# R36 (release), REVISION: 4.3\n")
     monkeypatch.setattr(nvidia, "TEGRA", release)

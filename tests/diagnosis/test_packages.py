@@ -41,7 +41,7 @@ def test_versions_are_those_of_the_project():
     assert packages.LIBRARIES["tensorrt"]["libnvinfer.so.10"] in extras["tensorrt"]
 
 
-def test_packages_beside_onnx_runtime_do_not_provide_it(tmp_path, monkeypatch):
+def test_companion_packages_are_not_detected_as_onnxruntime(tmp_path, monkeypatch):
     install(tmp_path, "onnxruntime-extensions", "0.15", "onnxruntime_extensions")
     install(tmp_path, "onnxruntime-genai", "0.18", "onnxruntime_genai")
     install(tmp_path, plug_in.PACKAGE, "0.5.0", plug_in.MODULE)

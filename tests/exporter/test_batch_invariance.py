@@ -1,4 +1,4 @@
-"""Exported models on this CPU: bits that do not depend on a pass, and a model whose bits do."""
+"""Batch invariance of exported models on this CPU, and a model that is not batch-invariant."""
 
 import json
 import re
@@ -26,7 +26,7 @@ PROMPTS = (range(40, 52), range(300, 303), [7, 8, 9] * 20)
 
 
 class Trembling:
-    """A model whose logits depend on how many rows share a pass, as on a device of another kind."""
+    """Model whose logits depend on the pass length, as on a GPU."""
 
     invariant_lengths = ()
 
@@ -77,14 +77,14 @@ def test_exported_models_are_batch_invariant(exported):
             assert dependent_lengths(loaded, LENGTHS, min(140, model.context_length)) == []
 
 
-def test_noise_of_device_is_found(noisy):
+def test_device_noise_is_measured(noisy):
     tokens = np.random.default_rng(0).integers(1, 500, 72).tolist()
     found = measure_noise(noisy.target, tokens, (5,), 16)
     assert 0 < found.by_length[5] < 2 * noisy.target.float32_error * found.largest
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch):
+def test_export_notes_lengths_that_are_not_batch_invariant(tmp_path, monkeypatch):
     def none(runner, tokens, held):
         return [], lambda results: held.update(dict.fromkeys(LENGTHS, False))
 
@@ -97,7 +97,7 @@ def test_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_exact_tokens_are_plain_decodings_on_device_with_noise(twins, k):
+def test_exact_tokens_equal_plain_decoding_on_noisy_device(twins, k):
     turned = 0
     for prompt in PROMPTS:
         plain = twins.generate(prompt, LENGTH, num_draft_tokens=0, ignore_eos=True)
@@ -116,7 +116,7 @@ def test_exact_tokens_are_plain_decodings_on_device_with_noise(twins, k):
     assert turned
 
 
-def test_every_choice_is_near_tie_where_rows_may_turn_choice_of_experts(noisy):
+def test_every_token_is_near_tie_if_expert_routing_is_noisy(noisy):
     target = Trembling(noisy.target.model)
     target.num_experts = 8
     pipeline = Pipeline(noisy.bundle, noisy.tokenizer, target, noisy.draft)
@@ -140,7 +140,7 @@ def test_exact_runs_no_passes_without_near_ties(noisy):
 
 
 @pytest.mark.slow
-def test_noise_is_measured_once_and_not_where_export_found_none(noisy, pairs, monkeypatch):
+def test_noise_is_measured_once_and_skipped_if_export_found_none(noisy, pairs, monkeypatch):
     from specedge.runtime.decoding import invariance as noise
 
     calls = []
@@ -175,7 +175,7 @@ def command(twins, monkeypatch):
     return run
 
 
-def test_generate_says_which_near_ties_there_were_and_what_exact_cost(command):
+def test_generate_reports_near_ties_and_cost_of_exact(command):
     options = ("import", "-n", 60, "-k", 4, "--ignore-eos")
     line = command("generate", *options).stderr
     assert re.search(
@@ -192,7 +192,7 @@ def test_generate_says_which_near_ties_there_were_and_what_exact_cost(command):
     assert found["near_ties"][0].keys() == {"position", "token", "runner_up", "margin"}
 
 
-def test_compare_blames_near_tie_and_exact_settles_it(command):
+def test_compare_reports_near_tie_and_exact_resolves_it(command):
     options = ("import", "-n", LENGTH, "-k", 4, "--ignore-eos", "--repeats", 1)
     differing = command("compare", *options)
     assert differing.exit_code == 1
@@ -202,7 +202,7 @@ def test_compare_blames_near_tie_and_exact_settles_it(command):
     assert re.search(r"same tokens +yes", exact.stdout)
 
 
-def test_exact_may_be_asked_for_line_of_file_of_prompts(command, tmp_path):
+def test_exact_can_be_set_per_prompt_line(command, tmp_path):
     lines = [{"prompt": "import", "exact": exact} for exact in (False, True)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = ("--prompts", tmp_path / "in.jsonl", "-n", 60, "-k", 4, "--ignore-eos")

@@ -1,4 +1,4 @@
-"""Whatever happens to an export, its destination holds a whole bundle, or what it held before.
+"""After any crash, the destination contains a complete bundle or its previous content.
 
 Whole exports take seconds, so most of these are forks that only write: real processes all the same.
 """
@@ -69,7 +69,7 @@ def ended(pid):
 
 
 def replacement(place, pause=0.0):
-    """Put a copy of the bundle, its context cut, in its own place; pause before the end."""
+    """Replace the bundle with a copy of shorter context; pause before the end."""
     text = (place / "bundle/bundle.json").read_text("utf-8")
     with destination.destination(place / "bundle") as work:
         shutil.copytree(place / "bundle", work, dirs_exist_ok=True)
@@ -127,7 +127,7 @@ def test_bundle_survives_kill_after_each_rename(place, monkeypatch, number, leng
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 )
-def test_interrupted_replacement_keeps_bundle_that_was_there(place, number, code):
+def test_interrupted_replacement_keeps_existing_bundle(place, number, code):
     with process(lambda: replacement(place, 60)) as pid:
         wait_for(place / "begun")
         os.kill(pid, number)
@@ -136,7 +136,7 @@ def test_interrupted_replacement_keeps_bundle_that_was_there(place, number, code
 
 
 @pytest.mark.slow
-def test_terminated_command_says_nothing_and_keeps_bundle_that_was_there(options, place):
+def test_terminated_export_is_silent_and_keeps_existing_bundle(options, place):
     command = [*COMMAND, *options, "--output", place / "bundle"]
     exporting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for(place / ".bundle.specedge-export/new/target/weights.bin")
@@ -173,7 +173,7 @@ def test_second_export_to_one_folder_is_refused(place):
     assert context(place) == 32
 
 
-def test_many_exports_to_one_place_never_mix(tmp_path):
+def test_concurrent_exports_to_one_destination_never_mix(tmp_path):
     output, names = tmp_path / "bundle", ("one", "two", "bundle.json")
 
     def race():
@@ -194,7 +194,7 @@ def test_many_exports_to_one_place_never_mix(tmp_path):
 
 
 def mounted(script, *arguments):
-    """Run a shell script as root of a mount namespace of its own, whose mounts go with it."""
+    """Run a shell script as root of a temporary mount namespace."""
     try:
         allowed = subprocess.run(
             ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True
@@ -211,7 +211,7 @@ def mounted(script, *arguments):
 
 
 @pytest.mark.slow
-def test_on_full_disk_bundle_that_was_there_stays(options, place, tmp_path):
+def test_full_disk_keeps_existing_bundle(options, place, tmp_path):
     old = place / "bundle"
     used = sum(p.stat().st_size + 4096 for p in old.rglob("*"))
     script = """
@@ -235,7 +235,7 @@ def test_on_full_disk_bundle_that_was_there_stays(options, place, tmp_path):
 
 
 @pytest.mark.slow
-def test_read_only_place_is_refused_before_any_work(options, tmp_path):
+def test_read_only_destination_is_rejected_before_export(options, tmp_path):
     script = 'place=$1; shift; mount -t tmpfs -o ro none "$place"; "$@"'
     result = mounted(script, tmp_path, *COMMAND, *options, "--output", tmp_path / "bundle")
     assert result.returncode == 1

@@ -52,7 +52,7 @@ def test_interrupted_export_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_leftovers_are_removed_and_running_export_is_left_alone(tmp_path):
+def test_stale_folders_are_removed_except_of_running_exports(tmp_path):
     dead, alive = slow_export(tmp_path / "dead"), slow_export(tmp_path / "alive")
     try:
         dead.kill()
@@ -73,7 +73,7 @@ def test_bundle_is_replaced(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_failed_export_keeps_bundle_that_was_there(tmp_path):
+def test_failed_export_keeps_existing_bundle(tmp_path):
     put(tmp_path / "bundle", "old")
     with pytest.raises(ZeroDivisionError), destination.destination(tmp_path / "bundle"):
         raise ZeroDivisionError
@@ -81,7 +81,7 @@ def test_failed_export_keeps_bundle_that_was_there(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_places_where_no_bundle_may_be_are_refused_before_any_work(tmp_path):
+def test_invalid_destinations_are_rejected_before_export(tmp_path):
     (tmp_path / "file").write_text("", "utf-8")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/file").write_text("", "utf-8")
@@ -103,7 +103,7 @@ def test_unwritable_parent_is_refused_before_any_work(tmp_path):
         export("no-draft", "no-target", tmp_path / "bundle")
 
 
-def test_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch):
+def test_full_disk_is_an_error_and_leaves_no_files(pairs, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -14,13 +14,13 @@ def bundle(pairs, tmp_path_factory):
     return export(None, target, tmp_path_factory.mktemp("alone") / "bundle", ops="gqa")
 
 
-def test_target_alone_is_exported(bundle):
+def test_export_without_draft(bundle):
     assert (bundle.draft, bundle.format) == (None, FIRST_FORMAT_WITHOUT_DRAFT)
     assert not [name for name in bundle.files if name.startswith("draft/")]
     assert Bundle.read(bundle.folder) == bundle
 
 
-def test_target_alone_writes_the_pairs_text(bundle, pairs):
+def test_target_only_text_equals_pair_text(bundle, pairs):
     with specedge.load(bundle.folder) as alone, specedge.load(pairs.bundle("gpt2").folder) as pair:
         wanted = pair.generate([1, 2, 3, 1, 2], 24, num_draft_tokens=0, ignore_eos=True).tokens
         for k in (0, 3, "auto"):
@@ -39,7 +39,7 @@ def test_target_alone_writes_the_pairs_text(bundle, pairs):
         ("draft_adapter", "some/adapter"),
     ],
 )
-def test_options_of_draft_need_one(pairs, tmp_path, option, value):
+def test_draft_options_require_a_draft(pairs, tmp_path, option, value):
     name = f"--{option.replace('_', '-')}"
     with pytest.raises(
         ExportError, match=f"{name} needs a draft model; specify --draft, or omit {name}$"
@@ -47,7 +47,7 @@ def test_options_of_draft_need_one(pairs, tmp_path, option, value):
         export("none", pairs.checkpoint("gpt2")[1], tmp_path / "bundle", **{option: value})
 
 
-def test_target_alone_has_folder_of_its_own():
+def test_target_only_export_has_a_separate_default_folder():
     alone = store.default_destination(None, "some/target")
     assert alone.name == "some-target"
     assert alone != store.default_destination("some/draft", "some/target")

@@ -14,7 +14,7 @@ run = partial(installed.run, "export")
 run_process = partial(installed.run_process, "export")
 
 
-def test_error_is_one_line(pairs, tmp_path):
+def test_export_error_is_one_line(pairs, tmp_path):
     draft = pairs.checkpoint("gpt2")[0]
     result = run("--draft", draft, "--target", tmp_path / "missing", "--output", tmp_path / "out")
     assert (result.returncode, result.stdout) == (1, "")
@@ -23,14 +23,14 @@ def test_error_is_one_line(pairs, tmp_path):
 
 
 @pytest.mark.slow
-def test_hub_id_without_network_is_one_line(tmp_path):
+def test_hub_id_without_network_is_one_line_error(tmp_path):
     result = run("--draft", "a/b", "--target", "a/c", "--output", tmp_path / "out")
     assert result.returncode == 1
     assert "hub cannot be reached" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
-def test_missing_extra_is_one_line_with_its_command(tmp_path):
+def test_missing_extra_is_one_line_error_with_pip_command(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')", "utf-8")
     result = run_process("--draft", "a/b", "--target", "a/c", PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
@@ -64,6 +64,6 @@ def test_compute_type_of_quantized_checkpoint_needs_no_precision():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_bits_of_another_precision_are_error_in_one_line(tmp_path, precision):
+def test_bits_option_with_other_precision_is_one_line_error(tmp_path, precision):
     with pytest.raises(ExportError, match=f"--bits applies to --precision int4, not {precision}"):
         export(None, tmp_path, tmp_path / "bundle", precision=precision, bits=5.0)

@@ -1,4 +1,4 @@
-"""Pages of mapped files are given back, and what was written to them is not."""
+"""Release of memory-mapped pages, except modified ones."""
 
 import time
 
@@ -52,7 +52,7 @@ def test_pages_of_mapped_files_are_given_back_and_read_again(file):
     assert int(mapped.sum(dtype=np.int64)) == before
 
 
-def test_pages_of_mappings_that_exporter_did_not_make_stay(file):
+def test_foreign_mappings_are_not_released(file):
     foreign = np.memmap(file, np.uint8, "r")
     own = mapped_memory.map_file(file, 0, SIZE)
     foreign.sum()
@@ -66,7 +66,7 @@ def test_pages_of_mappings_that_exporter_did_not_make_stay(file):
     assert bounds[0] == own.ctypes.data
 
 
-def test_mapping_that_was_written_to_keeps_what_was_written(file):
+def test_modified_mapping_is_not_released(file):
     mapped = mapped_memory.map_file(file, 0, SIZE)
     mapped.sum()
     mapped[SIZE // 2] = 7
@@ -76,7 +76,7 @@ def test_mapping_that_was_written_to_keeps_what_was_written(file):
     assert [*mapped_memory._unmodified_mappings([mapped.ctypes.data])] == []
 
 
-def test_tensor_of_checkpoint_is_owned_while_view_of_it_lives(tmp_path):
+def test_checkpoint_mapping_lives_as_long_as_its_views(tmp_path):
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"weight": torch.ones(4, 4)}, path)
     before = len(mapped_memory._registered)

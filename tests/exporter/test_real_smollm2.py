@@ -37,7 +37,7 @@ def pipeline(smollm2):
     return smollm2.pipeline("fp32")
 
 
-def test_greedy_text_is_that_of_transformers(smollm2, pipeline):
+def test_greedy_text_equals_transformers(smollm2, pipeline):
     for prompt in smollm2.prompts():
         smollm2.check_greedy(prompt, pipeline.generate(prompt, LENGTH, ignore_eos=True).tokens)
 
@@ -63,7 +63,7 @@ def test_divergence_of_int8_is_within_its_bound(smollm2, tmp_path, report):
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=map(str, range(len(TEXTS))))
-def test_texts_have_tokens_of_transformers(smollm2, pipeline, text):
+def test_text_tokens_equal_transformers(smollm2, pipeline, text):
     tokens = smollm2.tokenizer(text)["input_ids"]
     assert pipeline.tokenizer.encode(text).ids == tokens
     decoded = smollm2.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -71,18 +71,18 @@ def test_texts_have_tokens_of_transformers(smollm2, pipeline, text):
 
 
 def split_text():
-    """Return a dialogue and code whose white space transformers splits otherwise."""
+    """Return a dialogue and code whose whitespace transformers splits differently."""
     lines = (reference.TEXTS / "prompts.jsonl").read_text("utf-8").splitlines()
     code = [prompt["text"] for prompt in map(json.loads, lines) if prompt["kind"] == "code"]
     return "\n\n".join([*(message["content"] for message in DIALOGUES[2]), *code])
 
 
-def test_white_space_has_tokens_of_llama_cpp(pipeline):
+def test_whitespace_tokens_equal_llama_cpp(pipeline):
     ids = pipeline.tokenizer.encode(split_text()).ids
     assert hashlib.sha256(json.dumps(ids).encode()).hexdigest() == LLAMA_CPP_SHA256
 
 
 @pytest.mark.parametrize("messages", [*(d[:-1] for d in CHATS), SYSTEM])
-def test_chats_have_tokens_of_transformers(smollm2, pipeline, messages):
+def test_chat_tokens_equal_transformers(smollm2, pipeline, messages):
     expected = smollm2.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert pipeline.prompts.chat_tokens(messages) == list(expected["input_ids"])

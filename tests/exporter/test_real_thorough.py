@@ -21,7 +21,7 @@ def test_divergence_in_blocks_is_within_its_bound(smollm2, precision, tmp_path):
     assert smollm2.divergence(precision, tmp_path) <= MOST[precision]
 
 
-def test_greedy_text_of_gemma_is_that_of_transformers(gemma):
+def test_gemma_greedy_text_equals_transformers(gemma):
     for prompt in gemma.prompts()[::3]:
         pipeline = gemma.pipeline("fp32")
         tokens = pipeline.generate(prompt, LENGTH, num_draft_tokens=0, ignore_eos=True).tokens
@@ -35,7 +35,7 @@ def test_gemma_in_int8_is_within_its_bound(gemma, tmp_path):
     assert gemma.divergence("int8", tmp_path) <= 0.006
 
 
-def test_whole_audit_passes(smollm2):
+def test_full_audit_passes(smollm2):
     result = CliRunner().invoke(
         main, ["verify", "--bundle", str(smollm2.bundle("int8")), "--minutes", "10"]
     )

@@ -1,4 +1,4 @@
-"""Bundles whose draft has a head of few tokens: still their own target's text."""
+"""Bundles with a reduced draft vocabulary generate the text of the target."""
 
 import json
 
@@ -71,7 +71,7 @@ def made(request, tmp_path_factory):
 
 
 @EVERY_KIND
-def test_manifest_says_which_tokens_draft_has(made):
+def test_manifest_lists_draft_token_ids(made):
     bundle = made.bundle
     own = bundle.id_map == "draft/ids.bin"
     assert own or bundle.id_map == "target/draft-ids.bin"
@@ -85,7 +85,7 @@ def test_manifest_says_which_tokens_draft_has(made):
 
 
 @EVERY_KIND
-def test_drafts_logits_are_models_of_these_tokens(made):
+def test_draft_logits_equal_full_logits_of_its_tokens(made):
     whole = AutoModelForCausalLM.from_pretrained(
         made.target if made.bundle.shares_weights else made.draft, dtype=torch.float32
     )
@@ -103,7 +103,7 @@ def test_drafts_logits_are_models_of_these_tokens(made):
 
 @EVERY_KIND
 @pytest.mark.parametrize("k", [1, 4])
-def test_greedy_text_is_plain_decodings_to_bit(made, k):
+def test_greedy_text_equals_plain_decoding(made, k):
     plain = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=0, logprobs=1, ignore_eos=True)
     found = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=k, logprobs=1, ignore_eos=True)
     assert found.tokens == plain.tokens
@@ -138,7 +138,7 @@ def test_drafted_token_follows_targets_distribution(made):
 
 @EVERY_KIND
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_k": 50, "top_p": 0.9}], ids=str)
-def test_host_written_from_document_writes_same(made, options):
+def test_host_written_from_document_generates_the_same_text(made, options):
     folder = made.bundle.folder
     manifest = document_reader.read(folder)
     assert manifest == json.loads(made.bundle.to_json())
@@ -165,7 +165,7 @@ def test_host_written_from_document_writes_same(made, options):
     ],
     ids=["penalties", "biases and bans", "held back ends"],
 )
-def test_options_that_name_tokens_which_draft_lacks_change_no_text(made, options):
+def test_options_with_tokens_outside_draft_vocabulary_keep_the_text(made, options):
     texts = [
         made.pipeline.generate(PROMPT, 40, num_draft_tokens=k, **options).tokens for k in (0, 3)
     ]
@@ -191,7 +191,7 @@ def test_audit_passes(made):
 @pytest.mark.parametrize(
     ("count", "said"), [(512, "the draft has 512 tokens; use a smaller"), (1, "are always kept")]
 )
-def test_number_that_cannot_be_is_refused_before_anything_is_traced(made, tmp_path, count, said):
+def test_invalid_vocabulary_size_is_rejected_before_tracing(made, tmp_path, count, said):
     progress = Progress()
     with pytest.raises(ExportError, match=said):
         export(made.draft, made.target, tmp_path / "b", draft_vocab=count, progress=progress)
@@ -200,6 +200,6 @@ def test_number_that_cannot_be_is_refused_before_anything_is_traced(made, tmp_pa
 
 
 @pytest.mark.parametrize("count", [0, -3, 1.5])
-def test_number_that_is_none_is_refused(tmp_path, count):
+def test_non_integer_vocabulary_size_is_rejected(tmp_path, count):
     with pytest.raises(ValueError, match="draft_vocab"):
         export("a", "b", tmp_path / "c", draft_vocab=count)

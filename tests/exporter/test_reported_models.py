@@ -1,4 +1,4 @@
-"""Reports of other exporters' users: models whose numbers are hard, each with the right result."""
+"""Models with numerical problems that users of other exporters reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specedge.exporter import export
 
 
 @pytest.mark.slow
-def test_report_includes_the_rounded_inputs_of_massive_activations(tmp_path, monkeypatch):
+def test_report_includes_quantization_error_of_massive_activations(tmp_path, monkeypatch):
     """At accuracy level 4 near-ties flip; without packed weights inputs stay in float32."""
 
     class FloatProducts(onnxruntime.SessionOptions):

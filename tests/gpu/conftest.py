@@ -132,7 +132,7 @@ def planted(monkeypatch):
 
 @pytest.fixture
 def one_call(monkeypatch):
-    """A draft of K tokens by one call takes as long as one pass, and is what passes draft."""
+    """Make one-call drafts as fast as one pass and equal to drafts by passes."""
     monkeypatch.setattr(DraftGraph, "_median", lambda self, run: 1.0)
     monkeypatch.setattr(OrtModel, "_drafts_equal_tokens", lambda self, call: True)
 

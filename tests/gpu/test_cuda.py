@@ -1,4 +1,4 @@
-"""What the host does for a GPU: placement, copies, waits, captured graphs.
+"""Host-side CUDA behavior: placement, copies, synchronization and graph capture.
 
 Over a stand-in for CUDA, where kernels compute nothing: what a pass would have written is planted.
 """
@@ -46,7 +46,7 @@ def test_no_node_of_any_graph_is_on_the_cpu_nor_copied_to_it(cuda, pairs, name):
             assert not copies
 
 
-def test_float32_groupqueryattention_is_no_kernel_of_a_gpu(cuda, pairs):
+def test_float32_group_query_attention_is_rejected_on_cuda(cuda, pairs):
     with pytest.raises(
         DeviceError, match=r"cuda runs only .*onnx of its graph variants, not 'gqa'"
     ):
@@ -67,7 +67,7 @@ def test_float32_groupqueryattention_is_no_kernel_of_a_gpu(cuda, pairs):
         ("int8-fp32", "onnx-fp32"),
     ],
 )
-def test_a_request_runs_through_in_the_best_graph_variant(cuda, pairs, name, ops):
+def test_request_completes_in_the_best_graph_variant(cuda, pairs, name, ops):
     with loaded(pairs(name)) as pipeline:
         assert (pipeline.target.ops, pipeline.draft.ops) == (ops, ops)
         for options in ({}, {"temperature": 0.8, "top_k": 20}, {"temperature": 1.0}):
@@ -76,7 +76,7 @@ def test_a_request_runs_through_in_the_best_graph_variant(cuda, pairs, name, ops
 
 
 def cost_of_rounds(cuda, pipeline, **options):
-    """What the second half of a long request does, and how many passes it has."""
+    """Return the CUDA call counts and number of passes of the second half of a long request."""
     found = []
     for length in (20, 20, 40):
         pipeline.forget()
@@ -88,7 +88,7 @@ def cost_of_rounds(cuda, pipeline, **options):
     return {name: found[2][name] - found[1][name] for name in found[2]}
 
 
-def test_a_greedy_round_waits_twice_for_its_draft_and_twice_for_the_target(cuda, pipeline):
+def test_greedy_round_synchronizes_twice_per_model(cuda, pipeline):
     counts = cost_of_rounds(cuda, pipeline)
     assert counts["passes"] == (K + 1) * counts["rounds"] > K
     assert counts["blocking"] <= 4 * counts["rounds"]
@@ -99,7 +99,7 @@ def test_a_greedy_round_waits_twice_for_its_draft_and_twice_for_the_target(cuda,
     assert counts["mallocs"] <= 0
 
 
-def test_a_drawn_round_also_waits_twice_for_its_draft_and_fetches_kilobytes(cuda, pipeline):
+def test_sampled_round_synchronizes_twice_per_model(cuda, pipeline):
     counts = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=20, top_p=0.99, min_p=1e-4)
     assert counts["passes"] == (K + 1) * counts["rounds"] > K
     assert counts["blocking"] <= 4 * counts["rounds"]
@@ -113,7 +113,7 @@ def test_a_drawn_round_also_waits_twice_for_its_draft_and_fetches_kilobytes(cuda
 @pytest.mark.parametrize(
     "options", [{"temperature": 1.0}, {"temperature": 1.0, "repetition_penalty": 1.2}], ids=str
 )
-def test_of_weights_of_all_tokens_one_row_is_fetched_after_a_rejection(
+def test_full_distribution_row_is_fetched_only_after_rejection(
     cuda, pipeline, planted, monkeypatch, options
 ):
     planted["num_weights"] = VOCAB_SIZE - 1
@@ -132,7 +132,7 @@ def test_of_weights_of_all_tokens_one_row_is_fetched_after_a_rejection(
     assert counts["racing_copies"] == 0
 
 
-def test_all_that_is_drafted_and_accepted_is_drawn_without_a_row(cuda, pipeline, planted):
+def test_accepted_draft_fetches_no_distribution_row(cuda, pipeline, planted):
     planted["num_weights"] = VOCAB_SIZE - 1
     draft = pipeline.draft
     draft.truncate(0)
@@ -145,7 +145,7 @@ def test_all_that_is_drafted_and_accepted_is_drawn_without_a_row(cuda, pipeline,
     assert counts["d2h_bytes"] < 1100 * K
 
 
-def test_what_the_graph_that_draws_is_told_lies_where_its_kernels_read(cuda, pipeline):
+def test_sampling_inputs_are_on_the_device(cuda, pipeline):
     sampling = Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, repetition_penalty=1.5)
     pipeline.draft.truncate(0)
     pipeline.draft.draft([5], 2, History([5, 7]), sampling, np.array([0.25, 0.75]))
@@ -160,7 +160,7 @@ def test_what_the_graph_that_draws_is_told_lies_where_its_kernels_read(cuda, pip
 
 
 @pytest.mark.parametrize("at", range(len(ONE_CALL)), ids=ONE_CALL)
-def test_the_steps_of_a_draft_copy_no_buffer(cuda, pipeline, at):
+def test_draft_steps_do_not_copy_cache_buffers(cuda, pipeline, at):
     session, cache = pipeline.draft._draft_graphs[at]._session, pipeline.draft.cache
     for length in (1, 2):
         bound = session.bind(cache, length, 1)
@@ -171,7 +171,7 @@ def test_the_steps_of_a_draft_copy_no_buffer(cuda, pipeline, at):
         assert copied < pipeline.bundle.draft.cache_layout("gqa-fp16").size / len(cache.arrays)
 
 
-def test_a_draft_that_one_call_makes_no_faster_takes_passes(cuda, pairs, planted, monkeypatch):
+def test_draft_uses_passes_if_one_call_is_not_faster(cuda, pairs, planted, monkeypatch):
     seconds = cycle([K + 0.5, 1.0])
     monkeypatch.setattr(DraftGraph, "_median", lambda self, run: next(seconds))
     monkeypatch.setattr(OrtModel, "_drafts_equal_tokens", lambda self, call: True)
@@ -181,9 +181,7 @@ def test_a_draft_that_one_call_makes_no_faster_takes_passes(cuda, pairs, planted
         assert counts["graph_launches"] == counts["passes"] > K
 
 
-def test_a_call_that_fails_leaves_the_draft_to_passes_and_a_note_says_why(
-    cuda, pairs, planted, monkeypatch
-):
+def test_failing_draft_graph_falls_back_to_passes_with_note(cuda, pairs, planted, monkeypatch):
     def fail(self, step):
         raise SpecEdgeError("a pass of draft failed in ONNX Runtime: no kernel")
 
@@ -196,7 +194,7 @@ def test_a_call_that_fails_leaves_the_draft_to_passes_and_a_note_says_why(
         assert found.stats.num_draft_passes
 
 
-def test_which_settings_take_one_call_is_measured_for_those_that_fetch_rows_apart(
+def test_one_call_speed_is_measured_separately_for_full_distributions(
     cuda, pairs, planted, monkeypatch
 ):
     seconds = iter([1.0, 1.0, K + 0.5, 1.0, 1.0, 1.0])  # greedy, top-k, all tokens; by passes each
@@ -209,15 +207,13 @@ def test_which_settings_take_one_call_is_measured_for_those_that_fetch_rows_apar
         assert whole["graph_launches"] == 2 * whole["rounds"]
 
 
-def test_a_call_that_drafts_other_tokens_than_passes_is_not_taken(
-    cuda, pairs, planted, monkeypatch
-):
+def test_draft_graph_with_different_tokens_is_not_used(cuda, pairs, planted, monkeypatch):
     monkeypatch.setattr(DraftGraph, "_median", lambda self, run: 1.0)
-    with loaded(pairs("fp32-fp16")) as pipeline:  # kernels do nothing: token 1 whatever is drawn
+    with loaded(pairs("fp32-fp16")) as pipeline:  # stand-in kernels compute nothing: always token 1
         assert [type(call) for call in pipeline.draft._draft_graphs] == [GreedyDraftGraph]
 
 
-def test_a_round_waits_twice_for_each_pass_and_fetches_a_few_kilobytes(cuda, pipeline):
+def test_round_synchronizes_twice_per_pass_and_fetches_few_kilobytes(cuda, pipeline):
     counts = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=20, typical_p=0.99)
     assert counts["passes"] > K
     assert counts["blocking"] <= 2 * counts["passes"]
@@ -228,13 +224,13 @@ def test_a_round_waits_twice_for_each_pass_and_fetches_a_few_kilobytes(cuda, pip
     assert counts["mallocs"] <= 0
 
 
-def test_drawing_from_all_tokens_fetches_whole_rows_once_a_pass(cuda, pipeline):
+def test_unfiltered_sampling_fetches_full_rows_once_per_pass(cuda, pipeline):
     counts = cost_of_rounds(cuda, pipeline, temperature=1.0, typical_p=0.99)
     assert counts["d2h"] == counts["passes"]
     assert counts["blocking"] == 2 * counts["passes"]
 
 
-def test_each_length_is_captured_at_load_and_only_replayed_afterwards(cuda, pairs):
+def test_each_pass_length_is_captured_once_at_load(cuda, pairs):
     with cuda.counted() as counts:
         pipeline = specedge.load(pairs("fp32-fp16"), device="cuda")
     assert counts["captures"] == K + 1 + 2 + 2 + 2  # the target's, the draft's, and of K steps
@@ -248,7 +244,7 @@ def test_each_length_is_captured_at_load_and_only_replayed_afterwards(cuda, pair
     pipeline.close()
 
 
-def test_a_length_beyond_the_exported_one_runs_without_a_graph(cuda, pipeline):
+def test_longer_pass_runs_without_cuda_graph(cuda, pipeline):
     for _ in range(2):
         with cuda.counted() as counts:
             pipeline.target.truncate(0)
@@ -257,7 +253,7 @@ def test_a_length_beyond_the_exported_one_runs_without_a_graph(cuda, pipeline):
     assert counts["captures"] == counts["graph_launches"] == 0
 
 
-def test_auto_is_the_gpu_where_it_works_and_the_bundle_has_graphs_for_it(cuda, pairs, monkeypatch):
+def test_auto_selects_gpu_if_usable_and_supported_by_bundle(cuda, pairs, monkeypatch):
     for reason, ops in ((None, "gqa-fp16"), ("no driver", "gqa")):
         monkeypatch.setattr(loader, "why_not", lambda device, reason=reason: reason)
         pipeline = specedge.load(pairs("fp32-fp16"), device="auto")
@@ -267,7 +263,7 @@ def test_auto_is_the_gpu_where_it_works_and_the_bundle_has_graphs_for_it(cuda, p
     assert specedge.load(device="auto").target.ops == "gqa"  # the embedded pair has none
 
 
-def test_threads_are_refused_where_no_model_is_on_the_cpu(cuda, pairs):
+def test_threads_option_is_rejected_without_cpu_models(cuda, pairs):
     with pytest.raises(DeviceError, match="threads=1 is for models on the CPU, and both run on"):
         specedge.load(pairs("fp32-fp16"), device="cuda", threads=1)
     bundle = Bundle.read(pairs("fp32-fp16"))
@@ -275,7 +271,7 @@ def test_threads_are_refused_where_no_model_is_on_the_cpu(cuda, pairs):
     assert on == {"target": Device("cuda", 1), "draft": Device("cpu", 1)}
 
 
-def test_the_audit_takes_the_draft_elsewhere(cuda, pairs):
+def test_audit_supports_draft_on_another_device(cuda, pairs):
     pytest.importorskip("scipy", reason="the audit needs SciPy")
     from specedge.verification.audit import ExecutionSettings
 
@@ -289,7 +285,7 @@ def test_the_audit_takes_the_draft_elsewhere(cuda, pairs):
     draft.close()
 
 
-def test_a_draft_on_the_cpu_beside_a_target_on_the_gpu(cuda, pairs):
+def test_cpu_draft_with_gpu_target(cuda, pairs):
     with loaded(pairs("fp32-fp16"), draft_device="cpu") as pipeline:
         assert (pipeline.target.ops, pipeline.draft.ops) == ("gqa-fp16", "gqa")
         found = pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=2)
@@ -297,7 +293,7 @@ def test_a_draft_on_the_cpu_beside_a_target_on_the_gpu(cuda, pairs):
         assert found.stats.num_draft_passes
 
 
-def test_a_pass_of_the_cpu_is_asked_for_in_vain_of_a_gpu_model(cuda, pairs):
+def test_cpu_graph_variant_is_rejected_on_gpu(cuda, pairs):
     bundle = Bundle.read(pairs("int8-fp16"))
     model = OrtModel(bundle, bundle.target, Device("cuda"))
     assert model.ops == "gqa-fp16"

@@ -14,7 +14,7 @@ if reason := standin.why_not():
     pytest.skip(reason, allow_module_level=True)
 
 
-def test_a_whole_request_of_the_command_line(cuda, pairs):
+def test_generate_command_on_cuda(cuda, pairs):
     done = run(
         "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda",
         "-n", "12", "--ignore-eos",
@@ -23,7 +23,7 @@ def test_a_whole_request_of_the_command_line(cuda, pairs):
     assert "12 tokens" in done.stderr
 
 
-def test_the_command_lines_thread_pool_serves_a_draft_on_the_cpu_beside_a_gpu(cuda, pairs):
+def test_cli_thread_pool_runs_cpu_draft_with_gpu_target(cuda, pairs):
     done = run(
         "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda",
         "--draft-device", "cpu", "-n", "12", "--ignore-eos", "-k", "2",
@@ -40,7 +40,7 @@ def test_the_command_lines_thread_pool_serves_a_draft_on_the_cpu_beside_a_gpu(cu
         ({"STANDIN_MEMORY_MB": 0}, "specedge: not enough memory on cuda for "),
     ],
 )
-def test_a_machine_that_lacks_something_is_one_clear_line(cuda, pairs, setting, message):
+def test_missing_gpu_component_is_one_line_error(cuda, pairs, setting, message):
     done = run(
         "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda", **setting
     )
@@ -50,7 +50,7 @@ def test_a_machine_that_lacks_something_is_one_clear_line(cuda, pairs, setting, 
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_library_that_is_missing_is_one_clear_line(cuda, pairs, tmp_path):
+def test_missing_library_is_one_line_error(cuda, pairs, tmp_path):
     folder = Path(cuda.build())
     for name in cuda.LIBRARIES[:3]:
         (tmp_path / name).symlink_to(folder / name)
@@ -64,7 +64,7 @@ def test_a_library_that_is_missing_is_one_clear_line(cuda, pairs, tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_device_that_there_is_not_is_named(pairs, libraries):
+def test_unknown_device_index_is_named_in_the_error(pairs, libraries):
     arguments = ("generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda:7")
     done = run(*arguments, STANDIN_DIR=libraries)
     assert done.returncode == 1
@@ -73,7 +73,7 @@ def test_a_device_that_there_is_not_is_named(pairs, libraries):
     )
 
 
-def test_why_a_second_gpu_does_not_work_is_told(pairs, libraries):
+def test_second_gpu_failure_reason_is_reported(pairs, libraries):
     arguments = ("generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda:1")
     done = run(*arguments, STANDIN_DIR=libraries, STANDIN_DEVICES=2, STANDIN_DRIVER=12040)
     assert done.returncode == 1

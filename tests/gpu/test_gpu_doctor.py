@@ -1,4 +1,4 @@
-"""`specedge doctor` over the stand-in CUDA, and beside libraries that are missing or broken."""
+"""`specedge doctor` with the stand-in CUDA and with missing or broken libraries."""
 
 import ctypes
 import json
@@ -43,7 +43,7 @@ def is_here(library):
     return True
 
 
-def test_a_provider_whose_results_are_wrong_does_not_work(libraries):
+def test_provider_with_wrong_results_is_reported_as_not_working(libraries):
     found = diagnosis(libraries)
     (reason,) = found["devices"]["cuda"]["reasons"]
     assert reason["what"].startswith("its results are wrong: 60 of 128 numbers: y[0, 0] is 0,")
@@ -74,12 +74,12 @@ def test_text_names_the_driver_and_the_gpu(libraries):
         ({"STANDIN_MEMORY_MB": "0"}, "the GPU is out of memory (Exception during initialization"),
     ],
 )
-def test_machines_that_lack_something(libraries, setting, what):
+def test_missing_gpu_components_are_reported(libraries, setting, what):
     assert what in reasons(libraries, **setting)[0]["what"]
 
 
 @pytest.mark.skipif(is_here("libcublasLt.so.13"), reason="cuBLAS is installed")
-def test_a_missing_library_is_named_with_the_package_that_brings_it(some):
+def test_missing_library_finding_names_its_package(some):
     (some / "libcublasLt.so.13").unlink()
     (some / "libcublas.so.13").unlink()
     (reason,) = reasons(some)
@@ -95,7 +95,7 @@ def test_a_broken_library_is_named(some):
     assert reason["fix"] == 'pip install "nvidia-curand~=10.0"'
 
 
-def test_what_a_library_needs_in_turn_is_named(some, tmp_path):
+def test_missing_transitive_library_is_named(some, tmp_path):
     path, source = some / "libcurand.so.10", ["-x", "c", os.devnull]
     path.unlink()
     for out, more in ((tmp_path / "libdeep.so", ["-Wl,-soname,libdeep.so.1"]), (path, [])):
@@ -105,7 +105,7 @@ def test_what_a_library_needs_in_turn_is_named(some, tmp_path):
     assert reason == {"what": "a library cannot be loaded: libdeep.so.1 (not found)", "fix": None}
 
 
-def test_a_library_that_crashes_as_it_loads_is_a_finding(some):
+def test_library_crashing_at_load_is_a_finding(some):
     path = some / "libcurand.so.10"
     path.unlink()
     code = "#include <stdlib.h>\n__attribute__((constructor)) static void f(void) { abort(); }"

@@ -1,4 +1,4 @@
-"""What lies in a GPU's memory and in pinned memory, who shares it, and that it returns.
+"""Allocation, sharing and release of device and pinned memory.
 
 Over a stand-in for CUDA, where kernels compute nothing.
 """
@@ -20,7 +20,7 @@ if reason := standin.why_not():
     pytest.skip(reason, allow_module_level=True)
 
 
-def test_all_slots_draft_over_one_copy_of_the_drafts_weights(cuda, pairs, planted, one_call):
+def test_slots_share_one_copy_of_draft_weights(cuda, pairs, planted, one_call):
     with (
         cuda.counted() as counts,
         loaded(pairs("fp32-fp16"), slots=2) as pipeline,
@@ -32,7 +32,7 @@ def test_all_slots_draft_over_one_copy_of_the_drafts_weights(cuda, pairs, plante
     assert counts["captures"] == 2 * (K + 1 + 2 + 2 + 2)
 
 
-def test_a_twin_has_graphs_of_its_own_over_its_own_cache(cuda, pipeline):
+def test_model_with_new_cache_captures_separate_graphs(cuda, pipeline):
     twin = pipeline.target.with_new_cache()
     with cuda.counted() as counts:
         twin.forward([1])
@@ -41,7 +41,7 @@ def test_a_twin_has_graphs_of_its_own_over_its_own_cache(cuda, pipeline):
     assert first != second
 
 
-def test_a_cache_shares_no_memory_with_what_captured_passes_write_again(cuda, pairs):
+def test_new_cache_does_not_alias_captured_buffers(cuda, pairs):
     with loaded(pairs("fp32-fp16"), ops="onnx-fp16") as pipeline:
         with cuda.counted() as counts:
             twin = pipeline.target.with_new_cache()  # the audit makes one after all is captured
@@ -49,7 +49,7 @@ def test_a_cache_shares_no_memory_with_what_captured_passes_write_again(cuda, pa
         twin.close()
 
 
-def test_a_cache_that_does_not_fit_is_one_clear_error(cuda, pairs, monkeypatch):
+def test_cache_allocation_failure_is_a_device_error(cuda, pairs, monkeypatch):
     bundle = Bundle.read(pairs("fp32-fp16"))
     model = OrtModel(bundle, bundle.target, Device("cuda"))
     monkeypatch.setenv("STANDIN_MEMORY_MB", "0")
@@ -58,7 +58,7 @@ def test_a_cache_that_does_not_fit_is_one_clear_error(cuda, pairs, monkeypatch):
     model.close()
 
 
-def test_caches_are_written_where_they_are_read(cuda, pipeline):
+def test_caches_are_updated_in_place(cuda, pipeline):
     addresses = [a.value.data_ptr() for a in pipeline.target.cache.arrays.values()]
     with cuda.counted() as counts:
         pipeline.target.truncate(0)
@@ -68,7 +68,7 @@ def test_caches_are_written_where_they_are_read(cuda, pipeline):
     assert addresses == [a.value.data_ptr() for a in pipeline.target.cache.arrays.values()]
 
 
-def test_memory_returns_when_a_pipeline_is_closed(cuda, pairs):
+def test_closing_pipeline_frees_device_and_pinned_memory(cuda, pairs):
     names = ("device_bytes", "pinned_bytes", "streams", "events", "graph_execs")
     before = cuda.counts()
     for _ in range(2):
@@ -90,13 +90,13 @@ def held(cuda, bundle, model, name, ops):
     return found
 
 
-def test_a_tied_table_is_on_the_device_once(cuda, pairs):
+def test_tied_embedding_is_on_the_device_once(cuda, pairs):
     bundle = Bundle.read(pairs("fp32-fp16"))
     size = held(cuda, bundle, bundle.target, "scored", "gqa-fp16")
     assert size < 1.05 * bundle.files[bundle.target.weights].size + 2**16
 
 
-def test_a_tied_table_of_bytes_is_on_the_device_once(cuda, pairs):
+def test_tied_int8_embedding_is_on_the_device_once(cuda, pairs):
     bundle, ops = Bundle.read(pairs("int8-fp32")), "onnx-fp32"  # a rotated head is no tied one
     table = bundle.target.padded_vocab_size * HIDDEN
     for model in (bundle.target, bundle.draft):
@@ -107,9 +107,7 @@ def test_a_tied_table_of_bytes_is_on_the_device_once(cuda, pairs):
             assert held(cuda, bundle, model, graph, ops) < twice - 0.9 * table + own
 
 
-def test_without_the_private_way_to_pinned_memory_public_calls_serve(
-    cuda, pairs, planted, monkeypatch
-):
+def test_pinned_memory_falls_back_to_public_api(cuda, pairs, planted, monkeypatch):
     monkeypatch.setattr(CudaBuffers, "_allocate_pinned", None)
     with loaded(pairs("fp32-fp16")) as pipeline:
         found = pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=K)
@@ -118,8 +116,8 @@ def test_without_the_private_way_to_pinned_memory_public_calls_serve(
         assert tokens.value.numpy().tolist() == [[1] * (K + 1)]
 
 
-def test_logits_that_were_asked_for_outlive_a_pass_of_a_twin(cuda, pipeline):
-    """A device's kernels may write what it gave, but not what the host fetched of that."""
+def test_fetched_logits_outlive_a_pass_with_another_cache(cuda, pipeline):
+    """Kernels may overwrite device outputs, but not the fetched host copies."""
     twin = pipeline.target.with_new_cache()
     pipeline.target.truncate(0)
     found = pipeline.target.forward([5, 6]).array()
@@ -129,7 +127,7 @@ def test_logits_that_were_asked_for_outlive_a_pass_of_a_twin(cuda, pipeline):
     twin.close()
 
 
-def test_what_the_host_writes_is_what_the_device_reads(cuda, pipeline):
+def test_device_inputs_match_host_values(cuda, pipeline):
     pipeline.target.truncate(0)
     pipeline.target.forward([5, 6])
     pipeline.target.forward([7, 8])

@@ -15,7 +15,7 @@ if reason := standin.why_not():
     pytest.skip(reason, allow_module_level=True)
 
 
-def test_whichever_thread_asks_captured_passes_are_replayed(cuda, pipeline):
+def test_captured_passes_are_replayed_from_any_thread(cuda, pipeline):
     def ask():
         pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=K)
 
@@ -31,7 +31,7 @@ def test_whichever_thread_asks_captured_passes_are_replayed(cuda, pipeline):
     assert cuda.counts()["graph_execs"] == before
 
 
-def test_a_pass_that_fails_says_so_in_the_thread_that_asked(cuda, pairs):
+def test_failed_pass_raises_in_the_calling_thread(cuda, pairs):
     bundle = Bundle.read(pairs("fp32-fp16"))
     model = OrtModel(bundle, bundle.target, Device("cuda"))
     bound = model._session.bind(model.cache, 1, 1)
@@ -43,7 +43,7 @@ def test_a_pass_that_fails_says_so_in_the_thread_that_asked(cuda, pairs):
     model.close()
 
 
-def test_nothing_is_allocated_nor_copied_while_another_thread_captures(cuda, pairs):
+def test_no_allocation_or_copy_during_capture_in_another_thread(cuda, pairs):
     bundle = Bundle.read(pairs("fp32-fp16"))
     first, second, third = (OrtModel(bundle, bundle.target, Device("cuda")) for _ in range(3))
     second.forward([1])
@@ -51,7 +51,7 @@ def test_nothing_is_allocated_nor_copied_while_another_thread_captures(cuda, pai
     begun, go = threading.Event(), threading.Event()
 
     class Session:
-        """One whose captures take their time."""
+        """Session with slow captures."""
 
         def run_with_iobinding(self, binding, options):
             begun.set()
@@ -78,7 +78,7 @@ def test_nothing_is_allocated_nor_copied_while_another_thread_captures(cuda, pai
     second.close()
 
 
-def test_a_replay_keeps_nobody_waiting(cuda, pipeline):
+def test_replay_does_not_hold_the_capture_lock(cuda, pipeline):
     pipeline.target.truncate(0)
     pipeline.target.forward([1])
     bound = pipeline.target._passes[1]
@@ -87,7 +87,7 @@ def test_a_replay_keeps_nobody_waiting(cuda, pipeline):
 
     class Session:
         def run_with_iobinding(self, binding, options):
-            with buffers.release():  # what an allocation would be let through by
+            with buffers.release():  # would admit a waiting allocation
                 pass
 
     buffers.run(Session(), bound.binding, bound.options)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: numbers, texts, and what is left of its memory. `pytest -m gpu`.
+"""Tests that need a GPU: numerics, generated text and memory. `pytest -m gpu`.
 
 Run them alone: the other tests of this folder load a stand-in for CUDA into the process.
 """
@@ -62,7 +62,7 @@ def logits(model, tokens, lengths):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_logits_are_the_cpus_within_the_types_precision(pairs, name, record_property):
+def test_gpu_logits_match_cpu_within_compute_type_precision(pairs, name, record_property):
     bundle = Bundle.read(pairs(name))
     tokens = [int(t) for t in np.random.default_rng(0).integers(512, size=48)]
     for role, model in bundle.models.items():
@@ -79,7 +79,7 @@ def test_logits_are_the_cpus_within_the_types_precision(pairs, name, record_prop
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_captured_pass_has_the_bits_of_one_that_runs_as_it_comes(pairs, name):
+def test_captured_pass_is_bitwise_equal_to_eager_pass(pairs, name):
     bundle = Bundle.read(pairs(name))
     model = OrtModel(bundle, bundle.target, Device("cuda"))
     tokens = list(range(40, 90))
@@ -96,7 +96,7 @@ def test_a_captured_pass_has_the_bits_of_one_that_runs_as_it_comes(pairs, name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_greedy_text_is_plain_decodings_on_the_same_device(pairs, name, record_property):
+def test_greedy_text_equals_plain_decoding_on_the_same_device(pairs, name, record_property):
     with specedge.load(pairs(name), device="cuda") as pipeline:
         record_property("row_independent", list(pipeline.target.invariant_lengths))
         plain = pipeline.generate(PROMPT, 64, num_draft_tokens=0, ignore_eos=True)
@@ -117,7 +117,7 @@ def test_greedy_text_is_plain_decodings_on_the_same_device(pairs, name, record_p
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_draft_of_one_call_is_what_passes_draw(pairs, name):
+def test_one_call_draft_equals_draft_by_passes(pairs, name):
     bundle = Bundle.read(pairs(name))
     model = OrtModel(bundle, bundle.draft, Device("cuda"))
     session = ModelSession(bundle, bundle.draft, Device("cuda"), model.ops, SAMPLED)
@@ -155,7 +155,7 @@ def test_the_audit_passes(pairs, name):
     assert done.exit_code == 0, done.output
 
 
-def test_the_best_logits_are_those_of_the_whole_rows(pairs):
+def test_top_logits_equal_top_of_full_rows(pairs):
     bundle = Bundle.read(pairs("fp32-fp16"))
     model = OrtModel(bundle, bundle.target, Device("cuda"))
     scores = model.forward(list(range(60, 65)))
@@ -168,7 +168,7 @@ def test_the_best_logits_are_those_of_the_whole_rows(pairs):
     model.close()
 
 
-def test_memory_returns_when_a_pipeline_is_closed(pairs, record_property):
+def test_closing_pipeline_frees_gpu_memory(pairs, record_property):
     def free():
         gc.collect()
         return Machine().driver.answers["gpus"][0]["free"]

@@ -63,7 +63,7 @@ def test_every_graph_of_a_pair_becomes_one_engine(pairs, name, gpu):
     assert again.stderr.count(" exists") == 8
 
 
-def test_engines_are_delivered_in_a_copy_of_the_bundle(pairs, tmp_path):
+def test_build_output_writes_engines_to_bundle_copy(pairs, tmp_path):
     copy = tmp_path / "copy"
     done = run("build", "--bundle", pairs("fp32-fp16"), "--device", "rtx", "--output", copy)
     paths = [Path(line) for line in done.stdout.splitlines()]
@@ -71,7 +71,7 @@ def test_engines_are_delivered_in_a_copy_of_the_bundle(pairs, tmp_path):
     assert Bundle.read(copy).files == Bundle.read(pairs("fp32-fp16")).files
 
 
-def test_a_request_never_builds_an_engine_but_says_how(pairs):
+def test_missing_engine_error_has_build_command(pairs):
     done = run("generate", "x", "--bundle", pairs("fp32-fp16"), "--device", "rtx", code=1)
     assert f"specedge build --bundle {pairs('fp32-fp16')} --device rtx" in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""The stand-in CUDA shows what the real provider's host code does, by a graph of two nodes."""
+"""The stand-in CUDA records the host calls of the real provider for a two-node graph."""
 
 import ctypes
 import gc
@@ -68,7 +68,7 @@ def test_a_run_on_the_device_copies_nothing(placement):
     assert (counts["d2h"], counts["d2h_bytes"], counts["blocking"]) == (1, 4 * 256 * 4, 1)
 
 
-def test_a_node_on_the_cpu_is_seen(placement):
+def test_node_on_the_cpu_is_detected(placement):
     session, placed, copies, _ = placement.open_session(graph(cpu_node=True))
     assert placed["CPUExecutionProvider"]["MatMulInteger"] == 1
     assert len(copies) >= 1
@@ -98,7 +98,7 @@ def test_a_graph_is_captured_once(placement):
     ) == (0, 0, 3, 1)
 
 
-def test_a_copy_that_does_not_wait_for_the_run(placement):
+def test_unsynchronized_copy_is_detected(placement):
     import onnxruntime
 
     session, *_ = placement.open_session(graph())
@@ -116,11 +116,11 @@ def test_a_copy_that_does_not_wait_for_the_run(placement):
     assert counts["racing_copies"] == 0
 
 
-def test_closing_gives_the_sessions_memory_back(placement):
+def test_closing_frees_session_memory(placement):
     from onnxruntime import OrtValue
     from onnxruntime.capi import _pybind_state
 
-    gc.collect()  # what tests before this one left
+    gc.collect()  # left by earlier tests
     before = standin.counts()
     session, *_ = placement.open_session(graph())
     pinned = _pybind_state.OrtDevice(
@@ -140,7 +140,7 @@ def test_closing_gives_the_sessions_memory_back(placement):
         assert after[name] == before[name], name
 
 
-def test_what_capture_forbids():
+def test_allocation_during_capture_fails():
     runtime = standin.load()
     stream, graph, pointer = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     runtime.cudaStreamCreateWithFlags(ctypes.byref(stream), 1)
@@ -161,7 +161,7 @@ def test_what_capture_forbids():
         ({}, "CUDAExecutionProvider"),
     ],
 )
-def test_machines_that_lack_something(placement, tmp_path, setting, expected):
+def test_missing_gpu_components_fail_session_creation(placement, tmp_path, setting, expected):
     path = tmp_path / "graph.onnx"
     path.write_bytes(graph().SerializeToString())
     code = (

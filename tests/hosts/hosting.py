@@ -92,7 +92,7 @@ def check_refused(done, wanted):
 
 
 def with_another_transcript(bundle, output, key):
-    """A copy of a bundle whose second golden transcript has something else under a key."""
+    """Copy a bundle and change a key of its second golden transcript."""
 
     def change(manifest):
         file = output / "golden.json"
@@ -107,7 +107,7 @@ def with_another_transcript(bundle, output, key):
 
 
 def damaged(bundle, output, name, damage):
-    """A copy of a bundle one of whose files is damaged."""
+    """Copy a bundle and damage one of its files."""
     shutil.copytree(bundle, output)
     damage(output / name)
     return output

@@ -71,7 +71,7 @@ def checked_program(tmp_path_factory):
     return compile_host(output, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
-def test_golden_transcripts_are_written_again(program, fused_bundle):
+def test_golden_transcripts_are_reproduced(program, fused_bundle):
     done = run(program, fused_bundle, "--golden")
     assert done.returncode == 0, done.stdout + done.stderr
     golden = json.loads((fused_bundle / "golden.json").read_text("utf-8"))
@@ -81,7 +81,7 @@ def test_golden_transcripts_are_written_again(program, fused_bundle):
 
 
 @pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
-def test_a_difference_from_a_golden_transcript_is_an_error(program, fused_bundle, tmp_path, key):
+def test_mismatch_with_golden_transcript_is_an_error(program, fused_bundle, tmp_path, key):
     done = run(program, with_another_transcript(fused_bundle, tmp_path / "bundle", key), "--golden")
     assert done.returncode == 1, done.stderr
     verdicts = [line.split()[0] for line in done.stdout.splitlines()]
@@ -89,14 +89,14 @@ def test_a_difference_from_a_golden_transcript_is_an_error(program, fused_bundle
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_text_is_that_of_specedge(program, fused_bundle, pipeline, name):
+def test_text_equals_specedge_output(program, fused_bundle, pipeline, name):
     prompt, settings = REQUESTS[name]
     done = run(program, fused_bundle, prompt, "-n", 40, *options(settings))
     assert done.stdout == generated(pipeline, prompt, 40, settings).text + "\n", done.stderr
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
-def test_token_ids_are_those_of_specedge_and_need_no_extensions(
+def test_token_ids_equal_specedge_output_without_extensions(
     program, fused_bundle, pipeline, settings
 ):
     arguments = ("--ids", "60,61,62,63", "-n", 33, *options(settings))
@@ -105,7 +105,7 @@ def test_token_ids_are_those_of_specedge_and_need_no_extensions(
     assert done.stdout == joined(wanted), done.stderr
 
 
-def test_a_round_may_have_another_number_of_draft_tokens(program, pipeline, small_rounds):
+def test_number_of_draft_tokens_is_configurable(program, pipeline, small_rounds):
     settings = {"temperature": 0.8, "seed": 3}
     done = run(program, small_rounds, "--ids", "60,61", "-n", 30, "-k", 2, *options(settings))
     wanted = generated(pipeline, [60, 61], 30, settings, 2).tokens
@@ -113,16 +113,14 @@ def test_a_round_may_have_another_number_of_draft_tokens(program, pipeline, smal
     assert run(program, small_rounds, "--golden").stdout.count("same    K 1") > 1
 
 
-def test_text_ends_where_the_context_does(program, fused_bundle, pipeline):
+def test_text_ends_at_context_limit(program, fused_bundle, pipeline):
     prompt = "a b c d e f g " * 33
     wanted = generated(pipeline, prompt, 500, {})
     assert len(wanted.tokens) < 300
     assert run(program, fused_bundle, prompt, "-n", 500).stdout == wanted.text + "\n"
 
 
-def test_another_turn_and_one_after_stopping_go_on_from_the_caches(
-    fused_bundle, pipeline, tmp_path
-):
+def test_turns_and_stopped_turns_reuse_the_caches(fused_bundle, pipeline, tmp_path):
     source = tmp_path / "turns.c"
     source.write_text(TURNS)
     program = compile_host(tmp_path / "turns", sources=[source])
@@ -138,7 +136,7 @@ def test_another_turn_and_one_after_stopping_go_on_from_the_caches(
     assert found == wanted
 
 
-def test_a_whole_character_is_written_at_a_time(program, fused_bundle, pipeline):
+def test_output_is_flushed_by_whole_characters(program, fused_bundle, pipeline):
     """A text of many broken characters, which are U+FFFD each, as specedge shows them."""
     settings = {"temperature": 2.0, "seed": 35}
     wanted = generated(pipeline, "x", 300, settings)
@@ -148,7 +146,7 @@ def test_a_whole_character_is_written_at_a_time(program, fused_bundle, pipeline)
     )
 
 
-def test_control_c_ends_the_text_after_the_round_and_leaks_nothing(checked_program, fused_bundle):
+def test_ctrl_c_stops_after_current_round_without_leaks(checked_program, fused_bundle):
     arguments = ["--ids", "60,61", "-n", "505", "--temperature", "1.5", "--seed", "8"]
     environment = libraries() | {"SPECEDGE_EXTENSIONS": "", "ASAN_OPTIONS": "exitcode=23"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -163,7 +161,7 @@ def test_control_c_ends_the_text_after_the_round_and_leaks_nothing(checked_progr
 
 
 @pytest.mark.parametrize("extensions", [False, True])
-def test_memory_is_used_rightly_and_all_is_freed(checked_program, fused_bundle, extensions):
+def test_no_memory_errors_or_leaks_under_sanitizers(checked_program, fused_bundle, extensions):
     """Leaks of ONNX Runtime Extensions themselves do not count."""
     variables = {} if extensions else {"SPECEDGE_EXTENSIONS": ""}
     checks = f"exitcode=23:detect_leaks={int(not extensions)}"
@@ -172,7 +170,7 @@ def test_memory_is_used_rightly_and_all_is_freed(checked_program, fused_bundle, 
 
 
 @pytest.mark.parametrize("arguments", [("--ids", "60,5000"), ("--ids", "60", "-k", "9")])
-def test_all_is_freed_where_something_fails(checked_program, fused_bundle, arguments):
+def test_no_memory_leaks_on_errors(checked_program, fused_bundle, arguments):
     done = run(checked_program, fused_bundle, *arguments, SPECEDGE_EXTENSIONS="")
     assert done.returncode == 1, done.stderr
 
@@ -202,7 +200,7 @@ def test_all_is_freed_where_something_fails(checked_program, fused_bundle, argum
         (["x", "--top-k", "1e"], '--top-k is a number, got "1e"'),
     ],
 )
-def test_what_cannot_be_is_one_clear_line(program, fused_bundle, arguments, wanted):
+def test_invalid_input_is_one_line_error(program, fused_bundle, arguments, wanted):
     command = [program, fused_bundle, *arguments]
     done = subprocess.run(command, capture_output=True, env=libraries())
     done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
@@ -210,13 +208,13 @@ def test_what_cannot_be_is_one_clear_line(program, fused_bundle, arguments, want
 
 
 @pytest.mark.parametrize("arguments", [[], ["{bundle}"], ["{bundle}", "x", "--nothing"]])
-def test_a_command_line_that_is_wrong_shows_the_right_one(program, fused_bundle, arguments):
+def test_invalid_command_line_prints_usage(program, fused_bundle, arguments):
     done = run(program, *(one.format(bundle=fused_bundle) for one in arguments))
     assert done.returncode == 1
     assert "usage: specedge_host BUNDLE PROMPT" in done.stderr
 
 
-def test_a_missing_bundle_or_library_is_one_clear_line(program, fused_bundle, tmp_path):
+def test_missing_bundle_or_library_is_one_line_error(program, fused_bundle, tmp_path):
     check_refused(run(program, tmp_path / "nothing", "x"), "nothing/bundle.json is not read: ")
     done = run(program, fused_bundle, "x", SPECEDGE_ONNXRUNTIME="/nothing.so")
     check_refused(done, "ONNX Runtime does not load: /nothing.so")
@@ -279,11 +277,11 @@ def _without_text(manifest):
         (damages.with_an_unlisted_graph, "bundle.json does not list a graph's file: round.onnx"),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused(program, fused_bundle, tmp_path, change, wanted):
+def test_incompatible_manifest_is_rejected(program, fused_bundle, tmp_path, change, wanted):
     check_refused(run(program, changed(fused_bundle, tmp_path / "bundle", change), "x"), wanted)
 
 
-def test_a_round_in_parts_is_refused(program, split_bundle):
+def test_split_round_layout_is_rejected(program, split_bundle):
     done = run(program, split_bundle, "x")
     check_refused(done, "has no round.onnx of K = 0 draft tokens (0: any); run specedge embed")
 

@@ -48,7 +48,7 @@ def host(request, tmp_path_factory):
     return build(request.param, tmp_path_factory.mktemp("csharp") / request.param)
 
 
-def test_golden_transcripts_are_written_again(host, bundle):
+def test_golden_transcripts_are_reproduced(host, bundle):
     done = host.run(bundle, "--golden")
     assert done.returncode == 0, done.stdout + done.stderr
     golden = json.loads((bundle / "golden.json").read_text("utf-8"))
@@ -58,7 +58,7 @@ def test_golden_transcripts_are_written_again(host, bundle):
 
 
 @pytest.mark.parametrize("host", ["pinvoke", "mono"], indirect=True)
-def test_golden_transcripts_are_written_again_on_an_older_onnxruntime(host, bundle):
+def test_golden_transcripts_are_reproduced_on_oldest_onnxruntime(host, bundle):
     (library,) = host_tools("node_modules/onnxruntime-node").glob(
         "node_modules/onnxruntime-node/bin/*/linux/x64/libonnxruntime.so.1"
     )
@@ -68,7 +68,7 @@ def test_golden_transcripts_are_written_again_on_an_older_onnxruntime(host, bund
 
 @a_platform
 @pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
-def test_a_difference_from_a_golden_transcript_is_an_error(host, fused_bundle, tmp_path, key):
+def test_mismatch_with_golden_transcript_is_an_error(host, fused_bundle, tmp_path, key):
     done = host.run(with_another_transcript(fused_bundle, tmp_path / "bundle", key), "--golden")
     assert done.returncode == 1, done.stderr
     verdicts = [line.split()[0] for line in done.stdout.splitlines()]
@@ -76,7 +76,7 @@ def test_a_difference_from_a_golden_transcript_is_an_error(host, fused_bundle, t
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_text_is_that_of_specedge(host, bundle, pipeline, name):
+def test_text_equals_specedge_output(host, bundle, pipeline, name):
     prompt, settings = REQUESTS[name]
     done = host.run(bundle, prompt, "-n", 40, *options(settings))
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ def test_text_is_that_of_specedge(host, bundle, pipeline, name):
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
-def test_token_ids_are_those_of_specedge(host, bundle, pipeline, settings):
+def test_token_ids_equal_specedge_output(host, bundle, pipeline, settings):
     ids = [60, 61, 62, 63]
     done = host.run(bundle, "--ids", "60,61,62,63", "-n", 33, *options(settings))
     assert done.returncode == 0, done.stderr
@@ -92,7 +92,7 @@ def test_token_ids_are_those_of_specedge(host, bundle, pipeline, settings):
     assert done.stdout == ",".join(map(str, wanted)) + "\n"
 
 
-def test_a_split_round_may_have_another_number_of_draft_tokens(host, split_bundle, pipeline):
+def test_number_of_draft_tokens_of_split_round_is_configurable(host, split_bundle, pipeline):
     settings = {"temperature": 0.8, "seed": 3}
     done = host.run(split_bundle, "--ids", "60,61", "-n", 30, "-k", 2, *options(settings))
     wanted = generated(pipeline, [60, 61], 30, settings, k=2).tokens
@@ -100,7 +100,7 @@ def test_a_split_round_may_have_another_number_of_draft_tokens(host, split_bundl
 
 
 @each_platform
-def test_text_ends_where_the_context_does(host, fused_bundle, pipeline):
+def test_text_ends_at_context_limit(host, fused_bundle, pipeline):
     prompt = "a b c d e f g " * 33
     done = host.run(fused_bundle, prompt, "-n", 500)
     wanted = generated(pipeline, prompt, 500, {})
@@ -109,7 +109,7 @@ def test_text_ends_where_the_context_does(host, fused_bundle, pipeline):
 
 
 @each_platform
-def test_each_line_goes_on_from_the_text_so_far(host, fused_bundle, pipeline):
+def test_each_input_line_continues_the_conversation(host, fused_bundle, pipeline):
     done = host.run(fused_bundle, "-n", 12, given="def read(path):\nimport os\n")
     text, tokens = "", []
     for line in ("def read(path):\n", "import os\n"):
@@ -120,7 +120,7 @@ def test_each_line_goes_on_from_the_text_so_far(host, fused_bundle, pipeline):
     assert done.stdout == text, done.stderr
 
 
-def test_control_c_ends_the_text_after_the_round(host, fused_bundle):
+def test_ctrl_c_stops_after_current_round(host, fused_bundle):
     seen, terminal = pty.openpty()
     settings = {"temperature": 1, "seed": 8}
     running = host.start(terminal, fused_bundle, "import", "-n", 500, *options(settings))
@@ -137,7 +137,7 @@ def test_control_c_ends_the_text_after_the_round(host, fused_bundle):
 
 
 @a_platform
-def test_the_program_says_how_it_is_used(host):
+def test_help_prints_usage(host):
     done = host.run("--help")
     assert done.returncode == 0
     assert "BUNDLE" in done.stdout
@@ -168,7 +168,7 @@ def test_the_program_says_how_it_is_used(host):
         (["{bundle}/draft", "x"], "is not a bundle: it has no bundle.json"),
     ],
 )
-def test_what_cannot_be_is_one_clear_line(host, fused_bundle, arguments, wanted):
+def test_invalid_input_is_one_line_error(host, fused_bundle, arguments, wanted):
     check_refused(host.run(*(a.format(bundle=fused_bundle) for a in arguments)), wanted)
 
 
@@ -224,12 +224,12 @@ def _without_a_key(manifest):
         (_without_a_key, "'hosts' has no 'graphs'"),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused(host, fused_bundle, tmp_path, change, wanted):
+def test_incompatible_manifest_is_rejected(host, fused_bundle, tmp_path, change, wanted):
     check_refused(host.run(changed(fused_bundle, tmp_path / "bundle", change), "x"), wanted)
 
 
 @each_platform
-def test_token_ids_need_no_graphs_for_text(host, fused_bundle, tmp_path):
+def test_token_ids_need_no_tokenizer_graphs(host, fused_bundle, tmp_path):
     bundle = changed(fused_bundle, tmp_path / "bundle", _without_text)
     done = host.run(bundle, "--ids", "60", "-n", 3)
     assert done.returncode == 0, done.stderr
@@ -251,7 +251,7 @@ def test_a_damaged_file_is_refused(host, fused_bundle, tmp_path, name, damage, w
 
 
 @a_platform
-def test_a_manifest_that_is_no_json_is_refused(host, fused_bundle, tmp_path):
+def test_invalid_json_manifest_is_rejected(host, fused_bundle, tmp_path):
     bundle = changed(fused_bundle, tmp_path / "bundle", lambda manifest: None)
     (bundle / "bundle.json").write_text('{"format": 8,', "utf-8")
     check_refused(host.run(bundle, "x"), "is not JSON: it ends too early")
@@ -259,7 +259,7 @@ def test_a_manifest_that_is_no_json_is_refused(host, fused_bundle, tmp_path):
 
 @each_platform
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
-def test_a_draft_of_a_shorter_context_begins_anew(host, split_bundle, tmp_path, settings):
+def test_draft_with_shorter_context_restarts_its_window(host, split_bundle, tmp_path, settings):
     import specedge
 
     def change(manifest):
@@ -281,7 +281,7 @@ def test_a_draft_of_a_shorter_context_begins_anew(host, split_bundle, tmp_path, 
     ],
     indirect=True,
 )
-def test_turns_cancelling_disposal_and_streaming_hold(host, bundle):
+def test_turns_cancellation_disposal_and_streaming(host, bundle):
     done = host.check(bundle)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("passed ") >= 13
@@ -293,7 +293,7 @@ def test_the_host_class_is_at_most_200_lines():
     assert sum(1 for line in lines if line.strip()) <= 200
 
 
-def test_functions_are_at_their_places_in_the_table_of_onnxruntime(tmp_path):
+def test_function_offsets_match_onnxruntime_api_table(tmp_path):
     include = host_tools("include/onnxruntime_c_api.h") / "include"
     if not shutil.which("cc"):
         pytest.skip("a C compiler is missing")

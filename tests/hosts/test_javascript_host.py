@@ -143,7 +143,7 @@ def run(program, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_golden_transcripts_are_written_again(program, fused_bundle):
+def test_golden_transcripts_are_reproduced(program, fused_bundle):
     done = run(program, fused_bundle, "--golden")
     assert done.returncode == 0, done.stdout + done.stderr
     golden = json.loads((fused_bundle / "golden.json").read_text("utf-8"))
@@ -152,7 +152,7 @@ def test_golden_transcripts_are_written_again(program, fused_bundle):
 
 
 @pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
-def test_a_difference_from_a_golden_transcript_is_an_error(program, fused_bundle, tmp_path, key):
+def test_mismatch_with_golden_transcript_is_an_error(program, fused_bundle, tmp_path, key):
     done = run(program, with_another_transcript(fused_bundle, tmp_path / "bundle", key), "--golden")
     assert done.returncode == 1, done.stderr
     verdicts = [line.split()[0] for line in done.stdout.splitlines()]
@@ -160,7 +160,7 @@ def test_a_difference_from_a_golden_transcript_is_an_error(program, fused_bundle
 
 
 @pytest.mark.parametrize("name", OWN_REQUESTS)
-def test_text_is_that_of_specedge(program, fused_bundle, pipeline, name):
+def test_text_equals_specedge_output(program, fused_bundle, pipeline, name):
     prompt, settings = OWN_REQUESTS[name]
     done = run(program, fused_bundle, prompt, "-n", 40, *options(settings))
     assert done.stdout == generated(pipeline, prompt, 40, settings).text + "\n", done.stderr
@@ -188,13 +188,13 @@ def test_streamed_text_is_that_of_specedge_for_any_tokenizer(program, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
-def test_token_ids_are_those_of_specedge(program, fused_bundle, pipeline, settings):
+def test_token_ids_equal_specedge_output(program, fused_bundle, pipeline, settings):
     done = run(program, fused_bundle, "--ids", "60,61,62,63", "-n", 33, *options(settings))
     wanted = generated(pipeline, [60, 61, 62, 63], 33, settings).tokens
     assert done.stdout == joined(wanted), done.stderr
 
 
-def test_a_round_may_have_another_number_of_draft_tokens(program, pipeline, small_rounds):
+def test_number_of_draft_tokens_is_configurable(program, pipeline, small_rounds):
     settings = {"temperature": 0.8, "seed": 3}
     done = run(program, small_rounds, "--ids", "60,61", "-n", 30, "-k", 2, *options(settings))
     wanted = generated(pipeline, [60, 61], 30, settings, 2).tokens
@@ -202,18 +202,18 @@ def test_a_round_may_have_another_number_of_draft_tokens(program, pipeline, smal
     assert run(program, small_rounds, "--golden").stdout.count("same    K 1") > 1
 
 
-def test_a_round_in_parts_is_refused(program, split_bundle):
+def test_split_round_layout_is_rejected(program, split_bundle):
     check_refused(run(program, split_bundle, "x"), "there is no round.onnx of any draft tokens")
 
 
-def test_text_ends_where_the_context_does(program, fused_bundle, pipeline):
+def test_text_ends_at_context_limit(program, fused_bundle, pipeline):
     prompt = "a b c d e f g " * 33
     wanted = generated(pipeline, prompt, 500, {})
     assert len(wanted.tokens) < 300
     assert run(program, fused_bundle, prompt, "-n", 500).stdout == wanted.text + "\n"
 
 
-def test_a_whole_character_is_written_at_a_time(program, fused_bundle, pipeline):
+def test_output_is_flushed_by_whole_characters(program, fused_bundle, pipeline):
     """A text of some broken characters, which are U+FFFD each, as specedge shows them."""
     settings = {"temperature": 2.0, "seed": 35}
     wanted = generated(pipeline, "x", 300, settings)
@@ -223,7 +223,7 @@ def test_a_whole_character_is_written_at_a_time(program, fused_bundle, pipeline)
     )
 
 
-def test_turns_aborting_releasing_and_refusals_hold(program, fused_bundle, pipeline):
+def test_turns_abort_release_and_errors(program, fused_bundle, pipeline):
     prompts = [[60, 61, 62], [60, 61, 62, 63, 64, 65], [60, 61, 99], [5]]
     settings = {"temperature": 0.9, "seed": 4}
     given = [[prompt, generated(pipeline, prompt, 20, settings).tokens] for prompt in prompts]
@@ -233,7 +233,7 @@ def test_turns_aborting_releasing_and_refusals_hold(program, fused_bundle, pipel
     assert done.stdout.count("passed ") == CHECKS.count("  async '")
 
 
-def test_control_c_ends_the_text_after_the_round(program, fused_bundle):
+def test_ctrl_c_stops_after_current_round(program, fused_bundle):
     arguments = ["--ids", "60,61", "-n", "505", "--temperature", "1.5", "--seed", "8"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([*program, fused_bundle, *arguments], **pipes) as host:
@@ -270,18 +270,18 @@ def test_control_c_ends_the_text_after_the_round(program, fused_bundle):
         (["x", "--nothing"], "Unknown option '--nothing'"),
     ],
 )
-def test_what_cannot_be_is_one_clear_line(program, fused_bundle, arguments, wanted):
+def test_invalid_input_is_one_line_error(program, fused_bundle, arguments, wanted):
     check_refused(run(program, fused_bundle, *arguments), wanted)
 
 
 @pytest.mark.parametrize("arguments", [[], ["{bundle}"]])
-def test_a_command_line_that_is_wrong_shows_the_right_one(program, fused_bundle, arguments):
+def test_invalid_command_line_prints_usage(program, fused_bundle, arguments):
     done = run(program, *(one.format(bundle=fused_bundle) for one in arguments))
     assert done.returncode == 1
     assert "usage: node cli.js BUNDLE PROMPT" in done.stderr
 
 
-def test_a_missing_bundle_is_one_clear_line(program, tmp_path):
+def test_missing_bundle_is_one_line_error(program, tmp_path):
     check_refused(run(program, tmp_path / "nothing", "x"), "give the folder of a bundle")
 
 
@@ -309,7 +309,7 @@ def test_a_damaged_file_is_refused(program, fused_bundle, tmp_path, name, damage
         (damages.with_an_unlisted_graph, "bundle.json does not list the graph round.onnx"),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused(program, fused_bundle, tmp_path, change, wanted):
+def test_incompatible_manifest_is_rejected(program, fused_bundle, tmp_path, change, wanted):
     check_refused(run(program, changed(fused_bundle, tmp_path / "bundle", change), "x"), wanted)
 
 
@@ -318,7 +318,7 @@ def test_the_host_class_is_at_most_150_lines():
     assert sum(1 for line in lines if line.strip()) <= HOST_LINES
 
 
-def test_the_lock_names_no_place_to_fetch_from():
+def test_lock_file_uses_only_npm_registry_and_pinned_versions():
     lock = json.loads((SOURCES / "package-lock.json").read_text("utf-8"))
     package = json.loads((SOURCES / "package.json").read_text("utf-8"))
     places = {entry.get("resolved", "") for entry in lock["packages"].values()}

@@ -94,7 +94,7 @@ def release(version):
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def test_golden_transcripts_are_written_again(bundle):
+def test_golden_transcripts_are_reproduced(bundle):
     golden = json.loads((bundle / "golden.json").read_text("utf-8"))
     version, verdicts = replay(sys.executable, bundle)
     assert version == golden["onnxruntime"]
@@ -102,7 +102,7 @@ def test_golden_transcripts_are_written_again(bundle):
     assert len(verdicts) >= 5
 
 
-def test_golden_transcripts_are_written_again_on_an_older_onnxruntime(bundle):
+def test_golden_transcripts_are_reproduced_on_oldest_onnxruntime(bundle):
     if not (python := os.environ.get(OLDEST)):
         pytest.skip(f"set {OLDEST} to the Python of an environment with an older onnxruntime")
     hosts = json.loads((bundle / "bundle.json").read_text("utf-8"))["hosts"]

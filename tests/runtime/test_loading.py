@@ -11,7 +11,7 @@ from specedge.runtime.requests.loader import memory_of
 pytestmark = pytest.mark.usefixtures("own_costs")
 
 
-def test_a_pipelines_length_bounds_prompt_and_text():
+def test_max_length_limits_prompt_and_output():
     short = specedge.load(store.embedded_folder(), max_length=40)
     one = short.generate([7] * 30, 100, ignore_eos=True)
     assert (len(one.tokens), one.finish_reason) == (10, "context")
@@ -19,7 +19,7 @@ def test_a_pipelines_length_bounds_prompt_and_text():
         short.generate([7] * 40)
 
 
-def test_the_memory_of_slots_is_stated(pipeline):
+def test_slot_memory_is_reported(pipeline):
     one, four = memory_of(pipeline.bundle), memory_of(pipeline.bundle, slots=4)
     assert (
         four.slot
@@ -50,7 +50,7 @@ def test_invalid_slots_and_lengths_are_refused(options, message):
         specedge.load(store.embedded_folder(), **options)
 
 
-def test_every_slot_relies_on_the_lengths_that_the_self_test_left(monkeypatch):
+def test_all_slots_share_invariant_lengths_of_self_test(monkeypatch):
     def run(model, facts, seconds):
         model.invariant_lengths = (1, 2)
         return "wider passes have other bits here"

@@ -18,7 +18,7 @@ from specedge.request import (
 from specedge.sampling_options import Sampling
 
 
-def test_the_types_of_generate_are_those_of_a_request():
+def test_generate_annotations_match_request_types():
     fields = {field.name for field in dataclasses.fields(GenerationRequest)}
     assert fields == {"max_new_tokens", "temperature", *RequestOptions.__annotations__}
     ours, theirs = typing.get_type_hints(RequestOptions), typing.get_type_hints(GenerationRequest)
@@ -100,7 +100,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize(("options", "message"), INVALID)
-def test_an_invalid_option_is_refused_by_its_name(options, message):
+def test_invalid_option_error_names_the_option(options, message):
     with pytest.raises(OptionError, match=message) as caught:
         build_request(**options)
     assert caught.value.option == next(iter(options))
@@ -116,7 +116,7 @@ def test_text_bad_words_need_a_tokenizer():
         Sampling(bad_words=["x"])
 
 
-def test_a_replay_takes_k_as_planned():
+def test_replay_is_accepted_with_auto_k():
     request = GenerationRequest(replay=[["model", 1, 1]], num_draft_tokens="auto")
     assert request.replay == (("model", 1, 1),)
 
@@ -126,6 +126,6 @@ def test_none_is_an_options_default():
     assert GenerationRequest(**dict.fromkeys(names)) == GenerationRequest()
 
 
-def test_an_unknown_option_gets_the_nearest_name(pipeline):
+def test_unknown_option_error_suggests_nearest_name(pipeline):
     with pytest.raises(TypeError, match="unknown option 'temprature'; did you mean 'temperature'"):
         pipeline.generate("a", temprature=1)

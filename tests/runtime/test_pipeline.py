@@ -45,7 +45,7 @@ def test_greedy_text_on_all_cpus_does_not_depend_on_k(ops):
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_stale_rows_after_a_rollback_do_not_leak(pipeline, role):
+def test_stale_cache_rows_after_rollback_are_ignored(pipeline, role):
     model = getattr(pipeline, role)
     model.truncate(0)
     model.prefill(range(1, 20))
@@ -80,7 +80,7 @@ def test_max_new_tokens_is_respected(pipeline, k, count, temperature):
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [4, 0, 1, 8])
 @pytest.mark.parametrize("at", [2, 0, 1, 3, 4, 5, 11])
-def test_an_end_token_inside_a_round_ends_the_text_there(pipeline, k, at):
+def test_end_token_within_round_truncates_the_text(pipeline, k, at):
     whole = pipeline.generate(PROMPTS[1], 40, num_draft_tokens=k, ignore_eos=True)
     end = whole.tokens[at]
     first = whole.tokens.index(end)
@@ -117,7 +117,7 @@ def test_a_shorter_request_is_a_prefix_of_a_longer_one(pipeline):
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("left", [1, 2, 5, 13])
-def test_the_context_fills_to_its_last_position(pipeline, k, left):
+def test_generation_fills_context_to_last_position(pipeline, k, left):
     context = pipeline.bundle.context_length
     prompt = (pipeline.tokenizer.encode(PROMPTS[1]).ids * context)[: context - left]
     one = pipeline.generate(prompt, 10 * left, num_draft_tokens=k, ignore_eos=True)
@@ -135,7 +135,7 @@ def test_the_context_fills_to_its_last_position(pipeline, k, left):
         Sampling(1.2, top_k=8, repetition_penalty=1.5, presence_penalty=2.0, frequency_penalty=1.0),
     ],
 )
-def test_the_first_tokens_follow_the_targets_own_distribution(pipeline, sampling):
+def test_first_tokens_follow_target_distribution(pipeline, sampling):
     """Chi-square of the joint distribution of two tokens against the target's rows, rare cells
     pooled.
     """

@@ -1,4 +1,4 @@
-"""Outputs that are remembered for later drafts: what they change, and what they never do."""
+"""Drafting from remembered outputs does not change greedy text."""
 
 import threading
 
@@ -50,7 +50,7 @@ def test_unfinished_texts_are_not_remembered(pipeline):
     assert sizes(pipeline) == [0, 0]
 
 
-def test_a_text_is_remembered_up_to_where_it_ends(pipeline):
+def test_whole_output_is_remembered(pipeline):
     made = pipeline.generate(PROMPT, 7, drafter="suffix", remember=True, ignore_eos=True)
     assert sizes(pipeline) == [len(made.tokens), 0] == [7, 0]
 
@@ -68,7 +68,7 @@ def test_the_same_requests_in_the_same_order_give_the_same_texts(pipeline, tempe
     assert run() == run()
 
 
-def test_a_request_that_waited_drafts_from_the_one_it_waited_for(pipeline):
+def test_waiting_request_drafts_from_output_of_preceding_request(pipeline):
     options = {"drafter": "suffix", "remember": True, "ignore_eos": True}
     alone = pipeline.generate(PROMPT, 40, **options).stats.num_rounds
     pipeline.forget()

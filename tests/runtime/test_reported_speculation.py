@@ -23,7 +23,7 @@ def result(generation):
 
 @pytest.mark.parametrize("drafts", DRAFTS, ids=IDS)
 @pytest.mark.parametrize("stop", ["y = 2\nx", "= 1\ny = 2\nx = 1", " 2", "\n"])
-def test_stop_string_in_an_accepted_run_ends_the_text_at_the_first(pipeline, stop, drafts):
+def test_stop_string_in_accepted_tokens_ends_text_at_first_match(pipeline, stop, drafts):
     options = {"max_new_tokens": 40, "stop": [stop], "logprobs": 2}
     plain = pipeline.generate(LOOP, num_draft_tokens=0, **options)
     assert stop not in plain.text
@@ -31,7 +31,7 @@ def test_stop_string_in_an_accepted_run_ends_the_text_at_the_first(pipeline, sto
 
 
 @pytest.mark.parametrize("drafts", DRAFTS, ids=IDS)
-def test_length_limit_and_stop_string_in_one_run_are_told_apart(pipeline, drafts):
+def test_finish_reason_with_length_limit_and_stop_string_in_one_round(pipeline, drafts):
     for length in (1, 5, 6, 7, 8, 9, 13):
         options = {"max_new_tokens": length, "stop": ["y = 2\nx"]}
         plain = pipeline.generate(LOOP, num_draft_tokens=0, **options)
@@ -49,7 +49,7 @@ def test_length_limit_and_stop_string_in_one_run_are_told_apart(pipeline, drafts
         {"min_new_tokens": 7, "logit_bias": {0: 30}},
     ],
 )
-def test_penalties_and_minimum_length_count_tokens_alike(pipeline, options, drafts):
+def test_penalties_and_minimum_length_count_the_same_tokens(pipeline, options, drafts):
     options = {"max_new_tokens": 24, **options}
     plain = pipeline.generate(LOOP, num_draft_tokens=0, **options)
     drafted = pipeline.generate(LOOP, **options, **drafts)
@@ -59,7 +59,7 @@ def test_penalties_and_minimum_length_count_tokens_alike(pipeline, options, draf
 
 
 @pytest.mark.parametrize("drafter", [name for name in DrafterName if name != "auto"])
-def test_grammar_that_is_complete_ends_the_text_whatever_is_drafted(pipeline, drafter):
+def test_complete_grammar_ends_text_for_any_draft(pipeline, drafter):
     prompt = 'value = 1\nvalue = 1, "b": 2}\nvalue = '
     options = {"json_schema": {"const": 1}, "max_new_tokens": 20}
     plain = pipeline.generate(prompt, num_draft_tokens=0, **options)

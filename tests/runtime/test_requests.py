@@ -1,4 +1,4 @@
-"""Requests to the embedded pair: streams, seeds, reuse, threads, and what is refused."""
+"""Requests to the embedded pair: streams, seeds, reuse, threads and errors."""
 
 import dataclasses
 import os
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.usefixtures("shared_costs")
 PROMPTS = ("def read_config(path):", "class Parser:\n    def __init__(self")
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_before_anything_runs(pipeline):
+def test_prompt_filling_the_context_is_rejected_before_generation(pipeline):
     context = pipeline.bundle.context_length
     for length in (context, context + 7):
         with pytest.raises(ContextLengthError, match=f"{length} tokens.*{context}.*shorten"):
             pipeline.stream([5] * length)
 
 
-def test_a_prompt_of_one_token_works_and_an_empty_one_does_not(pipeline):
+def test_one_token_prompt_is_accepted_and_empty_prompt_rejected(pipeline):
     assert len(pipeline.generate([7], 5, ignore_eos=True).tokens) == 5
     for empty in ("", []):
         with pytest.raises(PromptError, match="empty"):
@@ -35,7 +35,7 @@ def test_a_prompt_of_one_token_works_and_an_empty_one_does_not(pipeline):
 
 
 @pytest.mark.parametrize("prompt", [b"def", [1.5], ["def"], "a\udcff"])
-def test_a_prompt_that_is_neither_text_nor_ids_is_refused(pipeline, prompt):
+def test_prompt_of_invalid_type_is_rejected(pipeline, prompt):
     with pytest.raises(PromptError, match="prompt"):
         pipeline.generate(prompt)
 
@@ -54,7 +54,7 @@ def test_a_prompt_may_be_text_or_ids(pipeline):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_streamed_pieces_join_to_the_text_and_the_same_seed_gives_the_same(pipeline, temperature):
+def test_streamed_pieces_join_to_text_of_same_seed(pipeline, temperature):
     options = {"temperature": temperature, "seed": 11, "max_new_tokens": 80}
     stream = pipeline.stream(PROMPTS[0], **options)
     pieces = list(stream)
@@ -74,7 +74,7 @@ def test_a_random_seed_is_reported(pipeline):
     assert pipeline.generate(PROMPTS[0], 30, 1.0, seed=one.seed).tokens == one.tokens
 
 
-def test_a_stream_may_be_left_and_the_pipeline_used_again(pipeline):
+def test_pipeline_is_reusable_after_abandoned_stream(pipeline):
     whole = pipeline.generate(PROMPTS[0], 60)
     with pipeline.stream(PROMPTS[0], 60) as left:
         first = next(left)
@@ -114,7 +114,7 @@ def test_seconds_add_up_and_passes_are_counted(pipeline):
     assert stats.num_tested == sum(stats.tested_by_position)
 
 
-def test_a_graph_that_contradicts_the_manifest_is_refused(pipeline):
+def test_graph_inconsistent_with_manifest_is_rejected(pipeline):
     model = pipeline.bundle.draft
     fewer = dataclasses.replace(model.cache, layers=model.cache.layers[:1])
     for cache, columns in ((model.cache, model.padded_vocab_size + 1), (fewer, 4096)):
@@ -144,7 +144,7 @@ def _opened(bundle, model):
     return OrtModel(bundle, model, Device())
 
 
-def test_an_unknown_device_and_another_number_of_threads_are_clear_errors(pipeline):
+def test_unknown_device_and_invalid_threads_are_rejected(pipeline):
     with pytest.raises(DeviceError, match="'abacus'"):
         specedge.load(store.embedded_folder(), device="abacus")
     for threads in (0, 10**6, 1.5, "2"):
@@ -187,7 +187,7 @@ def in_another_process(prepared, after):
     return result.stdout.splitlines()
 
 
-def test_loading_leaves_thread_pools_of_the_application_alone(pipeline):
+def test_loading_does_not_change_application_thread_pools(pipeline):
     after = (
         "path = pipeline.bundle.path(pipeline.bundle.draft.graph('decoder', 'onnx').file)\n"
         "ort.InferenceSession(str(path), providers=['CPUExecutionProvider'])\n"

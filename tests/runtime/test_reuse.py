@@ -26,7 +26,9 @@ def test_the_common_prefix_ends_at_the_first_difference():
 @pytest.mark.parametrize("context_length", [99, 13])
 @pytest.mark.parametrize("drafter", ["model", "chain"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_after_others_equal_those_of_fresh_models(drafter, context_length, temperature):
+def test_outputs_after_other_requests_equal_fresh_model_outputs(
+    drafter, context_length, temperature
+):
     """A table's distribution is of all tokens that its cache holds, so a wrong row would be another
     text.
     """
@@ -75,7 +77,7 @@ def _empty(pipeline):
     pipeline.draft.truncate(0)
 
 
-def test_a_second_turn_reads_only_what_is_new(counted):
+def test_second_turn_processes_only_new_tokens(counted):
     prompt = counted.tokenizer.encode(PROMPT).ids
     options = {"num_draft_tokens": 4, "ignore_eos": True}
     first = counted.generate(prompt, 20, **options)
@@ -95,7 +97,7 @@ def test_a_second_turn_reads_only_what_is_new(counted):
 @pytest.mark.parametrize(
     ("drafter", "options"), [("model", {"temperature": 0.9, "top_p": 0.95}), ("chain", {})]
 )
-def test_prefix_reuse_keeps_every_byte(pipeline, drafter, options):
+def test_prefix_reuse_preserves_generated_tokens(pipeline, drafter, options):
     request = {"drafter": drafter, "num_draft_tokens": 4, "seed": 3, "ignore_eos": True} | options
     prompt = pipeline.tokenizer.encode(PROMPT).ids
     for given in (prompt, prompt[:-3], [*prompt, *prompt[5:9]], prompt):

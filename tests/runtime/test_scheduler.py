@@ -68,7 +68,7 @@ def test_a_released_turn_goes_to_the_next_waiter():
     assert not turns.is_taken
 
 
-def test_an_interrupt_while_a_turn_is_taken_again_is_raised_by_its_holder(monkeypatch):
+def test_interrupt_during_turn_reacquisition_is_raised_in_holder(monkeypatch):
     turns, enter, interrupted = FairLock(), FairLock.__enter__, []
 
     def interrupting(self):

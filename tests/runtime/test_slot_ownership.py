@@ -56,7 +56,7 @@ def in_worker(function):
     return value
 
 
-def test_stream_that_is_cancelled_while_its_reader_waits_for_a_turn_just_ends(pipeline):
+def test_stream_cancelled_while_waiting_for_turn_ends_without_error(pipeline):
     for _ in range(2):
         stream = begin(pipeline, PROMPTS[0])
         pieces = [next(stream)]
@@ -74,7 +74,7 @@ def test_stream_that_is_cancelled_while_its_reader_waits_for_a_turn_just_ends(pi
         assert in_worker(lambda: pipeline.generate(PROMPTS[1], 4, wait=False)).text
 
 
-def test_async_stream_that_is_cancelled_while_it_waits_for_a_turn_just_ends(pipeline):
+def test_async_stream_cancelled_while_waiting_ends_without_error(pipeline):
     async def main():
         stream = pipeline.astream(PROMPTS[0], NEW_TOKENS, **OPTIONS)
         pieces = []
@@ -90,9 +90,7 @@ def test_async_stream_that_is_cancelled_while_it_waits_for_a_turn_just_ends(pipe
     asyncio.run(main())
 
 
-def test_client_that_disconnects_while_its_stream_waits_for_a_turn_leaves_no_traceback(
-    pipeline, caplog
-):
+def test_disconnect_while_waiting_for_turn_logs_no_traceback(pipeline, caplog):
     pytest.importorskip("starlette")
     from specedge.serve.job_queue import JobQueue
 
@@ -114,7 +112,7 @@ def test_client_that_disconnects_while_its_stream_waits_for_a_turn_leaves_no_tra
     assert not caplog.records
 
 
-def test_stream_of_a_thread_that_ended_keeps_its_slot(pipeline, texts):
+def test_stream_of_finished_thread_keeps_its_slot(pipeline, texts):
     stream = in_worker(lambda: begin(pipeline, PROMPTS[0]))
     piece = in_worker(lambda: next(stream))
     with pytest.raises(SpecEdgeError, match="occupied"):
@@ -144,9 +142,7 @@ def test_request_waits_for_a_stream_that_its_own_worker_thread_began(pipeline, t
     assert second == [texts[PROMPTS[1]]]
 
 
-def test_streaming_responses_of_synchronous_endpoints_do_not_take_each_others_slots(
-    pipeline, texts
-):
+def test_sync_streaming_endpoints_do_not_share_slots(pipeline, texts):
     """Run the endpoint and each `next` in any thread of a pool, as FastAPI does."""
     pytest.importorskip("starlette")
     from starlette.applications import Starlette
@@ -200,7 +196,7 @@ def test_streaming_responses_of_synchronous_endpoints_do_not_take_each_others_sl
     assert all(slot.is_free for slot in pipeline.slots.all)
 
 
-def test_async_streams_that_are_read_in_turn_on_one_event_loop_do_not_collide(pipeline, texts):
+def test_interleaved_async_streams_on_one_event_loop_do_not_collide(pipeline, texts):
     async def main():
         streams = [pipeline.astream(prompt, NEW_TOKENS, **OPTIONS) for prompt in PROMPTS[:2]]
         pieces = [[], []]
@@ -212,7 +208,7 @@ def test_async_streams_that_are_read_in_turn_on_one_event_loop_do_not_collide(pi
     assert asyncio.run(main()) == [texts[prompt] for prompt in PROMPTS[:2]]
 
 
-def test_request_that_would_block_an_event_loop_is_refused_and_ends_no_stream(pipeline, texts):
+def test_request_blocking_the_event_loop_is_rejected(pipeline, texts):
     async def main():
         stream = begin(pipeline, PROMPTS[0])
         pieces = [next(stream)]
@@ -226,7 +222,7 @@ def test_request_that_would_block_an_event_loop_is_refused_and_ends_no_stream(pi
     assert asyncio.run(main()) == texts[PROMPTS[0]]
 
 
-def test_async_stream_that_waits_for_a_slot_is_closed_at_once(pipeline):
+def test_async_stream_waiting_for_slot_closes_immediately(pipeline):
     async def main():
         holder = begin(pipeline, PROMPTS[0])
         stream = pipeline.astream(PROMPTS[1], 4, **OPTIONS)
@@ -265,7 +261,7 @@ def test_request_in_a_process_of_one_thread_does_not_wait_for_its_own_stream():
     assert "close" in child.stdout
 
 
-def test_request_stops_waiting_for_streams_that_nobody_reads(pipeline, monkeypatch):
+def test_request_stops_waiting_for_idle_streams(pipeline, monkeypatch):
     monkeypatch.setattr(slots_module, "COLLECTION_DELAY", 0.01)
     monkeypatch.setattr(slots_module, "IDLE_TIMEOUT", 0.01)
     stream = begin(pipeline, PROMPTS[0])
@@ -290,7 +286,7 @@ def test_request_keeps_waiting_while_another_stream_is_read(pipeline, monkeypatc
     assert results[0].text
 
 
-def test_stream_that_is_collected_wakes_a_request_that_waits(pipeline):
+def test_garbage_collected_stream_wakes_waiting_request(pipeline):
     stream = begin(pipeline, PROMPTS[0])
     results = []
     waiting = threading.Thread(target=lambda: results.append(pipeline.generate(PROMPTS[1], 4)))
@@ -302,7 +298,7 @@ def test_stream_that_is_collected_wakes_a_request_that_waits(pipeline):
     assert results[0].text
 
 
-def test_every_freed_slot_wakes_a_request_that_waits(monkeypatch):
+def test_each_freed_slot_wakes_a_waiting_request(monkeypatch):
     monkeypatch.setattr(slots_module, "COLLECTION_DELAY", slots_module.IDLE_TIMEOUT)
 
     class FirstTime:

@@ -68,7 +68,7 @@ def test_streams_of_one_thread_interleave(alone, slots):
     assert found == wanted
 
 
-def test_logits_survive_a_pass_of_another_slot(slots):
+def test_logits_are_not_overwritten_by_another_slots_pass(slots):
     first, second, _ = (slot.target for slot in slots.slots.all)
     slots.forget()
     logits = first.forward([1, 2, 3]).array()
@@ -127,7 +127,7 @@ def test_a_long_prompt_takes_turns_with_other_requests(slots):
 
 
 @pytest.mark.parametrize("is_scored", [False, True])
-def test_others_have_twice_the_time_of_a_chunk(slots, monkeypatch, is_scored):
+def test_other_requests_run_twice_as_long_as_each_prefill_chunk(slots, monkeypatch, is_scored):
     waits, clock = [], itertools.count()
     for module in (stream_module, pipeline_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -143,7 +143,7 @@ def test_others_have_twice_the_time_of_a_chunk(slots, monkeypatch, is_scored):
     assert set(waits) == {2}
 
 
-def test_chunks_are_short_if_other_requests_may_wait_and_their_length_is_exact(alone, slots):
+def test_prefill_chunks_are_short_if_other_requests_may_wait(alone, slots):
     loaded = alone.bundle.target
     parity = {ops: replace(one, invariant_lengths=(1, 2)) for ops, one in loaded.parity.items()}
     varying = replace(loaded, parity=parity)
@@ -216,7 +216,7 @@ def test_a_closed_stream_frees_its_slot_only(slots, end):
         stream.close()
 
 
-def test_a_stream_is_cancelled_while_another_slots_round_runs(slots):
+def test_stream_can_be_cancelled_during_another_slots_round(slots):
     waiting, running = (slots.stream(prompt, 40, **OPTIONS) for prompt in PROMPTS[:2])
     next(waiting)
     with slots.slots.turns:  # as in a round of `running`
@@ -228,7 +228,7 @@ def test_a_stream_is_cancelled_while_another_slots_round_runs(slots):
     running.close()
 
 
-def test_a_request_waits_for_a_slot_or_is_refused(slots):
+def test_request_waits_for_slot_or_is_rejected(slots):
     streams = [slots.stream(prompt, 40, **OPTIONS) for prompt in PROMPTS[:3]]
     (error,) = in_threads(lambda: slots.generate(PROMPTS[3], 4, wait=False))
     assert isinstance(error, SpecEdgeError)
@@ -245,7 +245,7 @@ def test_a_request_waits_for_a_slot_or_is_refused(slots):
         stream.close()
 
 
-def test_an_error_of_one_request_leaves_the_others_alone(alone, slots):
+def test_error_in_one_request_does_not_affect_others(alone, slots):
     class Broken:
         name = "broken"
 

@@ -39,7 +39,7 @@ def text_of(pipeline, prompt, **options):
     return pipeline.generate(prompt, 24, **OPTIONS, **options).text
 
 
-def test_a_bad_prompt_is_refused_without_waiting(pipeline):
+def test_invalid_prompt_is_rejected_without_waiting(pipeline):
     stream = pipeline.stream(PROMPTS[0], 24, **OPTIONS)
     next(stream)
     assert isinstance(in_thread(pipeline.generate, [10**9]), PromptError)
@@ -47,7 +47,7 @@ def test_a_bad_prompt_is_refused_without_waiting(pipeline):
     stream.close()
 
 
-def test_a_refused_request_holds_no_turn_while_its_error_is_referenced(pipeline):
+def test_rejected_request_releases_turn_while_error_is_referenced(pipeline):
     expected = text_of(pipeline, PROMPTS[1])
     with pytest.raises(DrafterError) as kept:
         pipeline.generate(PROMPTS[0], drafter="ngram:/missing")
@@ -55,7 +55,7 @@ def test_a_refused_request_holds_no_turn_while_its_error_is_referenced(pipeline)
     assert kept.traceback
 
 
-def test_cancel_from_another_thread_ends_a_stream_after_its_round(pipeline):
+def test_cancel_from_another_thread_stops_stream_after_current_round(pipeline):
     stream = pipeline.stream(PROMPTS[0], 400, **OPTIONS)
     pieces = [next(stream)]
     assert in_thread(stream.cancel) is None
@@ -67,7 +67,7 @@ def test_cancel_from_another_thread_ends_a_stream_after_its_round(pipeline):
     assert in_thread(lambda: text_of(pipeline, PROMPTS[1], wait=False))
 
 
-def test_async_for_gives_the_same_text_and_leaves_the_loop_free(pipeline):
+def test_async_stream_yields_same_text_without_blocking_event_loop(pipeline):
     expected = [text_of(pipeline, prompt) for prompt in PROMPTS[:2]]
     ticks = []
 
@@ -109,7 +109,7 @@ def test_an_abandoned_async_stream_releases_its_turn(pipeline, close):
     assert asyncio.run(main()) == text_of(pipeline, PROMPTS[1])
 
 
-def test_an_error_of_an_async_request_is_raised_where_it_is_read(pipeline):
+def test_async_request_error_is_raised_in_the_consumer(pipeline):
     async def main():
         async for _ in pipeline.astream([10**9]):
             pass

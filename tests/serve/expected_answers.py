@@ -1,4 +1,4 @@
-"""What clients ask of a server, and what a pair answers alone; a random pair that chats."""
+"""Client requests and their expected responses from a single pair."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def random_pair(folder):
 
 
 def wanted(alone):
-    """The requests, and the answers of a pair that nobody else asks."""
+    """Return the requests and the expected responses of an unshared pair."""
     chat = alone.chat(MESSAGES, LENGTH, logprobs=3)
     return {
         "model": MODEL,

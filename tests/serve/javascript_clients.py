@@ -23,7 +23,7 @@ def node_script(name, folder):
 
 
 def output(command, *arguments):
-    """What a script prints; fails with what it says if it fails."""
+    """Return the output of a script, or fail with its error output."""
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -36,7 +36,7 @@ def served():
         yield pipeline, client, port
 
 
-def test_message_has_text_usage_and_stop_reason(served):
+def test_message_contains_text_usage_and_stop_reason(served):
     pipeline, client, _ = served
     pipeline.text = "It is hot. END more"
     system = [{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
@@ -72,7 +72,7 @@ def test_stream_joins_to_the_message(served):
         assert streamed.model_dump(exclude=ids) == block.model_dump(exclude=ids)
 
 
-def test_tools_are_forced_and_their_results_come_back(served):
+def test_tool_choice_forces_call_and_results_are_rendered(served):
     pipeline, client, _ = served
     pipeline.text = None
     asked = ASKED | {"tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search"}]}
@@ -98,7 +98,7 @@ def test_tools_are_forced_and_their_results_come_back(served):
     assert "So?" in prompt.partition("31 degrees")[2]
 
 
-def test_tokens_of_a_prompt_are_counted(served):
+def test_count_tokens_equals_usage(served):
     pipeline, client, _ = served
     pipeline.text = "Yes."
     asked = {"model": MODEL, "messages": ASKED["messages"], "tools": [WEATHER]}
@@ -107,7 +107,7 @@ def test_tokens_of_a_prompt_are_counted(served):
     assert count == usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_errors_have_anthropics_shape(served):
+def test_errors_have_anthropic_format(served):
     from anthropic import BadRequestError  # a second to import, for the worker that needs it
 
     _, client, port = served
@@ -120,7 +120,7 @@ def test_errors_have_anthropics_shape(served):
         assert (status, json.loads(text)["type"]) == (400, "error")
 
 
-def test_conversations_kept_by_the_server_are_refused_so_that_clients_send_them_whole(served):
+def test_server_side_threads_are_rejected_as_unsupported(served):
     _, _, port = served
     status, _, text = ask(port, "POST", "/v1/messages", ASKED | {"thread": {"type": "create"}})
     error = json.loads(text)["error"]
@@ -131,7 +131,7 @@ def test_conversations_kept_by_the_server_are_refused_so_that_clients_send_them_
     assert "thread" in error["message"]
 
 
-def test_unknown_fields_and_tools_of_other_types_are_named(served):
+def test_ignored_fields_and_tools_are_listed_in_header(served):
     pipeline, _, port = served
     pipeline.text = "Yes."
     tools = [WEATHER, {"type": "bash_20250124", "name": "bash"}]

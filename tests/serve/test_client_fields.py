@@ -48,7 +48,7 @@ def test_unknown_fields_are_reported_once_by_log_header_and_metric(port, caplog)
     assert "x-specedge-ignored" not in post(port, "/v1/completions", prompt="a", **GREEDY)[1]
 
 
-def test_any_name_of_the_model_is_accepted_with_a_note(port):
+def test_any_model_name_is_accepted_with_ignored_header(port):
     for name, note in (("gpt-4o", "model"), ("default", None), (MODEL, None), ("", None)):
         body = GREEDY | {"model": name, "messages": MESSAGES}
         status, headers, found = post(port, "/v1/chat/completions", **body)
@@ -118,7 +118,7 @@ def test_long_prompt_is_scored_in_chunks(alone):
     assert alone.score(tokens, 1, lambda: True) == []
 
 
-def test_prompt_logprobs_and_token_ids_have_vllms_form(port, ai, alone):
+def test_prompt_logprobs_and_token_ids_have_vllm_format(port, ai, alone):
     tokens = alone.prompts.tokens(PROMPT)
     body = GREEDY | {"prompt": PROMPT, "prompt_logprobs": 1, "return_token_ids": True}
     (choice,) = post(port, "/v1/completions", **body)[2]["choices"]
@@ -134,7 +134,7 @@ def test_prompt_logprobs_and_token_ids_have_vllms_form(port, ai, alone):
     assert [*itertools.chain(*parts)] == alone.chat(MESSAGES, 12).tokens
 
 
-def test_special_tokens_of_a_rendered_completion_prompt_control(port, alone):
+def test_special_tokens_in_completion_prompt_are_parsed(port, alone):
     template = "<|endoftext|>def"
     body = GREEDY | {"prompt": template, "return_token_ids": True}
     (choice,) = post(port, "/v1/completions", **body)[2]["choices"]
@@ -167,7 +167,7 @@ def test_continuous_usage_counts_the_tokens_of_each_chunk(ai):
     assert new[-1] == 12
 
 
-def test_bias_of_a_text_and_truncated_prompt(port, alone):
+def test_text_logit_bias_and_prompt_truncation(port, alone):
     text = alone.tokenizer.decode([alone.generate(PROMPT, 1).tokens[0]])
     body = GREEDY | {"prompt": PROMPT, "logit_bias": {text: -100}, "return_token_ids": True}
     (choice,) = post(port, "/v1/completions", **body)[2]["choices"]

@@ -13,7 +13,7 @@ GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 @pytest.fixture(scope="module")
 def alone():
-    """What the server's answers must equal: the same pair, one request at a time."""
+    """Return the reference pair, which runs one request at a time."""
     return chat_pair(1)
 
 
@@ -29,7 +29,7 @@ def ai(port):
         yield found
 
 
-def test_a_chat_is_what_the_pipeline_answers(ai, alone):
+def test_chat_equals_pipeline_output(ai, alone):
     wanted = alone.chat(MESSAGES, 24)
     found = ai.chat.completions.create(messages=MESSAGES, **GREEDY)
     assert found.choices[0].message.content == wanted.text
@@ -48,7 +48,7 @@ def test_a_streamed_chat_joins_to_the_same_text(ai, alone):
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_parts_and_developer_messages_are_text_and_system_messages(ai, alone):
+def test_content_parts_and_developer_role_are_supported(ai, alone):
     parts = [
         {"role": "developer", "content": "Write Python."},
         {"role": "user", "content": [{"type": "text", "text": t} for t in ("A ", "class.")]},
@@ -57,7 +57,7 @@ def test_parts_and_developer_messages_are_text_and_system_messages(ai, alone):
     assert found.choices[0].message.content == alone.chat(MESSAGES, 24).text
 
 
-def test_a_completion_of_each_kind_of_prompt(ai, alone):
+def test_completion_supports_text_token_and_list_prompts(ai, alone):
     ids = alone.prompts.tokens("import json")
     wanted = [alone.generate(prompt, 24).text for prompt in (PROMPT, "import json")]
     several = ai.completions.create(prompt=[PROMPT, "import json"], **GREEDY)
@@ -68,7 +68,7 @@ def test_a_completion_of_each_kind_of_prompt(ai, alone):
     ] == [wanted[1]] * 2
 
 
-def test_choices_have_seeds_in_a_row_and_each_is_what_it_is_alone(ai, alone):
+def test_choices_have_consecutive_seeds_and_equal_single_requests(ai, alone):
     given = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 1, "seed": 5}
     speculative = {"speculative": {"num_draft_tokens": 3, "drafter": "model"}}
     whole = ai.completions.create(n=3, extra_body=speculative, **given)
@@ -84,7 +84,7 @@ def test_choices_have_seeds_in_a_row_and_each_is_what_it_is_alone(ai, alone):
     assert found == wanted
 
 
-def test_coupled_choices_share_a_seed_and_each_is_what_it_is_alone(ai, alone):
+def test_coupled_choices_share_seed_and_equal_single_requests(ai, alone):
     given = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 1}
     coupled = {"coupling": "gumbel", "speculative": {"num_draft_tokens": 3}}
     whole = ai.completions.create(n=3, seed=5, extra_body=coupled, **given)
@@ -121,7 +121,7 @@ def test_penalties_biases_filters_and_stops_reach_the_sampler(ai, alone):
     assert found.usage.speculative["num_drafted"] == 0
 
 
-def test_a_stop_string_and_a_full_context_are_told_apart(ai):
+def test_finish_reason_distinguishes_stop_string_and_full_context(ai):
     stopped = ai.completions.create(prompt=PROMPT, stop="\n", **GREEDY)
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
     full = ai.completions.create(prompt=[9] * 500, model=MODEL, max_tokens=100, temperature=0)
@@ -182,14 +182,14 @@ def test_log_probabilities_of_a_completion_streamed_or_not(ai, alone):
     assert [o for one in streamed for o in one.text_offset] == whole.text_offset
 
 
-def test_an_end_token_ends_a_text_and_has_no_log_probability(ai, alone):
+def test_end_token_ends_text_without_logprobs(ai, alone):
     end = alone.bundle.end_tokens[0]
     given = GREEDY | {"logit_bias": {str(end): 100}, "logprobs": 0}
     found = ai.completions.create(prompt=PROMPT, **given).choices[0]
     assert (found.text, found.finish_reason, found.logprobs.tokens) == ("", "stop", [])
 
 
-def test_a_response_whole_and_streamed(ai, alone):
+def test_response_equals_streamed_response(ai, alone):
     given = {"model": MODEL, "instructions": "Write Python.", "temperature": 0}
     facts = {"topic": "classes"}
     whole = ai.responses.create(input="A class.", max_output_tokens=24, metadata=facts, **given)
@@ -232,7 +232,7 @@ def test_top_logprobs_of_a_response_that_does_not_include_them_are_refused(ai):
     assert caught.value.param == "top_logprobs"
 
 
-def test_the_stream_helper_of_responses_understands_the_events(ai, alone):
+def test_openai_responses_stream_helper_parses_events(ai, alone):
     text = alone.chat(MESSAGES, 40).text
     stop = text[-20:]
     given = {"model": MODEL, "input": MESSAGES, "temperature": 0, "extra_body": {"stop": stop}}
@@ -250,7 +250,7 @@ def test_models_are_listed_and_described(ai):
     assert ai.completions.create(prompt=PROMPT, **(GREEDY | {"model": "gpt-5"})).model == MODEL
 
 
-def test_a_pair_without_a_template_takes_completions_alone():
+def test_pair_without_template_supports_only_completions():
     with serving(specedge.load(store.embedded_folder())) as port, client(port) as ai:
         with pytest.raises(openai.BadRequestError, match="has no chat template; use /v1/comp"):
             ai.chat.completions.create(messages=MESSAGES, **GREEDY)

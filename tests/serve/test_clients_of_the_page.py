@@ -1,4 +1,4 @@
-"""The clients in docs/clients.md, each as it is there but for the address."""
+"""Clients of docs/clients.md, unchanged except for the address."""
 
 import json
 import os
@@ -44,12 +44,12 @@ def client():
         yield code
 
 
-def test_the_client_in_python(client, wanted):
+def test_documented_python_client(client, wanted):
     pytest.importorskip("openai", reason="needs the test extra")
     assert output([sys.executable, "-c", client("python")]) == wanted
 
 
-def test_the_client_of_curl(client, wanted):
+def test_documented_curl_client(client, wanted):
     if not shutil.which("curl"):
         pytest.skip("curl is missing")
     *events, last, done = output(["sh", "-c", client("sh")]).split("\n\n")[:-1]
@@ -60,14 +60,14 @@ def test_the_client_of_curl(client, wanted):
 
 
 @pytest.mark.hosts
-def test_the_client_in_javascript(client, wanted, tmp_path):
+def test_documented_javascript_client(client, wanted, tmp_path):
     command = node_script("client.mjs", tmp_path)
     Path(command[1]).write_text(client("js"), "utf-8")
     assert output(command) == wanted
 
 
 @pytest.mark.hosts
-def test_the_client_in_c_sharp(client, wanted, tmp_path):
+def test_documented_csharp_client(client, wanted, tmp_path):
     dotnet = Path(os.environ.get("SPECEDGE_HOST_TOOLS") or "none", "bin", "dotnet").resolve()
     if not dotnet.exists():
         pytest.skip(f"no .NET; {SET_UP}")

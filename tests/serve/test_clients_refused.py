@@ -1,4 +1,4 @@
-"""What the official OpenAI client may not ask for, and what it is told."""
+"""Invalid requests of the official OpenAI client and their errors."""
 
 import openai
 import pytest
@@ -41,7 +41,7 @@ def ai():
          "messages[0].content[0]"),
     ],
 )  # fmt: skip
-def test_a_field_that_cannot_be_is_a_400_that_names_it(ai, change, param):
+def test_invalid_field_is_a_400_error_with_param(ai, change, param):
     with pytest.raises(openai.BadRequestError) as caught:
         ai.chat.completions.create(**(CHAT | change))
     assert caught.value.param == param
@@ -49,7 +49,7 @@ def test_a_field_that_cannot_be_is_a_400_that_names_it(ai, change, param):
     assert caught.value.type == "invalid_request_error"
 
 
-def test_a_text_that_is_too_long_says_so_by_its_code(ai):
+def test_too_long_prompt_is_context_length_exceeded(ai):
     with pytest.raises(openai.BadRequestError) as caught:
         ai.completions.create(prompt=[7] * 512, model=MODEL, max_tokens=24)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")

@@ -51,7 +51,7 @@ def sampled(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_a_request_gets_the_models_defaults_for_what_it_leaves_out(pair, recommends, sampled, path):
+def test_omitted_sampling_fields_use_model_defaults(pair, recommends, sampled, path):
     recommends(SMOLLM2)
     with serving(pair) as port:
         for fields, sampling in (
@@ -72,7 +72,7 @@ def test_a_request_gets_the_models_defaults_for_what_it_leaves_out(pair, recomme
 @pytest.mark.parametrize(
     ("recommended", "generation_config"), [(SMOLLM2, "none"), (SamplingFilters(), "auto")]
 )
-def test_without_defaults_it_gets_those_of_openai(
+def test_sampling_uses_openai_defaults_without_model_defaults(
     pair, recommends, sampled, recommended, generation_config
 ):
     recommends(recommended)
@@ -84,7 +84,7 @@ def test_without_defaults_it_gets_those_of_openai(
     assert model["default_sampling"] == {"temperature": 1.0}
 
 
-def test_every_default_is_applied_and_told(pair, recommends, sampled):
+def test_all_model_defaults_are_applied_and_listed(pair, recommends, sampled):
     defaults = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05}
     recommends(SamplingFilters(**defaults))
     with serving(pair) as port:

@@ -38,7 +38,7 @@ def post(port, path, **body):
     return status, json.loads(text)
 
 
-def test_models_have_their_length_and_capabilities(port):
+def test_models_list_max_length_and_capabilities(port):
     first, alias = get(port, "/v1/models")["data"]
     assert (first["id"], alias["id"], alias["root"]) == (MODEL, "default", MODEL)
     assert first["max_model_len"] == 512
@@ -75,7 +75,7 @@ def test_each_response_has_a_request_id(port):
     assert ask(port, "POST", "/v1/completions", b"{")[1]["x-request-id"]
 
 
-def test_refused_request_is_one_line_with_its_field(port, caplog):
+def test_rejected_request_is_logged_in_one_line_with_its_field(port, caplog):
     with caplog.at_level(logging.WARNING, "specedge"):
         ask(port, "POST", "/v1/completions", SHORT | {"temperature": -1}, X_Request_Id="id-1")
         until(lambda: caplog.records)
@@ -96,7 +96,7 @@ def test_access_log_has_tokens_and_speed(port, caplog):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_shutdown_ends_requests_with_an_error_in_openais_shape(pair, stream):
+def test_shutdown_ends_requests_with_openai_error(pair, stream):
     app, sent = make_app(pair, ServerSettings()), []
     body = SHORT | {"max_tokens": 400, "ignore_eos": True, "stream": stream}
 
@@ -133,7 +133,7 @@ def test_shutdown_ends_requests_with_an_error_in_openais_shape(pair, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_that_leaves_during_a_long_prefill_frees_its_slot(port, pair, stream):
+def test_disconnect_during_long_prefill_frees_the_slot(port, pair, stream):
     tokens = (pair.prompts.tokens(PROMPT) * 100)[:480]
     body = json.dumps(SHORT | {"prompt": tokens, "echo": True, "logprobs": 1, "stream": stream})
     for _ in range(4):
@@ -143,7 +143,7 @@ def test_client_that_leaves_during_a_long_prefill_frees_its_slot(port, pair, str
     until(lambda: health(port)["running"] == 0)
 
 
-def test_prompt_waits_until_other_streams_had_as_much_time():
+def test_prefill_waits_until_other_streams_ran_equally_long():
     turns, seen = FairLock(), []
 
     def other():
@@ -157,6 +157,6 @@ def test_prompt_waits_until_other_streams_had_as_much_time():
     turns.wait_for_others(0.5, lambda: False)
     assert turns.busy_seconds >= 0.5
     thread.join()
-    turns.wait_for_others(10**6, lambda: False)  # nobody takes a turn
+    turns.wait_for_others(10**6, lambda: False)  # no other thread takes a turn
     turns.wait_for_others(10**6, lambda: True)
     assert len(seen) == 4

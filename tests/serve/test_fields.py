@@ -29,7 +29,7 @@ def options(endpoint="completions", length=500, **fields):
 
 
 @pytest.mark.parametrize("endpoint", PARSERS)
-def test_null_is_absent_and_a_prompt_suffices(endpoint):
+def test_null_fields_equal_omitted_fields(endpoint):
     bare = parsed(endpoint)
     names = ["model", "temperature", "stop", "stream", "stream_options", "tools", "n", "logprobs"]
     assert parsed(endpoint, **dict.fromkeys([*names, *NEUTRAL[endpoint]])) == bare
@@ -39,7 +39,7 @@ def test_null_is_absent_and_a_prompt_suffices(endpoint):
 
 
 @pytest.mark.parametrize("endpoint", PARSERS)
-def test_unsupported_value_is_refused_by_its_field(endpoint):
+def test_unsupported_value_error_names_the_field(endpoint):
     for name in NEUTRAL[endpoint]:
         assert parsed(endpoint, **{name: {"a": 1}}) == parsed(endpoint)
     for name, values in UNSUPPORTED_FIELDS[endpoint].items():
@@ -121,7 +121,7 @@ def test_options_are_passed_to_the_pipeline():
         ({"regex": ""}, {}),
     ],
 )
-def test_spellings_of_other_servers_have_their_meaning(fields, expected):
+def test_field_aliases_of_other_servers_are_supported(fields, expected):
     bare = {"temperature": 1.0, "max_new_tokens": 16}
     assert options(**fields) == bare | expected
 
@@ -135,7 +135,7 @@ def test_gbnf_grammar_is_converted_to_lark():
     assert caught.value.param == "grammar"
 
 
-def test_rules_of_the_output():
+def test_output_rules_are_parsed():
     rules = parsed(
         "chat",
         stop_token_ids=[5, 6],
@@ -167,7 +167,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("endpoint", "fields", "names"), UNKNOWN)
-def test_unknown_field_is_ignored_by_name_and_refused_in_strict_mode(endpoint, fields, names):
+def test_unknown_field_is_ignored_and_rejected_in_strict_mode(endpoint, fields, names):
     ignored = parsed(endpoint, **fields).ignored
     if names is None:
         assert all(name.isascii() and name.isprintable() and len(name) <= 80 for name in ignored)
@@ -179,7 +179,7 @@ def test_unknown_field_is_ignored_by_name_and_refused_in_strict_mode(endpoint, f
     assert caught.value.status == 400
 
 
-def test_names_of_ignored_fields_are_few():
+def test_number_of_ignored_field_names_is_limited():
     assert len(parsed("chat", **{f"field{i}": i for i in range(500)}).ignored) == 32
 
 
@@ -234,7 +234,7 @@ def test_reasoning_of_history_is_kept():
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
     ],
 )
-def test_thinking_is_set_by_the_fields_of_several_apis(fields, variables):
+def test_reasoning_fields_of_several_apis_are_supported(fields, variables):
     assert parsed("chat", **fields).template.variables == variables
 
 
@@ -246,7 +246,7 @@ def test_reasoning_of_the_responses_api_sets_the_effort():
     assert parsed("responses", reasoning={"summary": "auto"}).ignored == ()
 
 
-def test_event_is_one_line_for_any_client():
+def test_sse_event_contains_no_line_separators():
     found = sse_event({"text": "a\u2028b\x85c\u2029"})
     assert len(found.splitlines()) == 2
     assert json.loads(found.removeprefix("data: ")) == {"text": "a\u2028b\x85c\u2029"}
@@ -283,7 +283,7 @@ def test_invalid_value_is_reported_with_its_field(change, message):
     assert caught.value.param.partition(".")[0] in change
 
 
-def test_arguments_of_earlier_calls_are_objects_or_any_text():
+def test_arguments_of_earlier_calls_are_objects_or_text():
     for given, expected in [
         ({"arguments": ""}, {}), ({"arguments": "{}"}, {}), ({}, {}), ({"arguments": None}, {}),
         ({"arguments": '{"a": 1}'}, {"a": 1}), ({"arguments": '{"city'}, '{"city'),

@@ -28,7 +28,7 @@ def ai(alone):
         yield found
 
 
-def test_an_answer_follows_its_schema_and_says_where_it_is_cut(ai, alone):
+def test_response_follows_its_schema_and_reports_truncation(ai, alone):
     wanted = alone.chat(MESSAGES, 24, json_schema=SCHEMA)
     named = {"name": "person", "schema": SCHEMA, "strict": True}
     form = {"type": "json_schema", "json_schema": named}
@@ -50,7 +50,7 @@ def test_an_answer_follows_its_schema_and_says_where_it_is_cut(ai, alone):
     assert found.text.format.name == "person"
 
 
-def test_an_object_that_a_client_parses_ends_whatever_white_space_the_pair_likes(ai):
+def test_parsed_object_terminates_despite_whitespace_preference(ai):
     pytest.importorskip("llguidance", reason="needs the grammar extra")
     pydantic = pytest.importorskip("pydantic", reason="comes with openai")
     person = pydantic.create_model("Person", name=(str, ...), age=(int, ...))
@@ -60,7 +60,7 @@ def test_an_object_that_a_client_parses_ends_whatever_white_space_the_pair_likes
     assert choice.message.parsed.age >= 0
 
 
-def test_json_that_is_cut_says_so_at_every_endpoint_whole_and_streamed(ai):
+def test_truncated_json_reports_length_at_every_endpoint(ai):
     few, own = GREEDY | {"max_tokens": 4}, {"json_schema": SCHEMA}
     given = {"messages": MESSAGES, "extra_body": own}
     reasons = [ai.chat.completions.create(**few, **given).choices[0].finish_reason]
@@ -83,7 +83,7 @@ def test_json_that_is_cut_says_so_at_every_endpoint_whole_and_streamed(ai):
         assert one.incomplete_details.reason == "max_output_tokens"
 
 
-def test_an_answer_is_any_object_or_follows_the_fields_of_ones_own(ai):
+def test_json_object_format_and_custom_grammar_fields(ai):
     form = {"type": "json_object"}
     one = ai.chat.completions.create(messages=MESSAGES, response_format=form, **GREEDY)
     choice = one.choices[0]  # any object may go on and on, and this pair's does

@@ -73,7 +73,7 @@ def connection(port):
         b'{"model": {"a": [1]}, "prompt": "a"}',
     ],
 )
-def test_a_body_that_is_no_request_is_refused_in_one_short_line(port, body):
+def test_invalid_body_is_rejected_with_short_one_line_error(port, body):
     status, headers, said = ask(port, "POST", "/v1/completions", body)
     assert status in (400, 404)
     assert headers["content-type"] == "application/json"
@@ -82,7 +82,7 @@ def test_a_body_that_is_no_request_is_refused_in_one_short_line(port, body):
 
 
 @pytest.mark.parametrize("body", [{"model": "x" * 9000}, {"y" * 9000: 1}])
-def test_long_unknown_names_are_ignored_in_short_lines(port, caplog, body):
+def test_long_unknown_field_names_are_truncated(port, caplog, body):
     status, headers, _ = ask(port, "POST", "/v1/completions", SHORT | body)
     assert status == 200
     assert 0 < len(headers["x-specedge-ignored"]) < 1000
@@ -90,21 +90,21 @@ def test_long_unknown_names_are_ignored_in_short_lines(port, caplog, body):
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "1e999"])
-def test_what_cannot_be_repeated_is_refused_before_anything_runs(port, value):
-    """As metadata it was an error 500 behind the whole text, or a stream that is no JSON."""
+def test_unserializable_metadata_is_rejected_before_generation(port, value):
+    """Regression test: such metadata caused a 500 error after generation or invalid JSON."""
     body = f'{{"input": "a", "metadata": {{"a": {value}}}}}'.encode()
     status, _, said = ask(port, "POST", "/v1/responses", body)
     assert (status, error_of(said)["code"]) == (400, "invalid_json")
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(port, connection):
+def test_oversized_body_is_rejected_before_reading(port, connection):
     connection.sendall(head(10**12))
     status, headers, said = answer(connection)
     assert (status, error_of(said)["code"]) == (413, "body_too_large")
     assert headers["connection"] == "close"
 
 
-def test_a_body_in_endless_chunks_is_refused_where_it_is_too_large(port, connection):
+def test_oversized_chunked_body_is_rejected_at_the_limit(port, connection):
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n"
@@ -114,13 +114,13 @@ def test_a_body_in_endless_chunks_is_refused_where_it_is_too_large(port, connect
     assert answer(connection)[0] == 413
 
 
-def test_who_sends_somewhat_too_much_hears_so_at_the_end(port):
+def test_slightly_oversized_body_is_rejected_after_reading(port):
     body = json.dumps(SHORT | {"prompt": "a" * 60_000}).encode()
     status, _, said = ask(port, "POST", "/v1/completions", body)
     assert (status, error_of(said)["code"]) == (413, "body_too_large")
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(port, connection):
+def test_incomplete_body_times_out(port, connection):
     connection.sendall(head(100) + b'{"prompt":')
     begin = time.monotonic()
     status, _, said = answer(connection)
@@ -128,7 +128,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(port, connection):
     assert time.monotonic() - begin < 10
 
 
-def test_other_content_is_refused_so_that_no_web_page_can_ask_unasked(port):
+def test_non_json_content_type_is_rejected_without_cors(port):
     kinds = ("text/plain", "application/x-www-form-urlencoded", "")
     for kind in kinds:
         status, headers, said = ask(port, "POST", "/v1/completions", SHORT, Content_Type=kind)
@@ -146,7 +146,7 @@ def test_compressed_bodies_are_refused_by_the_name_of_their_coding(port, coding)
     assert ask(port, "POST", "/v1/completions", SHORT, Content_Encoding="identity")[0] == 200
 
 
-def test_paths_and_methods_that_there_are_not_are_errors_in_the_same_shape(port):
+def test_unknown_paths_and_methods_are_json_errors(port):
     assert error_of(ask(port, "GET", "/v1/nothing")[2])["message"] == "the path does not exist"
     status, _, said = ask(port, "GET", "/v1/completions")
     assert (status, error_of(said)["type"]) == (405, "invalid_request_error")
@@ -157,12 +157,12 @@ def test_paths_and_methods_that_there_are_not_are_errors_in_the_same_shape(port)
     "sent",
     [b"GET /v1/mod", b"\x16\x03\x01" * 50, b"POST / HTTP/1.1\r\nA: " + b"b" * 70_000, head(50)],
 )
-def test_half_a_request_keeps_nobody(port, connection, sent):
+def test_incomplete_request_does_not_block_others(port, connection, sent):
     connection.sendall(sent)
     assert answers(port)
 
 
-def test_many_idle_connections_keep_nobody(port):
+def test_idle_connections_do_not_block_requests(port):
     idle = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(300)]
     try:
         assert answers(port)
@@ -171,15 +171,15 @@ def test_many_idle_connections_keep_nobody(port):
             one.close()
 
 
-def test_who_does_not_read_its_stream_keeps_nobody(port, connection):
+def test_unread_stream_does_not_block_other_requests(port, connection):
     body = json.dumps(LONG | {"stream": True, "logprobs": 20}).encode()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     connection.sendall(head(len(body)) + body)
-    until(lambda: health(port)["running"] == 0, 60)  # its text ended though nobody read it
+    until(lambda: health(port)["running"] == 0, 60)  # completed although the client did not read
     assert answers(port)
 
 
-def test_more_than_can_wait_are_told_to_come_again(port, slowly):
+def test_full_queue_returns_429_with_retry_after(port, slowly):
     def long():
         assert ask(port, "POST", "/v1/completions", LONG | {"max_tokens": 60})[0] == 200
 
@@ -195,7 +195,7 @@ def test_more_than_can_wait_are_told_to_come_again(port, slowly):
     assert answers(port)
 
 
-def test_bodies_have_a_size_together_too(pair):
+def test_total_size_of_concurrent_bodies_is_limited(pair):
     with serving(pair, max_body=1000, body_timeout=60) as port, ExitStack() as stack:
         sent = head(1000) + b"x" * 990
         senders = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(17)]
@@ -212,7 +212,7 @@ def test_bodies_have_a_size_together_too(pair):
 
 
 @pytest.mark.parametrize("fields", [{"n": 3}, {"prompt": ["a"] * 3}])
-def test_more_texts_than_the_server_takes_are_refused_untokenized(port, pair, monkeypatch, fields):
+def test_too_many_choices_are_rejected_before_tokenization(port, pair, monkeypatch, fields):
     monkeypatch.setattr(pair.prompts, "tokens_of", lambda _: 1 / 0)
     status, _, said = ask(port, "POST", "/v1/completions", SHORT | fields)
     assert (status, error_of(said)["param"]) == (400, "n")
@@ -220,7 +220,7 @@ def test_more_texts_than_the_server_takes_are_refused_untokenized(port, pair, mo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_options_that_leave_no_token_are_the_clients_mistake(port, caplog, stream):
+def test_options_that_ban_every_token_are_a_client_error(port, caplog, stream):
     body = SHORT | {"regex": "[0-9]", "min_new_tokens": 5, "stream": stream}
     status, _, said = ask(port, "POST", "/v1/completions", body)
     found = error_of(said.rpartition(b"data: ")[2].splitlines()[0])
@@ -232,7 +232,7 @@ def test_options_that_leave_no_token_are_the_clients_mistake(port, caplog, strea
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_slot_and_its_place_in_the_queue(port, slowly, stream):
+def test_disconnect_frees_slot_and_queue_position(port, slowly, stream):
     plain = {"speculative": {"off": True}, "stream": stream}  # some 8 seconds
     body = json.dumps(LONG | plain).encode()
     gone = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(2)]
@@ -246,7 +246,7 @@ def test_a_client_that_goes_away_frees_its_slot_and_its_place_in_the_queue(port,
     assert answers(port)
 
 
-def test_a_request_that_takes_too_long_ends_with_an_error(pair, slowly):
+def test_request_timeout_ends_with_an_error(pair, slowly):
     with serving(pair, timeout=0.5) as port:
         status, headers, said = ask(port, "POST", "/v1/completions", LONG)
         assert (status, error_of(said)["code"]) == (504, "timeout")
@@ -258,7 +258,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error(pair, slowly):
         until(lambda: health(port)["running"] == 0)
 
 
-def test_an_error_inside_a_round_is_told_and_leaves_the_server_up(port, monkeypatch, caplog):
+def test_error_within_a_round_is_reported_and_server_survives(port, monkeypatch, caplog):
     def fails(self, *arguments):
         raise ZeroDivisionError("secret")
 

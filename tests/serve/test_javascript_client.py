@@ -43,7 +43,7 @@ def server(request, script, tmp_path_factory):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_client_gets_what_the_pipeline_gives_alone(script, server, check):
+def test_client_result_equals_direct_pipeline_result(script, server, check):
     url, answers = server
     output(script, url, check, answers)
 

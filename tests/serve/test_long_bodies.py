@@ -33,7 +33,7 @@ def count_calls(function):
 
 @pytest.mark.parametrize(("where", "messages"), [("messages", CHAT), ("input", ITEMS)])
 @pytest.mark.parametrize("repeated", [slice(None), slice(1, None)])
-def test_reading_messages_is_linear_in_their_number(where, messages, repeated):
+def test_message_parsing_time_is_linear(where, messages, repeated):
     def read(count):
         return lambda: parse_messages([*messages, *(messages[repeated] * count)], where)
 
@@ -51,7 +51,7 @@ def test_an_error_does_not_repeat_a_long_value(name, value):
     assert "x" * 100 not in message
 
 
-def test_bad_words_have_a_length_together():
+def test_total_length_of_bad_words_is_limited():
     """Their tokens are made before a text begins, in a thread that others wait for."""
     words = ["w" * 640] * 100
     assert not error_of({"prompt": "a", "bad_words": words})

@@ -1,4 +1,4 @@
-"""What /metrics says of times, and of texts that never came to their end."""
+"""Times and incomplete requests in /metrics."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ def has_counted(port, status):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_that_took_too_long_is_counted(pair, rounds, stream):
+def test_timed_out_request_is_counted(pair, rounds, stream):
     rounds.append(lambda number: time.sleep(1.6 * (number == 6)))
     with serving(pair, timeout=1.5) as port:
         ask(port, "POST", "/v1/completions", LONG | {"stream": stream})
@@ -66,14 +66,14 @@ def test_a_text_that_took_too_long_is_counted(pair, rounds, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_that_failed_is_counted(port, rounds, stream):
+def test_failed_request_is_counted(port, rounds, stream):
     rounds.append(lambda number: 1 / (6 - number))
     ask(port, "POST", "/v1/completions", LONG | {"stream": stream})
     has_counted(port, 500)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_whose_client_went_away_is_counted(port, rounds, stream):
+def test_disconnected_request_is_counted(port, rounds, stream):
     numbers = []
     rounds.append(lambda number: numbers.append(number) or time.sleep(0.02))
     body = json.dumps(LONG | {"stream": stream}).encode()
@@ -83,7 +83,7 @@ def test_a_text_whose_client_went_away_is_counted(port, rounds, stream):
     has_counted(port, "gone")
 
 
-def test_a_client_that_leaves_within_its_body_is_no_failure_of_the_server(port, caplog):
+def test_disconnect_within_body_is_not_a_server_error(port, caplog):
     with socket.create_connection(("127.0.0.1", port), 30) as connection:
         connection.sendall(head(100) + b'{"prompt"')
     until(lambda: counts(port)[REQUESTS % "gone"] == 1)
@@ -92,7 +92,7 @@ def test_a_client_that_leaves_within_its_body_is_no_failure_of_the_server(port, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_is_counted_once_when_it_ends(port, stream):
+def test_completed_request_is_counted_once(port, stream):
     ask(port, "POST", "/v1/completions", LONG | {"max_tokens": 8, "stream": stream})
     until(lambda: health(port)["running"] == 0)
     found = counts(port)
@@ -102,7 +102,7 @@ def test_a_text_is_counted_once_when_it_ends(port, stream):
     assert (found["specedge_slots"], found["specedge_queue"]) == (1, 0)
 
 
-def test_the_time_to_the_first_token_is_not_the_clients(pair):
+def test_time_to_first_token_excludes_client_delays(pair):
     app, sent = make_app(pair), []
 
     async def ask(method, path, body):

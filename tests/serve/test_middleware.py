@@ -1,4 +1,4 @@
-"""Who may ask: those with the key, and without one no web page from elsewhere."""
+"""Access control: API keys, allowed hosts and CORS origins."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def pair():
     return chat_pair(1)
 
 
-def test_a_key_is_asked_for_everywhere_but_of_health(pair):
+def test_api_key_is_required_except_for_health(pair):
     with serving(pair, api_key="geheim") as port:
         assert ask(port, "GET", "/health")[0] == 200
         for path in ("/v1/models", "/metrics", "/nothing"):
@@ -21,7 +21,7 @@ def test_a_key_is_asked_for_everywhere_but_of_health(pair):
         assert ask(port, "GET", "/v1/models", Authorization="Bearer geheim")[0] == 200
 
 
-def test_only_named_origins_may_ask_from_a_web_page(pair):
+def test_cors_allows_only_configured_origins(pair):
     with serving(pair, origins=("https://good.example",), api_key="k") as port:
 
         def allowed(origin):
@@ -56,7 +56,7 @@ def test_only_named_origins_may_ask_from_a_web_page(pair):
         ("/v1/models", "localhost:8000", "null", "origin_not_allowed"),
     ],
 )
-def test_no_page_asks_by_its_own_name_or_from_elsewhere(named, path, host, origin, code):
+def test_foreign_host_and_origin_are_rejected(named, path, host, origin, code):
     given = {"Host": host} | ({"Origin": origin} if origin else {})
     status, _, said = ask(named, "GET", path, **given)
     assert (status, code and error_of(said)["code"]) == (403 if code else 200, code)
@@ -69,13 +69,13 @@ def named(pair):
         yield found
 
 
-def test_with_a_key_any_origin_and_host_may_try(pair):
+def test_api_key_permits_any_host_and_origin(pair):
     with serving(pair, api_key="k") as port:
         given = {"Host": "here", "Origin": "https://there", "Authorization": "Bearer k"}
         assert ask(port, "GET", "/v1/models", **given)[0] == 200
 
 
-def test_an_app_without_a_key_or_hosts_answers_as_localhost_alone(pair):
+def test_app_without_key_or_hosts_serves_only_localhost(pair):
     with serving(pair) as port:
         statuses = [
             ask(port, "GET", "/v1/models", Host=host, Origin=f"http://{host}")[0]
@@ -85,13 +85,13 @@ def test_an_app_without_a_key_or_hosts_answers_as_localhost_alone(pair):
 
 
 @pytest.mark.parametrize("host", ["pair.example", "PAIR.example", "10.0.0.7", "::1", "fe80::1"])
-def test_a_host_that_requests_can_have_is_allowed(host):
+def test_valid_allowed_host_is_accepted(host):
     assert ServerSettings(hosts=(host,)).hosts == (host,)
 
 
 @pytest.mark.parametrize(
     "host", ["pair.example:8000", "http://pair.example", "pair.example/", "[::1]", "*", ""]
 )
-def test_a_host_that_no_request_can_have_is_refused(host):
+def test_invalid_allowed_host_is_rejected(host):
     with pytest.raises(ValueError, match="an allowed host is a name or an address without scheme"):
         ServerSettings(hosts=(host,))

@@ -1,4 +1,4 @@
-"""The page at / is whole, loads nothing from elsewhere, and shows what a stream tells of tokens."""
+"""The page at / is self-contained and displays token outcomes of streams."""
 
 import re
 
@@ -19,7 +19,7 @@ def port(pair):
         yield found
 
 
-def test_the_page_is_there_without_a_key_and_may_load_only_its_own(port):
+def test_page_needs_no_key_and_loads_only_local_files(port):
     for path, name in PAGE_FILES.items():
         kind = {"html": "text/html", "css": "text/css", "js": "text/javascript"}[
             name.split(".")[-1]
@@ -35,7 +35,7 @@ def test_the_page_is_there_without_a_key_and_may_load_only_its_own(port):
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_a_traced_stream_has_the_fate_of_each_token(pair, port, endpoint):
+def test_traced_stream_has_outcome_of_each_token(pair, port, endpoint):
     messages = [{"role": "user", "content": PROMPT}]
     given = {"model": MODEL, "max_tokens": 30, "temperature": 0, "stream": True}
     with client(port, "k") as ai:

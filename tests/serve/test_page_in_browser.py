@@ -78,7 +78,7 @@ def spans(page, place):
     return found.evaluate_all("nodes => nodes.map(node => [node.textContent, node.className])")
 
 
-def test_a_text_model_completes_beside_its_colored_tokens(visit):
+def test_completion_view_shows_colored_tokens(visit):
     pair = specedge.load(store.embedded_folder())
     with serving(pair) as port:
         page = visit(port)
@@ -101,7 +101,7 @@ def test_a_text_model_completes_beside_its_colored_tokens(visit):
         assert page.input_value("#prompt") == PROMPT + wanted.text
 
 
-def test_a_conversation_goes_on_and_is_edited_and_regenerated(visit, scripted):
+def test_conversation_can_be_continued_edited_and_regenerated(visit, scripted):
     pipeline, port = scripted
     page = visit(port)
     page.click("[aria-controls=settings]")
@@ -140,7 +140,7 @@ def test_a_conversation_goes_on_and_is_edited_and_regenerated(visit, scripted):
     assert page.locator("#log li, #chat-list li").count() == 0
 
 
-def test_thinking_is_folded_and_calls_take_results(visit, scripted):
+def test_reasoning_is_collapsed_and_tool_calls_accept_results(visit, scripted):
     pipeline, port = scripted
     page = visit(port)
     page.click("[aria-controls=settings]")
@@ -163,7 +163,7 @@ def test_thinking_is_folded_and_calls_take_results(visit, scripted):
     assert pipeline.asked_text.endswith("<think>\n\n</think>\n\n")
 
 
-def test_markdown_is_shown_and_html_is_text(visit, scripted):
+def test_markdown_is_rendered_and_html_is_escaped(visit, scripted):
     pipeline, port = scripted
     page = visit(port)
     pipeline.text = (
@@ -208,7 +208,7 @@ def test_stop_keeps_the_text_and_frees_the_slot(visit, monkeypatch):
         assert page.text_content("#chat-error") == ""
 
 
-def test_a_key_is_asked_for(visit):
+def test_page_prompts_for_api_key(visit):
     with serving(chat_pair(1), model=MODEL, api_key="k") as port:
         page = visit(port, "[name=key]:focus")
         page.keyboard.type("k")
@@ -218,7 +218,7 @@ def test_a_key_is_asked_for(visit):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_scrolls_in_one_direction_and_all_controls_have_names(visit, scripted, scheme):
+def test_phone_layout_has_no_horizontal_scroll_and_labeled_controls(visit, scripted, scheme):
     pipeline, port = scripted
     page = visit(port, viewport={"width": 360, "height": 700}, color_scheme=scheme)
     pipeline.text = "```\n" + "x" * 90 + "\n```"

@@ -138,7 +138,7 @@ def test_templates_cover_todays_families():
 
 
 @pytest.mark.parametrize(("name", "chat"), CASES)
-def test_prompt_of_a_request_is_that_of_transformers(references, name, chat):
+def test_request_prompt_equals_transformers_prompt(references, name, chat):
     reference = references(name)
     messages, tools = CHATS[chat]
     thinking = [{"enable_thinking": on, "thinking": on} for on in (True, False)]
@@ -156,7 +156,7 @@ def test_prompt_of_a_request_is_that_of_transformers(references, name, chat):
 
 
 @pytest.mark.parametrize(("name", "chat"), sorted(REFUSED))
-def test_chat_without_a_system_message_in_its_prompt_is_refused(references, name, chat):
+def test_chat_with_dropped_system_message_is_rejected(references, name, chat):
     with pytest.raises(ApiError, match=r"System role not supported|drops messages\[0\]"):
         prompt_of(references(name), *CHATS[chat])
 
@@ -164,7 +164,7 @@ def test_chat_without_a_system_message_in_its_prompt_is_refused(references, name
 CALL_TEXT = '{"name": "weather", "arguments": ' + json.dumps(ARGUMENTS, ensure_ascii=False) + "}"
 
 
-def test_calls_that_a_template_shows_nowhere_are_text_of_its_family(references):
+def test_calls_unsupported_by_template_are_rendered_in_family_format(references):
     chat, tools = CHATS["call"]
     _, text = prompt_of(references("SmolLM 3"), chat, tools)
     assert f"<|im_start|>assistant\n<tool_call>\n{CALL_TEXT}\n</tool_call><|im_end|>" in text
@@ -181,7 +181,7 @@ def test_calls_that_a_template_shows_nowhere_are_text_of_its_family(references):
 
 
 @pytest.mark.parametrize("name", ["Llama 3.1", "gpt-oss"])
-def test_parallel_calls_are_shown_one_by_one_where_a_template_takes_one(references, name):
+def test_parallel_calls_are_split_for_single_call_templates(references, name):
     call = CALL["tool_calls"][0]
     other = json.loads(json.dumps(call).replace("weather", "clock")) | {"id": "b23456789"}
     both = {"role": "assistant", "content": None, "tool_calls": [call, other]}

@@ -63,7 +63,7 @@ def post(port, path, body):
         {"options": {"num_ctx": 4096}, "keep_alive": "5m", "format": "", "mirostat": 0},
     ],
 )  # fmt: skip
-def test_request_of_a_client_is_answered(port, pair, fields):
+def test_chat_requests_of_known_clients_succeed(port, pair, fields):
     pair.text = None
     status, _, answer = post(port, "chat/completions", {"messages": [USER]} | fields)
     assert status == 200, answer
@@ -83,7 +83,7 @@ def test_request_of_a_client_is_answered(port, pair, fields):
          "text": {"format": {"type": "json_object"}}},
     ],
 )  # fmt: skip
-def test_request_of_a_client_of_responses_is_answered(port, pair, fields):
+def test_responses_requests_of_known_clients_succeed(port, pair, fields):
     pair.text = None
     body = {"input": "x", "max_output_tokens": 20} | fields
     status, _, answer = post(port, "responses", body)
@@ -91,7 +91,7 @@ def test_request_of_a_client_of_responses_is_answered(port, pair, fields):
     assert answer["output"]
 
 
-def test_paths_without_v1_and_paths_that_there_are_not(port):
+def test_paths_without_v1_are_served_and_unknown_paths_rejected(port):
     for path in ("/models", f"/models/{MODEL}", "/v1/models"):
         assert ask(port, "GET", path)[0] == 200
     body = {"prompt": PROMPT, "max_tokens": 1}
@@ -117,7 +117,7 @@ def test_forced_call_of_a_function_without_parameters_streams_an_object(port, pa
 
 @pytest.mark.parametrize("bias", [{}, {"0": 100}])
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_echo_has_a_log_probability_for_each_token_also_of_the_end(port, pair, bias, max_tokens):
+def test_echo_has_logprobs_for_each_token_including_end_token(port, pair, bias, max_tokens):
     """lm-evaluation-harness leaves the last one out, as that of the only new token."""
     pair.text = None
     prompt = [60, 61, 62, 63]
@@ -138,7 +138,7 @@ def allowed_tools(path, mode, *names):
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
-def test_choice_among_allowed_tools_is_kept(port, pair, path):
+def test_allowed_tools_restrict_the_call(port, pair, path):
     names = ("f", "g", "h")
     functions = [{"type": "function", "name": name} for name in names]
     nested = [{"type": "function", "function": {"name": name}} for name in names]
@@ -166,7 +166,7 @@ def test_choice_among_allowed_tools_is_kept(port, pair, path):
 
 
 @pytest.mark.parametrize("value", [1, 12.5, True, [], {"a": "</tool_call>"}, 'a"b\\c</tool_call>'])
-def test_arguments_of_the_models_call_are_joined_whole(port, pair, value):
+def test_call_arguments_are_returned_unmodified(port, pair, value):
     arguments = json.dumps({"a": value})
     pair.text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
     body = {"messages": [USER], "tools": [FUNCTION], "max_tokens": 200}
@@ -175,7 +175,7 @@ def test_arguments_of_the_models_call_are_joined_whole(port, pair, value):
     assert json.loads(call["function"]["arguments"]) == {"a": value}
 
 
-def test_clients_that_leave_at_once_keep_no_slot(port, pair):
+def test_immediate_disconnects_free_all_slots(port, pair):
     pair.text = None
     body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -193,7 +193,7 @@ def test_clients_that_leave_at_once_keep_no_slot(port, pair):
     assert ask(port, "POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 1})[0] == 200
 
 
-def test_grammar_holds_where_the_model_prefers_to_end(port, pair):
+def test_grammar_is_enforced_against_preferred_end_token(port, pair):
     pair.text = None
     ends = {str(token): 100 for token in pair.bundle.end_tokens}
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
@@ -227,7 +227,7 @@ TAGGED = [
         {"title": "anything"},
     ],
 )  # fmt: skip
-def test_schemas_of_pydantic_and_zod_are_taken(port, pair, schema):
+def test_pydantic_and_zod_schemas_are_supported(port, pair, schema):
     pair.text = None
     properties = {"a": schema, "x-guidance": {"type": "boolean"}}
     whole = {"$defs": {"N": NESTED}, "type": "object", "properties": properties, "required": ["a"]}
@@ -247,7 +247,7 @@ def test_schemas_of_pydantic_and_zod_are_taken(port, pair, schema):
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
     ],
 )
-def test_schema_that_cannot_be_followed_is_named(port, schema, reason):
+def test_unsupported_schema_error_names_the_function(port, schema, reason):
     whole = {"type": "object", "properties": {"a": schema}}
     good = {"type": "function", "function": {"name": "good"}}
     tool = {"type": "function", "function": {"name": "bad", "parameters": whole}}
@@ -274,7 +274,7 @@ def test_schema_that_cannot_be_followed_is_named(port, schema, reason):
         },
     ],
 )
-def test_schema_that_only_refers_to_itself_is_an_error_of_its_field(port, schema):
+def test_self_referential_schema_is_rejected_with_its_field(port, schema):
     named = {"name": "n", "schema": schema}
     form = {"type": "json_schema", "json_schema": named}
     function = {"name": "f", "parameters": schema}
@@ -301,7 +301,7 @@ def test_schema_that_only_refers_to_itself_is_an_error_of_its_field(port, schema
     assert "tools: the schema of the function 'f' is rejected" in answer["error"]["message"]
 
 
-def test_last_message_of_the_assistant_is_continued_in_anthropics_api(port, pair):
+def test_anthropic_assistant_prefill_is_continued(port, pair):
     pair.text = " Four."
     messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "It is "}]}]
     _, _, answer = post(port, "messages", {"messages": messages, "max_tokens": 20})

@@ -41,7 +41,7 @@ def served():
         yield pipeline, ai, port
 
 
-def test_codex_gets_reasoning_a_call_and_goes_on(served):
+def test_codex_session_with_reasoning_and_tool_call(served):
     pipeline, ai, _ = served
     pipeline.text = f"<think>\nLook.\n</think>\n\n{CALL}"
     user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}]}
@@ -69,7 +69,7 @@ def test_codex_gets_reasoning_a_call_and_goes_on(served):
     assert "a.py" in prompt
 
 
-def test_ignored_tools_are_named(served):
+def test_ignored_tools_are_listed_in_header(served):
     pipeline, _, port = served
     pipeline.text = "Yes."
     body = CODEX | {"input": "Go.", "stream": False}
@@ -80,7 +80,7 @@ def test_ignored_tools_are_named(served):
     )
 
 
-def test_previous_response_is_continued_while_it_is_kept(served):
+def test_previous_response_is_continued_while_stored(served):
     pipeline, ai, _ = served
     pipeline.text = "Four."
     first = ai.responses.create(model=MODEL, input="2+2?", instructions="Be brief.")
@@ -101,7 +101,7 @@ def test_previous_response_is_continued_while_it_is_kept(served):
         ai.responses.retrieve(kept.id)
 
 
-def test_calls_of_a_previous_response_are_answered(served):
+def test_function_call_outputs_refer_to_previous_response(served):
     pipeline, ai, _ = served
     pipeline.text = CALL + CALL
     first = ai.responses.create(model=MODEL, input="Go.", tools=[TOOL])

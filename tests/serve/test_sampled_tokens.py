@@ -1,4 +1,4 @@
-"""Tokens that the model drew are kept for prompts whose text they spell."""
+"""Reuse of sampled tokens for prompts with the same text."""
 
 import json
 
@@ -25,7 +25,7 @@ def split(tokenizer, text):
     ]
 
 
-def test_tokens_are_kept_as_far_as_they_spell_the_text(pair):
+def test_sampled_tokens_are_reused_up_to_first_text_difference(pair):
     tokenizer = pair.tokenizer
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
     start, end = map(tokenizer.token_to_id, MARKS)
@@ -52,7 +52,7 @@ def test_tokens_are_kept_as_far_as_they_spell_the_text(pair):
     assert end not in found
 
 
-def test_conversation_replaces_its_beginning_and_oldest_ones_are_dropped(pair):
+def test_conversation_replaces_its_prefix_and_oldest_are_evicted(pair):
     sampled = SampledTokens(pair.tokenizer, max_sequences=2, max_tokens=10)
     for tokens in ([1], [1, 2], [3], [1, 2, 4]):
         sampled.add(tokens)

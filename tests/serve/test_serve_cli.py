@@ -1,4 +1,4 @@
-"""`specedge serve` as a process: what it says, whom it serves, and how it stops."""
+"""`specedge serve` as a process: startup output, allowed hosts and shutdown."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def served(*arguments, **environment):
         process.stderr.close()
 
 
-def test_it_says_in_one_line_where_what_and_how_much():
+def test_startup_line_reports_url_model_and_slots():
     """A server of localhost without a key answers for that name, and for named hosts."""
     options = ("--slots", 2, "--max-length", 256, "--model-name", "pair")
     with served(*options, "--allowed-host", "pair.example") as (_, port, line):
@@ -83,7 +83,7 @@ def mine():
     return folder
 
 
-def test_the_bundle_exported_last_is_not_served_unless_it_is_named(mine):
+def test_last_exported_bundle_is_served_only_if_specified(mine):
     with served() as (process, port, line):
         assert f"serves {MODEL} (the embedded pair) in" in line
         assert f"--bundle {mine}" in process.stderr.readline()
@@ -100,7 +100,7 @@ def test_the_bundle_exported_last_is_not_served_unless_it_is_named(mine):
 
 
 @posix
-def test_sigterm_lets_a_running_request_end_and_refuses_new_ones():
+def test_sigterm_completes_running_requests_and_rejects_new_ones():
     with served("--slots", 1) as (process, port, _):
         wanted = json.loads(ask(port, "POST", "/v1/completions", LONG)[2])["choices"][0]["text"]
         found = []
@@ -120,7 +120,7 @@ def test_sigterm_lets_a_running_request_end_and_refuses_new_ones():
 
 
 @posix
-def test_what_runs_longer_than_the_grace_time_is_ended():
+def test_requests_beyond_grace_period_are_terminated():
     with served("--grace", 0, "--slots", 1) as (process, port, _):
         stream = LONG | {"stream": True, "n": 16, "prompt": [PROMPT, PROMPT]}  # many seconds
         thread = threading.Thread(target=ask, args=(port, "POST", "/v1/completions", stream))
@@ -134,7 +134,7 @@ def test_what_runs_longer_than_the_grace_time_is_ended():
         thread.join(20)
 
 
-def test_listed_hosts_alone_are_served_without_a_key_behind_a_mapped_port(mine):
+def test_only_allowed_hosts_are_served_without_a_key(mine):
     options = ("--bundle", mine, "--generation-config", "none")
     hosts = ("--host", "0.0.0.0", "--allowed-host", "pair.example")
     with served(*options, *hosts) as (process, port, line):
@@ -156,7 +156,7 @@ def test_listed_hosts_alone_are_served_without_a_key_behind_a_mapped_port(mine):
     ("template", "said"),
     [(b"{% if %}", "chat template is invalid"), (b"\xff\xfe", "cannot be read")],
 )
-def test_chat_template_that_is_broken_is_one_line(tmp_path, template, said):
+def test_invalid_chat_template_is_one_line_error(tmp_path, template, said):
     path = tmp_path / "broken.jinja"
     path.write_bytes(template)
     result = run("serve", "--port", 0, "--chat-template", path)
@@ -164,7 +164,7 @@ def test_chat_template_that_is_broken_is_one_line(tmp_path, template, said):
     assert said in result.stderr.strip().splitlines()[-1]
 
 
-def test_without_its_extra_it_says_what_to_install():
+def test_missing_serve_extra_error_has_pip_command():
     code = "import sys; sys.modules['uvicorn'] = None; from specedge.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True)
     assert result.returncode == 1

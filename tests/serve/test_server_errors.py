@@ -27,7 +27,7 @@ def fails(error):
 
 
 @pytest.mark.parametrize("error", [TypeError("top_p secret"), BundleError("the tokenizer: secret")])
-def test_a_fault_before_a_text_begins_is_a_500_and_logged(port, pair, monkeypatch, caplog, error):
+def test_error_before_generation_is_a_logged_500(port, pair, monkeypatch, caplog, error):
     monkeypatch.setattr(pair.prompts, "completion_tokens", fails(error))
     status, _, said = ask(port, "POST", "/v1/completions", SHORT)
     assert (status, error_of(said)["type"], error_of(said)["param"]) == (500, "server_error", None)
@@ -37,7 +37,7 @@ def test_a_fault_before_a_text_begins_is_a_500_and_logged(port, pair, monkeypatc
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_fault_while_an_answer_is_shaped_is_logged(port, monkeypatch, caplog, stream):
+def test_error_in_response_formatting_is_logged(port, monkeypatch, caplog, stream):
     for name in ("body", "piece"):
         monkeypatch.setattr(CompletionShaper, name, fails(KeyError("secret")))
     status, _, said = ask(port, "POST", "/v1/completions", SHORT | {"stream": stream})
@@ -49,7 +49,7 @@ def test_a_fault_while_an_answer_is_shaped_is_logged(port, monkeypatch, caplog, 
     assert answers(port)
 
 
-def test_a_fault_while_a_body_is_read_is_logged_once(port, monkeypatch, caplog):
+def test_error_in_request_parsing_is_logged_once(port, monkeypatch, caplog):
     monkeypatch.setattr(requests, "parse_options", fails(ZeroDivisionError("secret")))
     status, _, said = ask(port, "POST", "/v1/completions", SHORT)
     assert (status, error_of(said)["code"]) == (500, "failed")

@@ -1,4 +1,4 @@
-"""Grammars that take long to compile: who waits for one keeps nobody else."""
+"""Slow grammar compilation does not block other requests."""
 
 import json
 import socket
@@ -25,7 +25,7 @@ def held(monkeypatch):
     event.set()
 
 
-def test_grammars_that_compile_slowly_keep_others_from_nothing(pair, held):
+def test_slow_grammar_compilation_does_not_block_other_requests(pair, held):
     with serving(pair, max_waiting=60) as port, ExitStack() as stack:
         for i in range(40):
             body = json.dumps(SHORT | {"regex": f"a{{{i + 1}}}"}).encode()
@@ -33,11 +33,11 @@ def test_grammars_that_compile_slowly_keep_others_from_nothing(pair, held):
             sender.sendall(head(len(body)) + body)
         until(lambda: health(port)["waiting"] == 40)
         assert answers(port)
-        stack.close()  # who goes away waits for no grammar
+        stack.close()  # disconnected clients stop waiting for compilation
         until(lambda: health(port)["waiting"] == 0)
 
 
-def test_grammars_that_overrun_keep_no_other_grammar_waiting(pair, monkeypatch):
+def test_overrunning_compilation_does_not_block_other_grammars(pair, monkeypatch):
     monkeypatch.setattr(compilation, "PATIENCE", 0.05)
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 2.0)
     event, compiled = threading.Event(), grammars.compiled
@@ -75,7 +75,7 @@ def port(pair):
         yield found
 
 
-def test_who_cannot_wait_hears_so_before_its_grammar_is_compiled(port, held):
+def test_full_queue_rejects_request_before_grammar_compilation(port, held):
     found = []
 
     def regex(letter):
@@ -93,7 +93,7 @@ def test_who_cannot_wait_hears_so_before_its_grammar_is_compiled(port, held):
     assert found == [200, 200]
 
 
-def test_the_time_of_a_request_is_its_grammars_too(pair, held):
+def test_request_timeout_includes_grammar_compilation(pair, held):
     with serving(pair, timeout=0.5) as port:
         for stream in (False, True):
             body = SHORT | {"regex": "tt", "stream": stream}

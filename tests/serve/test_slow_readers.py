@@ -1,4 +1,4 @@
-"""Clients that do not read what they asked for."""
+"""Clients that do not read their responses."""
 
 import asyncio
 import json
@@ -11,8 +11,8 @@ from specedge.serve import server
 from specedge.serve.app import ServerSettings, make_app
 
 
-def test_who_never_reads_its_stream_is_not_waited_for_when_its_time_is_over(monkeypatch):
-    """The end of the stream was waited for as long as the connection was open."""
+def test_timed_out_stream_does_not_wait_for_unresponsive_client(monkeypatch):
+    """Regression test: the server waited for the stream until the connection closed."""
     monkeypatch.setattr("specedge.serve.request_handler.ERROR_TIMEOUT", 0.1)
     given = [json.dumps(SHORT | {"stream": True}).encode()]
 
@@ -35,8 +35,8 @@ def test_who_never_reads_its_stream_is_not_waited_for_when_its_time_is_over(monk
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs Linux")
-def test_a_connection_whose_client_takes_nothing_is_dropped(monkeypatch):
-    """It stayed, with all that was written, for as long as the client did."""
+def test_connection_of_unresponsive_client_is_dropped(monkeypatch):
+    """Regression test: the connection and its buffers lived as long as the client."""
     monkeypatch.setattr(server, "UNREAD_TIMEOUT", 1)
     with server.listen("127.0.0.1", 0) as listening, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)

@@ -61,7 +61,7 @@ def cuts(text):
 
 
 @pytest.mark.parametrize("thinking", FORMATS)
-def test_thinking_is_split_off_wherever_the_text_is_cut(thinking):
+def test_reasoning_is_separated_for_any_chunk_boundaries(thinking):
     opening, closing = thinking.opening, thinking.closing
     cases = [
         (f"{opening}\n2+2\n\nis < 5\n{closing}\n\n4 <t", False, ("2+2\n\nis < 5", "4 <t")),
@@ -87,7 +87,7 @@ def test_reasoning_and_content_are_separate(hybrid):
     assert "".join(delta.content or "" for delta in deltas) == "Four."
 
 
-def test_thinking_is_switched_off_by_the_templates_variable(hybrid):
+def test_reasoning_can_be_disabled_by_template_variable(hybrid):
     pipeline, ai = hybrid
     pipeline.text = "Four."
     prompts = {}
@@ -104,7 +104,7 @@ def test_thinking_is_switched_off_by_the_templates_variable(hybrid):
     assert prompts["off"] == prompts["none"] == prompts["plain"] + "<think>\n\n</think>\n\n"
 
 
-def test_reasoning_comes_back_to_the_template_from_history(hybrid):
+def test_reasoning_of_history_is_rendered_by_template(hybrid):
     pipeline, ai = hybrid
     pipeline.text = "Yes."
     history = [*MESSAGES, {"role": "assistant", "content": "4", "reasoning_content": "2+2"}]
@@ -113,7 +113,7 @@ def test_reasoning_comes_back_to_the_template_from_history(hybrid):
     assert "<think>\n2+2\n</think>\n\n4" in prompt
 
 
-def test_prompt_that_ends_within_thinking_begins_it(always):
+def test_prompt_ending_in_open_reasoning_starts_reasoning(always):
     pipeline, ai = always
     pipeline.text = "Two and two.\n</think>\n\nFour."
     message = ai.chat.completions.create(**ASKED).choices[0].message
@@ -135,7 +135,7 @@ def count(pipeline, text):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_of_thinking_are_counted_up_to_its_end(always, stream):
+def test_reasoning_tokens_are_counted_up_to_end_marker(always, stream):
     pipeline, ai = always
     thought, rest = "Two and two.\n</think>", "\n\nFour."
     pipeline.text = thought + rest
@@ -151,7 +151,7 @@ def test_tokens_of_thinking_are_counted_up_to_its_end(always, stream):
     assert usage.completion_tokens_details.reasoning_tokens == usage.completion_tokens == 2
 
 
-def test_text_that_is_cut_while_thinking_has_no_content(always):
+def test_text_truncated_within_reasoning_has_no_content(always):
     pipeline, ai = always
     pipeline.text = "Two and two and two and two.\n</think>\n\nFour."
     choice = ai.chat.completions.create(**ASKED | {"max_tokens": 4}).choices[0]
@@ -198,7 +198,7 @@ def test_grammars_begin_after_thinking(always, constraint):
     assert message.content.startswith("a/b")
 
 
-def test_thinking_that_is_off_leaves_the_grammar_as_it_is(hybrid):
+def test_disabled_reasoning_leaves_grammar_unchanged(hybrid):
     pipeline, ai = hybrid
     pipeline.text = None
     body = {"regex": "a/b+", "reasoning_effort": "none"}
@@ -206,7 +206,7 @@ def test_thinking_that_is_off_leaves_the_grammar_as_it_is(hybrid):
     assert message.content.startswith("a/b")
 
 
-def test_markers_that_are_text_work_as_well():
+def test_plain_text_reasoning_markers_are_supported():
     pipeline = scripted_pair(ALWAYS)
     with serving(pipeline, model=MODEL) as port, client(port) as ai:
         pipeline.text = "Two.</think>Four."
@@ -217,7 +217,7 @@ def test_markers_that_are_text_work_as_well():
     assert message.finish_reason in ("stop", "length")
 
 
-def test_marker_of_gemma_is_found_among_the_prompts_tokens():
+def test_gemma_reasoning_marker_is_detected_in_prompt():
     gemma = ThinkingFormat("<|channel>thought\n", "<channel|>")
     assert gemma.delimiters == ("<|channel>", "<channel|>")
     assert gemma.is_open("<|turn>model\n<|channel>thought\n")

@@ -148,7 +148,7 @@ def cuts(text):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family_is_known_by_its_template_and_its_calls_are_read(name):
+def test_family_is_detected_from_template_and_calls_are_parsed(name):
     template, text = FAMILIES[name]
     assert family_of(template).name == name
     for pieces in cuts(text):
@@ -185,7 +185,7 @@ def test_family_is_known_by_its_template_and_its_calls_are_read(name):
         ("JSON", '{"function": {"name": "clock", "arguments": "{}"}}', [("clock", {})]),
     ],
 )  # fmt: skip
-def test_calls_are_read_leniently(name, text, calls):
+def test_calls_are_parsed_leniently(name, text, calls):
     assert read(name, [*text]) == ("", calls)
 
 
@@ -199,7 +199,7 @@ def two_calls(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_second_call_that_is_cut_loses_no_first_one(name):
+def test_truncated_second_call_keeps_the_first(name):
     text = two_calls(name)
     assert read(name, [*text]) == ("", [*EXPECTED, ("weather", {"city": "Bonn", "days": 2})])
     for end in range(text.index("Bonn") - 3, len(text)):
@@ -207,7 +207,7 @@ def test_second_call_that_is_cut_loses_no_first_one(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_calls_of_several_blocks_are_read(name):
+def test_calls_in_several_blocks_are_parsed(name):
     text = FAMILIES[name][1]
     count = 1 if name == "pythonic" else 2  # unmarked calls begin a text
     for pieces in ([text + text], [text, text], [*text, *text]):
@@ -215,7 +215,7 @@ def test_calls_of_several_blocks_are_read(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_text_behind_calls_is_text(name):
+def test_text_after_calls_is_content(name):
     text, calls = read(name, [*FAMILIES[name][1], "\nDone."])
     assert (text.strip(), calls) == ("Done.", EXPECTED)
 
@@ -241,7 +241,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
     [*(family if i % 3 == 0 else slow(family) for i, family in enumerate(FAMILIES)), "explained"],
     indirect=True,
 )
-def test_forced_call_is_in_the_familys_format_and_comes_back_from_history(served_family):
+def test_forced_call_uses_family_format_and_round_trips_in_history(served_family):
     _, pipeline, ai = served_family
     pipeline.text = None
     asked = ASKED | {"tool_choice": NAMED, "seed": 3, "max_tokens": 200}
@@ -271,7 +271,7 @@ def test_forced_call_is_in_the_familys_format_and_comes_back_from_history(served
     ],
     indirect=True,
 )
-def test_response_format_with_tools_allows_a_call_or_text_of_the_format(served_family):
+def test_response_format_with_tools_allows_call_or_formatted_text(served_family):
     _, pipeline, ai = served_family
     pipeline.text = None
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
@@ -296,7 +296,7 @@ HARMONY_TEXT = (
 )
 
 
-def test_harmony_is_split_into_channels_wherever_the_text_is_cut():
+def test_harmony_channels_are_split_for_any_chunk_boundaries():
     text = HARMONY_TEXT + "<|start|>assistant<|channel|>final<|message|>It is <hot.<|return|>"
     for pieces in cuts(text):
         parser = HarmonyParser(("weather",))
@@ -329,7 +329,7 @@ RENDERED = {
 
 
 @pytest.mark.parametrize("text", RENDERED)
-def test_harmony_is_read_as_by_its_own_library(text):
+def test_harmony_parser_agrees_with_openai_harmony(text):
     for pieces in cuts(text):
         parser = HarmonyParser(("weather",))
         parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
@@ -342,7 +342,7 @@ def test_harmony_is_read_as_by_its_own_library(text):
         assert (reasoning, answer, calls) == RENDERED[text]
 
 
-def test_harmony_is_served_with_thinking_calls_and_formats():
+def test_harmony_model_serves_reasoning_calls_and_formats():
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
     pipeline = scripted_pair(HARMONY, dict.fromkeys(marks, True))
     with serving(pipeline, model=MODEL) as port, client(port) as ai:

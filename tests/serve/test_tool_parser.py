@@ -43,14 +43,14 @@ def calls_of(name):
 
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_calls_are_read_wherever_the_text_is_cut(name, forced):
+def test_calls_are_parsed_for_any_chunk_boundaries(name, forced):
     for pieces in cuts(spelled(name, calls_of(name))):
         assert read(name, pieces, forced) == ("", calls_of(name))
 
 
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "Llama 3"])
-def test_text_before_calls_is_text_without_the_white_space_between(name, forced):
+def test_text_before_calls_is_stripped_of_trailing_whitespace(name, forced):
     for pieces in cuts(spelled(name, CALLS, " I look <tool> [TOO it up. ")):
         assert read(name, pieces, forced) == (" I look <tool> [TOO it up.", CALLS)
 
@@ -94,19 +94,19 @@ ODD = {
 
 
 @pytest.mark.parametrize(("name", "text"), [(n, text) for n in ODD for text in ODD[n]])
-def test_what_is_no_call_stays_text_to_the_last_character(name, text):
+def test_text_without_calls_is_unchanged(name, text):
     pieces = cuts(text) if len(text) < 200 else [[text]]
     for one in pieces:
         assert read(name, one) == (text, [])
 
 
-def test_a_call_is_read_behind_one_that_is_none():
+def test_call_after_malformed_call_is_parsed():
     text = f"<tool_call> or {spelled('Qwen', CALLS)}\n\n and\n"
     for pieces in cuts(text):
         assert read("Qwen", pieces) == ("<tool_call> or\n\n and\n", CALLS)
 
 
-def test_other_ways_to_write_calls_that_models_have():
+def test_alternative_call_syntaxes_are_parsed():
     reversed_ = '<tool_call>{"arguments": {"a": 1}, "name": "we"}'
     assert read("Hermes", [*reversed_]) == ("", [("we", {"a": 1})])
     tagged = '<|python_tag|>{"name": "we", "parameters": {"a": 1}}\n'
@@ -115,13 +115,13 @@ def test_other_ways_to_write_calls_that_models_have():
     assert read("Mistral", [*close]) == ("", [("we", {"a": 1})])
 
 
-def test_one_call_at_most_where_more_are_not_wanted():
+def test_parallel_false_limits_to_one_call():
     single = ToolSet(TOOLS.functions, parallel=False)
     for name in ("Qwen", "Mistral", "Mistral, newer"):
         assert read(name, spelled(name, CALLS), tools=single) == ("", CALLS[:1])
 
 
-def test_a_forced_call_that_is_cut_shows_what_there_is_of_its_arguments():
+def test_truncated_forced_call_streams_partial_arguments():
     text = spelled("Qwen", [("weather", {"city": "Rom"})])
     parser = ToolCallParser(TOOLS, family_of(TEMPLATES["Qwen"]), has_grammar=True)
     parts = parser.feed(text[: text.index("om")])
@@ -132,7 +132,7 @@ def test_a_forced_call_that_is_cut_shows_what_there_is_of_its_arguments():
     )
 
 
-def test_families_are_known_by_their_templates():
+def test_call_format_is_detected_from_chat_template():
     found = [family_of(template) for template in TEMPLATES.values()]
     assert [one.name for one in found] == ["Hermes"] * 2 + ["Llama 3"] + ["Mistral"] * 3
     assert [one.short_ids for one in found] == [False] * 3 + [True] + [False] * 2
@@ -169,7 +169,7 @@ CLEAR = {
 
 
 @pytest.mark.parametrize(("name", "text"), [(n, text) for n in CLEAR for text in CLEAR[n]])
-def test_text_streams_on_as_soon_as_it_is_clear_that_it_is_no_call(name, text):
+def test_text_is_streamed_once_it_cannot_be_a_call(name, text):
     for before in ("", "\n") if name == "Llama 3" else ("", "Hm. "):
         parser = ToolCallParser(TOOLS, family_of(TEMPLATES[name]), has_grammar=False)
         told = [part for one in before + text[:-1] for part in parser.feed(one)]
@@ -180,8 +180,8 @@ def test_text_streams_on_as_soon_as_it_is_clear_that_it_is_no_call(name, text):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_long_call_is_read_once_and_parsed_twice_at_most(name, monkeypatch):
-    """It was parsed from its start with every piece behind the first that spelled its end."""
+def test_long_call_is_parsed_at_most_twice(name, monkeypatch):
+    """Regression test: every piece after the first end marker reparsed the whole call."""
     num_parsed, read_whole = 0, parser_module._parse_calls
 
     def counted(*given):
@@ -195,8 +195,8 @@ def test_a_long_call_is_read_once_and_parsed_twice_at_most(name, monkeypatch):
     assert num_parsed <= 2
 
 
-def test_a_value_of_json_is_known_by_each_of_its_characters():
-    """Beside Python's decoder: what begins a value is taken, and what does not is found out."""
+def test_incremental_json_validator_agrees_with_json_module():
+    """Compare with json: valid prefixes are accepted and invalid ones rejected."""
     rng = random.Random(0)
     values = [
         '{"a": [1, -0.5e+10, 20E3, {"b": {}}], "\\u00e9\\n\\"": [[], "x", true, false, null]}',
@@ -248,7 +248,7 @@ LENIENT = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), LENIENT)
-def test_calls_are_parsed_leniently_and_a_cut_one_loses_no_other(name, text, expected):
+def test_lenient_parsing_keeps_complete_calls_before_a_truncated_one(name, text, expected):
     for pieces in cuts(text):
         found = read(name, pieces)
         assert (found[0].strip(" ;"), found[1]) == expected

@@ -68,7 +68,7 @@ def joined(chunks):
 
 
 @pytest.mark.parametrize(("name", "special"), PAIRS)
-def test_a_named_function_is_called_with_arguments_of_its_schema(pairs, name, special):
+def test_named_function_call_follows_its_schema(pairs, name, special):
     _, ai = pairs(name, special)
     asked = ASKED | {"tool_choice": NAMED, "seed": 0}
     whole = ai.chat.completions.create(**asked).choices[0]
@@ -84,7 +84,7 @@ def test_a_named_function_is_called_with_arguments_of_its_schema(pairs, name, sp
 
 
 @pytest.mark.parametrize(("name", "special"), PAIRS)
-def test_a_required_call_is_of_any_function_and_drafting_changes_nothing(pairs, name, special):
+def test_required_call_does_not_depend_on_speculation(pairs, name, special):
     _, ai = pairs(name, special)
     asked = ASKED | {"tool_choice": "required", "temperature": 0, "max_tokens": 120}
     found = []
@@ -98,7 +98,7 @@ def test_a_required_call_is_of_any_function_and_drafting_changes_nothing(pairs, 
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_one_call_alone_where_calls_are_not_parallel(pairs, name):
+def test_parallel_tool_calls_false_yields_one_call(pairs, name):
     _, ai = pairs(name)
     asked = ASKED | {"tool_choice": "required", "parallel_tool_calls": False}
     choice = ai.chat.completions.create(seed=0, **asked).choices[0]
@@ -106,7 +106,7 @@ def test_one_call_alone_where_calls_are_not_parallel(pairs, name):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_what_the_model_writes_by_itself_is_read_whole_and_streamed(pairs, name):
+def test_unforced_calls_are_parsed_with_and_without_streaming(pairs, name):
     pipeline, ai = pairs(name)
     calls = CALLS[:1] if name == "Llama 3" else CALLS
     before = "" if name == "Llama 3" else "Let me see."
@@ -124,7 +124,7 @@ def test_what_the_model_writes_by_itself_is_read_whole_and_streamed(pairs, name)
 
 
 @pytest.mark.parametrize("name", ["Qwen", "Llama 3"])
-def test_text_that_is_no_call_is_an_answer_as_any_other(pairs, name):
+def test_text_without_calls_is_plain_content(pairs, name):
     pipeline, ai = pairs(name)
     for text in ("It is hot. ", spelled(name, [("rain", {})])):
         pipeline.text = text
@@ -136,7 +136,7 @@ def test_text_that_is_no_call_is_an_answer_as_any_other(pairs, name):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_strict_function_is_called_by_its_schema(pairs, name):
+def test_strict_function_call_follows_its_schema(pairs, name):
     """A bias makes the model begin a call."""
     pipeline, ai = pairs(name)
     marker = "{" if name == "Llama 3" else family_of(TEMPLATES[name]).marker
@@ -151,7 +151,7 @@ def test_a_strict_function_is_called_by_its_schema(pairs, name):
 
 
 @pytest.mark.parametrize(("name", "special"), [*product(TEMPLATES, [True]), ("Qwen", False)])
-def test_the_grammar_of_strict_functions_lets_any_text_be_but_a_wrong_call(pairs, name, special):
+def test_strict_grammar_allows_any_text_except_invalid_calls(pairs, name, special):
     pipeline, _ = pairs(name, special)
     tools = ToolSet((FunctionTool(**WEATHER, strict=True), FunctionTool("clock", "", {}, False)))
     calling = call_format_of(pipeline.bundle, pipeline.tokenizer, tools)
@@ -176,7 +176,7 @@ def test_the_grammar_of_strict_functions_lets_any_text_be_but_a_wrong_call(pairs
 
 
 @pytest.mark.parametrize(("name", "special"), PAIRS)
-def test_calls_and_what_they_gave_are_rendered_by_the_template(pairs, name, special):
+def test_calls_and_tool_results_are_rendered_by_template(pairs, name, special):
     pipeline, ai = pairs(name, special)
     asked = ASKED | {"tool_choice": NAMED, "seed": 1}
     message = ai.chat.completions.create(**asked).choices[0].message
@@ -192,7 +192,7 @@ def test_calls_and_what_they_gave_are_rendered_by_the_template(pairs, name, spec
     assert '"description"' in prompt
 
 
-def test_the_newer_shape_calls_streams_and_takes_results(pairs):
+def test_responses_api_supports_calls_streaming_and_results(pairs):
     pipeline, ai = pairs("Qwen")
     given = {"model": MODEL, "tools": FLAT, "temperature": 0, "max_output_tokens": 60}
     named = {"type": "function", "name": "weather"}
@@ -230,7 +230,7 @@ def test_the_newer_shape_calls_streams_and_takes_results(pairs):
     assert "31 degrees" in prompt
 
 
-def test_a_streamed_response_has_its_text_before_its_calls(pairs):
+def test_streamed_response_sends_text_before_calls(pairs):
     pipeline, ai = pairs("Hermes")
     pipeline.text = spelled("Hermes", CALLS, "Let me see.")
     given = {"model": MODEL, "input": "Hot?", "tools": FLAT}
@@ -244,7 +244,7 @@ def test_a_streamed_response_has_its_text_before_its_calls(pairs):
     assert done == [item.id for item in final.output]
 
 
-def test_a_call_that_is_cut_says_so_everywhere(pairs):
+def test_truncated_call_reports_length_at_every_endpoint(pairs):
     _, ai = pairs("Qwen")
     few = 20
     asked = ASKED | {"tool_choice": NAMED, "max_tokens": few, "temperature": 0}
@@ -268,7 +268,7 @@ def test_a_call_that_is_cut_says_so_everywhere(pairs):
     assert found.output[0].arguments == call.function.arguments
 
 
-def test_tokens_of_calls_have_log_probabilities_and_fates(pairs):
+def test_call_tokens_have_logprobs_and_outcomes(pairs):
     _, ai = pairs("Qwen")
     asked = ASKED | {"tool_choice": NAMED, "seed": 1, "logprobs": True}
     whole = ai.chat.completions.create(**asked)
@@ -285,7 +285,7 @@ def test_tokens_of_calls_have_log_probabilities_and_fates(pairs):
     assert "".join(spans).startswith('<tool_call>\n{"name": "weather"')
 
 
-def test_without_a_choice_of_tools_their_prompt_is_a_plain_one(pairs):
+def test_tool_choice_none_omits_tools_from_prompt(pairs):
     pipeline, ai = pairs("Qwen")
     pipeline.text = spelled("Qwen", CALLS)
     message = ai.chat.completions.create(**ASKED | {"tool_choice": "none"}).choices[0].message
@@ -293,7 +293,7 @@ def test_without_a_choice_of_tools_their_prompt_is_a_plain_one(pairs):
     assert "clock" not in pipeline.tokenizer.decode(pipeline.asked)
 
 
-def test_tools_that_spell_special_tokens_are_text(pairs):
+def test_special_tokens_in_tool_descriptions_are_encoded_as_text(pairs):
     pipeline, _ = pairs("Qwen")
 
     def count(description):

@@ -57,7 +57,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "param"), BAD)
-def test_what_cannot_be_is_a_400_that_names_it(ai, change, param):
+def test_invalid_tool_field_is_a_400_error_with_param(ai, change, param):
     with pytest.raises(openai.BadRequestError) as caught:
         ai.chat.completions.create(**ASKED | change)
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-"""The formulas by themselves: limits, identities, and what they refuse."""
+"""Formulas: limits, identities and invalid arguments."""
 
 import math
 
@@ -26,11 +26,11 @@ COSTS = st.floats(0, 2)
 
 
 @pytest.mark.parametrize(("alpha", "k", "tokens"), [(1, 7, 8), (0, 4, 1), (0.7, 0, 1)])
-def test_a_round_yields_all_its_rows_if_all_is_accepted_and_one_token_if_nothing(alpha, k, tokens):
+def test_expected_tokens_at_alpha_0_and_1(alpha, k, tokens):
     assert expected_tokens(alpha, k) == tokens
 
 
-def test_without_a_limit_on_k_the_tokens_of_a_round_have_one_below_alpha_1():
+def test_expected_tokens_have_finite_limit_below_alpha_1():
     assert expected_tokens(0.8, 400) == pytest.approx(expected_tokens_limit(0.8), rel=1e-12)
     assert expected_tokens_limit(1) == math.inf
 
@@ -47,12 +47,12 @@ def test_alpha_is_recovered_from_the_tokens_of_a_round(alpha, k):
 
 
 @pytest.mark.parametrize("tokens", [0.99, 5.01, math.nan])
-def test_a_round_cannot_yield_less_than_one_token_or_more_than_its_rows(tokens):
+def test_tokens_per_round_out_of_range_are_rejected(tokens):
     with pytest.raises(ValueError, match="tokens_per_round must be between 1 and 5"):
         alpha_from_tokens(tokens, 4)
 
 
-def test_four_numbers_are_called_acceptance_rate():
+def test_four_definitions_of_acceptance_rate():
     rates = acceptance_rates(0.8, 4)
     assert rates.alpha == 0.8
     assert rates.accepted_over_tested == pytest.approx(0.8, abs=1e-12)
@@ -60,7 +60,7 @@ def test_four_numbers_are_called_acceptance_rate():
     assert rates.tokens_over_rows == pytest.approx(0.67232)
 
 
-def test_without_drafting_it_is_the_target_alone_whatever_the_costs():
+def test_k_zero_has_cost_and_speedup_one_for_any_costs():
     assert round_cost(0, 0.5, 1.7, 0.3) == 1
     assert speedup(0.9, 0, 0.5, 1.7, 0.3) == 1
 
@@ -77,7 +77,7 @@ def test_verifying_may_have_a_cost_for_each_k():
 
 
 @given(RATES, st.floats(0.001, 2))
-def test_some_k_helps_exactly_if_alpha_exceeds_the_cost_of_the_draft(alpha, cost):
+def test_speedup_exists_iff_alpha_exceeds_draft_cost(alpha, cost):
     assert speedup(alpha, 1, cost) == pytest.approx((1 + alpha) / (1 + cost))
     k = best_k(alpha, cost)
     assert (k > 0) == (1 + alpha > 1 + cost)
@@ -85,7 +85,7 @@ def test_some_k_helps_exactly_if_alpha_exceeds_the_cost_of_the_draft(alpha, cost
 
 
 @given(RATES, st.floats(0.001, 2))
-def test_one_more_is_better_as_the_increment_rule_says(alpha, cost):
+def test_speedup_increment_matches_increment_rule(alpha, cost):
     for k in range(12):
         gain = alpha ** (k + 1) * (1 + cost * k) - cost * expected_tokens(alpha, k)
         if abs(gain) > 1e-9:
@@ -99,7 +99,7 @@ def test_the_best_k_has_a_limit():
     assert best_k(0.9, 0.01, max_draft_tokens=0) == 0
 
 
-def test_where_verifying_grows_with_k_the_best_k_is_smaller_or_none():
+def test_best_k_decreases_with_growing_verify_cost():
     assert best_k(0.8, 0.05) == 8
     assert best_k(0.8, 0.05, [1 + 0.1 * k for k in range(17)]) == best_k(0.8, 0.15) == 5
     assert best_k(0.8, 0.05, [1, 2.2, 3.4, 4.6]) == 0
@@ -107,12 +107,12 @@ def test_where_verifying_grows_with_k_the_best_k_is_smaller_or_none():
     assert best_k(1, 0.05, [1, 1, 1, 1, 1]) == 4  # no further than the costs are known
 
 
-def test_the_best_k_jumps_over_a_step_of_the_costs():
+def test_best_k_can_skip_a_cost_step():
     assert best_k(0.9, 0.05, [1, 1.9, 1.9, 1.9, 1.9]) == 4
 
 
 @given(st.integers(1, 8), COSTS, st.floats(0.5, 3), COSTS)
-def test_at_the_break_even_alpha_a_round_is_worth_its_cost(k, draft, verify, host):
+def test_speedup_is_one_at_break_even_alpha(k, draft, verify, host):
     alpha = break_even_alpha(k, draft, verify, host)
     if alpha is None:
         assert speedup(1, k, draft, verify, host) < 1
@@ -123,7 +123,7 @@ def test_at_the_break_even_alpha_a_round_is_worth_its_cost(k, draft, verify, hos
 
 
 @pytest.mark.parametrize("k", [1, 4, 9])
-def test_rejecting_everything_costs_a_row_for_each_draft_token(k):
+def test_operations_factor_at_alpha_0_is_k_plus_one(k):
     # A form in which the exponent of alpha^(K + 1) is lost gives half of it.
     assert operations_factor(0, k) == k + 1
     assert operations_factor(1, k) == 1
@@ -149,6 +149,6 @@ def test_rejecting_everything_costs_a_row_for_each_draft_token(k):
         (lambda: best_k(0.5, 0.1, max_draft_tokens=-1), "max_draft_tokens must be at least 0"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(call, message):
+def test_invalid_argument_error_names_the_argument(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -24,7 +24,7 @@ def test_expected_tokens_are_leviathans_equation_1(alpha):
 
 
 @pytest.mark.parametrize("alpha", papers.ALPHAS)
-def test_the_best_k_and_its_speedup_are_those_of_a_search_over_whole_numbers(alpha):
+def test_best_k_equals_integer_search(alpha):
     found = [best_k(alpha, cost) for cost in papers.COSTS]
     assert tuple(found) == papers.BEST_K[alpha]
     factors = [speedup(alpha, k, cost) for k, cost in zip(found, papers.COSTS, strict=True)]
@@ -59,7 +59,7 @@ def test_predictions_for_t5_are_those_of_leviathans_table_4(row):
 
 
 @pytest.mark.parametrize("run", papers.RUNS)
-def test_the_posts_formula_of_a_run_gives_their_figures(run):
+def test_blog_post_formula_reproduces_its_figures(run):
     found = run_speedup(5 * run.tokens_over_rows, 4, run.draft_ms / run.target_ms)
     assert found == pytest.approx(run.speedup, abs=5.1e-7)
 
@@ -71,7 +71,7 @@ def test_alpha_follows_from_the_tokens_of_a_run(run):
     assert speedup(alpha, 4, run.draft_ms / run.target_ms) == pytest.approx(run.speedup, abs=1e-6)
 
 
-def test_a_cpu_that_pays_for_each_row_is_predicted_to_lose():
+def test_linear_verify_cost_predicts_slowdown():
     # As measured with gpt2-large and gpt2, of 774 and 124 million parameters, on a CPU.
     assert all(plain < speculative for speculative, plain in papers.CANDLE)
     costs = [1 + k for k in range(9)]

@@ -67,7 +67,7 @@ def test_a_cache_row_off_by_one_fails_deterministically(check):
     assert check(pair, Ticks(10**6).budget).status == FAILED
 
 
-def test_a_draft_that_falls_behind_itself_shows_in_the_self_draft():
+def test_self_draft_check_detects_stale_draft_cache():
     """A draft that loses a row after full acceptances changes no distribution: only this check sees
     it.
     """
@@ -114,7 +114,7 @@ class Flipped:
 
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (0.006, PASSED)])
-def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, status):
+def test_greedy_check_tolerates_and_lists_only_near_ties(noise, status):
     pair = make_subject(DecoderParts(target=lambda model: Flipped(model, 0.01)), num_prompts=4)
     pair.noise["target"] = noise
     found = decoding_checks.greedy(pair, Ticks(10**6).budget)
@@ -124,7 +124,7 @@ def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, st
 
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (1.0, PASSED)])
-def test_coupled_text_depends_on_the_seed_alone_where_logits_have_no_noise(noise, status):
+def test_coupled_text_depends_only_on_seed_without_logit_noise(noise, status):
     pair = make_subject(DecoderParts(target=lambda model: Flipped(model, 1.0)), num_prompts=6)
     pair.noise["target"] = noise
     result = decoding_checks.coupled(pair, Ticks(10**6).budget)
@@ -149,23 +149,21 @@ class WrongBeyond:
 @pytest.mark.parametrize(
     ("longest", "max_first_length", "status"), [(17, 1, PASSED), (17, 24, FAILED), (16, 1, FAILED)]
 )
-def test_greedy_text_goes_through_every_pass_that_a_request_may_run(
-    longest, max_first_length, status
-):
+def test_greedy_check_covers_every_pass_length_of_a_request(longest, max_first_length, status):
     """The longest are of 16 draft tokens, as rounds are planned, and of the end of a prompt."""
     parts = DecoderParts(target=lambda model: WrongBeyond(model, longest))
     pair = make_subject(parts, max_first_length=max_first_length)
     assert decoding_checks.greedy(pair, Ticks(10**6).budget).status == status
 
 
-def test_greedy_text_begins_at_no_further_k_once_its_time_is_over():
+def test_greedy_check_starts_no_further_k_after_its_time_budget():
     """A long prompt would be read again for each."""
     found = decoding_checks.greedy(make_subject(), Ticks(20).budget)
     assert found.status == SHORT
     assert found.figures["num_tokens_by_k"]["16"] == 0
 
 
-def test_tokens_that_the_distribution_does_not_allow_fail():
+def test_zero_probability_tokens_fail_the_audit():
     class Stubborn(DecoderParts().decoder):
         @staticmethod
         def accept_rule(draft, scores, sampling, history, tests, last):
@@ -189,7 +187,7 @@ def self_tested(seconds, **options):
 
 
 @pytest.mark.slow
-def test_the_self_test_catches_five_of_five_and_raises_no_false_alarm():
+def test_self_test_detects_all_five_faults_without_false_alarms():
     result = self_tested(40000)
     assert result.false_alarms == []
     assert [(defect.name, bool(checks)) for defect, checks in result.caught] == [
@@ -207,7 +205,7 @@ def test_too_little_time_is_incomplete():
     assert run_joint(texts=20).status == SHORT
 
 
-def test_a_model_that_remembers_gives_the_rows_of_the_model():
+def test_memoized_model_returns_same_logits():
     table = make_subject().target
     model, other = MemoizedModel(table), CachedTable(table.distribution, VOCAB_SIZE, CONTEXT)
     random = np.random.default_rng(0)
@@ -226,7 +224,7 @@ def test_a_model_that_remembers_gives_the_rows_of_the_model():
 @pytest.mark.parametrize(
     ("seconds_left", "seconds"), [(40, 10), (100, 25), (240, 30), (600, 30), (6000, 300)]
 )
-def test_greedy_texts_leave_the_first_verdict_within_a_minute(seconds_left, seconds):
+def test_greedy_check_leaves_first_result_within_a_minute(seconds_left, seconds):
     share = audit._share("greedy", seconds_left)
     assert share * seconds_left == pytest.approx(seconds)
 

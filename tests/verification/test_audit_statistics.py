@@ -38,7 +38,7 @@ def off_by(distribution, total_variation, shape):
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
-def test_counts_in_proportion_fit(distribution):
+def test_proportional_counts_have_zero_chi_square(distribution):
     found = chi_square_test(NUM_SAMPLES * distribution, distribution, ALPHA)
     assert found.chi_square == pytest.approx(0)
     assert found.p_value == pytest.approx(1)
@@ -80,7 +80,7 @@ def test_the_power_matches_simulation(distribution):
     assert caught(0) <= 0.003
 
 
-def test_an_honest_distribution_is_failed_as_rarely_as_stated():
+def test_false_positive_rate_matches_alpha():
     random = np.random.default_rng(1)
     distribution = DISTRIBUTIONS["peaked"]
     draws = random.multinomial(NUM_SAMPLES, distribution, 2000)
@@ -90,7 +90,7 @@ def test_an_honest_distribution_is_failed_as_rarely_as_stated():
     assert 0.005 < share < 0.017
 
 
-def test_the_bound_holds_as_often_as_its_confidence_says():
+def test_deviation_bound_has_stated_coverage():
     random = np.random.default_rng(2)
     distribution, wrong = (
         DISTRIBUTIONS["falling"],
@@ -104,7 +104,7 @@ def test_the_bound_holds_as_often_as_its_confidence_says():
     assert chi_square_test(1e6 * wrong, distribution, ALPHA).bound < 0.06
 
 
-def test_pooled_cells_each_expect_enough_and_none_is_left_out():
+def test_pooled_cells_reach_minimum_expected_count():
     expected = np.array([300.0, 1, 2, 40, 0, 19, 7, 25])
     groups = pool_cells(expected)
     assert sorted(cell for group in groups for cell in group) == list(range(8))
@@ -119,7 +119,7 @@ def test_tests_without_data_detect_nothing():
     assert frequency_test([], [], ALPHA).would_catch == 1
 
 
-def test_places_tile_the_unit_interval_by_falling_key():
+def test_uniform_places_partition_unit_interval_in_descending_key_order():
     distribution = np.array([0.125, 0.5, 0.125, 0.25])
     for key in (distribution, np.array([3.0, 1.0, 3.0, 2.0]), np.zeros(4)):
         spans = sorted(
@@ -134,12 +134,12 @@ def test_places_tile_the_unit_interval_by_falling_key():
         assert keys == sorted(keys, reverse=True)
 
 
-def test_a_place_stays_below_1():
+def test_uniform_place_is_below_1():
     distribution = np.array([0.9, 0.1], np.float32)
     assert uniform_place(distribution, distribution, 1, 1 - 2**-53) < 1
 
 
-def test_a_frequency_is_judged_by_the_deviation_of_its_own_events():
+def test_frequency_test_uses_variance_of_individual_events():
     probs = [0.5] * 100 + [0.9] * 100  # variance 25 + 9
     found = frequency_test([True] * 140 + [False] * 60, probs, ALPHA)
     assert found.expected == pytest.approx(0.7)
@@ -151,7 +151,7 @@ def test_a_frequency_is_judged_by_the_deviation_of_its_own_events():
     assert 2 * np.exp(-34 * ((1 + off) * np.log1p(off) - off)) == pytest.approx(ALPHA, rel=0.1)
 
 
-def test_an_event_that_was_nearly_certain_may_fail_once():
+def test_single_failure_of_nearly_certain_event_is_tolerated():
     """Its chance is 1%; a normal distribution would call it 1e-22."""
     assert frequency_test([True] * 999 + [False], [1 - 1e-5] * 1000, ALPHA).p_value > 0.01
 

@@ -31,14 +31,14 @@ def moved(logits, by, seed):
     )
 
 
-def test_half_the_lead_is_the_margin_of_the_likeliest():
+def test_greedy_margin_is_half_the_top_two_gap():
     row = Row(np.array([0.0, 3.0, 2.0], np.float32))
     assert greedy_margin(row, Sampling(), TEXT) == 0.5
     assert greedy_margin(Row(np.zeros(1, np.float32)), Sampling(), TEXT) == np.inf
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
-def test_shares_are_the_distribution_that_the_runtime_draws_from(sampling):
+def test_shares_equal_runtime_sampling_distribution(sampling):
     for logits in rows(0, 20):
         found = filter_row(Row(logits), sampling, TEXT, V)
         wanted = probabilities(logits, sampling, TEXT).row(V)
@@ -47,7 +47,7 @@ def test_shares_are_the_distribution_that_the_runtime_draws_from(sampling):
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
-def test_logits_that_move_by_less_than_a_draws_margin_draw_the_same(sampling):
+def test_perturbation_below_sampling_margin_keeps_the_sample(sampling):
     turned = 0
     for seed, logits in enumerate(rows(1, 40)):
         u = float(np.random.default_rng(seed).random())
@@ -63,7 +63,7 @@ def test_logits_that_move_by_less_than_a_draws_margin_draw_the_same(sampling):
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
-def test_logits_that_move_by_less_than_a_verdicts_margin_are_judged_the_same(sampling):
+def test_perturbation_below_verification_margin_keeps_the_verdict(sampling):
     turned = 0
     for seed in range(60):
         ours, theirs = rows(seed, 3), rows(1000 + seed, 2)

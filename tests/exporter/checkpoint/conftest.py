@@ -32,7 +32,7 @@ def server(original, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between two tries
-    # What a broken connection leaves of a chunk is lost; the file is smaller than one of theirs.
+    # A broken connection loses its partial chunk; the file is smaller than one default chunk.
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
     yield found
     for one in servers:

@@ -56,7 +56,7 @@ def make(folder, name, **changes):
 
 
 def stored_numbers(loaded):
-    """Every parameter with what is behind its placeholder, in float32."""
+    """Return every parameter in float32, with placeholders resolved."""
     found = {}
     for name, parameter in loaded.model.named_parameters():
         behind = loaded.sources.stored_matrix(parameter)

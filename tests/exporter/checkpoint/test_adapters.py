@@ -82,7 +82,7 @@ def test_merged_adapter_equals_peft(base, options, tmp_path):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_adapted_embedding_is_merged_or_adapters_own(base, saved, tmp_path):
+def test_adapter_embeddings_are_merged_or_replaced(base, saved, tmp_path):
     if saved:
         options = {"target_modules": targets(base), "modules_to_save": [embedding(base)]}
     else:
@@ -99,7 +99,7 @@ def test_adapted_embedding_is_merged_or_adapters_own(base, saved, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.slow(after_first=True)
-def test_adapted_models_are_exported_and_bundle_says_so(base, tmp_path):
+def test_adapted_models_are_exported_with_source_in_manifest(base, tmp_path):
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     options = {"max_length": 40, "ops": "onnx"}
     bundle = export(
@@ -148,7 +148,7 @@ def test_adapter_of_another_method_is_refused(base, tmp_path):
     assert "specify a LoRA adapter" in refusal(base, adapter)
 
 
-def test_another_models_adapter_is_refused(base, tmp_path):
+def test_adapter_of_another_model_is_rejected(base, tmp_path):
     other = make_checkpoint(
         tmp_path / "other", "qwen2", make_tokenizer(tmp_path / "tokenizer"), hidden=32
     )

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be read are refused in one line that says what to do."""
+"""Invalid checkpoints are rejected with an actionable one-line error."""
 
 import json
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
 
 
-def test_folder_that_is_not_there_is_refused(tmp_path):
+def test_missing_folder_is_rejected(tmp_path):
     assert "does not exist" in refusal(tmp_path / "missing")
     assert "does not exist" in refusal("./missing")
 
@@ -88,7 +88,7 @@ def test_onnx_export_is_refused_with_checkpoint_it_names(checkpoint, names, conf
     assert said in message
 
 
-def test_checkpoint_with_onnx_files_beside_its_weights_is_read(checkpoint):
+def test_onnx_files_next_to_weights_are_ignored(checkpoint):
     (checkpoint / "onnx").mkdir()
     (checkpoint / "onnx/model.onnx").write_bytes(b"onnx")
     assert loader.load(find(checkpoint), Progress()).dtype == "float32"
@@ -113,7 +113,7 @@ def test_truncated_weights_are_refused(checkpoint):
     assert "model.safetensors cannot be read" in refusal(checkpoint)
 
 
-def test_missing_weights_are_refused_instead_of_made_up(checkpoint):
+def test_missing_weights_are_rejected_instead_of_initialized(checkpoint):
     edit(checkpoint / "config.json", n_layer=3)
     assert "lacks weights" in refusal(checkpoint)
 
@@ -131,14 +131,14 @@ def test_missing_tokenizer_is_refused(checkpoint):
     assert "tokenizer" in refusal(checkpoint)
 
 
-def test_models_own_code_never_runs(checkpoint):
+def test_remote_code_is_never_executed(checkpoint):
     code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     edit(checkpoint / "config.json", model_type="own", auto_map=code)
     (checkpoint / "code.py").write_text("raise SystemExit('ran')", "utf-8")
     assert "does not run" in refusal(checkpoint)
 
 
-def test_adapter_in_models_place_is_refused_with_option_it_belongs_to(checkpoint):
+def test_adapter_given_as_model_error_names_adapter_option(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "adapter_config.json").write_text("{}", "utf-8")
     assert "the adapter as --adapter" in refusal(checkpoint)
@@ -169,7 +169,7 @@ def test_sharded_checkpoint_is_read_and_broken_index_refused(checkpoint):
         assert "index.json" in refusal(checkpoint)
 
 
-def test_bundle_is_no_checkpoint(pairs):
+def test_bundle_given_as_checkpoint_is_rejected(pairs):
     assert "already" in refusal(pairs.bundle("embedded").folder)
 
 
@@ -225,7 +225,7 @@ def test_decoder_with_cross_attention_is_refused(checkpoint):
         {"model_type": "qwen2_5_omni"},
     ],
 )
-def test_config_of_parts_that_make_no_text_decoder_is_refused(checkpoint, changes):
+def test_config_without_text_decoder_is_rejected(checkpoint, changes):
     edit(checkpoint / "config.json", **changes)
     refusal(checkpoint)
 

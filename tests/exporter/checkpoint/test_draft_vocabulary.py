@@ -42,12 +42,12 @@ FEW = ("llama", "gpt2", "gemma2", "mixtral", "phi")
     "name",
     [x if x in FEW else exhaustive(x) for x in ARCHITECTURES],
 )
-def test_pruned_head_gives_columns_of_full_head(name):
+def test_pruned_head_equals_columns_of_full_head(name):
     check(make_model(ARCHITECTURES[name][1]()))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_tied_head_becomes_matrix_of_its_own(tied):
+def test_pruning_unties_the_head(tied):
     model = make_model(make_config("llama", tied=tied))
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     check(model)
@@ -71,7 +71,7 @@ def test_pruned_head_of_self_draft_leaves_the_targets_head():
     assert torch.equal(logits(loaded.model), before)
 
 
-def test_rows_of_large_pruned_head_stay_in_files():
+def test_large_pruned_head_rows_are_not_loaded():
     """A placeholder for the rows, in the type that the checkpoint has."""
     sources, model = WeightSources(), make_model(make_config("llama", hidden=128))
     stored = torch.randn(8192, 128).to(torch.bfloat16)
@@ -83,7 +83,7 @@ def test_rows_of_large_pruned_head_stay_in_files():
     assert cut.sources.stored_matrix(cut.model.lm_head.weight).dtype == torch.bfloat16
 
 
-def test_head_that_is_not_one_matrix_is_refused():
+def test_head_that_is_not_a_single_matrix_is_rejected():
     class Two(nn.Linear):
         pass
 

@@ -1,4 +1,4 @@
-"""Bundles of mixtures in mxfp4 and GPTQ, whose experts stay as they are."""
+"""Bundles of MXFP4 and GPTQ mixture-of-experts models with unmodified expert weights."""
 
 import numpy as np
 import pytest

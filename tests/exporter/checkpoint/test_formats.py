@@ -1,4 +1,4 @@
-"""Weights in each format that people publish give the numbers that the format stands for."""
+"""Weights in each published format are dequantized to their exact values."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_pickled_weights_that_are_damaged_or_of_another_layout_are_refused(conte
     assert "pytorch_model.bin cannot be read" in refusal(folder)
 
 
-def test_numbers_of_type_that_is_not_known_are_refused(tmp_path):
+def test_unsupported_weight_type_is_rejected(tmp_path):
     folder, _ = make(tmp_path, "llama")
     state = load_file(folder / "model.safetensors")
     save_file({k: t.to(torch.int8) for k, t in state.items()}, folder / "model.safetensors")
@@ -92,7 +92,7 @@ def test_numbers_of_type_that_is_not_known_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_shards_in_half_precision_give_their_own_bits(dtype, tmp_path):
+def test_half_precision_shards_are_loaded_bitwise(dtype, tmp_path):
     model = make_model(make_config("llama")).to(dtype)
     folder = save(model, make_tokenizer(tmp_path / "tokenizer"), tmp_path / "checkpoint")
     (folder / "model.safetensors").unlink()
@@ -124,7 +124,7 @@ EXPERT = "model.layers.0.mlp.experts.0.gate_proj.weight"
         ("qwen3_moe", EXPERT, torch.uint8),
     ],
 )
-def test_weight_in_type_that_no_weight_has_is_refused(family, key, dtype, tmp_path):
+def test_invalid_weight_type_is_rejected(family, key, dtype, tmp_path):
     folder, _ = make(tmp_path, family)
     restore(folder, lambda state: state | {key: state[key].to(dtype)})
     message = refusal(folder)
@@ -133,7 +133,7 @@ def test_weight_in_type_that_no_weight_has_is_refused(family, key, dtype, tmp_pa
     assert "the original checkpoint" in message
 
 
-def test_masks_of_old_files_are_left_out_without_word(tmp_path):
+def test_attention_masks_of_old_files_are_ignored_silently(tmp_path):
     folder, model = make(tmp_path, "gpt2")
     masks = {
         "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
@@ -145,7 +145,7 @@ def test_masks_of_old_files_are_left_out_without_word(tmp_path):
     assert notes == ""
 
 
-def test_tensors_without_place_in_model_are_told(tmp_path):
+def test_unused_tensors_are_noted(tmp_path):
     folder, model = make(tmp_path, "llama")
     more = {"model.layers.0.of_tomorrow": torch.ones(3), "model.extra.weight": torch.ones(2, 2)}
     restore(folder, lambda state: state | more)
@@ -167,7 +167,7 @@ def test_tensors_without_place_in_model_are_told(tmp_path):
         "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight",
     ],
 )
-def test_parts_of_weights_that_are_not_widened_are_refused(name, tmp_path):
+def test_tensors_of_unsupported_quantization_format_are_rejected(name, tmp_path):
     folder, _ = make(tmp_path, "llama")
     restore(folder, lambda state: state | {name: torch.ones(2, 2)})
     message = refusal(folder)
@@ -175,7 +175,7 @@ def test_parts_of_weights_that_are_not_widened_are_refused(name, tmp_path):
     assert "is a part of a weight in an unsupported format" in message
 
 
-def test_matrix_of_another_shape_is_refused_with_both(tmp_path):
+def test_shape_mismatch_is_rejected_with_both_shapes(tmp_path):
     folder, _ = make(tmp_path, "llama")
     restore(folder, lambda state: state | {Q: state[Q][:-1].contiguous()})
     message = refusal(folder)

@@ -49,7 +49,7 @@ def _last_of(ids, counts, count):
     return max(t for t in ids if counts[t] == count and t not in (0, 512, 513, 514))
 
 
-def test_end_tokens_are_kept_whatever_text_says(tokenizer):
+def test_end_tokens_are_always_kept(tokenizer):
     assert {450, 451} <= {*kept(tokenizer, 8, ends=(450, 451))}
 
 
@@ -57,7 +57,7 @@ def test_more_tokens_are_superset_of_fewer(tokenizer):
     assert {*kept(tokenizer, 20)} < {*kept(tokenizer, 21)}
 
 
-def test_ids_that_draft_lacks_are_not_kept(tokenizer):
+def test_ids_outside_draft_vocabulary_are_dropped(tokenizer):
     ids = kept(tokenizer, 100, ends=(0, 514), num_tokens=200)
     assert max(ids) < 200
 
@@ -75,12 +75,12 @@ def test_ids_that_draft_lacks_are_not_kept(tokenizer):
         (1, "use a larger number"),
     ],
 )
-def test_number_that_cannot_be_is_refused(tokenizer, count, said):
+def test_invalid_vocabulary_size_is_rejected(tokenizer, count, said):
     with pytest.raises(ExportError, match=said):
         kept(tokenizer, count)
 
 
-def test_note_says_how_much_of_text_is_kept(tokenizer):
+def test_note_reports_text_coverage(tokenizer):
     progress = Progress()
     most_frequent_tokens(30, TEXT, tokenizer, (0,), 515, progress)
     (note,) = progress.notes
@@ -88,7 +88,7 @@ def test_note_says_how_much_of_text_is_kept(tokenizer):
     assert note.endswith("of a text")
 
 
-def test_tokenizer_without_added_tokens_has_no_special_ones(tokenizer, tmp_path):
+def test_tokenizer_without_added_tokens_has_no_special_tokens(tokenizer, tmp_path):
     settings = json.loads(tokenizer.read_text("utf-8"))
     settings["added_tokens"] = []
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings), "utf-8")

@@ -90,7 +90,7 @@ def test_several_files_in_folder_need_choice(tmp_path):
     assert find(tmp_path / "model-F16.gguf").weights == ["model-F16.gguf"]
 
 
-def test_header_is_enough_to_judge_file(tmp_path):
+def test_file_is_checked_from_header_only(tmp_path):
     path = tmp_path / "model.gguf"
     write(path, Kind.Q8_0, tmp_path)
     size, ends = path.stat().st_size, gguf_files.header_size(path)
@@ -117,7 +117,7 @@ def test_damaged_gguf_is_refused(name, content, said, tmp_path):
     assert said in refusal(tmp_path / name)
 
 
-def test_file_of_family_that_transformers_does_not_read_is_refused(tmp_path):
+def test_family_unsupported_by_transformers_is_rejected(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "of-tomorrow")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
     writer.write_header_to_file()
@@ -127,7 +127,7 @@ def test_file_of_family_that_transformers_does_not_read_is_refused(tmp_path):
     assert "of-tomorrow" in refusal(tmp_path / "model.gguf")
 
 
-def test_gguf_that_is_not_there_is_refused(tmp_path):
+def test_missing_gguf_is_rejected(tmp_path):
     assert "does not exist" in refusal(tmp_path / "missing.gguf")
     assert "hub cannot be reached" in refusal("org/name/missing.gguf")
 
@@ -278,7 +278,7 @@ def complete(config, tensors=(), **fields):
     return config.rope_parameters
 
 
-def test_scaling_of_gemma_3_is_that_of_its_global_layers():
+def test_gemma_3_rotary_scaling_applies_to_global_layers():
     config = transformers.Gemma3TextConfig()
     rope = complete(config, scaling__type="linear", scaling__factor=8.0)
     assert rope["full_attention"] == {
@@ -307,7 +307,7 @@ def test_yarn_has_the_attention_factor_and_context_of_the_header():
         (transformers.Gemma3TextConfig, 62, 5376, 128, 168),
     ],
 )
-def test_queries_of_gemma_are_scaled_as_in_the_published_sizes(
+def test_gemma_query_scale_matches_published_sizes(
     config_class, layers, hidden_size, head_size, scalar
 ):
     """Headers lack the scale; transformers assumes 256."""
@@ -368,7 +368,7 @@ def test_factor_without_a_type_of_scaling_has_no_effect():
         ("qwen2", lambda w: w.add_rope_scaling_attn_factors(1.2), "attn_factor is 1.2"),
     ],
 )
-def test_scaled_positions_that_would_be_lost_are_refused(arch, more, said, tmp_path):
+def test_unsupported_rotary_scaling_is_rejected(arch, more, said, tmp_path):
     path = tmp_path / "model.gguf"
     write(path, Kind.F32, tmp_path, arch, more)
     message = refusal(path)
@@ -376,7 +376,7 @@ def test_scaled_positions_that_would_be_lost_are_refused(arch, more, said, tmp_p
     assert "the original checkpoint" in message
 
 
-def test_positions_that_are_said_to_be_unscaled_are_read(tmp_path):
+def test_explicitly_unscaled_rotary_positions_are_supported(tmp_path):
     def more(writer):
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
         writer.add_rope_scaling_factor(1.0)
@@ -387,7 +387,7 @@ def test_positions_that_are_said_to_be_unscaled_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "bundle.json", "tokenizer_config.json"])
-def test_files_beside_a_gguf_are_ignored(name, tmp_path):
+def test_files_next_to_a_gguf_are_ignored(name, tmp_path):
     path = tmp_path / "model.gguf"
     write(path, Kind.F16, tmp_path)
     for other in (name, "model.safetensors", "tokenizer.json"):
@@ -405,7 +405,7 @@ def test_bundle_size_is_estimated_from_header(tmp_path):
     assert sizes[Kind.Q4_0] == pytest.approx(32 / 4.5, abs=0.1)
 
 
-def test_numbers_that_transformers_has_no_place_for_are_told(tmp_path):
+def test_unused_tensors_are_noted(tmp_path):
     path = tmp_path / "model.gguf"
     for more, said in (
         (lambda w: w.add_tensor("mm.0.bias", ONES), True),

@@ -115,7 +115,7 @@ def write_file(path, file, model, is_fused=False, **extra_tensors):
 @pytest.mark.parametrize(
     "family", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FILES]
 )
-def test_file_of_an_architecture_is_read_as_its_original(family, tmp_path):
+def test_gguf_of_each_architecture_equals_original_model(family, tmp_path):
     file, path = FILES[family], tmp_path / "model.gguf"
     model = make_model(CONFIG_MAPPING[file["model_type"]](pad_token_id=None, **file["config"]))
     for name, buffer in model.named_buffers():
@@ -283,7 +283,7 @@ def test_layer_weights_that_the_model_type_lacks_are_rejected_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(3, 96, 64), (96, 64), (64,)])
-def test_experts_that_do_not_fit_together_are_rejected_by_name(shape, tmp_path):
+def test_inconsistent_experts_are_rejected_by_name(shape, tmp_path):
     file, path = FILES["granitemoe"], tmp_path / "model.gguf"
     model = make_model(CONFIG_MAPPING[file["model_type"]](pad_token_id=None, **file["config"]))
     write_file(path, file, model, **{"blk.1.ffn_up_exps.weight": np.zeros(shape, np.float32)})

@@ -82,13 +82,13 @@ def tensor(name=b"a", dims=(32, 2), kind=0, offset=0, num_dims=None):
         (header(tensors=[tensor(), tensor(offset=256)]), "two tensors of one name"),
     ],
 )
-def test_hostile_file_is_refused_in_one_line(content, said, tmp_path):
+def test_malformed_file_is_one_line_error(content, said, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     assert said in refusal(path)
 
 
-def test_file_is_refused_wherever_it_is_cut(tmp_path):
+def test_truncated_file_is_rejected_at_any_length(tmp_path):
     path = tmp_path / "model.gguf"
     write(path, Kind.Q8_0, tmp_path)
     content, end = path.read_bytes(), gguf_header.read_header(path).data_offset
@@ -97,7 +97,7 @@ def test_file_is_refused_wherever_it_is_cut(tmp_path):
         assert "download it again" in refusal(path)
 
 
-def test_header_has_the_places_that_gguf_py_reads(tmp_path):
+def test_header_offsets_match_gguf_py(tmp_path):
     path = tmp_path / "model.gguf"
     write(path, Kind.Q4_0, tmp_path)
     reader, header_ = gguf.GGUFReader(path), gguf_header.read_header(path)
@@ -140,7 +140,7 @@ def parts(tmp_path):
     return path, [part.rename(tmp_path / "folder" / part.name) for part in paths]
 
 
-def test_split_file_is_read_by_its_folder_or_any_part(parts):
+def test_split_file_is_loaded_from_folder_or_any_part(parts):
     whole, paths = parts
     expected = loader.load(checkpoints.find("target", str(whole), None), Progress())
     for path in (paths[0].parent, paths[1]):

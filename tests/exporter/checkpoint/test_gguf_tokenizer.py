@@ -34,17 +34,17 @@ def check(fields, expected, texts):
 
 
 @pytest.mark.parametrize("name", gguf_tokenizer.PRE_TOKENIZERS)
-def test_byte_level_ids_are_llama_cpps(name, texts):
+def test_byte_level_ids_equal_llama_cpp(name, texts):
     check(byte_level(name), VECTORS["gpt2"][name], texts)
 
 
 @pytest.mark.parametrize("name", ["prefix", "plain"])
-def test_sentencepiece_ids_are_llama_cpps(name, texts):
+def test_sentencepiece_ids_equal_llama_cpp(name, texts):
     check(sentencepiece(name == "prefix"), VECTORS["llama"][name], texts)
 
 
 @pytest.mark.parametrize("fields", [byte_level("smollm"), sentencepiece(True)])
-def test_text_is_decoded_to_what_was_encoded(fields):
+def test_tokenizer_round_trip(fields):
     tokenizer = gguf_tokenizer.build_tokenizer("target a", fields)
     for text in ("a  b\n\tc 12", "Grüße, 你好 👩‍🚀"):
         encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
@@ -62,18 +62,18 @@ def test_text_is_decoded_to_what_was_encoded(fields):
         ({"tokenizer.ggml.token_type": [1]}, "lacks types or scores"),
     ],
 )
-def test_tokenizer_that_cannot_be_checked_is_refused_by_name(change, said):
+def test_unverifiable_tokenizer_is_rejected_by_name(change, said):
     with pytest.raises(CheckpointError, match=said):
         gguf_tokenizer.build_tokenizer("target a", byte_level("smollm") | change)
 
 
-def test_texts_end_at_tokens_that_end_turns():
+def test_end_tokens_include_end_of_turn():
     fields = byte_level("smollm")
     tokens = fields["tokenizer.ggml.tokens"]
     assert gguf_tokenizer.end_tokens(fields) == [0, tokens.index("<|im_end|>")]
 
 
-def test_named_chat_template_is_used_where_there_is_no_other():
+def test_named_chat_template_is_used_without_a_default():
     named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "b"}
     assert gguf_tokenizer.chat_template(named) == "b"
     assert gguf_tokenizer.chat_template(named | {"tokenizer.chat_template": "a"}) == "a"

@@ -1,4 +1,4 @@
-"""GPTQ, AWQ, AutoRound and compressed-tensors, read as they are."""
+"""Loading of GPTQ, AWQ, AutoRound and compressed-tensors checkpoints."""
 
 import functools
 import json
@@ -55,7 +55,7 @@ def edit_state(folder, change):
     save_file(state, path)
 
 
-def test_packers_write_the_words_of_the_formats_own_libraries():
+def test_packed_words_match_reference_libraries():
     """Words by AutoGPTQ 0.7.1, compressed-tensors 0.20.0 and AutoRound 0.16.1 (AWQ's layout)."""
     values = (np.arange(8)[:, None] * 5 + np.arange(16) * 3) % 16
     zeros = (np.arange(8)[:, None] * 3 + 2) % 15 + 1
@@ -117,7 +117,7 @@ def test_int8_of_bitsandbytes_is_kept(tmp_path):
         assert np.array_equal(tensor.dequantize(slice(None)), numbers[key].numpy())
 
 
-def test_groups_that_are_no_power_of_two_are_cut_into_blocks_that_are(tmp_path):
+def test_non_power_of_two_groups_are_split_into_blocks(tmp_path):
     folder, _ = make_packed(tmp_path, Scheme(group_size=96), hidden=192)
     layouts = {tensor.layout.block_size for tensor in kept_tensors(folder)}
     assert layouts == {32}
@@ -132,7 +132,7 @@ def test_bits_in_the_file_count_scales_zero_points_and_order(tmp_path):
     assert tensor.type_name == "GPTQ int4, groups of 32"
 
 
-def test_gptq_zero_points_were_decreased_in_whole_words(tmp_path):
+def test_gptq_zero_point_underflow_borrows_across_word(tmp_path):
     """gptqmodel subtracts from words, so that a zero point of 0 borrows from the next one."""
     folder, _ = make_packed(tmp_path, Scheme())
     key = "model.layers.0.mlp.up_proj.qzeros"
@@ -147,7 +147,7 @@ def test_gptq_zero_points_were_decreased_in_whole_words(tmp_path):
     assert zeros.tolist() == [0, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_bits_and_groups_of_single_modules_may_differ(tmp_path):
+def test_per_module_bits_and_groups_are_supported(tmp_path):
     folder, expected = make_packed(tmp_path, Scheme(symmetric=True))
     eight = Scheme("gptq", bits=8, group_size=64, symmetric=True)
     names = "model.layers.1.mlp.down_proj"
@@ -281,7 +281,7 @@ def add(name):
         ("int-quantized", add("gate_proj.weight_mask"), "weight_mask is a part of a weight in an"),
     ],
 )  # fmt: skip
-def test_parts_that_do_not_fit_are_refused_in_one_line(how, change, message, sound, tmp_path):
+def test_inconsistent_tensors_are_one_line_error(how, change, message, sound, tmp_path):
     folder = shutil.copytree(sound(how), tmp_path / "checkpoint")
     edit_state(folder, change)
     assert message in refusal(folder)
@@ -335,13 +335,13 @@ def groups(**weights):
         (CHANNEL | {"transform_config": {"config_groups": {}}}, "with transform_config"),
     ],
 )
-def test_variants_that_cannot_be_read_are_refused_by_name(config, name, tmp_path):
+def test_unsupported_variants_are_rejected_by_name(config, name, tmp_path):
     _, message = refusal_of_config(tmp_path, config)
     assert name in message
     assert "specify the original checkpoint" in message
 
 
-def test_scales_of_quantized_activations_are_left_out(tmp_path):
+def test_activation_scales_are_ignored(tmp_path):
     scheme = Scheme("int-quantized", bits=8, group_size=-1, symmetric=True)
     folder, expected = make_packed(tmp_path, scheme)
     edit_state(folder, add("up_proj.input_scale"))

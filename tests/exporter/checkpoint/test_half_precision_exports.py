@@ -1,4 +1,4 @@
-"""Matrices that are rounded to half precision as they are loaded: `--precision fp16`, `bf16`."""
+"""Conversion of weights to half precision at load: `--precision fp16`, `bf16`."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def saved(folder, change=lambda model: model):
     ("name", "dtype"),
     [("fp16", "float16"), exhaustive("bf16", "bfloat16")],
 )
-def test_bundle_is_model_with_matrices_in_that_type(tmp_path, name, dtype):
+def test_bundle_equals_model_in_half_precision(tmp_path, name, dtype):
     model, folder = saved(tmp_path)
     progress = Progress()
     bundle = export(None, folder, tmp_path / "b", precision=name, ops="onnx", progress=progress)

@@ -1,4 +1,4 @@
-"""huggingface_hub itself against a hub on this machine: downloads, refusals, and what is kept."""
+"""huggingface_hub against a local server: downloads, errors and caching."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_sharded_repository_is_fetched(server, original):
     assert not files(server, "unused.safetensors")
 
 
-def test_revision_is_another_commit_and_one_that_is_not_there_is_refused(server, original):
+def test_revision_selects_commit_and_missing_revision_is_rejected(server, original):
     other = server.folder / f"{NAME}@v2"
     other.mkdir()
     for path in original.iterdir():
@@ -74,12 +74,12 @@ def test_private_repository_needs_login(server, original, monkeypatch):
     assert same(find(), original)
 
 
-def test_repository_that_is_not_there_is_refused_with_name(server):
+def test_missing_repository_error_names_it(server):
     assert "org/other is neither a local folder nor a model on the hub" in refusal(name="org/other")
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_gated_repository_says_where_its_terms_are(server, known):
+def test_gated_repository_error_links_its_terms(server, known):
     server.gated.add(NAME)
     if known:
         Path(constants.HF_TOKEN_PATH).write_text(hub_server.TOKEN, "utf-8")
@@ -88,7 +88,7 @@ def test_gated_repository_says_where_its_terms_are(server, known):
     assert "'hf auth login'" in message
 
 
-def test_repository_that_becomes_gated_before_its_weights_are_there_says_so(server):
+def test_repository_gated_during_download_is_reported(server):
     found = find()
     server.gated.add(NAME)
     with pytest.raises(CheckpointError, match="is gated: accept its terms"):
@@ -126,7 +126,7 @@ def test_download_resumes_in_next_process(server, original):
     assert same(find(), original)
 
 
-def test_server_without_ranges_sends_cut_file_anew(server, original):
+def test_download_restarts_if_server_lacks_range_support(server, original):
     server.ranges = False
     server.cuts.append(300_000)
     progress = Bars()
@@ -147,7 +147,7 @@ def test_full_disk_keeps_partial_download(server, original):
     assert same(find(), original)
 
 
-def test_small_files_on_full_disk_are_no_network_trouble(server, monkeypatch):
+def test_full_disk_is_not_reported_as_network_error(server, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -155,7 +155,7 @@ def test_small_files_on_full_disk_are_no_network_trouble(server, monkeypatch):
     assert "no space left in" in refusal()
 
 
-def test_without_network_warm_cache_is_enough(server, original, monkeypatch):
+def test_warm_cache_suffices_without_network(server, original, monkeypatch):
     commit = find().source.revision
     loader.load(find(), Progress())
     server.requests.clear()
@@ -168,13 +168,13 @@ def test_without_network_warm_cache_is_enough(server, original, monkeypatch):
     assert not server.requests
 
 
-def test_without_network_small_files_alone_are_not_enough(server, monkeypatch):
+def test_cache_without_weights_fails_without_network(server, monkeypatch):
     find()
     patch_endpoint(monkeypatch, "http://127.0.0.1:9")
     assert "the hub cannot be reached" in refusal()
 
 
-def test_branch_that_moves_between_two_questions_gives_one_commit(server, monkeypatch):
+def test_branch_update_during_resolution_yields_one_commit(server, monkeypatch):
     old = hub_server.commit(server.folder / NAME)
     ask = huggingface_hub.HfApi.model_info
 
@@ -219,7 +219,7 @@ def test_corrupt_partial_download_is_fetched_again(server, original):
     assert sum(moves) == total
 
 
-def test_bytes_that_go_wrong_twice_are_refused(server, original):
+def test_repeatedly_corrupt_download_is_rejected(server, original):
     found = find()
     server.corrupt.add(WHOLE)
     with pytest.raises(CheckpointError, match="each time with a SHA-256 that differs") as caught:

@@ -25,7 +25,7 @@ GGUF = "model-Q8_0.gguf"
 
 
 @pytest.mark.slow
-def test_command_line_exports_from_hub_and_prints_bundles_path_alone_to_stdout(original, tmp_path):
+def test_export_from_hub_prints_only_bundle_path_to_stdout(original, tmp_path):
     folder = tmp_path / "hub"
     (folder / "org").mkdir(parents=True)
     (folder / NAME).symlink_to(original)
@@ -77,7 +77,7 @@ def gguf_server(server, tmp_path):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", [NAME, f"{NAME}/model-Q8_0.gguf"])
-def test_gguf_repository_is_known_by_files_header(gguf_server, name, monkeypatch):
+def test_gguf_repository_is_identified_from_header(gguf_server, name, monkeypatch):
     path = gguf_server.folder / NAME / GGUF
     ends, size = downloads.gguf_files.header_size(path), path.stat().st_size
     monkeypatch.setattr(downloads, "HEADER_BYTES", int(ends) // 2)

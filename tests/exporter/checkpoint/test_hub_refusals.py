@@ -21,17 +21,17 @@ def test_unreachable_hub_is_refused_at_once(monkeypatch):
     assert "hub cannot be reached" in refusal("someone/something")
 
 
-def test_name_that_no_repository_can_have_is_refused():
+def test_invalid_repository_name_is_rejected():
     assert "neither a folder nor a hub id" in refusal("what is this?")
 
 
-def test_download_that_does_not_fit_is_refused(tmp_path):
+def test_download_larger_than_free_space_is_rejected(tmp_path):
     snapshot = hub.Snapshot("target", "a/b", "c", tmp_path, set(), {"model.safetensors": 1 << 60})
     with pytest.raises(CheckpointError, match="GB free"):
         hub.check_space([snapshot], tmp_path)
 
 
-def test_repository_that_is_draft_and_target_is_downloaded_once(tmp_path, monkeypatch):
+def test_shared_draft_and_target_repository_is_counted_once(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda place: SimpleNamespace(free=35e9))
     roles = [
@@ -44,7 +44,7 @@ def test_repository_that_is_draft_and_target_is_downloaded_once(tmp_path, monkey
         hub.check_space(roles, tmp_path / "bundle")
 
 
-def test_bundle_that_grows_beyond_disk_is_refused_with_both_figures(tmp_path, monkeypatch):
+def test_bundle_larger_than_disk_is_rejected_with_both_sizes(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda place: SimpleNamespace(free=45e9))
     snapshot = hub.Snapshot("target", "a/b", "c", tmp_path, set(), {"model.gguf": 10**10})

@@ -15,7 +15,7 @@ def carried(source, folder, license=None):
     return sorted(p.name for p in folder.iterdir()), progress.notes
 
 
-def test_names_are_made_plain_and_stay_apart(tmp_path):
+def test_license_file_names_are_sanitized_and_unique(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     names = ["LICENSE", "Licence für alle.md", "license", "USE_POLICY.md", "notice" + 200 * "x"]
@@ -29,7 +29,7 @@ def test_names_are_made_plain_and_stay_apart(tmp_path):
     assert notes == []
 
 
-def test_huge_file_is_left_out_with_note(tmp_path):
+def test_huge_license_file_is_skipped_with_note(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "LICENSE").write_bytes(b"x" * (licenses.LARGEST + 1))
@@ -38,7 +38,7 @@ def test_huge_file_is_left_out_with_note(tmp_path):
     assert notes == ["target: LICENSE is over 1 MB and is not copied"]
 
 
-def test_folders_and_links_to_other_places_are_not_carried(tmp_path):
+def test_folders_and_external_links_are_not_copied(tmp_path):
     source = tmp_path / "source"
     (source / "LICENSES").mkdir(parents=True)
     (tmp_path / "secret").write_text("secret", "utf-8")
@@ -50,7 +50,7 @@ def test_folders_and_links_to_other_places_are_not_carried(tmp_path):
     assert carried(source, tmp_path / "out")[0] == []
 
 
-def test_hubs_cache_keeps_files_as_links_to_its_blobs(tmp_path):
+def test_license_links_to_hub_cache_blobs_are_copied(tmp_path):
     source = tmp_path / "models--a--b/snapshots/abc"
     blob = tmp_path / "models--a--b/blobs/123"
     for folder in (source, blob.parent):
@@ -64,7 +64,7 @@ def test_hubs_cache_keeps_files_as_links_to_its_blobs(tmp_path):
     assert (tmp_path / "out/LICENSE").read_text("utf-8") == "Terms"
 
 
-def test_hub_is_asked_for_licences_by_their_names(monkeypatch, tmp_path):
+def test_license_files_are_downloaded_by_name(monkeypatch, tmp_path):
     sizes = {"config.json": 5, "License [v2].txt": 9, "notice": 9, "LICENSE.pdf": 2_000_000}
     files = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
     info = SimpleNamespace(siblings=files, sha="abc")
@@ -96,6 +96,6 @@ def test_hub_is_asked_for_licences_by_their_names(monkeypatch, tmp_path):
         ("", None),
     ],
 )
-def test_licence_is_what_readme_states(checkpoint, text, license):
+def test_license_is_read_from_readme(checkpoint, text, license):
     (checkpoint / "README.md").write_text(text, "utf-8")
     assert checkpoints.find("target", str(checkpoint), None).source.license == license

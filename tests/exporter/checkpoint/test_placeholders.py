@@ -51,7 +51,7 @@ def load(folder):
     "dtype", [torch.bfloat16, *map(exhaustive, (torch.float32, torch.float16))]
 )
 @pytest.mark.parametrize("kind", ["gpt2", "llama", *map(exhaustive, ("qwen2", "gemma2"))])
-def test_reading_stored_numbers_gives_bits_of_model_in_memory(kind, dtype, tmp_path):
+def test_materialized_model_is_bitwise_equal_to_loaded_model(kind, dtype, tmp_path):
     folder = make(tmp_path, kind, dtype)
     loaded = load(folder)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -105,7 +105,7 @@ def test_computing_with_a_placeholder_gives_nan(tmp_path):
     assert torch.isnan(loaded.model.lm_head.weight).all()
 
 
-def test_placeholders_take_no_memory_and_know_their_orientation():
+def test_placeholders_use_no_memory_and_track_transposition():
     known = placeholders.WeightSources()
     stored = torch.randn(600, 600)
     tensor = known.placeholder(stored)
@@ -137,7 +137,7 @@ def test_placeholder_is_resolved_with_axes_split_and_reordered(shape):
 
 
 @pytest.mark.parametrize("shape", [(600, 700), (700, 600), (4, 300, 400)])
-def test_part_of_placeholder_is_that_part_of_its_matrix(shape):
+def test_placeholder_slice_resolves_to_matrix_slice(shape):
     known = placeholders.WeightSources()
     known.placeholder(torch.randn(600, 600))
     stored = torch.randn(shape)
@@ -164,7 +164,7 @@ def exported(request, tmp_path_factory):
     return target, bundle, progress
 
 
-def test_every_matrix_is_stored_once_with_its_own_bits(exported):
+def test_matrices_are_stored_once_and_bitwise_unchanged(exported):
     target, bundle, _ = exported
     model = onnx.load(bundle.path("target/decoder.onnx"))
     stored = {
@@ -180,7 +180,7 @@ def test_every_matrix_is_stored_once_with_its_own_bits(exported):
     assert abs(bundle.files["target/weights.bin"].size - size) < 0.1 * size
 
 
-def test_hash_computed_while_writing_is_that_of_the_weights_file(exported):
+def test_streaming_hash_equals_hash_of_weights_file(exported):
     _, bundle, _ = exported
     name = "target/weights.bin"
     assert bundle.files[name] == file_entry(bundle.path(name))
@@ -188,7 +188,7 @@ def test_hash_computed_while_writing_is_that_of_the_weights_file(exported):
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_mixed_types_lose_no_bit(tmp_path):
+def test_mixed_types_are_lossless(tmp_path):
     folder = make(tmp_path, "llama", torch.bfloat16)
     state = load_file(folder / "model.safetensors")
     exact, inexact = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -207,7 +207,7 @@ def test_mixed_types_lose_no_bit(tmp_path):
         assert kinds[state[name].float().T.numpy().tobytes()] == kind
 
 
-def test_float64_weights_are_rounded_to_float32_and_that_is_said(tmp_path):
+def test_float64_weights_are_converted_to_float32_with_note(tmp_path):
     folder = make(tmp_path, "llama", torch.float64)
     progress = Progress()
     loaded = loader.load(checkpoints.find("target", str(folder), None), progress)
@@ -215,7 +215,7 @@ def test_float64_weights_are_rounded_to_float32_and_that_is_said(tmp_path):
     assert progress.notes == ["target: its float64 weights are converted to float32"]
 
 
-def test_output_matrix_that_is_stored_twice_is_tied(tmp_path):
+def test_duplicate_output_matrix_is_tied(tmp_path):
     folder = make(tmp_path, "llama", torch.bfloat16)
     state = load_file(folder / "model.safetensors")
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()

@@ -55,7 +55,7 @@ def test_unsupported_quantization_methods_are_refused_by_name(config, name, tmp_
     assert "specify the original checkpoint some/original" in refusal(folder)
 
 
-def test_every_mxfp4_number_is_what_transformers_makes_of_it():
+def test_mxfp4_dequantization_matches_transformers():
     codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16)  # each pair of numbers
     scales = torch.arange(1, 253, dtype=torch.uint8)
     blocks = codes.repeat(2, 1, 1)[:, None].expand(2, 252, 16, 16).contiguous()
@@ -87,7 +87,7 @@ def test_mxfp4_matrices_of_all_experts_can_be_kept(tmp_path):
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_gpt_oss_in_mxfp4_is_widened_and_exported(tmp_path):
+def test_mxfp4_gpt_oss_is_dequantized_and_exported(tmp_path):
     folder, model = make(tmp_path, "gpt_oss")
     quantise_mxfp4(folder, model)
     loaded, notes = load(folder)
@@ -114,7 +114,7 @@ def test_mxfp4_blocks_without_their_scales_are_refused(tmp_path):
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("block", [BLOCK, None])
-def test_fp8_numbers_are_widened_to_their_products_with_scales(block, exact, tmp_path):
+def test_fp8_weights_are_dequantized_with_scales(block, exact, tmp_path):
     folder, model = make(tmp_path, "qwen3", hidden_size=192, intermediate_size=160)
     wide = quantise_fp8(folder, model, block, exact)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_fp8_numbers_are_widened_to_their_products_with_scales(block, exact, tmp
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_fp8_experts_are_widened_and_exported(tmp_path):
+def test_fp8_experts_are_dequantized_and_exported(tmp_path):
     folder, model = make(tmp_path, "deepseek_v3", hidden_size=160, moe_intermediate_size=40)
     wide = quantise_fp8(folder, model, BLOCK, exact=True)
     loaded, _ = load(folder)
@@ -148,7 +148,7 @@ def test_fp8_experts_are_widened_and_exported(tmp_path):
     assert bundle.target.num_experts == model.config.n_routed_experts
 
 
-def test_fp8_numbers_without_their_scales_are_refused(tmp_path):
+def test_fp8_weights_without_scales_are_rejected(tmp_path):
     folder, model = make(tmp_path, "qwen3")
     quantise_fp8(folder, model, BLOCK, exact=True)
     state = load_file(folder / "model.safetensors")
@@ -160,7 +160,7 @@ def test_fp8_numbers_without_their_scales_are_refused(tmp_path):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("shape", [(7, 9), (64, 1), (1, 1, 1), (3, 1, 1)])
-def test_fp8_scales_of_another_layout_are_refused_as_such(shape, tmp_path):
+def test_fp8_scales_of_unknown_layout_are_rejected(shape, tmp_path):
     folder, model = make(tmp_path, "qwen3")
     quantise_fp8(folder, model, BLOCK, exact=True)
     state = load_file(folder / "model.safetensors")
@@ -174,7 +174,7 @@ def test_fp8_scales_of_another_layout_are_refused_as_such(shape, tmp_path):
     assert "the original checkpoint" in message
 
 
-def test_fp8_scales_of_other_experts_than_there_are_do_not_fit():
+def test_fp8_scales_with_wrong_number_of_experts_are_rejected():
     state = {"w": torch.ones(4, 8, 8).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 1, 1)}
     raw = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
     with pytest.raises(CheckpointError, match=r"w_scale_inv is \[2, 1, 1\], an unknown layout"):
@@ -191,7 +191,7 @@ def test_quantization_config_of_text_part_applies(tmp_path):
 
 
 @pytest.mark.parametrize(("how", "growth"), [("fp8", 4), ("mxfp4", 64 / 17), (None, 1)])
-def test_expansion_of_each_format(how, growth):
+def test_dequantized_size_of_each_format(how, growth):
     assert (
         quantized_formats.expansion({"quantization_config": {"quant_method": how}} if how else {})
         == growth
@@ -233,7 +233,7 @@ def test_nf4_is_dequantized(is_nested, tmp_path):
         (".nested_quant_map", None),
     ],
 )
-def test_parts_of_nf4_that_do_not_fit_are_refused(part, change, tmp_path):
+def test_inconsistent_nf4_tensors_are_rejected(part, change, tmp_path):
     folder, model = make(tmp_path, "llama")
     quantize_nf4(folder, model, is_nested=True)
     state = load_file(folder / "model.safetensors")

@@ -37,7 +37,7 @@ def test_checkpoint_without_any_vocabulary_is_refused(checkpoint):
         checkpoints.find("target", str(checkpoint), None)
 
 
-def test_encoder_without_tokenizer_is_refused_as_encoder(checkpoint):
+def test_encoder_without_tokenizer_is_reported_as_encoder(checkpoint):
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
     (checkpoint / "config.json").write_text('{"model_type": "vit"}', "utf-8")
@@ -45,20 +45,20 @@ def test_encoder_without_tokenizer_is_refused_as_encoder(checkpoint):
         checkpoints.find("target", str(checkpoint), None)
 
 
-def test_unknown_model_type_is_named_with_versions(checkpoint):
+def test_unknown_model_type_error_lists_versions(checkpoint):
     edit(checkpoint, model_type="frobnicate")
     with pytest.raises(CheckpointError, match=r"'frobnicate', which transformers does not know \("):
         checkpoints.find("target", str(checkpoint), None)
 
 
-def test_model_without_layers_is_refused_for_that(checkpoint, tmp_path):
+def test_model_without_layers_is_rejected(checkpoint, tmp_path):
     edit(checkpoint, num_hidden_layers=0)
     with pytest.raises(ExportError, match=r"config\.json says 0 layers"):
         export(checkpoint, checkpoint, tmp_path / "bundle")
 
 
 @pytest.mark.slow
-def test_values_that_are_nan_are_refused_by_tensors_name(checkpoint, tmp_path):
+def test_nan_weights_error_names_the_tensor(checkpoint, tmp_path):
     path = checkpoint / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][-1] = torch.nan

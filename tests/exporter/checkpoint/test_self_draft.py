@@ -73,7 +73,7 @@ def places(bundle, model):
     return found
 
 
-def test_draft_is_part_of_targets_weights_file_and_adds_nothing_to_it(made):
+def test_self_draft_shares_target_weights_file(made):
     bundle = made.bundle
     assert [n for n in bundle.files if n.endswith(".bin")] == ["target/weights.bin"]
     assert bundle.draft.weights == bundle.target.weights
@@ -86,7 +86,7 @@ def test_draft_is_part_of_targets_weights_file_and_adds_nothing_to_it(made):
 
 
 def test_both_models_agree_with_pytorch_in_every_graph_variant(made):
-    """The export refuses to write what does not; here that nothing was left out or noted."""
+    """The export verifies numerical parity itself; check that nothing was skipped or noted."""
     for model, layers in ((made.bundle.target, LAYERS), (made.bundle.draft, made.num_layers)):
         assert len(model.cache.layers) == layers
         assert list(model.parity) == (["onnx", "gqa"] if made.kind == "gpt2" else ["onnx"])
@@ -134,7 +134,7 @@ def test_drafted_token_follows_targets_distribution(made):
     assert (np.abs(found - draws * chances) < 4 * spread + 1).all()
 
 
-def test_manifest_says_whose_layers_they_are_and_licence_is_targets(made):
+def test_manifest_records_self_draft_source_and_target_license(made):
     bundle = made.bundle
     assert bundle.draft.source.id == f"target self:{made.num_layers}"
     assert bundle.draft.num_parameters < bundle.target.num_parameters
@@ -145,7 +145,7 @@ def test_manifest_says_whose_layers_they_are_and_licence_is_targets(made):
     assert shown.output.count("MB (the target's)") == 1
 
 
-def test_host_written_from_document_reads_and_runs_it(made):
+def test_host_written_from_document_runs_self_draft(made):
     folder = made.bundle.folder
     manifest = document_reader.read(folder)
     assert manifest == json.loads(made.bundle.to_json())
@@ -189,7 +189,7 @@ def test_invalid_number_of_layers_is_refused(made, tmp_path, draft, said):
     assert not list(tmp_path.iterdir())
 
 
-def test_revision_of_targets_own_layers_is_refused(made, tmp_path):
+def test_revision_of_self_draft_is_rejected(made, tmp_path):
     with pytest.raises(CheckpointError, match="omit --draft-revision"):
         export("self:1", made.target, tmp_path / "bundle", draft_revision="main")
 
@@ -208,7 +208,7 @@ def test_draft_must_have_fewer_layers(tmp_path, layers, said):
         export(f"self:{layers}", target, tmp_path / "bundle")
 
 
-def test_folder_named_like_self_draft_is_taken_by_its_path(made, tmp_path, monkeypatch):
+def test_folder_named_like_self_draft_needs_a_path(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(made.target, tmp_path / "self:0")
     with pytest.raises(CheckpointError, match=r"\./self:0 for a folder"):
@@ -217,7 +217,7 @@ def test_folder_named_like_self_draft_is_taken_by_its_path(made, tmp_path, monke
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_cut_model_gives_what_whole_one_has_after_as_many_layers(name):
+def test_truncated_model_equals_early_exit_of_full_model(name):
     """The truncated model's output is norm and head of the last layer's input, for every family."""
     torch.manual_seed(0)
     model = make_model(ARCHITECTURES[name][1]())
@@ -238,7 +238,7 @@ def test_cut_model_gives_what_whole_one_has_after_as_many_layers(name):
 
 
 def _unchanged(forward):
-    """A layer that passes on what it is given, in the form in which it would."""
+    """Identity layer with the output format of the wrapped layer."""
 
     def passed(hidden_states, *arguments, **options):
         given = forward(hidden_states, *arguments, **options)
@@ -247,7 +247,7 @@ def _unchanged(forward):
     return passed
 
 
-def test_layers_that_are_not_one_list_are_refused():
+def test_layers_not_in_a_single_list_are_rejected():
     class Odd(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -257,7 +257,7 @@ def test_layers_that_are_not_one_list_are_refused():
         self_draft._layer_list(Odd(), 2)
 
 
-def test_cut_that_leaves_other_caches_than_first_layers_is_refused(tmp_path, monkeypatch):
+def test_truncation_with_unexpected_caches_is_rejected(tmp_path, monkeypatch):
     config = make_config("llama", layers=LAYERS, kv_heads=2, context=CONTEXT)
     loaded = LoadedCheckpoint(make_model(config), "float32", WeightSources())
     part = model_export.measure_model("target", loaded, CONTEXT, 4, 512, tmp_path, Progress())

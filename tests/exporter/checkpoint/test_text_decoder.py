@@ -1,4 +1,4 @@
-"""Published names and configs: what is read is the model, and what is none is refused unread."""
+"""Text decoders of multimodal checkpoints: published tensor names and configs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_names_are_read_as_model_they_are_of(name, tokenizer, tmp_path):
+def test_published_tensor_names_load_the_text_decoder(name, tokenizer, tmp_path):
     """Multimodal models use their logits for text only, where M-RoPE is plain RoPE."""
     model = published.build(name, tmp_path)
     published.save(name, model, tokenizer, tmp_path)
@@ -38,14 +38,14 @@ def test_published_names_are_read_as_model_they_are_of(name, tokenizer, tmp_path
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_text_part_has_nothing_of_other_parts(name, tokenizer, tmp_path):
+def test_text_decoder_excludes_other_modalities(name, tokenizer, tmp_path):
     folder = published.save(name, published.build(name, tmp_path), tokenizer, tmp_path)
     loaded = loader.load(checkpoints.find("target", str(folder), None), Progress())
     assert not [n for n, _ in loaded.model.named_modules() if "vis" in n or "multi_modal" in n]
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_text_part_that_lacks_weights_is_refused(name, tokenizer, tmp_path, monkeypatch):
+def test_text_decoder_with_missing_weights_is_rejected(name, tokenizer, tmp_path, monkeypatch):
     folder = published.save(name, published.build(name, tmp_path), tokenizer, tmp_path)
     names = text_decoder.internals.rename_keys
     lacking = "layers.1.self_attn.o_proj.weight"
@@ -74,7 +74,7 @@ def test_unsupported_type_is_refused_before_weights_are_read(kind, tokenizer, tm
     assert "\n" not in str(error.value)
 
 
-def test_text_decoder_in_unknown_place_is_refused(monkeypatch):
+def test_text_decoder_in_unknown_module_is_rejected(monkeypatch):
     whole = text_decoder.internals.build_multimodal_model
     monkeypatch.setattr(
         text_decoder.internals, "build_multimodal_model", lambda c: whole(c).model.vision_tower

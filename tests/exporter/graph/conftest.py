@@ -21,7 +21,7 @@ def cached(bundle):
 
 
 def _draft(bundle):
-    """The draft in float32, where rows keep their bits."""
+    """Return the draft in float32, which is batch-invariant."""
     from specedge.runtime.backend.onnx_model import OrtModel
     from specedge.runtime.backend.sessions import Device
 

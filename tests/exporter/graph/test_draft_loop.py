@@ -86,7 +86,7 @@ def test_every_step_has_outputs_for_each_buffer_and_weights_are_stored_once(bund
     assert len(places) == len({*places})
 
 
-def test_columns_of_pruned_head_are_its_tokens(bundle, passes, open_with_pruned_head):
+def test_pruned_head_columns_map_to_token_ids(bundle, passes, open_with_pruned_head):
     ids, session, feed = open_with_pruned_head(UNROLLED)
     tokens = [5]
     for _ in range(bundle.num_draft_tokens):

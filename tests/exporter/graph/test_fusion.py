@@ -43,18 +43,18 @@ def test_residual_norms_and_rotary_embedding_are_fused_in_every_file(llama):
     assert ops_of(load(runner, "source-gqa.onnx"))["RotaryEmbedding"] == 4
 
 
-def test_standard_graph_variant_has_standard_operators_alone(traced_model):
+def test_standard_graph_variant_has_only_standard_operators(traced_model):
     _, runner = traced_model("llama", "onnx")
     assert {node.domain for node in load(runner, "decoder.onnx")} == {""}
 
 
-def test_fused_graphs_are_model_at_every_pass_length(llama, references):
+def test_fused_graphs_match_model_at_every_pass_length(llama, references):
     found = measure(*llama, references=references)
     assert found.structure_error < 1e-12
     assert {1, 2, 3, 5} <= {*found.invariant_lengths}
 
 
-def test_fused_graphs_compute_what_their_source_does(llama):
+def test_fused_graphs_match_unfused_graph(llama):
     _, fused = llama
     source = Runner(fused.folder, [graphs.GraphFile("source", None)], fused.geometry, "gqa")
     actions = [FillNoise(0, CONTEXT), PassAction("", np.arange(30), 0), ReadRows(0, 30)]

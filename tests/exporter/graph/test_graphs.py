@@ -33,7 +33,7 @@ def test_graphs_have_only_nodes_that_gpus_run(exported):
             assert onnx.TensorProto.DOUBLE not in types
 
 
-def test_inputs_and_outputs_are_those_of_contract(exported):
+def test_inputs_and_outputs_match_the_specification(exported):
     for model, graph, proto in protos(exported):
         length = graph.length or "T"
         caches = [
@@ -108,7 +108,7 @@ def test_files_have_lengths_that_manifest_states(exported):
         assert model.cache.capacity >= model.context_length + exported.num_draft_tokens + 2
 
 
-def test_weights_are_stored_once_and_in_their_own_type(pairs, exported):
+def test_weights_are_stored_once_in_their_original_type(pairs, exported):
     for role, model in exported.models.items():
         parameters = model.num_parameters * {"float32": 4, "int8": 1}.get(model.weights_dtype, 2)
         size = exported.files[model.weights].size
@@ -117,8 +117,8 @@ def test_weights_are_stored_once_and_in_their_own_type(pairs, exported):
 
 
 @pytest.mark.slow
-def test_rows_of_table_are_cast_and_not_table(pairs):
-    """Cast as a whole it would lie in memory in float32, beside the head's packed matrix."""
+def test_embedding_rows_are_cast_after_lookup(pairs):
+    """A cast of the whole table would add a float32 copy to the packed matrix of the head."""
     bundle = pairs.bundle("bfloat16")
     for _, graph, _ in protos(bundle):
         forms = [form for one in weights_of(bundle, graph.file) for form in one.forms]
@@ -126,7 +126,7 @@ def test_rows_of_table_are_cast_and_not_table(pairs):
         assert not any("Gather" in readers for steps, readers in forms if steps)
 
 
-def test_graph_files_are_small_and_refer_to_weights_beside_them(exported):
+def test_graph_files_are_small_and_reference_external_weights(exported):
     for model, graph, proto in protos(exported):
         layer = 20_000 if model.quantization else 12_000
         steps = exported.num_draft_tokens if graph.name in ONE_CALL else 1
@@ -137,7 +137,7 @@ def test_graph_files_are_small_and_refer_to_weights_beside_them(exported):
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_same_input_gives_same_bytes(pairs, tmp_path, monkeypatch):
+def test_export_is_reproducible(pairs, tmp_path, monkeypatch):
     _, target = pairs.checkpoint("gpt2")
     monkeypatch.setattr(tracer, "translate", traces.TRANSLATED)  # each is traced anew
     found = []

@@ -1,4 +1,4 @@
-"""A float32 graph that computes in 16 bits, but where these would not do."""
+"""Conversion of float32 graphs to half precision, except where it would overflow."""
 
 import numpy as np
 import onnx_ir as ir
@@ -52,7 +52,7 @@ def test_position_dependent_values_are_computed_in_float32():
 
 @pytest.mark.parametrize("square", ["two = Constant <value_float = 2.0> () s = Pow(x, two)",
                                     "s = Mul(x, x)"])  # fmt: skip
-def test_squares_that_type_cannot_hold_are_summed_in_float32(square):
+def test_overflowing_squares_are_summed_in_float32(square):
     body = f"{square} m = ReduceMean(s)  r = Sqrt(m)  y = Div(x, r)"
     model = narrowed(body, "float[n] x")
     assert ("Sqrt", ir.DataType.FLOAT) in kinds(model)
@@ -65,7 +65,7 @@ def test_constants_stay_finite():
     assert np.isfinite(run(model, x=np.array([-np.inf], np.float16))).all()
 
 
-def test_comparison_is_of_one_type():
+def test_comparison_operands_have_one_type():
     body = "z = Constant <value_float = 0.0> ()  b = Greater(x, z)  y = Where(b, x, z)"
     assert np.array_equal(
         run(narrowed(body, "float[n] x"), x=np.array([-1, 2], np.float16)), [0, 2]

@@ -1,4 +1,4 @@
-"""Logits of the rows that are asked for alone: the bits that they have among all."""
+"""Logits of selected rows are bitwise equal to the same rows of full logits."""
 
 import shutil
 
@@ -48,7 +48,7 @@ def outputs(runner, first):
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
-def test_logits_from_row_on_are_those_of_all_rows(bundle, ops):
+def test_logits_from_a_row_equal_full_logits(bundle, ops):
     runner = runner_of(bundle, ops)
     logits, caches = outputs(runner, 0)
     assert len(logits) == LENGTH
@@ -58,7 +58,7 @@ def test_logits_from_row_on_are_those_of_all_rows(bundle, ops):
         assert all(map(np.array_equal, rows, caches))
 
 
-def test_files_of_one_length_have_neither_input_nor_node(exported):
+def test_fixed_length_graphs_have_no_row_selection(exported):
     for model in exported.models.values():
         for entry in model.graphs:
             graph = ir.load(exported.path(entry.file)).graph
@@ -88,7 +88,7 @@ def llama(tmp_path_factory):
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("kind", ["llama", slow("gpt2")])
-def test_prefill_skips_last_layers_matrices_behind_attention(kind, ops, llama, tmp_path):
+def test_prefill_skips_last_layer_matrices_after_attention(kind, ops, llama, tmp_path):
     runner = llama[1][ops] if kind == "llama" else traced(model_of(kind), tmp_path, ops)
     behind = layers_behind(ir.load(runner.path("decoder")).graph)
     assert behind.count("MatMul") == {"llama": 3, "gpt2": 2}[kind] + 1

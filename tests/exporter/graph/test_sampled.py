@@ -111,7 +111,7 @@ def test_distribution_fetched_late_belongs_to_its_call(sampled, monkeypatch):
     assert len(fetched) == 1  # the first's, before it was written anew
     del dropped
     last = draft(other, 7)
-    assert len(fetched) == 1  # nobody may ask for the one that is gone
+    assert len(fetched) == 1  # the previous distribution is no longer available
     sampled._cache.truncate(0)
     again = draft(sampled, 5)
     assert np.array_equal(first.weights, again.weights)
@@ -164,16 +164,14 @@ def measured(sampled, monkeypatch, costs):
     return sampled
 
 
-def test_more_tokens_than_call_has_are_drafted_in_calls_where_all_of_them_are_faster(
-    sampled, monkeypatch
-):
+def test_longer_drafts_use_several_calls_only_if_faster(sampled, monkeypatch):
     few, whole, k = Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.0), sampled.num_steps
     call, counts = measured(sampled, monkeypatch, (k - 0.1, 1.5)), range(1, 3 * k + 1)
     assert [n for n in counts if call.is_faster(n, few)] == [k, 2 * k, 3 * k]
     assert [n for n in counts if call.is_faster(n, whole)] == [*counts][1:]
 
 
-def test_settings_that_small_head_has_no_example_of_are_left_to_passes(sampled, monkeypatch):
+def test_settings_not_measurable_with_small_head_use_passes(sampled, monkeypatch):
     sampled._size = 16  # of which the examples leave all
     call = measured(sampled, monkeypatch, (1.5, 1.5))
     assert call.is_faster(2, Sampling(temperature=1.0))
@@ -196,7 +194,7 @@ def pipelines(bundle):
 
 
 @pytest.mark.parametrize("options", [SAMPLINGS[0], SAMPLINGS[-1]], ids=str)
-def test_texts_are_those_that_passes_draft(pipelines, options):
+def test_texts_equal_drafts_by_passes(pipelines, options):
     for seed in range(2):
         request = {"seed": seed, "num_draft_tokens": 4, "drafter": "model", "ignore_eos": True}
         found = [one.generate(TEXT[seed : seed + 9], 40, **request, **options) for one in pipelines]
@@ -204,7 +202,7 @@ def test_texts_are_those_that_passes_draft(pipelines, options):
         assert found[0].stats.num_accepted == found[1].stats.num_accepted
 
 
-def test_columns_of_pruned_head_are_its_tokens(bundle, passes, open_with_pruned_head):
+def test_pruned_head_columns_map_to_token_ids(bundle, passes, open_with_pruned_head):
     ids, session, feed = open_with_pruned_head(SAMPLED)
     feed |= {name: np.ones_like(feed[name]) for name in ("temperature", "top_p")}
     feed["repetition_penalty"][:] = 1

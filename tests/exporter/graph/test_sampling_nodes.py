@@ -1,4 +1,4 @@
-"""The nodes of distributions, draws and the accept rule beside the runtime's own arithmetic."""
+"""Graph nodes for distributions, sampling and the accept rule match the runtime."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def check(draft, target, sampling, uniforms, limit):
     if distributions:
         rows = np.stack([d.weights_of_all(draft.shape[1]) for d in distributions])
         odd = (weights > 0) != (rows > 0)
-        if odd.any():  # the last bit of an exp decides who is the last of a nucleus
+        if odd.any():  # the last bit of an exp decides the nucleus boundary
             assert sampling.top_p < 1
             assert odd.sum(1).max() == 1
             least = np.where(rows > 0, rows, 1).min(1, keepdims=True)
@@ -120,7 +120,7 @@ def check(draft, target, sampling, uniforms, limit):
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("vocab_size", [7, 300, 5000])
-def test_graph_draws_accepts_and_recovers_as_runtime(vocab_size, filters):
+def test_graph_samples_accepts_and_recovers_like_runtime(vocab_size, filters):
     rng = np.random.default_rng(vocab_size)
     for i, temperature in enumerate(np.tile([0.0, 0.001, 0.7, 1.0, 30.0], 3)):
         draft = rng.normal(0, (0.1, 1, 4)[i % 3], (4, vocab_size)).astype(np.float32)
@@ -145,7 +145,7 @@ def test_ties_equal_rows_and_disjoint_rows_are_decided_as_by_runtime(uniform, fi
             check(draft[:4], target, sampling, uniforms, limit=4)
 
 
-def test_nucleus_beyond_few_largest_tokens_is_found_among_all():
+def test_nucleus_larger_than_top_tokens_uses_full_distribution():
     rng = np.random.default_rng(1)
     rows = rng.normal(0, 0.1, (5, 5000)).astype(np.float32)
     weights, *_ = run(rows[:4], rows, [0] * 4, Sampling(temperature=1, top_p=0.9), np.zeros(9))
@@ -153,7 +153,7 @@ def test_nucleus_beyond_few_largest_tokens_is_found_among_all():
     check(rows[:4], rows, Sampling(temperature=1, top_p=0.9), rng.random(9), limit=4)
 
 
-def test_first_new_token_follows_targets_distribution_whatever_is_drafted():
+def test_first_token_follows_target_distribution_for_any_draft():
     """Integrated over a grid of the random numbers, as the runtime's own rule is."""
     draft = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
     target = np.log(np.array([[0.2, 0.3, 0.5], [1, 1, 1]], np.float32))

@@ -62,7 +62,7 @@ def run(path):
     return session.run(None, {"input_ids": np.array([[5, 0, ROWS - 1]])})
 
 
-def test_lookups_and_products_are_same_and_read_one_value(path, tmp_path):
+def test_lookup_and_matmul_share_one_initializer(path, tmp_path):
     wanted = run(path)
     model = ir.load(path)
     share_int8_embeddings(model.graph)
@@ -78,7 +78,7 @@ def test_lookups_and_products_are_same_and_read_one_value(path, tmp_path):
     assert not {"Transpose", "DequantizeLinear", "MatMul"} & {n.op_type for n in model.graph}
 
 
-def test_table_that_nothing_multiplies_with_stays_as_it_is_stored(path, tmp_path):
+def test_lookup_only_table_is_unchanged(path, tmp_path):
     model = ir.load(path)
     graph = model.graph
     del graph.outputs[0]

@@ -39,7 +39,7 @@ def host(bundle):
 
 
 def elsewhere(host):
-    """Give outputs memory of their own, whose last of a buffer is its next input."""
+    """Allocate separate output buffers; the last output of a cache is its next input."""
     graph = host.graphs[0]
     others = {name: np.zeros(x.shape(), np.float32) for name, x in graph.buffers.items()}
     names = [value.name for value in graph.session.get_outputs()]
@@ -53,7 +53,7 @@ def elsewhere(host):
     return others
 
 
-def test_caches_in_place_hold_rows_that_they_hold_elsewhere(host):
+def test_in_place_caches_equal_separate_caches(host):
     tokens, _ = host.generate(PROMPT, 30, 1.0, seed=3)
     in_place = {name: x.numpy().copy() for name, x in host.graphs[0].buffers.items()}
     wanted = elsewhere(host)

@@ -73,7 +73,7 @@ def embedded(request, tmp_path_factory):
     return Bundle.read(output), done.stdout
 
 
-def test_embedded_pair_is_copied_and_its_graphs_write_its_text(embedded, pipeline):
+def test_embedded_pair_is_copied_and_its_graphs_generate_the_same_text(embedded, pipeline):
     bundle, printed = embedded
     is_fused = len(rounds(bundle)) == 1
     files = ["round.onnx"] if is_fused else ["draft.onnx", "accept.onnx"]
@@ -85,7 +85,7 @@ def test_embedded_pair_is_copied_and_its_graphs_write_its_text(embedded, pipelin
     assert hosted(bundle).generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
 
 
-def test_golden_transcripts_replay_token_for_token_and_no_decision_is_near(embedded, pipeline):
+def test_golden_transcripts_replay_exactly_without_near_ties(embedded, pipeline):
     bundle, _ = embedded
     host = hosted(bundle)
     golden = json.loads(bundle.path(bundle.hosts.golden).read_text("utf-8"))
@@ -104,7 +104,7 @@ def test_golden_transcripts_replay_token_for_token_and_no_decision_is_near(embed
         assert (written.tokens, written.text) == (one["tokens"], one["text"])
 
 
-def test_manifest_lists_what_each_graph_takes_and_gives(both_layouts):
+def test_manifest_lists_inputs_and_outputs_of_each_graph(both_layouts):
     bundle = both_layouts["fused"]
     assert bundle.format >= FIRST_FORMAT_WITH_HOSTS
     (graph,) = rounds(bundle)
@@ -120,7 +120,7 @@ def test_manifest_lists_what_each_graph_takes_and_gives(both_layouts):
     assert graph.file in bundle.files
 
 
-def test_names_but_those_of_caches_are_roles(both_layouts):
+def test_tensor_names_except_caches_are_roles(both_layouts):
     for bundle in both_layouts.values():
         for graph in bundle.hosts.graphs:
             tensors = (*graph.signature.inputs, *graph.signature.outputs)
@@ -135,7 +135,7 @@ def test_session_options_are_right_for_weights_on_every_processor(both_layouts, 
     assert integers.hosts.session_options["session.x64quantprecision"] == "1"
 
 
-def test_another_layout_takes_place_of_first(folder):
+def test_new_layout_replaces_the_previous_one(folder):
     embed(folder, num_draft_tokens=[2, 4])
     bundle = embed(folder, layout="split")
     assert [graph.name for graph in rounds(bundle)] == ["draft", "accept"]
@@ -144,7 +144,7 @@ def test_another_layout_takes_place_of_first(folder):
     assert specedge.load(folder).generate(PROMPT, 4).tokens
 
 
-def test_pair_inside_package_is_left_alone(tmp_path):
+def test_embedded_pair_is_not_modified_in_place(tmp_path):
     before = (store.embedded_folder() / MANIFEST).read_bytes()
     done = run()
     assert done.exit_code
@@ -178,7 +178,7 @@ def test_self_draft_has_host_graphs(pairs, tmp_path):
         assert hosted(bundle).generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
 
 
-def test_hosts_that_lack_file_or_half_of_round_are_refused(both_layouts):
+def test_hosts_with_missing_file_or_incomplete_round_are_rejected(both_layouts):
     manifest = json.loads(both_layouts["split"].to_json())
     for change, message in (
         (lambda hosts: hosts["graphs"].pop(0), "either round or both draft and accept"),

@@ -163,7 +163,7 @@ def test_round_graphs_stop_at_the_end_of_the_context(bundle, hosts, layout):
 
 @IN_FLOAT32
 @EVERY_LAYOUT
-def test_a_prompt_in_pieces_leaves_the_same_caches(bundle, hosts, layout):
+def test_chunked_prompt_leaves_the_same_caches(bundle, hosts, layout):
     host, pipeline = hosts(layout, bundle, 4, "gqa")
     prompt = np.random.default_rng(4).integers(0, 200, 50).tolist()
     for sampling in ({}, {"temperature": 1.0}):

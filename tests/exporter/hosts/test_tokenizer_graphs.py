@@ -29,7 +29,7 @@ def made(tokenizer, folder):
     return tokenizer_graphs(path)
 
 
-def test_text_becomes_its_tokens_and_they_text(tokenizer, tmp_path):
+def test_tokenizer_graphs_round_trip_text(tokenizer, tmp_path):
     options = ort.SessionOptions()
     options.register_custom_ops_library(extensions.get_library_path())
     encode, decode = (
@@ -62,7 +62,7 @@ def test_tokenizer_that_differs_in_the_library_has_no_graphs(tokenizer, tmp_path
     assert reason in made(tokenizer, tmp_path)
 
 
-def test_tokenizer_that_is_no_bpe_of_bytes_has_none(tokenizer, tmp_path):
+def test_non_byte_level_tokenizer_has_no_graphs(tokenizer, tmp_path):
     settings = json.loads(tokenizer.to_str())
     settings["decoder"] = None
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings), "utf-8")

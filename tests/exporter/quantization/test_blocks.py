@@ -43,7 +43,7 @@ def product(blocks, bits, size):
 
 @pytest.mark.parametrize("size", [64, 80])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_onnx_runtime_reads_blocks_as_they_are_meant_and_errors_are_foretold(random, bits, size):
+def test_block_layout_and_error_estimate_match_onnx_runtime(random, bits, size):
     weights = torch.from_numpy(random.standard_normal((size, 48), np.float32))
     x = random.standard_normal((20, size), np.float32)
     blocks = rounding.quantize_blocks(weights, bits, np.square(x).mean(0))
@@ -54,7 +54,7 @@ def test_onnx_runtime_reads_blocks_as_they_are_meant_and_errors_are_foretold(ran
     assert 0.001 < off < (0.11 if bits == 4 else 0.012)
 
 
-def test_a_searched_scale_costs_less_than_the_largest_numbers(random):
+def test_scale_search_reduces_error_versus_absmax(random):
     """Nearest: the largest of 32 normal numbers at 7 steps."""
     weights = random.standard_normal((256, 64)).astype(np.float32)
     x = random.standard_normal((64, 256)).astype(np.float32) * random.uniform(0.1, 4, 256)
@@ -66,7 +66,7 @@ def test_a_searched_scale_costs_less_than_the_largest_numbers(random):
     assert rounding.block_error(torch.from_numpy(weights), x, 4) < 0.85 * plain
 
 
-def test_a_searched_scale_heeds_what_a_row_is_multiplied_with(random):
+def test_scale_search_uses_input_statistics(random):
     weights = torch.from_numpy(random.standard_normal((32, 64), np.float32))
     x = random.standard_normal((64, 32), np.float32)
     x[:, 7] *= 50
@@ -80,7 +80,7 @@ def test_a_searched_scale_heeds_what_a_row_is_multiplied_with(random):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_blocks_of_zeros_and_of_one_number_stay_what_they_are(bits):
+def test_constant_blocks_are_quantized_exactly(bits):
     weights = torch.zeros(64, 3)
     weights[32:, 1] = 0.75
     weights[:, 2] = -1.5
@@ -89,7 +89,7 @@ def test_blocks_of_zeros_and_of_one_number_stay_what_they_are(bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_blocks_that_are_rounded_in_strips_are_the_same_as_in_one(random, monkeypatch, bits):
+def test_strip_wise_block_quantization_equals_whole_matrix(random, monkeypatch, bits):
     weights = torch.from_numpy(random.standard_normal((64, 100), np.float32))
     whole = rounding.quantize_blocks(weights, bits)
     monkeypatch.setattr(rounding, "_STRIP_SIZE", 7 * 64)
@@ -107,7 +107,7 @@ def made(request, tmp_path_factory):
     return Made(tmp_path_factory.mktemp("blocks"), kind, precision=precision)
 
 
-def test_layers_are_in_blocks_and_in_eight_bits_the_head_is_too(made):
+def test_layers_and_int8_head_are_block_quantized(made):
     for model in made.bundle.models.values():
         is_int8 = model.weights_dtype == "int8-block"
         for entry in model.graphs:
@@ -125,7 +125,7 @@ def test_layers_are_in_blocks_and_in_eight_bits_the_head_is_too(made):
             assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.15)
 
 
-def test_a_tied_head_in_blocks_is_stored_once(made):
+def test_block_quantized_tied_head_is_stored_once(made):
     if made.bundle.target.weights_dtype == "int8-block":  # of GPT-2, whose head is tied
         assert made.bundle.files[made.bundle.target.weights].size < (
             1.3 * made.bundle.target.num_parameters
@@ -133,7 +133,7 @@ def test_a_tied_head_in_blocks_is_stored_once(made):
 
 
 def flatter(model):
-    """Logits of a hundredth of their size, for which 4 bits are plenty."""
+    """Scale logits down by 100, so that 4 bits suffice."""
     with torch.no_grad():
         model.lm_head.weight /= 100
     return model
@@ -158,9 +158,7 @@ def check_average_bits(bundle, most):
 
 
 @pytest.mark.slow
-def test_a_head_is_in_four_bits_where_that_costs_little_and_the_report_says_so_where_not(
-    tmp_path, made
-):
+def test_head_is_int4_only_if_its_divergence_is_low(tmp_path, made):
     flat = Made(tmp_path, "llama", flatter, "self:1", "int4", ops="gqa", bits=5.0)
     for model in flat.bundle.models.values():
         decoder = flat.bundle.path(model.graph("decoder", "gqa").file)
@@ -176,7 +174,7 @@ def test_a_head_is_in_four_bits_where_that_costs_little_and_the_report_says_so_w
         assert len(said) == (made.bundle.target.weights_dtype == "int4")
 
 
-def test_what_a_head_in_blocks_costs_is_the_divergence_of_its_distributions(random):
+def test_head_error_is_kl_divergence(random):
     x, weights = (random.standard_normal(shape, np.float32) for shape in ((48, 64), (64, 300)))
     blocks = rounding.quantize_blocks(torch.from_numpy(weights), 4, np.square(x).mean(0))
     wide = rounding.round_rows(x.reshape(48, 2, 32)).reshape(48, 64)
@@ -188,18 +186,18 @@ def test_what_a_head_in_blocks_costs_is_the_divergence_of_its_distributions(rand
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_greedy_text_in_blocks_is_plain_decodings_to_the_bit(made, k):
+def test_greedy_text_equals_plain_decoding(made, k):
     made.check_greedy_text(24, k)
 
 
-def test_rows_in_blocks_keep_their_bits_whatever_shares_their_pass(made):
+def test_block_quantized_models_are_batch_invariant(made):
     made.check_rows()
 
 
 @pytest.mark.slow
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("precision", ["int4", "int8"])
-def test_a_large_model_is_rounded_and_compared_part_by_part(tmp_path, in_parts, precision):
+def test_large_model_is_quantized_and_verified_by_subgraph(tmp_path, in_parts, precision):
     made = Made(tmp_path, "llama", precision=precision, ops="onnx", draft_precision="fp32")
     assert made.bundle.draft.weights_dtype == "float32"
     assert not made.bundle.draft.quantization

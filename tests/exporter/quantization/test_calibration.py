@@ -22,7 +22,7 @@ def model(runner):
     return Mock(ops=["onnx"], decoder=lambda ops: Path(runner.path("decoder")))
 
 
-def test_answers_are_the_models_own_greedy_text(runner):
+def test_calibration_answers_are_greedy_model_output(runner):
     prompts = [np.array([3, 1, 4, 1, 5]), np.array([9, 2, 6])]
     answers = calibration.generate_answers(runner.path("decoder"), runner.geometry, prompts, ())
     for prompt, tokens in zip(prompts, answers, strict=True):
@@ -37,7 +37,7 @@ def test_answers_are_the_models_own_greedy_text(runner):
     assert first[-1] in answers[0][-3:]
 
 
-def test_time_grows_with_texts_and_with_gptq(model, monkeypatch):
+def test_predicted_time_grows_with_texts_and_gptq(model, monkeypatch):
     monkeypatch.setattr(calibration, "_measure_speed", lambda: 1e9)
     short, long = (CalibrationTexts("", [np.zeros(n)], [np.zeros(n)]) for n in (10, 1000))
     nearest, gptq = (calibration.predict_seconds(model, short, way) for way in ("nearest", "gptq"))

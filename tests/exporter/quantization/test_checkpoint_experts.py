@@ -153,7 +153,7 @@ class Rewritten:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_experts_dequantize_to_the_files_values(name, tmp_path):
+def test_experts_dequantize_to_checkpoint_values(name, tmp_path):
     tensors, weights = of_types(name, name, name)
     experts = Rewritten(tmp_path / "model", tensors, weights).experts
     assert experts.offset_error == 0
@@ -183,7 +183,7 @@ def test_offsets_are_rounded_to_a_small_part_of_a_step(name, tmp_path):
         for name in MIXTURES
     ],
 )
-def test_layers_are_those_of_dequantized_weights(name, nodes, tmp_path, inputs):
+def test_expert_layers_match_dequantized_weights(name, nodes, tmp_path, inputs):
     tensors, weights = of_types(*MIXTURES[name])
     rewritten = Rewritten(tmp_path / "int8", tensors, weights, nodes)
     expected = run(Model(tmp_path / "whole", weights, nodes).session(), inputs)
@@ -217,14 +217,14 @@ def test_experts_are_batch_invariant(name, tmp_path, inputs):
         ("4 and 8 bits", {"Q4_0": 9, "Q8_0": 9}),
     ],
 )
-def test_types_have_the_bits_of_their_layer(name, bits, tmp_path):
+def test_types_report_bits_of_their_layer(name, bits, tmp_path):
     """All matrices of a layer have the most bits and the smallest blocks."""
     tensors, weights = of_types(*MIXTURES[name])
     types = Rewritten(tmp_path / "model", tensors, weights).kept.types()
     assert {name: size.bundle_bits for name, size in types.items()} == bits
 
 
-def test_experts_of_which_one_was_changed_stay_in_float(tmp_path):
+def test_modified_experts_stay_in_float(tmp_path):
     tensors, weights = of_types("Q8_0", "Q8_0", "Q8_0")
     weights["w2"][5, 7, 3] += 1e-3
     rewritten = Rewritten(tmp_path / "model", tensors, weights)
@@ -233,8 +233,8 @@ def test_experts_of_which_one_was_changed_stay_in_float(tmp_path):
     assert {size.bundle_bits for size in rewritten.kept.types().values()} == {32}
 
 
-def test_steps_of_zero_and_far_offsets_are_rounded_to_nearest():
-    """In blocks of equal weights, and in blocks whose steps are far smaller than their weights."""
+def test_zero_scales_and_large_offsets_are_rounded_to_nearest():
+    """Cover blocks of equal weights and blocks with scales far smaller than their weights."""
     integers = np.random.default_rng(0).integers(0, 16, (1, 4, 32), np.uint8)
     scales = np.array([[0, 0.01, 1e-5, 0]], np.float32)
     offsets = np.array([[-0.3, 0.02, 0.5, 0]], np.float32)
@@ -267,7 +267,7 @@ def test_matrices_of_single_experts_are_kept_exactly(bits, block_size, zeros, tm
 
 
 def test_matrices_are_converted_without_a_float_copy():
-    """Beyond the stored bytes, memory is that of a strip, whatever the number of experts."""
+    """Peak memory is the stored bytes plus one strip, for any number of experts."""
     num_rows, size = 1024, 1024
     tensor = packed("Q4_K", "gate", num_rows, size)
     experts = np.arange(E * num_rows).reshape(E, 1, num_rows)

@@ -59,46 +59,46 @@ def read(graph, value):
     graph.outputs.append(node.outputs[0])
 
 
-def test_the_product_is_read_twice(graph):
+def test_no_path_if_product_has_two_consumers(graph):
     read(graph, column_flow.producing_product(matrix_groups(graph)[1].value).outputs[0])
     assert through(graph) is None
 
 
-def test_the_caller_reads_the_product(graph):
+def test_no_path_if_product_is_a_graph_output(graph):
     graph.outputs.append(column_flow.producing_product(matrix_groups(graph)[1].value).outputs[0])
     assert through(graph) is None
 
 
-def test_what_attention_gives_is_read_twice(graph):
+def test_no_path_if_attention_output_has_two_consumers(graph):
     read(graph, attention(graph).outputs[0])
     assert through(graph) is None
 
 
-def test_another_layer_reads_the_cache(graph):
+def test_no_path_if_another_layer_reads_the_cache(graph):
     (cache,) = (value for value in graph.outputs if value.name == "present.0.value")
     read(graph, cache)
     assert through(graph) is None
 
 
-def test_something_else_reads_the_cache_as_it_was(graph):
+def test_no_path_if_past_cache_has_another_consumer(graph):
     (cache,) = (value for value in graph.inputs if value.name == "past_key_values.0.value")
     read(graph, cache)
     assert through(graph) is None
 
 
-def test_the_cache_is_not_the_callers(graph):
+def test_no_path_if_cache_is_not_a_graph_output(graph):
     graph.outputs[:] = [value for value in graph.outputs if value.name != "present.0.value"]
     assert through(graph) is None
 
 
-def test_v_is_k_too(graph):
+def test_no_path_if_keys_and_values_are_shared(graph):
     node = attention(graph)
     node.replace_input_with(1, node.inputs[2])
     assert through(graph) is None
 
 
 @pytest.mark.parametrize("op_type", ["Relu", "Identity"])
-def test_a_node_that_is_not_known_lies_before_the_cache_or_behind_attention(graph, op_type):
+def test_no_path_through_unknown_operators(graph, op_type):
     put(*written_to(graph), op_type)
     assert through(graph) is None
     second = matrix_groups(graph)[5]
@@ -107,14 +107,14 @@ def test_a_node_that_is_not_known_lies_before_the_cache_or_behind_attention(grap
     assert smoothing.smoothing_path(second) is None
 
 
-def test_a_norm_of_v(graph):
+def test_no_path_through_norm_of_values(graph):
     value = written_to(graph)[0].inputs[written_to(graph)[1]]
     weight = add_constant(graph, np.ones(value.shape[-1], np.float32), "weight")
     put(*written_to(graph), "RMSNormalization", weight)
     assert through(graph) is None
 
 
-def test_heads_that_are_made_of_rows(written):
+def test_no_path_if_heads_are_split_across_rows(written):
     graph = ir.load(written["onnx"].path("decoder")).graph
     turned = written_to(graph)[0].inputs[1].producer()
     dims = add_constant(graph, np.array([1, 2, -1, 16]), "dims")
@@ -124,7 +124,7 @@ def test_heads_that_are_made_of_rows(written):
 
 
 @pytest.mark.parametrize("ops", ATTENTION)
-def test_a_bias_goes_with_its_matrix_but_not_one_behind_the_heads(written, ops):
+def test_bias_is_scaled_only_before_head_split(written, ops):
     graph = ir.load(written[ops].path("decoder")).graph
     product = column_flow.producing_product(matrix_groups(graph)[1].value)
     bias = add_constant(graph, np.ones((1, 1, WIDTH), np.float32), "bias")

@@ -1,4 +1,4 @@
-"""The precision of a draft that nobody named: the fastest of those that are accepted as often."""
+"""Automatic draft precision: the fastest one with comparable acceptance rates."""
 
 from pathlib import Path
 
@@ -25,15 +25,13 @@ def candidate(precision, sampled, greedy, seconds):
         ((0.80, 0.70, 1.3), (0.79, 0.70, 1.1), "fp32"),
     ],
 )
-def test_the_fastest_is_taken_that_keeps_nine_tenths_of_both_acceptances(int4, int8, best):
+def test_fastest_precision_with_90_percent_acceptance_is_selected(int4, int8, best):
     found = [candidate("fp32", 0.8, 0.7, 1.0), candidate("int4", *int4), candidate("int8", *int8)]
     assert draft_precision._select(found).precision == best
 
 
 @pytest.mark.slow
-def test_a_draft_without_a_precision_is_judged_by_its_target_and_leaves_no_other(
-    tmp_path, monkeypatch
-):
+def test_draft_precision_is_selected_and_other_candidates_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(draft_precision, "MIN_PARAMETERS", 0)
 
     def timed(found):
@@ -56,7 +54,7 @@ def test_a_draft_without_a_precision_is_judged_by_its_target_and_leaves_no_other
 
 
 @pytest.mark.slow
-def test_passes_are_timed_and_acceptances_are_those_of_both_models_logits(tmp_path, monkeypatch):
+def test_candidates_have_measured_times_and_acceptance_rates(tmp_path, monkeypatch):
     monkeypatch.setattr(draft_precision, "MIN_PARAMETERS", 0)
     monkeypatch.setattr(draft_precision, "MAX_SECONDS", 0.0)
     seen = []

@@ -48,7 +48,7 @@ def graphs(bundle, ops):
         ("onnx-qdq", {"DequantizeLinear"}),
     ],
 )
-def test_experts_are_read_by_the_node_that_a_graph_variant_has_for_them(bundle, ops, readers):
+def test_expert_weights_are_consumed_by_expected_operators(bundle, ops, readers):
     found: Counter[str] = Counter()
     for graph in graphs(bundle, ops):
         stored = {t.name for t in graph.initializer if t.data_type in INTEGERS}
@@ -59,7 +59,7 @@ def test_experts_are_read_by_the_node_that_a_graph_variant_has_for_them(bundle, 
 
 
 @pytest.mark.slow
-def test_engines_get_what_the_cpu_computes_where_both_round_inputs(bundle, monkeypatch):
+def test_qdq_experts_match_cpu_experts_with_quantized_inputs(bundle, monkeypatch):
     monkeypatch.setattr(sessions, "FLOAT_PRODUCTS", (sessions.FLOAT_PRODUCTS[0], "4"))
     device = exact_device(bundle.models.values(), Device())
     for model in bundle.models.values():
@@ -71,16 +71,12 @@ def test_engines_get_what_the_cpu_computes_where_both_round_inputs(bundle, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fused", "split"])
-def test_hosts_are_told_the_first_onnx_runtime_whose_experts_keep_rows_bits(
-    bundle, tmp_path, layout
-):
+def test_hosts_state_minimum_onnxruntime_with_batch_invariant_experts(bundle, tmp_path, layout):
     made = embed(bundle.folder, output=tmp_path / "hosted", layout=layout)
     assert made.hosts.oldest_onnxruntime == "1.31"
 
 
-def test_an_onnx_runtime_that_does_not_know_such_experts_is_named_in_one_line(
-    monkeypatch, tmp_path
-):
+def test_unsupported_onnx_runtime_for_experts_is_one_line_error(monkeypatch, tmp_path):
     def refuse(self, ort, path):
         raise InvalidGraph("Error Unrecognized attribute: accuracy_level for operator QMoE")
 

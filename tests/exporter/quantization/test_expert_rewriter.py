@@ -1,4 +1,4 @@
-"""Experts of mixtures in integers: what each graph variant computes of them, with which bits."""
+"""Quantized experts: accuracy and batch invariance in each graph variant."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def given(random):
 
 @pytest.mark.parametrize("nodes", [sparse, dense])
 @pytest.mark.parametrize(("bits", "least", "most"), [(8, 0.002, 0.02), (4, 0.03, 0.25)])
-def test_experts_in_blocks_give_what_they_gave_but_for_rounding(
+def test_block_quantized_experts_match_float_within_bounds(
     tmp_path, weights, given, nodes, bits, least, most
 ):
     session, choice = rewritten(tmp_path, weights, given, nodes, bits)
@@ -64,15 +64,15 @@ def test_experts_in_blocks_give_what_they_gave_but_for_rounding(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_both_forms_read_the_same_bytes(tmp_path, weights, given, bits):
+def test_sparse_and_dense_forms_share_quantized_weights(tmp_path, weights, given, bits):
     found = [rewritten(tmp_path, weights, given, nodes, bits)[0] for nodes in (sparse, dense)]
     first, second = (run(session, given) for session in found)
-    assert error(first, second) < 0.012  # x is rounded before and behind the sum over experts
+    assert error(first, second) < 0.012  # x is quantized before and after the expert sum
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_rows_bits_depend_on_no_row_beside_it(tmp_path, weights, given, bits, is_shared):
+def test_experts_are_batch_invariant(tmp_path, weights, given, bits, is_shared):
     """Of four experts a row, its own or those of all: what one node adds up depends on threads, on
     the other rows and on how many an expert has.
     """
@@ -88,14 +88,14 @@ def test_a_rows_bits_depend_on_no_row_beside_it(tmp_path, weights, given, bits, 
 
 @pytest.mark.parametrize(("nodes", "kind"), [(sparse, DequantizeRewriter), (dense, QdqRewriter)])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_graph_with_a_type_widens_the_same_integers(tmp_path, weights, given, bits, nodes, kind):
-    """Without what x loses by rounding; for engines by DequantizeLinear alone."""
+def test_typed_graph_dequantizes_the_same_integers(tmp_path, weights, given, bits, nodes, kind):
+    """Activations are not quantized; engines use DequantizeLinear only."""
     session, _ = rewritten(tmp_path, weights, given, nodes, bits, kind)
     plain, _ = rewritten(tmp_path, weights, given, nodes, bits)
     assert error(run(session, given), run(plain, given)) < 0.015
 
 
-def test_the_error_of_experts_is_that_of_the_worst(tmp_path, weights, given):
+def test_experts_error_is_maximum_over_experts(tmp_path, weights, given):
     weights["w2"][8, :, ::32] *= 8  # measured are 0, 4, 8 and 12
     _, choice = rewritten(tmp_path, weights, given, sparse)
     x = torch.from_numpy(given[0])
@@ -106,7 +106,7 @@ def test_the_error_of_experts_is_that_of_the_worst(tmp_path, weights, given):
     assert choice.error == pytest.approx(blocks)
 
 
-def test_experts_whose_sizes_are_no_whole_blocks_stay_and_the_reason_is_said(tmp_path, weights):
+def test_experts_not_divisible_into_blocks_stay_in_float_with_reason(tmp_path, weights):
     cut = weights | {"w2": np.ascontiguousarray(weights["w2"][..., :80])}
     (experts,) = find_excluded([Model(tmp_path / "float", cut, sparse).graph], E).experts
     choice = schemes.expert_scheme(
@@ -117,7 +117,7 @@ def test_experts_whose_sizes_are_no_whole_blocks_stay_and_the_reason_is_said(tmp
 
 
 def routers():
-    """A router, biases of what it chose, and keys that happen to be as wide."""
+    """Build a router, biases of the chosen experts, and keys of the same width."""
     node = helper.make_node
     return [
         node("Gemm", ["x", "r"], ["scores"], transB=1),
@@ -132,7 +132,7 @@ def routers():
     ]
 
 
-def test_routers_are_in_no_group_and_others_of_their_width_are(tmp_path, random):
+def test_routers_are_excluded_from_matrix_groups(tmp_path, random):
     shapes = {"r": (E, H), "b": (E, H), "keys": (H, E), "v": (E, H)}
     weights = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     graph = Model(tmp_path / "float", weights, routers).graph
@@ -144,7 +144,7 @@ def test_routers_are_in_no_group_and_others_of_their_width_are(tmp_path, random)
     assert not find_excluded([graph], 0).offsets
 
 
-def test_experts_are_in_no_group(tmp_path, weights):
+def test_experts_are_excluded_from_matrix_groups(tmp_path, weights):
     known = find_excluded([Model(tmp_path / "float", weights, sparse).graph], E)
     graph = Model(tmp_path / "float", weights, dense).graph
     split_gemms(graph, known.offsets)
@@ -162,7 +162,7 @@ def gemms(weights):
     ]
 
 
-def test_matrices_of_gemm_nodes_become_a_group_but_for_columns(tmp_path, random):
+def test_gemm_matrices_are_grouped_except_single_columns(tmp_path, random):
     weights = {
         "w": random.standard_normal((H, H), np.float32),
         "v": random.standard_normal((H, H), np.float32),

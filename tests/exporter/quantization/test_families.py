@@ -1,4 +1,4 @@
-"""Every family in int8: its own target to the bit, in every graph variant that it has."""
+"""Greedy int8 text of every model family equals plain decoding in every graph variant."""
 
 import math
 from collections import Counter
@@ -32,7 +32,7 @@ def in_float32(bundle, ops):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_family_in_int8_writes_what_its_target_alone_writes(name, tmp_path):
+def test_int8_text_equals_target_only_text(name, tmp_path):
     model = make_model(ARCHITECTURES[name][1]())
     target = save(model, make_tokenizer(tmp_path / "tokenizer"), tmp_path / "target")
     bundle = export("self:1", target, tmp_path / "bundle", precision="int8")

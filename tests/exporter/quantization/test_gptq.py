@@ -1,4 +1,4 @@
-"""Rounding that makes up for its own errors."""
+"""GPTQ: quantization with error compensation."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def off(x, weights, rounded):
     return float((x @ rounded - x @ weights).norm() / (x @ weights).norm())
 
 
-def test_columns_cost_a_product_less_than_the_nearest_integers(problem):
+def test_per_channel_gptq_has_lower_error_than_rounding(problem):
     weights, x, hessian = problem
     found, nearest = (
         gptq.quantize_columns(weights, gptq.inverse_factor(hessian)),
@@ -35,7 +35,7 @@ def test_columns_cost_a_product_less_than_the_nearest_integers(problem):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("size", [96, 80])
-def test_blocks_cost_a_product_less_than_the_nearest_integers(problem, bits, size):
+def test_block_wise_gptq_has_lower_error_than_rounding(problem, bits, size):
     weights, x, hessian = problem
     weights, x, hessian = weights[:size], x[:, :size], hessian[:size, :size]
     nearest = rounding.quantize_blocks(weights, bits, x.square().mean(0).numpy())
@@ -46,7 +46,7 @@ def test_blocks_cost_a_product_less_than_the_nearest_integers(problem, bits, siz
     assert ours < 0.8 * plain
 
 
-def test_what_integers_hold_exactly_is_left_as_it_is(problem):
+def test_exactly_representable_weights_are_unchanged(problem):
     _, _, hessian = problem
     integers = torch.randint(-127, 128, (96, 40)).float()
     integers[0] = 127
@@ -54,7 +54,7 @@ def test_what_integers_hold_exactly_is_left_as_it_is(problem):
     assert np.array_equal(found.values, integers.numpy())
 
 
-def test_powers_are_moved_into_the_weights_first(problem):
+def test_gptq_supports_smoothing_scales(problem):
     weights, x, hessian = problem
     powers = np.where(np.arange(96) % 7 == 0, 3.0, 0.0)
     factors = torch.from_numpy(np.exp2(powers)).float()
@@ -67,7 +67,7 @@ def test_powers_are_moved_into_the_weights_first(problem):
     assert ours < 0.8 * plain
 
 
-def test_inputs_that_are_always_zero_are_no_trouble(problem):
+def test_zero_inputs_fall_back_to_rounding(problem):
     weights, _, hessian = problem
     hessian[3] = hessian[:, 3] = 0
     assert np.isfinite(gptq.quantize_columns(weights, gptq.inverse_factor(hessian)).scales).all()

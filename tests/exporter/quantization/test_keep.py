@@ -1,4 +1,4 @@
-"""Bundles of GGUF files, whose weights stay as they are."""
+"""Bundles of GGUF files with unmodified quantized weights."""
 
 import numpy as np
 import onnx
@@ -49,7 +49,7 @@ def test_weights_of_gguf_file_are_kept_by_default(made):
     assert "GatherBlockQuantized" in ops
 
 
-def test_float_activations_give_the_dequantized_models_logits(made):
+def test_float_activations_match_dequantized_model(made):
     model = make_model(make_config("llama", kv_heads=2, scale=0.1, context=96))
     model.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in made.numbers.items()})
     tokens = list(range(3, 40))
@@ -59,7 +59,7 @@ def test_float_activations_give_the_dequantized_models_logits(made):
     assert np.abs(actual - expected[:, : actual.shape[1]]).max() <= 2e-5 * np.abs(expected).max()
 
 
-def test_speculation_gives_the_kept_target_alone(made):
+def test_greedy_text_equals_plain_decoding(made):
     for prompt in PROMPTS:
         check_greedy(made.pipeline, prompt, 24, 3)
 

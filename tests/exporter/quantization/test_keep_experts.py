@@ -1,4 +1,4 @@
-"""Bundles of GGUF files with mixtures of experts, whose weights stay as they are."""
+"""Bundles of mixture-of-experts GGUF files with unmodified quantized weights."""
 
 import numpy as np
 import onnx

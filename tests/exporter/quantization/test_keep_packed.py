@@ -1,4 +1,4 @@
-"""Bundles of GPTQ, AWQ and compressed-tensors checkpoints, whose weights stay as they are."""
+"""Bundles of GPTQ, AWQ and compressed-tensors checkpoints with unmodified weights."""
 
 import numpy as np
 import onnx
@@ -33,7 +33,7 @@ SCHEMES = {
 @pytest.mark.slow
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_bundle_is_the_published_model(name, tmp_path):
+def test_bundle_equals_the_published_model(name, tmp_path):
     scheme, type_name, bits = SCHEMES[name]
     hidden = max(128, 2 * scheme.group_size)
     folder, model = make_packed(tmp_path, scheme, hidden=hidden, context=96)

@@ -149,7 +149,7 @@ def assert_outputs_agree(folder, tolerance):
 
 
 @pytest.mark.parametrize("name", ggml_types.LAYOUTS)
-def test_products_and_lookups_are_those_of_dequantized_weights(name, tmp_path):
+def test_matmuls_and_lookups_match_dequantized_weights(name, tmp_path):
     table, matrices = quantized(name, V), [quantized(name, N), quantized("Q8_0", 16)]
     path = write_float(tmp_path / "float", table, list(map(values, matrices)))
     model, _ = rewrite(path, tmp_path / "kept", [table, *matrices])
@@ -206,7 +206,7 @@ def of_type(name):
     [with_zero_points(), *map(of_type, ggml_types.LAYOUTS)],
     ids=["zero points", *ggml_types.LAYOUTS],
 )
-def test_int8_inputs_of_products_cost_little(tensors, tmp_path):
+def test_int8_activations_cause_small_errors(tensors, tmp_path):
     table, *matrices = tensors
     path = write_float(tmp_path / "float", table, list(map(values, matrices)))
     rewrite(path, tmp_path / "kept", tensors, is_float=False)
@@ -241,7 +241,7 @@ def test_kept_blocks_dequantize_to_the_checkpoints_values(name):
     assert np.all(np.abs(whole - values(tensor)) <= 2.0**-22 * (largest + np.abs(whole)))
 
 
-def test_rows_in_another_order_and_parts_of_a_tensor_are_recognized():
+def test_reordered_rows_and_tensor_slices_are_recognized():
     tensor = quantized("Q4_0", V)
     rows = np.random.default_rng(1).permutation(V)[:N]
     kept = CheckpointTensors([quantized("Q6_K", V), tensor]).find(
@@ -251,7 +251,7 @@ def test_rows_in_another_order_and_parts_of_a_tensor_are_recognized():
     assert kept.rows.tolist() == rows.tolist()
 
 
-def test_a_matrix_that_was_changed_stays_in_float(tmp_path):
+def test_modified_matrix_stays_in_float(tmp_path):
     table, first = quantized("Q8_0", V), quantized("Q4_0", N)
     second = quantized("Q4_0", 16, " of another")
     changed = values(first).copy()
@@ -267,7 +267,7 @@ def test_a_matrix_that_was_changed_stays_in_float(tmp_path):
         assert np.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_types_have_their_bits_in_file_and_bundle():
+def test_types_report_bits_in_file_and_bundle():
     tensors = [quantized("Q4_K", V), quantized("Q6_K", N)]
     kept = CheckpointMatrices(tensors)
     kept._matrices = {

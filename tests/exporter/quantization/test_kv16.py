@@ -30,7 +30,7 @@ def made(request, tmp_path_factory):
     return Made(folder, kind, draft="self:1", precision=precision, cache="fp16")
 
 
-def test_each_graph_variant_has_one_with_smaller_caches_beside_it(made):
+def test_each_graph_variant_has_an_fp16_cache_counterpart(made):
     for model in made.bundle.models.values():
         assert list(model.parity) == [*OPS, *SETS]
         for ops in SETS:
@@ -41,7 +41,7 @@ def test_each_graph_variant_has_one_with_smaller_caches_beside_it(made):
             assert "with caches in float16" in model.describe_parity(ops)
 
 
-def test_caches_alone_are_in_16_bits(made):
+def test_only_caches_are_float16(made):
     model = made.bundle.target
     for plain, ops in zip(OPS, SETS, strict=True):
         graph, before = (
@@ -57,11 +57,11 @@ def test_caches_alone_are_in_16_bits(made):
         assert [node.op_type for node in products] == wanted
 
 
-def test_their_rows_keep_their_bits(made):
+def test_fp16_cache_variants_are_batch_invariant(made):
     made.check_rows()
 
 
-def test_greedy_text_over_them_is_that_of_plain_decoding_over_them(made):
+def test_greedy_text_equals_plain_decoding_with_fp16_cache(made):
     for ops in SETS:
         pipeline = specedge.load(made.bundle.folder, ops=ops)
         assert pipeline.target.ops == pipeline.draft.ops == ops
@@ -69,7 +69,7 @@ def test_greedy_text_over_them_is_that_of_plain_decoding_over_them(made):
             check_greedy(pipeline, PROMPTS[k % 3], 24, k)
 
 
-def test_they_are_taken_where_they_are_named_and_memory_is_that_of_half_the_caches(made):
+def test_fp16_cache_is_opt_in_and_halves_cache_memory(made):
     assert made.pipeline.target.ops in OPS
     own, small = (memory_of(made.bundle, ops).target for ops in ("gqa", "gqa-kv16"))
     assert own.caches == 2 * small.caches
@@ -78,14 +78,14 @@ def test_they_are_taken_where_they_are_named_and_memory_is_that_of_half_the_cach
     assert "    caches in    float16, " in said
 
 
-def test_an_export_without_them_says_how_to_get_them(pairs):
+def test_missing_fp16_cache_variant_error_has_export_command(pairs):
     bundle = pairs.bundle("gpt2")
     with pytest.raises(BundleError, match=r"export the pair with --ops gqa --cache fp16$"):
         specedge.load(bundle.folder, ops="gqa-kv16")
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_verify_passes_over_them(made):
+def test_verify_passes_with_fp16_cache(made):
     for ops in SETS:
         found = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder), "--ops", ops])
         assert found.exit_code == 0, found.output

@@ -20,7 +20,7 @@ def logits(bundle, ops, tokens):
 
 
 def export_alibi(folder, **options):
-    """A bundle of a model whose scores have a bias by position, with caches in float16, too."""
+    """Export an ALiBi model with an additional float16 cache variant."""
     config = ARCHITECTURES["bloom"][1]()
     config.max_position_embeddings = CONTEXT
     model = save(make_model(config), make_tokenizer(folder / "tokenizer"), folder / "model")
@@ -36,7 +36,7 @@ def right(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_far_positions_of_alibi_are_told_apart_as_near_ones_are(right):
+def test_alibi_accuracy_is_uniform_across_positions(right):
     bundle, _ = right
     tokens = np.random.default_rng(0).integers(1, 500, 16 * CHUNK).tolist()
     wanted, found = (logits(bundle, ops, tokens) for ops in ("onnx", "onnx-kv16"))
@@ -53,13 +53,13 @@ def late(bundle, progress):
 
 
 @pytest.mark.slow
-def test_a_report_has_nothing_against_far_positions_that_are_told_apart(right):
+def test_report_accepts_accurate_late_positions(right):
     assert late(*right) == ([], [])
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_a_report_sees_what_goes_wrong_far_from_the_beginning_alone(tmp_path, monkeypatch):
-    """Biases that 16 bits hold as they come: near position 1,000 those of neighbours are one."""
+def test_report_detects_errors_only_at_late_positions(tmp_path, monkeypatch):
+    """Uncentered float16 biases of adjacent positions coincide near position 1,000."""
     monkeypatch.setattr(half_precision, "_center_biases", lambda graph: None)
     progress = Progress()
     said, noted = late(export_alibi(tmp_path, progress=progress), progress)

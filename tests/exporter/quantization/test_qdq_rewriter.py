@@ -46,7 +46,7 @@ def graphs(made):
                 yield onnx.load(made.bundle.path(graph.file), load_external_data=False).graph
 
 
-def test_nothing_but_dequantize_linear_reads_integers(made):
+def test_only_dequantize_linear_consumes_integer_weights(made):
     for graph in graphs(made):
         stored = {t.name for t in graph.initializer if t.data_type in INTEGERS}
         assert stored
@@ -55,7 +55,7 @@ def test_nothing_but_dequantize_linear_reads_integers(made):
         assert not any(node.domain for node in graph.node)
 
 
-def test_logits_are_those_of_the_sets_for_the_cpu_but_for_what_rounds_inputs(made):
+def test_qdq_logits_match_cpu_variant_up_to_input_quantization(made):
     device = exact_device(
         made.bundle.models.values(), Device()
     )  # products of bytes saturate on some
@@ -73,7 +73,7 @@ def test_logits_are_those_of_the_sets_for_the_cpu_but_for_what_rounds_inputs(mad
         assert report.perplexity == pytest.approx(like.perplexity, rel=0.02)
 
 
-def test_there_is_one_such_graph_variant_and_it_is_for_engines_alone(made):
+def test_single_qdq_graph_variant_is_limited_to_engines(made):
     for model in made.bundle.models.values():
         assert [*model.parity] == ["onnx", QDQ]
         names = {graph.name for graph in model.graphs if graph.ops == QDQ}
@@ -88,7 +88,7 @@ def test_there_is_one_such_graph_variant_and_it_is_for_engines_alone(made):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(64, 6), (80, 5), (33, 3)])
-def test_signed_blocks_are_the_numbers_of_blocks(bits, shape):
+def test_signed_blocks_dequantize_to_same_values(bits, shape):
     weights = torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
     blocks = rounding.quantize_blocks(weights, bits)
     found = rounding.to_signed(blocks, bits, shape[0])
@@ -112,6 +112,6 @@ def test_signed_blocks_are_the_numbers_of_blocks(bits, shape):
         ({"precision": "int4", "ops": "gqa"}, "compute qdq needs the graph variant onnx"),
     ],
 )
-def test_what_has_no_integers_or_another_attention_is_refused(tmp_path, options, said):
+def test_unsupported_precision_or_op_set_is_rejected(tmp_path, options, said):
     with pytest.raises(ValueError, match=said):
         export("a", "b", tmp_path / "out", compute="qdq", **options)

@@ -1,4 +1,4 @@
-"""Bundles whose weights are int8: their own target to the bit, and near the one in float."""
+"""int8 bundles: greedy text equals plain decoding, and logits are close to float."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def graphs(model, bundle):
     return [onnx.load(bundle.path(g.file), load_external_data=False).graph for g in model.graphs]
 
 
-def test_every_matrix_is_of_bytes_and_standard_operators_multiply_them_in_onnx(made):
+def test_all_matrices_are_int8_with_standard_operators_in_onnx_variant(made):
     for model in made.bundle.models.values():
         assert model.weights_dtype == "int8"
         for graph in graphs(model, made.bundle):
@@ -61,7 +61,7 @@ def test_model_whose_rotated_graph_differs_keeps_its_basis(tmp_path, monkeypatch
     made.check_greedy_text(8, k=2)
 
 
-def test_a_fused_product_of_bytes_is_six_nodes_with_its_inputs_quantization(made):
+def test_fused_int8_matmul_has_six_nodes(made):
     bundle, model = made.bundle, made.bundle.target
     path = bundle.path(model.graph("decoder", "gqa").file)
     nodes = [node.op_type for node in onnx.load(path, load_external_data=False).graph.node]
@@ -71,7 +71,7 @@ def test_a_fused_product_of_bytes_is_six_nodes_with_its_inputs_quantization(made
     assert not {"Max", "MatMulInteger"} & {*nodes}
 
 
-def test_a_row_of_zeros_is_a_row_of_zeros_in_fused_products(made):
+def test_zero_row_stays_zero_in_fused_int8_matmul(made):
     """Its quantization divides 0 by 0."""
     bundle, model = made.bundle, made.bundle.target
     path = bundle.path(model.graph("decoder", "gqa").file)
@@ -98,14 +98,14 @@ def test_a_row_of_zeros_is_a_row_of_zeros_in_fused_products(made):
     assert found[:, 0].any()
 
 
-def test_matrices_that_read_one_input_are_joined(made):
+def test_matrices_with_a_common_input_are_merged(made):
     graph = graphs(made.bundle.target, made.bundle)[0]
     products = [node for node in graph.node if node.op_type.startswith("MatMulInteger")]
     assert len(products) == 4 * SIZES["layers"] + 1
     assert len({node.input[0] for node in products}) == len(products)
 
 
-def test_each_number_is_stored_once_for_all_graphs(made):
+def test_weights_are_stored_once_for_all_graphs(made):
     model = made.bundle.target
     assert made.bundle.files[model.weights].size < 1.25 * model.num_parameters
     found = set()
@@ -120,16 +120,16 @@ def test_each_number_is_stored_once_for_all_graphs(made):
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_greedy_text_is_plain_decodings_to_the_bit(made, k):
+def test_greedy_text_equals_plain_decoding(made, k):
     made.check_greedy_text(40, k)
 
 
-def test_rows_keep_their_bits_whatever_shares_their_pass(made):
+def test_int8_models_are_batch_invariant(made):
     made.check_rows()
 
 
 @pytest.mark.usefixtures("all_cpus")
-def test_the_text_is_the_same_on_one_thread_and_on_two(made):
+def test_text_does_not_depend_on_number_of_threads(made):
     """In processes of their own: in this one there may be a pool that sessions share."""
     script = """
 import sys
@@ -151,7 +151,7 @@ print(pipeline.generate(sys.argv[3], 40, **options).tokens)
     assert len(found.pop()) > 40
 
 
-def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
+def test_report_compares_perplexity_and_divergence_with_float_model(made):
     for model in made.bundle.models.values():
         for ops, report in model.quantization.items():
             assert report.text == texts.BUILT_IN_NAME
@@ -170,7 +170,7 @@ def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
 
 
 @pytest.mark.slow
-def test_channels_that_dwarf_the_others_are_folded_rotated_or_smoothed_away(tmp_path):
+def test_outlier_channels_are_folded_rotated_or_smoothed(tmp_path):
     made = Made(tmp_path, "llama", with_outliers, ops="onnx")
     (report,) = made.bundle.target.quantization.values()
     assert report.num_smoothed == SIZES["layers"]  # through attention
@@ -179,7 +179,7 @@ def test_channels_that_dwarf_the_others_are_folded_rotated_or_smoothed_away(tmp_
 
 
 @pytest.mark.slow
-def test_a_tied_heads_channels_are_smoothed_and_rows_of_its_table_are_what_they_were(tmp_path):
+def test_smoothing_of_tied_head_preserves_embedding_rows(tmp_path):
     """In each form that a table of bytes is read in, and by a draft with another head, too."""
     made = Made(
         tmp_path, "gpt2", with_outliers_at_the_head, draft="self:1", draft_vocab=200,
@@ -194,8 +194,8 @@ def test_a_tied_heads_channels_are_smoothed_and_rows_of_its_table_are_what_they_
     made.check_greedy_text(20, 4)
 
 
-def test_a_product_is_what_numpy_makes_of_the_same_integers(made):
-    """Every product of the graph, on what it reads there."""
+def test_int8_matmul_equals_numpy_integer_product(made):
+    """Check every integer matmul of the graph on its actual inputs."""
     bundle, model = made.bundle, made.bundle.target
     path = bundle.path(model.graph("decoder", "onnx").file)
     proto = onnx.load(path)
@@ -224,7 +224,7 @@ def test_a_product_is_what_numpy_makes_of_the_same_integers(made):
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_a_draft_of_the_targets_layers_reads_the_targets_integers(tmp_path):
+def test_self_draft_shares_quantized_target_weights(tmp_path):
     made = Made(tmp_path, "llama", with_outliers, draft="self:1", ops="onnx")
     bundle = made.bundle
     assert bundle.shares_weights
@@ -242,7 +242,7 @@ def test_a_draft_may_have_another_precision(tmp_path):
     assert made.bundle.draft.quantization == {}
 
 
-def test_nothing_is_left_of_the_float_files(made):
+def test_temporary_float_files_are_removed(made):
     names = {path.name for path in made.bundle.folder.rglob("*")}
     assert not [name for name in names if "float" in name or "calibration" in name]
     Bundle.read(made.bundle.folder)
@@ -260,7 +260,9 @@ def exported(*options):
         (["--precision", "int8", "--calibrate", "."], "Is a directory"),
     ],
 )
-def test_a_precision_or_text_that_cannot_be_is_one_line(made, tmp_path, monkeypatch, options, said):
+def test_invalid_precision_or_calibration_text_is_rejected(
+    made, tmp_path, monkeypatch, options, said
+):
     monkeypatch.chdir(tmp_path)
     result = exported("--draft", str(made.target), "--target", str(made.target), *options)
     assert result.exit_code != 0
@@ -268,7 +270,7 @@ def test_a_precision_or_text_that_cannot_be_is_one_line(made, tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def test_the_manifest_says_what_was_rounded_and_refuses_what_contradicts_that(made):
+def test_manifest_inconsistent_with_quantization_reports_is_rejected(made):
     value = json.loads(made.bundle.to_json())
     value["target"]["weights_dtype"] = "float32"
     with pytest.raises(
@@ -279,7 +281,7 @@ def test_the_manifest_says_what_was_rounded_and_refuses_what_contradicts_that(ma
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_a_context_as_short_as_the_prefill_graph_is_compared_within_it(tmp_path):
+def test_context_equal_to_prefill_length_is_verified(tmp_path):
     made = Made(tmp_path, "llama", max_length=64, draft_precision="fp32")
     held = made.bundle.target.parity["gqa"].invariant_lengths
     assert {1, 2, 3, 5, 9, 18, 36, 64} <= {*held}

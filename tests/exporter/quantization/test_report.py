@@ -28,7 +28,7 @@ def log_softmax(rows):
     return np.log(np.exp(rows) / np.exp(rows).sum(1, keepdims=True))
 
 
-def test_the_loss_is_of_the_tokens_that_follow(logits):
+def test_loss_uses_next_tokens(logits):
     found, wanted = logits
     total = LogitDistance()
     total.add(found, wanted, TOKENS, None)
@@ -38,7 +38,7 @@ def test_the_loss_is_of_the_tokens_that_follow(logits):
     assert (total.num_tokens, total.num_scored) == (4, 4)
 
 
-def test_a_cache_that_is_no_number_is_seen(logits):
+def test_nan_cache_makes_error_nan(logits):
     total = LogitDistance()
     total.compare(*logits)
     total.compare(np.array([1, np.nan]), np.array([1, 2]))
@@ -46,7 +46,7 @@ def test_a_cache_that_is_no_number_is_seen(logits):
     assert np.isnan(total.error)
 
 
-def test_the_loss_of_a_cut_head_is_of_the_tokens_that_it_has(logits):
+def test_loss_of_reduced_head_uses_only_its_tokens(logits):
     found, wanted = logits
     head = np.array([0, 1, 7])
     total = LogitDistance()
@@ -98,7 +98,7 @@ def distances(original, rounded):
     return measured.near, measured.late
 
 
-def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
+def test_late_window_is_reported_separately():
     original, found = Model(1000), Model(1000, late=2.0)
     near, late = distances(original, found)
     assert near.divergence == 0 < late.divergence
@@ -112,7 +112,7 @@ def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
     assert report._describe_late(near, distances(original, Model(1000))[1], 1000) is None
 
 
-def test_texts_are_run_in_turn_if_their_outputs_are_large(monkeypatch):
+def test_texts_are_run_sequentially_if_outputs_are_large(monkeypatch):
     whole = distances(Model(1000), first := Model(1000, late=2.0))
     monkeypatch.setattr(report, "MAX_OUTPUTS", 80 * 5)
     assert distances(Model(1000), second := Model(1000, late=2.0)) == whole
@@ -126,7 +126,7 @@ def test_cache_values_count_as_outputs():
     assert shape.num_outputs == 500 + values == 500 + 32 * 192 + 8 * 128
 
 
-def test_a_context_that_texts_fill_has_no_late_window():
+def test_short_context_has_no_late_window():
     near, late = distances(Model(140), found := Model(140, late=2.0))
     assert (near.num_tokens, late.num_tokens) == (148, 0)
     assert len(found.actions) == 6

@@ -124,7 +124,7 @@ def make_eager(config):
         ),
     ],
 )
-def test_a_graph_in_another_basis_computes_the_same(changed, kind):
+def test_rotated_graph_is_equivalent(changed, kind):
     found = changed(kind)
     assert (found.transforms.rotation is not None) is (kind in ROTATED)
     assert NOT_ROTATED.get(kind, "") in found.transforms.reason
@@ -132,7 +132,7 @@ def test_a_graph_in_another_basis_computes_the_same(changed, kind):
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
-def test_norms_of_a_rotated_graph_have_no_gain_and_its_head_is_a_matrix_of_its_own(changed, ops):
+def test_rotated_graph_has_unit_norm_gains_and_untied_head(changed, ops):
     graph = changed("llama", ops=ops).graph
     norms = [node for node in graph if node.op_type == rotation_rewriter.RMS_NORM]
     assert all((node.inputs[1].const_value.numpy() == 1).all() for node in norms)
@@ -140,7 +140,7 @@ def test_norms_of_a_rotated_graph_have_no_gain_and_its_head_is_a_matrix_of_its_o
     assert places[0] not in {m.offset for group in matrix_groups(graph) for m in group.matrices}
 
 
-def test_what_a_nonlinearity_makes_is_multiplied_with_a_hadamard_matrix(changed):
+def test_hadamard_is_applied_after_nonlinearities(changed):
     graph = changed("llama").graph
     blocks = [node for node in graph if node.outputs[0].name.endswith(".hadamard")]
     assert len(blocks) == 2  # layers
@@ -148,7 +148,7 @@ def test_what_a_nonlinearity_makes_is_multiplied_with_a_hadamard_matrix(changed)
 
 @pytest.mark.parametrize(("kind", "num_mixed"), [("gpt2", 0), slow("gemma3_text", 2)])
 def test_a_tied_head_that_cannot_be_rotated_stays_tied(changed, kind, num_mixed):
-    """Behind an RMS norm, head and lookup share a table in the basis of Hadamard matrices."""
+    """After an RMS norm, head and embedding share a table in the Hadamard basis."""
     graph = changed(kind).graph
     (lookup, table), *_ = embeddings(graph)
     (head,) = [group for group in matrix_groups(graph) if table.offset in group.key]
@@ -156,7 +156,7 @@ def test_a_tied_head_that_cannot_be_rotated_stays_tied(changed, kind, num_mixed)
     assert sum("hadamard" in value.name for value in mixed) == num_mixed
 
 
-def test_a_decoder_says_how_it_is_rotated(changed):
+def test_decoder_metadata_records_the_rotation(changed):
     found = changed("llama")
     properties = {
         p.key: p.value for p in onnx.load(found.path, load_external_data=False).metadata_props
@@ -167,7 +167,7 @@ def test_a_decoder_says_how_it_is_rotated(changed):
     )
 
 
-def test_channels_of_all_sizes_are_spread(changed):
+def test_rotation_spreads_outlier_channels(changed):
     """The largest weight of a column is nearer to its mean than before."""
     torch.manual_seed(0)
     rows = torch.randn(4, 576)

@@ -1,4 +1,4 @@
-"""Integers for weights, and what they cost."""
+"""Weight quantization and its error."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def random():
 
 
 @pytest.mark.parametrize("shape", [(64, 48), (3, 64, 48)])
-def test_a_weight_is_off_by_half_a_step_of_its_column_at_most(random, shape):
+def test_quantization_error_is_at_most_half_a_step(random, shape):
     weights = torch.from_numpy(random.standard_normal(shape, np.float32))
     found = rounding.quantize_columns(weights)
     assert found.values.dtype == np.int8
@@ -23,7 +23,7 @@ def test_a_weight_is_off_by_half_a_step_of_its_column_at_most(random, shape):
     assert (np.abs(found.values).max(-2) == 127).all()
 
 
-def test_a_matrix_that_is_rounded_in_strips_is_the_same_as_in_one(random, monkeypatch):
+def test_strip_wise_quantization_equals_whole_matrix(random, monkeypatch):
     weights = torch.from_numpy(random.standard_normal((40, 100), np.float32))
     whole = rounding.quantize_columns(weights)
     monkeypatch.setattr(rounding, "_STRIP_SIZE", 7 * 40)
@@ -32,13 +32,13 @@ def test_a_matrix_that_is_rounded_in_strips_is_the_same_as_in_one(random, monkey
     assert np.array_equal(whole.scales, parts.scales)
 
 
-def test_a_column_of_zeros_stays_zeros():
+def test_zero_column_quantizes_to_zeros():
     found = rounding.quantize_columns(torch.zeros(8, 4))
     assert not found.values.any()
     assert np.isfinite(found.scales).all()
 
 
-def test_powers_of_two_that_a_channel_gives_to_its_weights_change_no_product(random):
+def test_power_of_two_channel_scales_preserve_products(random):
     """Channels of equal magnitude, so that rounding does not differ."""
     weights = torch.from_numpy(random.standard_normal((32, 16), np.float32))
     powers = random.integers(-3, 4, 32).astype(np.float64)
@@ -50,7 +50,7 @@ def test_powers_of_two_that_a_channel_gives_to_its_weights_change_no_product(ran
     assert np.array_equal(moved.scales, plain.scales)
 
 
-def test_the_error_is_that_of_the_integer_product(random):
+def test_estimated_error_equals_integer_product_error(random):
     weights = torch.from_numpy(random.standard_normal((64, 48), np.float32))
     x = random.standard_normal((20, 64), np.float32)
     integers = rounding.quantize_columns(weights)
@@ -63,7 +63,7 @@ def test_the_error_is_that_of_the_integer_product(random):
     assert 0.003 < off < 0.02
 
 
-def test_a_channel_that_dwarfs_the_others_costs_less_with_parts_and_nothing_if_moved(random):
+def test_outlier_channel_error_is_reduced_by_parts_and_smoothing(random):
     weights = torch.from_numpy(random.standard_normal((64, 48), np.float32))
     x = random.standard_normal((20, 64), np.float32)
     usual = rounding.product_error(weights, x)

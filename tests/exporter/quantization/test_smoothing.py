@@ -41,7 +41,7 @@ def ways(graph):
     ]
 
 
-def test_sizes_go_through_norms_products_and_attention_and_nothing_that_bends(written):
+def test_smoothing_paths_pass_only_through_linear_operators(written):
     kind, runner = written
     source = runner.path("decoder").with_name("source-gqa.onnx")  # before its nodes are fused
     graph = ir.load(source if source.exists() else runner.path("decoder")).graph
@@ -55,7 +55,7 @@ def test_sizes_go_through_norms_products_and_attention_and_nothing_that_bends(wr
         assert [way for way in ways(graph) if way and "MatMul" in way]
 
 
-def test_a_value_that_something_else_reads_is_left_alone(written):
+def test_value_with_other_consumers_is_not_smoothed(written):
     _, runner = written
     graph = ir.load(runner.path("decoder")).graph
     first = next(group for group in matrix_groups(graph) if smoothing.smoothing_path(group))
@@ -63,8 +63,8 @@ def test_a_value_that_something_else_reads_is_left_alone(written):
     assert smoothing.smoothing_path(first) is None
 
 
-def test_heads_that_share_a_value_share_its_powers(written):
-    """4 heads of 16, of which two and two share one, or each has its own."""
+def test_heads_sharing_a_value_share_smoothing_scales(written):
+    """The model has 4 heads of size 16, with grouped or separate value heads."""
     kind, runner = written
     found = map(smoothing.smoothing_path, matrix_groups(ir.load(runner.path("decoder")).graph))
     through_caches = [way for way in found if way is not None and way.cache is not None]
@@ -81,8 +81,8 @@ def test_heads_that_share_a_value_share_its_powers(written):
         assert len({*powers}) > 4
 
 
-def test_a_graph_whose_sizes_were_moved_gives_the_same_bits(written):
-    """Each matrix gets what its input loses, as a Mul behind its columns or before its rows."""
+def test_smoothed_graph_is_bitwise_equal(written):
+    """Input scales are moved into each matrix as a Mul of its columns or rows."""
     _, runner = written
     model = ir.load(runner.path("decoder"))
     graph, random = model.graph, np.random.default_rng(0)
@@ -133,7 +133,7 @@ def _run(runner, path):
     return logits, *caches
 
 
-def test_a_group_is_smoothed_where_every_graph_that_has_it_can_divide_it_alike(written):
+def test_group_is_smoothed_only_if_supported_by_all_graphs(written):
     _, runner = written
     graph, other = (ir.load(runner.path("decoder")).graph for _ in range(2))
     alone, both = (
@@ -151,7 +151,7 @@ def test_a_group_is_smoothed_where_every_graph_that_has_it_can_divide_it_alike(w
     assert smoothing.shared_channels([other, graph]).keys() == both.keys() - {last.key}
 
 
-def test_large_channels_of_v_cost_less_where_their_sizes_are_moved(tmp_path):
+def test_smoothing_reduces_error_of_value_outlier_channels(tmp_path):
     """One channel of each head of v dwarfs the others in the output projection's input."""
     runner = traced(with_outliers(model_of("llama")), tmp_path)
     group = matrix_groups(ir.load(runner.path("decoder")).graph)[1]

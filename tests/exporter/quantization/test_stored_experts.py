@@ -37,7 +37,7 @@ PRODUCT = helper.make_node("MatMul", ["x", "w"], ["y"])
 
 
 def stored(weights, folder, nodes=(PRODUCT,)):
-    """A model of one product, [T, K] -> [E, T, N], whose weights lie in a file."""
+    """Build a model of one matmul, [T, K] -> [E, T, N], with external weights."""
     model = helper.make_model(
         helper.make_graph(
             nodes,
@@ -76,7 +76,7 @@ def error(found, wanted):
     return np.sqrt(np.square(found - wanted).sum() / np.square(wanted).sum())
 
 
-def test_the_error_of_a_block_is_that_of_its_worst_expert(weights, x, tmp_path):
+def test_block_error_is_maximum_over_experts(weights, x, tmp_path):
     """Magnitudes are distinct, so that none hides another; 0, 2, 4 and 6 are measured."""
     weights *= 2.0 ** np.arange(EXPERTS)[:, None, None]
     weights[4, ::5] *= 16
@@ -88,7 +88,7 @@ def test_the_error_of_a_block_is_that_of_its_worst_expert(weights, x, tmp_path):
     assert (choice.num_parts, choice.exponents, choice.bits) == (1, None, 0)
 
 
-def test_a_block_that_rounding_would_spoil_stays_as_it_is(weights, x, tmp_path):
+def test_block_with_excessive_quantization_error_stays_in_float(weights, x, tmp_path):
     """A channel that dwarfs the others cannot be smoothed away: the block has one scale a row."""
     x[:, 5] *= 4096
     weights[:, 5] /= 4096
@@ -102,7 +102,7 @@ def test_a_block_that_rounding_would_spoil_stays_as_it_is(weights, x, tmp_path):
 @pytest.mark.parametrize(
     ("op_type", "before"), [("MatMul", ["x"]), ("Gemm", ["x"]), ("MoE", ["x", "logits"])]
 )
-def test_weights_that_are_read_in_another_form_are_found(weights, tmp_path, op_type, before):
+def test_weights_used_by_other_operators_are_reported(weights, tmp_path, op_type, before):
     nodes = (
         helper.make_node("Reshape", ["w", "shape"], ["flat"]),
         helper.make_node(op_type, [*before, "flat"], ["y"]),

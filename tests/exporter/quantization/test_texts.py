@@ -26,7 +26,7 @@ def cut(tokenizer, source=None, template=None, context=10_000):
     return texts.tokenize(source, tokenizer, 10_000, context, template)
 
 
-def test_built_in_texts_for_the_report_have_nothing_of_those_for_calibration():
+def test_built_in_evaluation_and_calibration_texts_are_disjoint():
     source = texts.read_source(None)
     lines = [{line for text in part for line in text.splitlines() if len(line) > 40}
              for part in (source.calibration, source.evaluation)]  # fmt: skip
@@ -34,7 +34,7 @@ def test_built_in_texts_for_the_report_have_nothing_of_those_for_calibration():
     assert not lines[0] & lines[1]
 
 
-def test_pieces_begin_with_what_the_tokenizer_puts_before_a_text(tokenizer):
+def test_pieces_start_with_the_tokenizer_prefix(tokenizer):
     found = cut(tokenizer)
     for pieces, size in (
         (found.calibration, texts.CALIBRATION_WINDOW),
@@ -55,7 +55,7 @@ def test_a_prefix_leaves_room_for_text_in_a_context_of_two_tokens(tokenizer):
     assert all(len(piece) == 2 for piece in found.evaluation)
 
 
-def test_chats_that_the_template_refuses_are_an_export_error(tokenizer):
+def test_chat_template_failure_is_an_export_error(tokenizer):
     def template(turns):
         raise ValueError("roles must alternate")
 
@@ -63,7 +63,7 @@ def test_chats_that_the_template_refuses_are_an_export_error(tokenizer):
         cut(tokenizer, template=template)
 
 
-def test_prompts_are_questions_behind_one_prefix(tokenizer):
+def test_prompts_are_questions_with_one_prefix(tokenizer):
     name = Tokenizer.from_file(str(tokenizer)).id_to_token(0)
 
     def template(turns):
@@ -84,7 +84,7 @@ def test_a_chat_may_have_several_turns_and_blank_lines():
     ]
 
 
-def test_of_a_users_file_every_other_piece_is_for_the_report(tokenizer, tmp_path):
+def test_user_text_alternates_between_calibration_and_evaluation(tokenizer, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(" ".join(map(str, range(2000))))
     found = cut(tokenizer, texts.read_source(str(path)))

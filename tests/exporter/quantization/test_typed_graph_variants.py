@@ -62,14 +62,14 @@ def made(request, tmp_path_factory):
     return Typed(tmp_path_factory.mktemp("typed"), *request.param)
 
 
-def test_a_scored_graph_gives_a_decoders_logits_and_the_best_of_them(made):
+def test_scored_graph_returns_decoder_logits_and_top_logits(made):
     bundle = made.bundle
     for model in bundle.models.values():
         ops = made.sets[0]
         whole, scored = (OrtModel(bundle, model, Device(), ops, g) for g in ("decoder", "scored"))
         wanted, found = (one.forward([5, 6, 7, 8]) for one in (whole, scored))
         assert found.best[:, -1].tolist() == [0] * 4
-        # A tied head of bytes is spelled out there, and has a kernel of 16 bits on the CPU, too.
+        # The tied int8 head is decomposed there and has a half-precision kernel on the CPU, too.
         allowed = 1e-3 if made.compute == "fp32" else 0.01 * np.abs(wanted.array()).max()
         assert np.allclose(found.array(), wanted.array(), atol=allowed)
         for i in range(4):
@@ -79,13 +79,13 @@ def test_a_scored_graph_gives_a_decoders_logits_and_the_best_of_them(made):
                 assert found[i].largest(count)[1].tolist() == own.largest(count)[1].tolist()
 
 
-def test_sigmoid_is_not_spelled_out_in_types_of_fewer_digits(made):
+def test_sigmoid_is_not_decomposed_in_half_precision(made):
     for ops in made.sets:
         names = {node.op_type for node in made.graph(made.bundle.target, ops).node}
         assert made.compute == "fp32" or "Exp" not in names
 
 
-def test_rotary_embedding_and_residual_norms_are_one_node_on_a_gpu(made):
+def test_rotary_embedding_and_residual_norms_are_fused_for_gpu(made):
     if (made.kind, made.compute) != ("llama", "fp16"):
         pytest.skip("has no such nodes")
     for model in made.bundle.models.values():
@@ -98,7 +98,7 @@ def test_rotary_embedding_and_residual_norms_are_one_node_on_a_gpu(made):
         assert operators["Split"] == (0 if model.weights_dtype == "float16" else layers)
 
 
-def test_each_graph_variant_has_another_beside_it_and_a_report_of_its_own(made):
+def test_each_typed_graph_variant_has_its_quantization_report(made):
     for model in made.bundle.models.values():
         assert list(model.parity) == [*OPS, *made.sets]
         for ops in made.sets:
@@ -113,7 +113,7 @@ def test_each_graph_variant_has_another_beside_it_and_a_report_of_its_own(made):
     assert made.bundle.to_json() == Bundle.from_json(made.bundle.to_json()).to_json()
 
 
-def test_both_read_the_same_bytes_of_one_file(made):
+def test_typed_variants_share_the_weights_file(made):
     for model in made.bundle.models.values():
         for plain, ops in zip(OPS, made.sets, strict=True):
             known, found = made.places(model, plain), made.places(model, ops)
@@ -122,11 +122,11 @@ def test_both_read_the_same_bytes_of_one_file(made):
             assert sum(size for *_, size in found - known) < 0.02 * sum(s for *_, s in known)
 
 
-def test_rows_keep_their_bits_in_each_graph_variant(made):
+def test_graph_variants_are_batch_invariant(made):
     made.check_rows()
 
 
-def test_greedy_text_is_that_of_plain_decoding_in_the_same_graph_variant(made):
+def test_greedy_text_equals_plain_decoding_in_each_graph_variant(made):
     for ops in made.sets:
         pipeline = specedge.load(made.bundle.folder, ops=ops)
         assert pipeline.target.ops == pipeline.draft.ops == ops
@@ -134,7 +134,7 @@ def test_greedy_text_is_that_of_plain_decoding_in_the_same_graph_variant(made):
             check_greedy(pipeline, PROMPTS[k % 3], 24, k)
 
 
-def test_caches_have_the_type_and_are_rolled_back_by_length(made):
+def test_caches_have_compute_type_and_roll_back_by_length(made):
     for ops in made.sets:
         model = specedge.load(made.bundle.folder, ops=ops).target
         arrays = list(model.cache.arrays.values())
@@ -149,18 +149,18 @@ def test_caches_have_the_type_and_are_rolled_back_by_length(made):
         assert all(map(np.array_equal, model.cache_rows(0, 12), rows))
 
 
-def test_the_cpu_takes_none_of_them_unless_it_is_named(made):
+def test_cpu_uses_typed_variants_only_if_specified(made):
     assert made.pipeline.target.ops in OPS
     assert {choose_ops(model) for model in made.bundle.models.values()} <= {*OPS}
 
 
-def test_memory_is_predicted_for_the_graph_variant_that_is_named(made):
+def test_memory_estimate_uses_the_specified_graph_variant(made):
     own, typed = (memory_of(made.bundle, ops).target for ops in ("gqa", made.sets[1]))
     share = 2 if made.compute == "fp16" else 1
     assert own.caches == share * typed.caches
 
 
-def test_inspect_names_the_type_and_the_cache_of_each(made):
+def test_inspect_shows_compute_type_and_cache_of_each_variant(made):
     said = CliRunner().invoke(inspect, ["--bundle", str(made.bundle.folder)]).output
     for ops in made.sets:
         assert f"  {ops} " in said
@@ -169,7 +169,7 @@ def test_inspect_names_the_type_and_the_cache_of_each(made):
 
 @pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("made", CASES[:2], indirect=True, ids="-".join)
-def test_verify_passes_in_a_graph_variant_with_a_type(made):
+def test_verify_passes_in_typed_graph_variant(made):
     """In one, as an audit takes two minutes."""
     ops = made.sets[-1]
     found = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder), "--ops", ops])
@@ -177,14 +177,14 @@ def test_verify_passes_in_a_graph_variant_with_a_type(made):
     assert f"graph variant {ops}" in found.output
 
 
-def test_a_graph_variant_that_a_bundle_lacks_is_refused_by_its_name(made):
+def test_missing_graph_variant_is_rejected_by_name(made):
     with pytest.raises(
         BundleError, match="has no graphs in the graph variant 'onnx-bf16', only in"
     ):
         specedge.load(made.bundle.folder, ops="onnx-bf16")
 
 
-def test_a_manifest_with_a_report_less_or_another_cache_is_refused(made):
+def test_manifest_with_missing_report_or_wrong_cache_is_rejected(made):
     value = json.loads(made.bundle.to_json())
     del value["target"]["quantisation"][made.sets[0]]
     with pytest.raises(ValueError, match="quantisation must have a report"):
@@ -198,7 +198,7 @@ def test_a_manifest_with_a_report_less_or_another_cache_is_refused(made):
             return
 
 
-def test_weights_in_16_bits_are_multiplied_as_they_are_stored(made):
+def test_float16_weights_are_multiplied_without_casts(made):
     if made.bundle.target.weights_dtype != "float16":
         pytest.skip("of weights in 16 bits")
     for ops in made.sets:
@@ -209,7 +209,7 @@ def test_weights_in_16_bits_are_multiplied_as_they_are_stored(made):
         assert {stored[node.input[1]] for node in products} == {TensorProto.FLOAT16}
 
 
-def test_every_product_computes_in_the_type_from_the_first_layer_on(made):
+def test_all_matmuls_use_the_compute_type(made):
     wanted = {"fp16": TensorProto.FLOAT16, "fp32": TensorProto.FLOAT}[made.compute]
     for ops in made.sets:
         graph = made.graph(made.bundle.target, ops)
@@ -219,7 +219,7 @@ def test_every_product_computes_in_the_type_from_the_first_layer_on(made):
         assert {types[node.input[0]] for node in products} == {wanted}
 
 
-def test_integers_are_widened_a_column_and_no_input_is_rounded(made):
+def test_int8_weights_are_dequantized_and_inputs_stay_float(made):
     if made.bundle.target.weights_dtype != "int8":
         pytest.skip("of weights in 8 bits")
     for ops in made.sets:
@@ -233,7 +233,7 @@ def test_integers_are_widened_a_column_and_no_input_is_rounded(made):
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_what_this_machine_cannot_run_is_checked_and_the_report_says_so(tmp_path):
+def test_unrunnable_variant_is_checked_structurally_and_reported(tmp_path):
     made = Made(tmp_path, "gpt2", draft="self:1", precision="bf16", compute="bf16", ops="gqa")
     notes = [note for note in made.progress.notes if "no bfloat16 kernels on this machine" in note]
     assert [note.split(":")[0] for note in notes] == ["target (gqa-bf16)", "draft (gqa-bf16)"]
@@ -259,7 +259,7 @@ def test_what_this_machine_cannot_run_is_checked_and_the_report_says_so(tmp_path
         ("int4", "onnx", ", or export the pair with --ops onnx"),
     ],
 )
-def test_only_an_export_that_there_is_is_advised_for_a_graph_variant(dtype, ops, advice):
+def test_advised_export_command_is_valid_for_graph_variant(dtype, ops, advice):
     model = Mock(weights_dtype=dtype, parity={"gqa": None}, graph_variant=lambda ops: None)
     with pytest.raises(BundleError) as caught:
         choose_ops(model, ops)
@@ -270,7 +270,7 @@ def test_only_an_export_that_there_is_is_advised_for_a_graph_variant(dtype, ops,
     ("value_size", "advice"),
     [(64, "--ops auto --cache fp16, which adds gqa-kv16 if the model supports it"), (48, None)],
 )
-def test_gqa_is_advised_as_what_a_model_may_have(value_size, advice):
+def test_gqa_export_is_advised_only_if_possible(value_size, advice):
     """Keys and values of two sizes: never. With one size a manifest cannot tell."""
     cache = CacheLayout("float32", 64, (CacheLayer(2, 64, value_size),))
     parity = {"onnx": None}
@@ -282,7 +282,7 @@ def test_gqa_is_advised_as_what_a_model_may_have(value_size, advice):
 
 
 @pytest.mark.slow(exhaustive=True)
-def test_a_large_model_is_compared_in_parts(tmp_path, monkeypatch):
+def test_large_model_is_verified_by_subgraph(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "WHOLE_BYTES", 0)
     monkeypatch.setattr(partition, "PART_BYTES", 100_000)
     for precision in ("fp16", "int8"):
@@ -295,7 +295,7 @@ def test_a_large_model_is_compared_in_parts(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_numbers_beyond_the_type_are_refused_by_its_name(tmp_path):
+def test_overflow_of_compute_type_is_rejected_by_name(tmp_path):
     def change(model):
         with torch.no_grad():
             model.model.embed_tokens.weight *= 1e6
@@ -314,13 +314,13 @@ def test_numbers_beyond_the_type_are_refused_by_its_name(tmp_path):
         ({"compute": "bf16", "draft_precision": "int4"}, "int4 cannot be dequantized to bf16"),
     ],
 )
-def test_a_type_that_changes_nothing_or_cannot_be_is_refused(tmp_path, options, said):
+def test_redundant_or_invalid_compute_type_is_rejected(tmp_path, options, said):
     with pytest.raises(ValueError, match=said):
         export("a", "b", tmp_path / "out", **options)
 
 
 @pytest.mark.slow
-def test_a_float_draft_beside_a_rounded_target_runs_in_its_own_float32(tmp_path):
+def test_float_draft_of_quantized_target_runs_in_float32(tmp_path):
     made = Made(tmp_path, "gpt2", compute="fp32", draft_precision="fp32", ops="onnx")
     assert list(made.bundle.draft.parity) == ["onnx"]
     pipeline = specedge.load(made.bundle.folder, ops="onnx-fp32")

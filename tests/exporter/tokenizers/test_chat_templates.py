@@ -45,7 +45,7 @@ CASES.remove(("Gemma", SYSTEM))  # it refuses; test_chat.py has what is said the
 
 
 @pytest.mark.parametrize(("name", "messages"), CASES)
-def test_text_and_tokens_are_those_of_transformers(reference, bundle, name, messages):
+def test_rendered_text_and_tokens_equal_transformers(reference, bundle, name, messages):
     ours = dataclasses.replace(bundle, chat_template=TEMPLATES[name])
     options = {"chat_template": TEMPLATES[name], "add_generation_prompt": True}
     text = reference.apply_chat_template(messages, tokenize=False, **options)
@@ -60,7 +60,7 @@ NAMED = {"default": "  {% set a = 1 %}\n {{ a }}{{ messages[0].content }}\n\n", 
 
 
 @pytest.mark.parametrize("tools", [None, [], [{"type": "function"}]])
-def test_template_by_name_is_the_one_that_transformers_takes(reference, bundle, tools):
+def test_named_template_selection_matches_transformers(reference, bundle, tools):
     ours = dataclasses.replace(bundle, chat_template=combine(NAMED))
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
     with_names = copy.copy(reference)
@@ -84,7 +84,7 @@ JINJA = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
         ({"chat_template.json": {}}, None),
     ],
 )  # fmt: skip
-def test_template_is_found_in_each_file_that_checkpoints_have(pairs, tmp_path, files, template):
+def test_template_is_loaded_from_every_supported_file(pairs, tmp_path, files, template):
     folder = shutil.copytree(pairs.checkpoint("gpt2")[1], tmp_path / "target")
     for name, value in files.items():
         path = folder / name
@@ -99,7 +99,7 @@ def test_template_is_found_in_each_file_that_checkpoints_have(pairs, tmp_path, f
     )
 
 
-def test_template_file_that_is_no_json_is_one_line(pairs, tmp_path):
+def test_invalid_json_template_file_is_one_line_error(pairs, tmp_path):
     folder = shutil.copytree(pairs.checkpoint("gpt2")[1], tmp_path / "target")
     (folder / "chat_template.json").write_text("{", "utf-8")
     with pytest.raises(ExportError, match=r"chat_template.json is not valid JSON: Expecting"):

@@ -68,7 +68,7 @@ def test_greedy_tokens_equal_plain_decoding_to_last_position(made, k):
     assert len(set(one.tokens)) > 10
 
 
-def test_seed_gives_same_text_streamed_or_cut_short(made):
+def test_same_seed_yields_same_text_if_streamed_or_truncated(made):
     options = {"temperature": 0.9, "top_k": 40, "seed": 3, "num_draft_tokens": 4}
     text = prompt(made)
     whole = made.pipeline.generate(text, CONTEXT, ignore_eos=True, **options)
@@ -109,8 +109,8 @@ def test_targets_tokenizer_and_template_are_shipped(instruct):
 
 
 @pytest.mark.slow
-def test_draft_goes_on_past_its_own_context(instruct):
-    """It is worse there, as it reads less, but it still guesses."""
+def test_draft_continues_beyond_its_context(instruct):
+    """Acceptance decreases there, because the draft sees less context, but drafting continues."""
     one = instruct.pipeline.generate(prompt(instruct), CONTEXT, num_draft_tokens=4, ignore_eos=True)
     length, late = len(prompt(instruct)), []
     for round_ in one.rounds:
@@ -123,7 +123,7 @@ def test_draft_goes_on_past_its_own_context(instruct):
 
 
 @pytest.mark.slow
-def test_prompt_longer_than_drafts_context_is_taken(instruct):
+def test_prompt_longer_than_draft_context_is_accepted(instruct):
     text = [40 + i % 50 for i in range(100)]
     plain = instruct.pipeline.generate(text, 20, num_draft_tokens=0, ignore_eos=True)
     one = instruct.pipeline.generate(text, 20, num_draft_tokens=4, ignore_eos=True)

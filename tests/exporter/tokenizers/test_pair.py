@@ -1,4 +1,4 @@
-"""A draft that does not fit its target is refused with an example of what differs."""
+"""An incompatible draft is rejected with an example of the difference."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ def fall_back(value):
         (fall_back, "byte_fallback"),
     ],
 )
-def test_another_tokenizer_is_refused(both, change, said):
+def test_different_tokenizer_is_rejected(both, change, said):
     edit(both[0] / "tokenizer.json", change)
     with pytest.raises(PairError, match=said):
         fit(both)
@@ -124,7 +124,7 @@ def a_piece_becomes_a_marker(value):
         (nothing, offsets, None),
     ],
 )
-def test_added_tokens_may_differ_with_note(both, draft, target, said):
+def test_different_added_tokens_are_accepted_with_note(both, draft, target, said):
     """Nor does it matter how tokens are placed in the text, or whether "" or null says nothing."""
     for folder, change in zip(both, (draft, target), strict=True):
         edit(folder / "tokenizer.json", change)
@@ -137,7 +137,7 @@ def test_added_tokens_may_differ_with_note(both, draft, target, said):
     )
 
 
-def test_ordinary_token_turned_into_marker_is_accepted_while_rest_agrees(both):
+def test_regular_token_replaced_by_special_token_is_accepted(both):
     edit(both[1] / "tokenizer.json", lambda value: value["model"]["merges"].pop())
     edit(both[0] / "tokenizer.json", lambda value: value["model"]["merges"].pop())
     edit(both[1] / "tokenizer.json", a_piece_becomes_a_marker)
@@ -155,7 +155,7 @@ def test_scores_of_unigram_pieces_must_agree():
         compatibility.compare(settings(-2.0), settings(-3.0))
 
 
-def test_another_post_processor_and_decoder_are_noted(both):
+def test_different_post_processor_and_decoder_are_noted(both):
     def change(value):
         value["post_processor"] = {
             "type": "ByteLevel",
@@ -180,7 +180,7 @@ def test_another_post_processor_and_decoder_are_noted(both):
         (515, 513, 512, (513, 512), 2),
     ],
 )
-def test_model_takes_ids_that_it_has_rows_for(num_tokens, target, draft, sizes, noted):
+def test_vocabulary_size_is_limited_by_embedding_rows(num_tokens, target, draft, sizes, noted):
     progress = Progress()
     assert pair.vocab_sizes(num_tokens, [target, draft], progress) == [*sizes]
     assert len(progress.notes) == noted
@@ -199,7 +199,7 @@ def test_draft_has_no_more_positions_than_its_target(both, target, draft, length
     assert len(progress.notes) == noted
 
 
-def test_padding_and_truncation_do_not_matter_and_are_not_shipped(both, tmp_path):
+def test_padding_and_truncation_settings_are_dropped(both, tmp_path):
     settings = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     edit(both[1] / "tokenizer.json", lambda value: value.update(truncation=settings))
     text, notes, target = fit(both)
@@ -261,7 +261,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_type": "linear", "factor": 4.0}, 4096, 6000, 4096),
     ],
 )
-def test_scaled_rotary_factors_reach_as_far_as_they_are_for(rope, own, asked, taken):
+def test_context_is_limited_by_rotary_scaling(rope, own, asked, taken):
     config = LlamaConfig(max_position_embeddings=own, rope_parameters={"rope_theta": 1e4, **rope})
     found = SimpleNamespace(config=config, name="x")
     assert pair.context_length(found, asked, Progress()) == taken
@@ -274,7 +274,7 @@ def test_scaled_rotary_factors_reach_as_far_as_they_are_for(rope, own, asked, ta
         ("{{ messages[0]['content'][0]['text']['a'] }}", False),
     ],
 )
-def test_chat_template_that_takes_no_plain_text_is_noted_and_not_used(template, works, tmp_path):
+def test_chat_template_without_plain_text_support_is_skipped_with_note(template, works, tmp_path):
     tokenizer, progress = make_tokenizer(tmp_path), Progress()
     tokenizer.chat_template = template
     render = pair.chat_writer(SimpleNamespace(tokenizer=tokenizer), progress)

@@ -36,7 +36,7 @@ def model_of(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OWN_CODE)
-def test_families_with_code_of_their_own_equal_pytorch_in_float64(name, tmp_path):
+def test_families_with_custom_code_match_pytorch_in_float64(name, tmp_path):
     model = model_of(name)
     loaded = LoadedCheckpoint(model, "float32", WeightSources())
     part = model_export.measure_model("target", loaded, 96, 4, VOCAB_SIZE, tmp_path, Progress())

@@ -32,7 +32,7 @@ def test_observation_on_meta_device_equals_observation_with_weights(name):
     assert tracer.observe_config(model.config, 200, 4) == tracer.observe(model, shape)
 
 
-def test_config_of_any_size_is_seen_without_memory():
+def test_config_of_any_size_is_checked_without_memory():
     config = DeepseekV3Config(num_hidden_layers=8)  # of 400 GB in float32
     assert len(tracer.observe_config(config, 4096, 4)) == 8
 
@@ -46,7 +46,7 @@ def test_example_caches_take_no_memory():
     assert sum(cache.nbytes for cache in caches) > 2e9
 
 
-def test_graph_variant_that_model_cannot_have_is_refused_before_its_weights_are_read(tmp_path):
+def test_unsupported_graph_variant_is_rejected_before_reading_weights(tmp_path):
     model = make_model(ARCHITECTURES["deepseek_v3"][1]())
     folder = save(model, make_tokenizer(tmp_path / "tokenizer"), tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"not read")
@@ -54,7 +54,7 @@ def test_graph_variant_that_model_cannot_have_is_refused_before_its_weights_are_
         export(folder, folder, tmp_path / "bundle", ops="gqa")
 
 
-def test_experts_that_take_rows_by_their_numbers_are_refused_from_config():
+def test_index_based_experts_are_rejected_from_config():
     with pytest.raises(ExportError, match="experts do not use transformers' interface"):
         tracer.check_config(JetMoeConfig(), 64, 4, "auto")
 
@@ -69,7 +69,7 @@ def test_model_that_fails_on_meta_device_is_checked_with_weights(monkeypatch):
     tracer.check_config(make_config("llama"), 64, 4, "auto")
 
 
-def test_refused_target_costs_no_download_and_no_look_at_draft(tmp_path, monkeypatch):
+def test_rejected_target_is_not_downloaded_and_draft_not_resolved(tmp_path, monkeypatch):
     def looked_up(role, name, revision, adapter):
         assert role == "target"
         return checkpoints.Checkpoint(
@@ -87,7 +87,7 @@ def test_refused_target_costs_no_download_and_no_look_at_draft(tmp_path, monkeyp
         export("c/d", "a/b", tmp_path / "bundle")
 
 
-def test_attention_that_goes_past_interface_is_reported_as_that(monkeypatch):
+def test_attention_bypassing_the_interface_is_reported(monkeypatch):
     def forward(self, hidden_states, past_key_values, **unused):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         keys = self.k_proj(hidden_states).view(shape).transpose(1, 2)
@@ -116,7 +116,7 @@ def test_model_that_transformers_cannot_build_is_refused_with_its_reason():
         (ImportError("cannot import name 'y'"), ExportError, "ImportError: cannot import name 'y'"),
     ],
 )
-def test_optimum_is_called_missing_only_where_it_is_missing(monkeypatch, error, wanted, said):
+def test_optimum_is_reported_missing_only_if_missing(monkeypatch, error, wanted, said):
     imported = builtins.__import__
 
     def importing(name, *args, **kwargs):
@@ -129,7 +129,7 @@ def test_optimum_is_called_missing_only_where_it_is_missing(monkeypatch, error, 
         tracer.observe_config(make_config("llama"), 64, 4)
 
 
-def test_versions_that_are_said_to_be_tried_are_those_that_can_be_installed():
+def test_tested_versions_match_install_requirements():
     extras = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
     allowed = {(found := Requirement(line)).name: found.specifier for line in extras["export"]}
     for package, (floor, newest) in internals.TESTED.items():

@@ -135,7 +135,7 @@ def test_experts_equal_transformers_and_are_batch_invariant(family, ops):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("family", WITH_NODE)
-def test_node_spelled_out_in_float64_is_transformers_own_experts(family):
+def test_float64_decomposition_of_experts_matches_transformers(family):
     module, (rows, chosen, weights) = make_experts(family), inputs(9)
     before = set(module.state_dict()) | set(vars(module)) | set(module._buffers)
     graph = traced(module, "gqa").graph
@@ -156,11 +156,11 @@ def test_node_spelled_out_in_float64_is_transformers_own_experts(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_activation_is_found_by_trying(family):
+def test_activation_parameters_are_inferred_from_outputs(family):
     assert ExpertsModule(make_experts(family)).swiglu() == FAMILIES[family][2]
 
 
-def test_experts_with_norm_each_are_refused():
+def test_experts_with_individual_norms_are_rejected():
     module = make_experts("mixtral")
     module.has_post_expert_norm = True
     block = Block(module, "onnx")
@@ -181,7 +181,7 @@ def whole_model(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_no_graph_gathers_matrices_and_file_holds_them_once(whole_model):
+def test_graphs_do_not_gather_expert_matrices_stored_once(whole_model):
     for path in whole_model.folder.glob("*.onnx"):
         graph = onnx.load(path, load_external_data=False).graph
         large = {t.name for t in graph.initializer if len(t.dims) > 2}
@@ -189,7 +189,7 @@ def test_no_graph_gathers_matrices_and_file_holds_them_once(whole_model):
         casts = {n.output[0] for n in graph.node if n.op_type == "Cast" and n.input[0] in large}
         nodes = [n for n in graph.node if n.op_type == "MoE"]
         assert bool(nodes) == ("gqa" in path.name)
-        # Read as they are stored: what is reshaped first would be in memory twice.
+        # Read as stored: reshaping first would hold two copies in memory.
         assert all({n.input[2], n.input[4]} <= casts for n in nodes)
     stored = (whole_model.folder / "weights.bin").stat().st_size
     assert stored < 1.02 * sum(p.nbytes for p in whole_model.model.parameters()) / 2
@@ -197,7 +197,7 @@ def test_no_graph_gathers_matrices_and_file_holds_them_once(whole_model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ops", OPS)
-def test_experts_in_parts_compute_what_whole_computes(whole_model, ops, in_parts, monkeypatch):
+def test_partitioned_experts_equal_whole_graph(whole_model, ops, in_parts, monkeypatch):
     given = whole_model.folder, whole_model.files, whole_model.shape, ops
     split = Runner(*given)
     monkeypatch.setattr(runner, "WHOLE_BYTES", 1 << 40)
@@ -208,7 +208,7 @@ def test_experts_in_parts_compute_what_whole_computes(whole_model, ops, in_parts
     assert np.array_equal(found[1], wanted[1])
 
 
-def test_eager_experts_are_not_ours():
+def test_eager_experts_are_not_replaced():
     module, given = make_experts("mixtral"), inputs(3)
     block = Block(module, "onnx")
     wanted = module(*given)

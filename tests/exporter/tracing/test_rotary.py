@@ -1,4 +1,4 @@
-"""Rotary factors of every kind at contexts beyond 4,096, and what is said of those that change."""
+"""Rotary factors at contexts beyond 4,096, and notes about length-dependent ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specedge.exporter.tracing.module_patches import freeze_rotary
 @pytest.mark.slow
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("kind", ["yarn", "longrope"])  # the table has all
-def test_late_positions_of_long_contexts_are_transformers_own(kind, tmp_path):
+def test_late_positions_of_long_contexts_match_transformers(kind, tmp_path):
     errors, plain = compared(kind, tmp_path)
     assert errors[ORIGINAL:].max() < 1e-4
     assert (plain > 0.05) is (kind != "default")
@@ -28,7 +28,7 @@ def test_note_of_frozen_long_context_factors(kind, context, said):
     assert torch.equal(model.model.rotary_emb.inv_freq, before) is not said
 
 
-def test_factors_of_one_type_of_layers_alone_are_settled():
+def test_only_dynamic_rotary_factors_of_a_layer_type_are_frozen():
     model = AutoModelForCausalLM.from_config(config_of("longrope"))
     rotary = model.model.rotary_emb
     rotary.rope_type = {"full_attention": "longrope", "sliding_attention": "default"}

@@ -1,4 +1,4 @@
-"""Exact results, of a model whose code asks for float32 and of a graph with fused nodes."""
+"""float64 references of models with float32 casts and of graphs with fused nodes."""
 
 import numpy as np
 import onnx
@@ -23,7 +23,7 @@ from specedge.exporter.verification.exact_nodes import (
 from specedge.exporter.verification.reference import RoutingRecorder, near_routing_ties
 
 
-def test_float64_stays_float64_where_code_asks_for_float32():
+def test_float64_mode_overrides_float32_casts():
     x = torch.full((2, 3), 1 + 1e-12, dtype=torch.float64)
     with Float64Mode():
         asked = [x.float(), x.to(torch.float32), x.type(torch.float32)]
@@ -56,7 +56,7 @@ def test_rounding_noise_perturbs_all_but_the_first_sequence():
 @pytest.mark.slow
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", ["falcon", "falcon, ALiBi", "codegen"])
-def test_scales_that_float32_rounds_are_models_own(name, tmp_path):
+def test_float32_rounded_scales_match_the_model(name, tmp_path):
     config = ARCHITECTURES[name][1]()
     setattr(config, "n_embd" if name == "codegen" else "hidden_size", 80)  # heads of 20
     model = make_model(config)
@@ -70,7 +70,7 @@ def test_scales_that_float32_rounds_are_models_own(name, tmp_path):
     "options", [{}, {"softcap": 5.0}, {"local_window_size": 3}, {"scale": 0.3}]
 )
 @pytest.mark.parametrize("sinks", [False, True])
-def test_spelled_out_form_of_grouped_query_attention_is_onnx_runtimes(options, sinks):
+def test_decomposed_group_query_attention_matches_onnx_runtime(options, sinks):
     random = np.random.default_rng(0)
     heads, groups, size, capacity, length, start = 4, 2, 8, 24, 6, 5
 
@@ -96,7 +96,7 @@ def test_spelled_out_form_of_grouped_query_attention_is_onnx_runtimes(options, s
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_rotary_embedding_inside_grouped_query_attention_is_onnx_runtimes(packed):
+def test_rotary_in_group_query_attention_matches_onnx_runtime(packed):
     random = np.random.default_rng(0)
     heads, groups, size, capacity, length, start = 4, 2, 16, 24, 6, 5
 
@@ -124,7 +124,7 @@ def test_rotary_embedding_inside_grouped_query_attention_is_onnx_runtimes(packed
         assert not np.array_equal(shuffled, keys)
 
 
-def test_spelled_out_norm_of_sum_is_onnx_runtimes():
+def test_decomposed_skip_norm_matches_onnx_runtime():
     random = np.random.default_rng(0)
     x, skip = (random.standard_normal((1, 3, 64)) for _ in range(2))
     scale = random.standard_normal(64)
@@ -151,7 +151,7 @@ CAUSAL = np.arange(10) <= np.arange(4, 7)[:, None]
         (np.ones((3, 1), bool), 10),
     ],
 )
-def test_rows_that_no_query_sees_are_left_out_of_exact_attention_and_change_nothing(mask, end):
+def test_masked_rows_do_not_affect_exact_attention(mask, end):
     random = np.random.default_rng(0)
     query, keys, values = (random.standard_normal((1, 2, n, 8)) for n in (3, 10, 10))
     node = onnx.helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"])
@@ -167,7 +167,7 @@ def test_rows_that_no_query_sees_are_left_out_of_exact_attention_and_change_noth
     assert np.abs(whole - part).max() < 1e-15
 
 
-def test_rows_before_stretch_are_joined_for_one_layer_at_time_and_not_kept():
+def test_cached_rows_are_joined_one_layer_at_a_time_and_not_kept():
     random = torch.Generator().manual_seed(0)
     before = [torch.randn(2, 5, 4, generator=random) for _ in "kv"]
     layer = reference._ContinuedCacheLayer(lambda i: before[i - 2].numpy(), 5, 1)
@@ -188,13 +188,13 @@ def choices(scores):
     return found
 
 
-def test_router_that_rounding_could_turn_is_found():
+def test_router_near_tie_is_detected():
     exact = np.array([[3.0, 2.0, 1.0], [3.0, 2.0, 2.0 - 1e-7], [3.0, 3.0, 1.0]])
     rounded = np.concatenate([exact, exact + 1e-7])
     assert near_routing_ties(choices(exact), choices(rounded), 3).tolist() == [False, True, False]
 
 
-def test_tokens_with_routing_near_ties_are_drawn_again():
+def test_tokens_with_routing_near_ties_are_resampled():
     model = make_model(ARCHITECTURES["mixtral"][1]())
     shape = geometry.measure_geometry(model, 12, 4)
     (plain,) = reference.compute_references("target", model, WeightSources(), shape, 512)
@@ -209,7 +209,7 @@ def test_tokens_with_routing_near_ties_are_drawn_again():
     assert (found.tokens != with_ties).any()
 
 
-def test_router_that_is_always_tied_is_refused_as_such(monkeypatch):
+def test_always_tied_router_is_rejected(monkeypatch):
     monkeypatch.setattr(reference, "MAX_RESAMPLINGS", 2)
     model = make_model(ARCHITECTURES["mixtral"][1]())
     shape = geometry.measure_geometry(model, 32, 4)
@@ -221,7 +221,7 @@ def test_router_that_is_always_tied_is_refused_as_such(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"softcap": 2.0}])
 @pytest.mark.parametrize("mask", [None, CAUSAL[None, None], np.where(CAUSAL, 0.5, -np.inf)])
-def test_spelled_out_form_of_attention_is_onnx_runtimes(options, mask):
+def test_decomposed_attention_matches_onnx_runtime(options, mask):
     random = np.random.default_rng(0)
     shapes = ((1, 4, 3, 8), (1, 2, 10, 8), (1, 2, 10, 8))
     inputs = [random.standard_normal(shape).astype(np.float32) for shape in shapes]

@@ -56,12 +56,12 @@ def check_refused(fault, ops, gemma, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ops", ["onnx", slow("gqa")])
-def test_model_of_planted_faults_passes_without_one(ops, gemma, tmp_path, monkeypatch):
+def test_fault_free_model_passes(ops, gemma, tmp_path, monkeypatch):
     report = gemma.verify(gemma.graph(ops).clone(), ops, tmp_path, monkeypatch)
     assert report.invariant_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
 
 
-def test_fault_at_last_position_alone_is_found(tmp_path):
+def test_fault_only_at_last_position_is_detected(tmp_path):
     model = model_of("gpt2")
     runner = traced(model, tmp_path)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_planted_fault_in_partitioned_model_is_found(
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("fault", [window_off_by_one, stale_row])
-def test_planted_fault_is_found_where_like_layers_are_run_once(
+def test_planted_fault_is_detected_with_representative_layers(
     fault, ops, deep_gemma, tmp_path, in_parts, monkeypatch
 ):
     check_refused(fault, ops, deep_gemma, tmp_path, monkeypatch)
@@ -96,7 +96,7 @@ def test_planted_fault_is_found_where_like_layers_are_run_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ops", ["onnx", exhaustive("gqa")])
-def test_fault_of_one_layer_among_like_ones_is_found(
+def test_fault_in_one_of_many_identical_layers_is_detected(
     ops, deep_gemma, tmp_path, in_parts, monkeypatch
 ):
     changed = deep_gemma.graph(ops).clone()

@@ -1,4 +1,4 @@
-"""The exported graphs compute what the PyTorch models do."""
+"""Exported graphs match the PyTorch models."""
 
 import sys
 

@@ -42,7 +42,7 @@ def test_partitioned_model_is_verified_like_a_whole_one(kind, ops, tmp_path, in_
 
 
 @pytest.mark.slow
-def test_parts_in_half_precision_compute_what_whole_computes(pairs, in_parts, monkeypatch):
+def test_half_precision_subgraphs_equal_whole_graph(pairs, in_parts, monkeypatch):
     bundle = pairs.bundle("bfloat16")
     model = bundle.target
     shape = geometry.Geometry(
@@ -67,7 +67,7 @@ def test_parts_in_half_precision_compute_what_whole_computes(pairs, in_parts, mo
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(("num_layers", "layer"), [(2, 0), (6, 3)])
-def test_file_that_differs_bitwise_in_one_layer_is_found(num_layers, layer, tmp_path, in_parts):
+def test_bitwise_difference_in_one_layer_is_detected(num_layers, layer, tmp_path, in_parts):
     model = model_of("llama", layers=num_layers)
     runner = traced(model, tmp_path)
     step = ir.load(tmp_path / "step.onnx")
@@ -79,7 +79,7 @@ def test_file_that_differs_bitwise_in_one_layer_is_found(num_layers, layer, tmp_
 
 
 def test_values_are_released_after_their_last_reader(tmp_path, in_parts, monkeypatch):
-    """A pass keeps only what subgraphs to come read, not the outputs of every layer."""
+    """A pass retains only values that later subgraphs read."""
     runner = traced(model_of("llama"), tmp_path, "gqa")
     assert runner.num_stages > 3
     held = []
@@ -102,7 +102,7 @@ def test_values_are_released_after_their_last_reader(tmp_path, in_parts, monkeyp
     ("kind", "ops"),
     [("gpt2", "gqa"), exhaustive("gemma2", "onnx")],
 )
-def test_representative_layers_are_run_alone(kind, ops, tmp_path, in_parts):
+def test_only_representative_layers_are_run(kind, ops, tmp_path, in_parts):
     runner = traced(model_of(kind, layers=6), tmp_path, ops)
     assert 6 <= len(runner.kept) <= 8
     assert runner.representatives.start - runner.representatives.end >= 3
@@ -114,7 +114,7 @@ def test_start_and_end_of_large_models_are_compared():
     assert reference.compared_positions(shape, 1_500_000_000) == [(0, 32), (1012, 1024)]
 
 
-def test_part_whose_bytes_are_made_unsigned_multiplies_by_turned_table_of_file(tmp_path):
+def test_unsigned_subgraph_uses_converted_transposed_table(tmp_path):
     table = np.random.default_rng(0).integers(-127, 128, (64, 32), np.int8)
     (tmp_path / FILE).write_bytes(table.tobytes())
     stored = TensorProto(name="table", data_type=TensorProto.INT8, dims=table.shape)

@@ -41,7 +41,7 @@ def planted():
 
 
 class Case:
-    """A family's model, its graphs and what PyTorch computes, each made once."""
+    """Model, graphs and PyTorch references of a family, each created once."""
 
     def __init__(self, family):
         self.model = realistic.make_model(family, context=CONTEXT, **CASES[family])
@@ -64,7 +64,7 @@ def cases():
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("family", OFTEN_AND_SELDOM)
-def test_model_with_real_magnitudes_is_model_in_float64_and_as_good_as_float32(
+def test_realistic_model_passes_float64_and_float32_checks(
     family, ops, cases, tmp_path, monkeypatch
 ):
     case = cases(family)
@@ -74,7 +74,7 @@ def test_model_with_real_magnitudes_is_model_in_float64_and_as_good_as_float32(
 
 
 @pytest.mark.parametrize(("family", "name", "ops"), planted())
-def test_fault_planted_among_real_magnitudes_is_refused_with_its_place(
+def test_planted_fault_in_realistic_model_is_located(
     family, name, ops, cases, tmp_path, monkeypatch
 ):
     case = cases(family)

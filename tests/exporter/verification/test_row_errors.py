@@ -1,4 +1,4 @@
-"""Errors are judged row by row, by what float32 itself does to the row."""
+"""Error bounds per row, relative to the float32 error of the row."""
 
 import weakref
 from collections import Counter
@@ -32,13 +32,13 @@ def moved(amount, place=(1, 3, 4), wanted=ROWS):
     return found
 
 
-def test_error_of_some_times_float32s_own_is_allowed_and_recorded():
+def test_multiple_of_float32_error_is_accepted_and_recorded():
     judge = judged(moved(5e-6))
     assert judge.ratio == pytest.approx(5)
     assert judge.row == pytest.approx(5e-6)
 
 
-def test_larger_one_is_refused_with_head_position_and_both_figures():
+def test_larger_error_is_rejected_with_head_and_position():
     message = (
         r"^target: present\.0\.key head 1 at position 103 differs from the exact result by 1.7e-05 "
         r"of the row's largest value, allowed are 16 times float32's own 1.0e-06$"
@@ -47,7 +47,7 @@ def test_larger_one_is_refused_with_head_position_and_both_figures():
         judged(moved(1.7e-5))
 
 
-def test_large_channel_in_one_row_hides_nothing_in_another():
+def test_outlier_channel_does_not_mask_errors_in_other_rows():
     massive = ROWS.copy()
     massive[0, 0, 0] = 1e4
     with pytest.raises(ParityError, match="head 1 at position 103"):
@@ -60,13 +60,13 @@ def test_non_finite_values_are_refused(value):
         judged(moved(value))
 
 
-def test_tolerance_is_of_largest_value_whatever_float32_does():
+def test_tolerance_is_relative_to_largest_value():
     judged(moved(1e-3), tolerance=2e-3)
     with pytest.raises(ParityError, match=r"of the largest value, --tolerance is 0\.0001$"):
         judged(moved(1e-3), tolerance=1e-4)
 
 
-def test_row_of_zeros_may_not_become_anything():
+def test_zero_row_must_stay_zero():
     zeros = ROWS.copy()
     zeros[1, 3] = 0
     judged(zeros.copy(), zeros)
@@ -82,7 +82,7 @@ def test_lucky_float32_rows_are_bounded_by_the_median():
     assert float32_error_bounds(error, exact) == pytest.approx(np.full(3, 1e-6), rel=0.2)
 
 
-def test_model_that_float32_cannot_compute_is_refused_as_that():
+def test_model_not_computable_in_float32_is_rejected():
     model = model_of()
     model.lm_head.weight.data[:, 0] = 1e7  # which all logits have in common
     shape = geometry.measure_geometry(model, 96, 4)
@@ -132,7 +132,7 @@ def test_model_with_degenerate_logits_is_refused(model, said):
         reference.compute_references("target", model, WeightSources(), shape, 512)
 
 
-def test_tolerance_is_recorded_and_excuses_no_other_model(tmp_path):
+def test_tolerance_is_recorded_and_does_not_accept_another_model(tmp_path):
     model = model_of()
     runner = traced(model, tmp_path)
     found = measure(model, runner, tolerance=0.01)

@@ -1,4 +1,4 @@
-"""Where the CUDA provider puts a model's nodes, and what a Run does, on a machine without a GPU.
+"""Node placement and copies of the CUDA provider on a machine without a GPU.
 
     python placement.py MODEL.onnx T=1 [T=5 ...] [--dtype float16] [--forbid-cpu] [--graph]
 

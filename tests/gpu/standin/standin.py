@@ -55,7 +55,7 @@ def why_not():
 
 
 def load(directory=None):
-    """Load the libraries: the CUDA provider then finds them by name, whatever paths say."""
+    """Load the libraries, so that the CUDA provider finds them by name for any search path."""
     directory = build(directory)
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
     for path in {line.split(None, 5)[5] for line in maps if "/libcudart.so" in line}:
@@ -84,7 +84,7 @@ def reset():
 
 
 def counts():
-    """Everything counted since the last reset, and what is live, by name."""
+    """Return all counters since the last reset and the live resources, by name."""
     return {
         name: int(value)
         for name, value in map(str.split, _text(runtime().standin_counts).splitlines())

@@ -1,4 +1,4 @@
-"""Logits that lie on a device: what is asked of them is what whole rows give, of less."""
+"""On-device logits: top logits and distributions equal those of full rows."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def rows(kind, width):
 
 @pytest.mark.parametrize("width", [5, 64, 65, 3000])
 @pytest.mark.parametrize("kind", ["apart", "tied"])
-def test_the_largest_logits_are_those_of_the_whole_row(kind, width):
+def test_top_logits_equal_top_of_full_row(kind, width):
     logits = rows(kind, width)
     for count in (1, 2, 7, 63, 64, 65):
         device = Device(logits)
@@ -79,7 +79,7 @@ def test_no_row_is_fetched_for_a_greedy_choice_nor_for_top_k():
     assert device.fetches == ["best", "all"]
 
 
-def test_a_row_is_fetched_if_the_last_score_may_be_tied():
+def test_full_row_is_fetched_if_last_score_may_be_tied():
     logits = rows("apart", 3000)
     logits[0, 100:200] = logits.max() + 1
     device = Device(logits)

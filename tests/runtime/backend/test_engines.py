@@ -1,4 +1,4 @@
-"""Engines on disk: their keys, how they appear whole, and what is said where there is none."""
+"""Engine cache: keys, atomic publication and errors for missing engines."""
 
 import dataclasses
 import threading
@@ -49,7 +49,7 @@ def test_an_engine_is_renamed_when_complete(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [WHOLE.name]
 
 
-def test_a_failed_build_leaves_nothing(tmp_path):
+def test_failed_build_leaves_no_files(tmp_path):
     def fail():
         with engines.publish(tmp_path, WHOLE) as new:
             new().write_bytes(b"half")
@@ -60,14 +60,14 @@ def test_a_failed_build_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_compiler_that_wrote_nothing_is_an_error(tmp_path):
+def test_missing_compiler_output_is_an_error(tmp_path):
     wanted = pytest.raises(DeviceError, match=r"wrote no engine\.onnx")
     with wanted, engines.publish(tmp_path, WHOLE):
         pass
     assert not list(tmp_path.iterdir())
 
 
-def test_an_engine_that_is_there_is_not_built_again(tmp_path):
+def test_existing_engine_is_not_rebuilt(tmp_path):
     built(tmp_path, WHOLE)
     with engines.publish(tmp_path, WHOLE) as place:
         assert place is None
@@ -106,7 +106,7 @@ def test_engines_of_the_bundle_take_precedence(bundle, tmp_path):
     assert engines.find(Bundle.read(tmp_path / "copy"), key) == own
 
 
-def test_a_copy_of_another_bundle_is_not_written_into(bundle, tmp_path):
+def test_existing_copy_of_another_bundle_is_rejected(bundle, tmp_path):
     folder = engine_builder._copy_bundle(bundle, tmp_path / "copy")
     assert engine_builder._copy_bundle(bundle, tmp_path / "copy") == folder
     files = {**bundle.files, bundle.tokenizer: FileEntry(1, "0" * 64)}
@@ -115,7 +115,7 @@ def test_a_copy_of_another_bundle_is_not_written_into(bundle, tmp_path):
         engine_builder._copy_bundle(other, tmp_path / "copy")
 
 
-def test_a_missing_engine_is_named_with_the_command_that_builds_it(bundle):
+def test_missing_engine_error_includes_build_command(bundle):
     target = bundle.target
     with pytest.raises(DeviceError) as caught:
         engines.require(bundle, target, target.graph("verify", "onnx"), PLATFORM, "tensorrt:1")
@@ -125,7 +125,7 @@ def test_a_missing_engine_is_named_with_the_command_that_builds_it(bundle):
     assert said.endswith(f"specedge build --bundle {bundle.folder} --device tensorrt:1")
 
 
-def test_a_graph_of_any_length_has_no_engine(bundle):
+def test_dynamic_length_graph_has_no_engine(bundle):
     decoder = bundle.target.graph("decoder", "onnx")
     with pytest.raises(DeviceError, match=r"fixed-shape graphs only, .*'decoder'"):
         engines.require(bundle, bundle.target, decoder, PLATFORM, "rtx")
@@ -143,7 +143,7 @@ def test_tensorrt_10_15_and_10_16_are_supported(number, shown):
             tensorrt.check_version(number)
 
 
-def test_jetsons_name_their_system():
+def test_tegra_version_is_parsed_from_release_file():
     line = "# R39 (release), REVISION: 1.0, GCID: 1, BOARD: generic, EABI: aarch64"
     assert tensorrt.tegra_version(line) == "R39.1.0"
     assert tensorrt.tegra_version("something else") is None
@@ -153,9 +153,7 @@ def test_jetsons_name_their_system():
     ("ops", "kinds"),
     [("onnx-fp16", "100"), ("onnx-bf16", "010"), ("onnx", "000"), ("onnx-qdq", "101")],
 )
-def test_tensorrt_computes_in_the_graph_variants_type_and_writes_beside_the_engine(
-    tmp_path, ops, kinds
-):
+def test_tensorrt_options_follow_compute_type_of_graph_variant(tmp_path, ops, kinds):
     found = tensorrt.build_options(2, ops, tmp_path / ENGINE)
     assert "".join(found[f"trt_{kind}_enable"] for kind in ("fp16", "bf16", "int8")) == kinds
     assert found["device_id"] == "2"
@@ -181,7 +179,7 @@ def test_a_missing_rtx_plug_in_is_reported(monkeypatch):
         ("tensorrt:1", "tensorrt:1 runs none of its graph variants"),
     ],
 )
-def test_engines_that_cannot_be_built_are_one_clear_error(device, message):
+def test_unsupported_engine_build_is_rejected(device, message):
     with pytest.raises(DeviceError, match=message):
         engine_builder.build_engines(store.embedded_folder(), device)
     with pytest.raises(DeviceError, match="TensorRT builds engines for this machine's GPU only"):

@@ -51,14 +51,14 @@ def test_a_pass_of_any_length_equals_the_decoder_bitwise(pipeline, models, lengt
 
 
 @pytest.mark.parametrize("length", [3, 11])
-def test_logits_of_the_last_rows_are_the_decoders(pipeline, models, length):
+def test_last_row_logits_equal_decoder_logits(pipeline, models, length):
     wanted, found = (model.forward(tokens(pipeline, length), 2).array() for model in models)
     assert found.shape == wanted.shape == (2, pipeline.target.vocab_size)
     assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("count", [1, 6, 64, 65, 130])
-def test_a_prompt_in_padded_chunks_leaves_the_decoders_caches(pipeline, models, count):
+def test_padded_prefill_chunks_leave_the_same_caches_as_decoder(pipeline, models, count):
     for model in models:
         model.prefill(tokens(pipeline, count))
     assert models[1].length == count
@@ -108,7 +108,7 @@ def test_padded_rows_are_never_read(pipeline, models):
     assert np.array_equal(padded, models[0].forward(text[23:26]).array())
 
 
-def test_a_twin_has_a_cache_of_its_own(pipeline, models):
+def test_model_with_new_cache_has_separate_cache(pipeline, models):
     target = models[1]
     target.prefill(tokens(pipeline, 7))
     twin = target.with_new_cache()

@@ -1,4 +1,4 @@
-"""A graph is looked at before ONNX Runtime opens it: what it names is listed, and it must end."""
+"""Graph validation before ONNX Runtime opens a file: listed files only, no loops."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 
 def append(folder, piece, file=GRAPH_FILE):
-    """Put a piece behind a graph file, which protobuf takes as a part of it, and list that."""
+    """Append a protobuf fragment to a graph file and update the manifest."""
     with (folder / file).open("ab") as graph:
         graph.write(piece)
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
@@ -72,7 +72,7 @@ def test_a_graph_with_an_unlisted_file_is_refused(folder, name):
     assert message.isprintable()
 
 
-def test_a_graph_may_name_any_file_that_is_listed(folder):
+def test_graph_can_reference_any_listed_file(folder):
     from specedge.bundle.graph_scan import check_graph
 
     bundle = append(folder, field(GRAPH, field(INITIALIZER, tensor(b"decoder.onnx"))))
@@ -80,7 +80,7 @@ def test_a_graph_may_name_any_file_that_is_listed(folder):
 
 
 @pytest.mark.parametrize("op", ["If", "Loop", "Scan", "SequenceMap"])
-def test_a_graph_that_may_not_terminate_is_refused(folder, op):
+def test_possibly_nonterminating_graph_is_rejected(folder, op):
     bundle = append(folder, field(GRAPH, node(op.encode())))
     assert f"a node {op}, which may not terminate" in refusal(bundle)
 
@@ -112,7 +112,7 @@ def test_a_graph_of_another_file_format_is_refused(folder):
         field(FUNCTION, field(7, field(5, field(5, tensor(b"x"))))),
     ],
 )
-def test_tensors_are_found_in_every_position(piece):
+def test_external_tensors_are_found_in_every_field(piece):
     assert external_files(piece) == {"x"}
     assert external_files(field(GRAPH, b"") + piece) == {"x"}
 

@@ -88,17 +88,17 @@ HELD = {  # weights, nodes, packed and unpacked bytes
 
 
 @pytest.mark.parametrize(("sizes", "nodes", "expected"), HELD.values(), ids=HELD)
-def test_weights_are_counted_as_they_are_kept(sizes, nodes, expected):
+def test_weight_memory_matches_resident_format(sizes, nodes, expected):
     assert held(graph(sizes, *nodes)) == expected
 
 
-def test_16_bit_weights_are_widened_on_the_cpu_and_float32_ones_count_once():
+def test_16_bit_weights_count_as_float32_on_cpu():
     nodes = (X_A, CAST_B, X_W)
     assert held(graph({"a": 10, "b": 20}, *nodes), is_16_bit=True) == [60, 0]
     assert held(graph({"a": 40, "b": 80}, *nodes), is_16_bit=True, is_32_bit=True) == [120, 0]
 
 
-def test_parts_add_up_to_the_peak(need):
+def test_components_sum_to_peak_estimate(need):
     found = loader.memory_of(Bundle.read(store.embedded_folder()))
     assert sum(found.parts.values()) == found.peak
     large = replace(need, target=model(opening=900))
@@ -106,7 +106,7 @@ def test_parts_add_up_to_the_peak(need):
     assert found.peak == max(found.running, found.opening)
 
 
-def test_caches_are_those_of_the_capacity():
+def test_cache_memory_follows_capacity():
     bundle = Bundle.read(store.embedded_folder())
     found = loader.memory_of(bundle)
     arrays = [
@@ -127,7 +127,7 @@ def passes(vocab, of_layer=4, **changes):
     return memory._pass_bytes(one, packed, **given)
 
 
-def test_a_prompts_pass_has_scores_and_values_of_a_layer_but_no_logits():
+def test_prefill_memory_has_attention_scores_but_no_logits():
     few, many = passes(50_000), passes(150_000)
     assert many - few == pytest.approx(4 * 100_000 * (15 + 20))  # of rounds' passes, and drawing
     prompt = few - 4 * 50_000 * 35
@@ -136,12 +136,12 @@ def test_a_prompts_pass_has_scores_and_values_of_a_layer_but_no_logits():
     assert passes(50_000, slots=3) - few == pytest.approx(4 * 50_000 * 2 * 15)
 
 
-def test_large_experts_are_not_taken_for_the_head():
+def test_large_experts_are_not_counted_as_lm_head():
     more = passes(50_000, of_layer=64) - passes(50_000, of_layer=4)
     assert more == pytest.approx(4 * 256 * 4 * (8000 - 2000))
 
 
-def test_a_pair_that_fits_is_not_refused(need, monkeypatch):
+def test_pair_within_available_memory_is_accepted(need, monkeypatch):
     leave(monkeypatch, 1500)
     memory.check_memory(need)
     leave(monkeypatch, 1370)  # a tenth less than is predicted
@@ -165,7 +165,7 @@ def test_a_pair_that_fits_is_not_refused(need, monkeypatch):
         (100, "or use a smaller model"),
     ],
 )
-def test_a_pair_that_does_not_fit_is_refused_with_advice(need, monkeypatch, megabytes, advice):
+def test_pair_beyond_available_memory_is_rejected_with_advice(need, monkeypatch, megabytes, advice):
     leave(monkeypatch, megabytes)
     with pytest.raises(DeviceError) as caught:
         memory.check_memory(need)
@@ -189,7 +189,7 @@ def test_existing_graph_variants_are_not_advised(need):
     assert ready.with_float16_caches() is ready
 
 
-def test_a_load_that_does_not_fit_opens_no_session(monkeypatch):
+def test_rejected_load_opens_no_session(monkeypatch):
     def opened(*arguments):
         raise AssertionError("a session was opened")
 
@@ -199,7 +199,7 @@ def test_a_load_that_does_not_fit_opens_no_session(monkeypatch):
         specedge.load(store.embedded_folder())
 
 
-def test_page_cache_of_a_control_group_counts_as_available(tmp_path):
+def test_cgroup_page_cache_counts_as_available_memory(tmp_path):
     for name, text in (
         ("memory.max", "1000"),
         ("memory.current", "900"),
@@ -260,7 +260,7 @@ def test_freed_memory_is_returned_to_the_system():
     assert left["return_freed_memory()"] < 20 * MB
 
 
-def test_allocators_that_cannot_return_memory_are_left_alone(monkeypatch):
+def test_allocators_without_trim_support_are_ignored(monkeypatch):
     for failure in (AttributeError, OSError, TypeError):
         monkeypatch.setattr(memory.ctypes, "CDLL", Mock(side_effect=failure))
         memory.return_freed_memory()

@@ -39,7 +39,7 @@ def test_caches_of_an_unsupported_type_are_refused_at_load(role, dtype):
     assert whole.source.id in str(caught.value)
 
 
-def test_a_prompt_is_read_without_logits_and_leaves_the_caches_of_a_pass_with_them(model):
+def test_prefill_without_logits_leaves_the_same_caches(model):
     tokens = list(range(1, 65))
     model.forward(tokens)
     wanted = model.cache_rows(0, 64)
@@ -154,7 +154,7 @@ def test_an_out_of_memory_load_reports_needed_and_available_memory(megabytes):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
-def test_a_pair_beyond_the_processs_limit_is_refused_with_what_would_help():
+def test_pair_beyond_process_memory_limit_is_rejected_with_advice():
     assert limited(150, "specedge.load(store.embedded_folder(), threads=1)") == "loaded"
     found = limited(15, "specedge.load(store.embedded_folder(), threads=1)")
     assert found.startswith("DeviceError not enough memory for python-9m and its draft")

@@ -59,7 +59,7 @@ def test_batch_invariant_models_keep_all_lengths_without_notes(bundle, target):
 @pytest.mark.parametrize(
     ("lengths", "kept"), [((5,), (1, 2, 3)), ((3, 18), ()), ((18,), ()), ((1,), ())]
 )
-def test_lengths_from_the_first_varying_one_are_not_relied_on(bundle, target, lengths, kept):
+def test_lengths_from_first_non_invariant_length_are_excluded(bundle, target, lengths, kept):
     moved = Moved(target, lengths)
     said = self_test.verify_cpu_lengths(moved, bundle.target)
     assert moved.invariant_lengths == kept
@@ -142,7 +142,7 @@ def test_tested_lengths_are_stored(monkeypatch):
 
 
 @pytest.mark.parametrize(("num_experts", "kept"), [(8, (1, 2, 3)), (0, None)])
-def test_experts_are_tested_with_rows_that_share_them(bundle, target, num_experts, kept):
+def test_experts_are_tested_with_rows_routed_to_the_same_expert(bundle, target, num_experts, kept):
     """Equal tokens do; a kernel may have other sums where an expert has many rows."""
     moved = Moved(target, (5,), {0})
     recorded = target.invariant_lengths
@@ -178,7 +178,7 @@ def test_notes_name_the_known_defect_of_experts(
     assert self_test._known_cause(facts, ops).endswith(known)
 
 
-def test_varying_quantized_models_decode_plainly_unless_k_is_set(bundle, target):
+def test_non_invariant_quantized_models_decode_plainly_unless_k_is_set(bundle, target):
     pipeline = Pipeline(bundle, load_tokenizer(bundle), Moved(target, ()), None)
     pipeline.target.invariant_lengths = ()
     for rounds, most in ((False, bundle.num_draft_tokens), (True, 0)):

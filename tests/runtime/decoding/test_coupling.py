@@ -85,7 +85,7 @@ def test_noise_matches_the_documented_vectors():
 
 @pytest.mark.parametrize("spread", [0, 0.1, 2, 8, 20])
 @pytest.mark.parametrize("kept", [1, 0.7, 0.05])
-def test_the_choice_is_the_least_noise_over_probability_of_all_tokens(spread, kept):
+def test_coupled_sample_minimizes_noise_over_probability(spread, kept):
     """Although logarithms are taken of few: flat and peaked rows, cut ones, ids in the open."""
     rng = np.random.default_rng([int(10 * spread), int(100 * kept)])
     for seed in range(-6, 6):
@@ -101,7 +101,7 @@ def test_the_choice_is_the_least_noise_over_probability_of_all_tokens(spread, ke
                 assert noise.choose(Distribution(weights, name), position) == expected
 
 
-def test_the_noise_of_a_token_does_not_depend_on_which_others_are_left():
+def test_token_noise_does_not_depend_on_filtered_tokens():
     """Neither on their number nor on its place among them, as vectorized code might have it."""
     rng = np.random.default_rng(0)
     size = 40_000  # more than one block
@@ -228,21 +228,21 @@ def test_a_shorter_coupled_request_is_a_prefix_of_a_longer_one():
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_a_draft_that_equals_its_target_is_always_accepted(k):
+def test_identical_draft_is_always_accepted(k):
     distribution = hashed_distribution(3, 5)
     drafter = DraftModel(TableModel(distribution))
     _, rounds = generate(distribution, drafter, k, coupled(0), 0, 20 * (k + 1))
     assert [len(one.tokens) for one in rounds[:-1]] == [k + 1] * 19
 
 
-def test_temperature_0_is_greedy_and_takes_no_noise():
+def test_temperature_0_is_greedy_without_noise():
     distribution = hashed_distribution(1, 6)
     drafter = DRAFTERS["model"]()
     greedy = generate(distribution, drafter, 4, Sampling(), 0, 40)[0]
     assert text_of(distribution, drafter, 4, 5, temperature=0.0) == greedy
 
 
-def test_acceptance_is_above_its_bound_and_nine_tenths_of_the_residual_rules():
+def test_acceptance_exceeds_its_bound_and_90_percent_of_residual_rule():
     """P(accept) >= (1 - TV) / (1 + TV) for every pair of distributions."""
     rng = np.random.default_rng(1)
     rates, overlaps = [], []

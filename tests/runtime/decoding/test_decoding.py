@@ -104,7 +104,7 @@ def test_sampled_pairs_of_tokens_follow_the_targets_distribution(sampling):
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_that_equals_its_target_gives_k_plus_one_tokens_every_round(k, temperature):
+def test_identical_draft_yields_k_plus_one_tokens_per_round(k, temperature):
     distribution = hashed_distribution(3, 5)
     _, rounds, target, draft = generate(
         distribution, distribution, k, Sampling(temperature), 0, 20 * (k + 1)
@@ -142,7 +142,7 @@ def test_a_shorter_request_is_a_prefix_of_a_longer_one(k, temperature):
     assert all(run(count) == longest[:count] for count in range(1, 20))
 
 
-def test_no_pass_reaches_past_the_last_token_asked_for():
+def test_no_pass_exceeds_requested_length():
     for count in range(1, 12):
         _, _, target, draft = generate(
             hashed_distribution(1, 3), hashed_distribution(1, 3), 4, Sampling(), 0, count
@@ -172,7 +172,7 @@ def test_after_a_rejection_the_draft_feeds_one_token(k):
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 3, 5])
-def test_greedily_no_token_is_drafted_that_cannot_be_used(wanted):
+def test_greedy_drafts_do_not_exceed_remaining_tokens(wanted):
     distribution = hashed_distribution(1, 6)  # of both, so every draft token is accepted
     _, rounds, _, draft = generate(distribution, distribution, 4, Sampling(), 0, wanted)
     assert [len(one.tokens) for one in rounds] == [wanted]

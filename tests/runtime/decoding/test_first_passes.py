@@ -39,14 +39,14 @@ def test_the_first_pass_of_prompt_and_draft_keeps_the_text(k, temperature):
 
 @pytest.mark.parametrize("longest", [1, 10, 11, 13, 14, 19])
 @pytest.mark.parametrize("k", [0, 3])
-def test_the_first_pass_reads_the_complete_rest_of_the_prompt_or_none(k, longest):
+def test_first_pass_includes_whole_prompt_remainder_or_none(k, longest):
     found, passes, _ = text_and_passes(k, longest)
     fits = len(PROMPT) + k <= longest
     assert passes[0] == (len(PROMPT) + k if fits else 1 + k)
     assert found == text_and_passes(k, 1)[0]
 
 
-def test_the_first_rounds_k_decides_if_its_pass_reads_the_prompt():
+def test_k_of_first_round_decides_whether_pass_includes_prompt():
     """Not the largest that may follow: a plan whose first round is plain may draft 16 later."""
 
     class Growing(FixedPlan):

@@ -73,7 +73,7 @@ def test_forced_tokens_need_no_drafter_and_are_all_accepted(name, temperature):
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_a_draft_model_reads_forced_tokens_before_it_goes_on(k):
+def test_draft_model_processes_forced_tokens_before_drafting(k):
     """It is the target: so all that it drafts is accepted, if it read the text."""
     for seed in range(6):
         model = TableModel(hashed_distribution(seed, END + 1))
@@ -83,7 +83,7 @@ def test_a_draft_model_reads_forced_tokens_before_it_goes_on(k):
         assert names.count("model") == len(model.passes) > 0 < names.count(GRAMMAR)
 
 
-def test_a_draft_model_that_knows_fewer_tokens_drafts_behind_forced_ones():
+def test_smaller_vocabulary_draft_continues_after_forced_tokens():
     model = TableModel(hashed_distribution(1, 2), vocab_size=2)
     draft = drafted(DraftModel(model, vocab_size=2), ("regex", "abc(a|b)cc(a|b)"), 7)
     assert [t for t in draft.tokens if t > 1] == [2, 2, 2]
@@ -93,7 +93,7 @@ def test_a_draft_model_that_knows_fewer_tokens_drafts_behind_forced_ones():
 @pytest.mark.parametrize("k", [2, 8])
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_banned_token_ends_its_draft(name, k, temperature):
+def test_banned_token_truncates_the_draft(name, k, temperature):
     for seed in range(4):
         model = TableModel(hashed_distribution(seed + 1, END + 1))
         rounds, fed = run(SOME, DRAFTERS[name](model), k, temperature, seed)
@@ -118,8 +118,8 @@ def test_copies_end_at_banned_tokens_and_continue_after_forced_ones():
     assert copied.num_asked == 2
 
 
-def test_a_cut_draft_is_truncated_before_the_next_proposal():
-    """Else one with a cache would draft behind its own tokens, not behind the text."""
+def test_truncated_draft_rolls_back_drafter_cache_before_next_proposal():
+    """Otherwise a drafter with a cache would continue its draft instead of the text."""
     copied = Copied([2, 1, 1, 0])
     drafted(copied, ("regex", "(a|c)bcc(a|c)b"), 9)
     assert copied.cuts == [len(PROMPT) + 2, len(PROMPT) + 6]
@@ -142,7 +142,7 @@ def test_a_chain_continues_with_its_model_after_a_banned_copy():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_dead_end_is_reached_as_in_plain_decoding(name, temperature):
+def test_grammar_dead_end_equals_plain_decoding(name, temperature):
     """A text may end with them: by its length, or a stop string."""
     for k in (0, 1, 2, 3, 4, 8):
         model, found = TableModel(hashed_distribution(1, END + 1)), []

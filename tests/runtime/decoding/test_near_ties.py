@@ -183,14 +183,14 @@ def test_exact_text_equals_plain_decoding_if_a_grammar_skips_drafts():
             assert [token for one in rounds for token in one.tokens][:30] == plain
 
 
-def test_exact_reads_no_token_more_than_twice():
+def test_exact_processes_each_token_at_most_twice():
     _, _, target = generate(3, 4, exact=True, share=0.02)
     assert target.passes.count(1) <= LENGTH
     without = generate(3, 4, share=0.02)[2]
     assert sum(t > 1 for t in target.passes) <= 1.2 * len(without.passes)
 
 
-def test_exact_costs_nothing_without_near_ties():
+def test_exact_runs_no_extra_passes_without_near_ties():
     distribution = hashed_distribution(3, 7, 2.0)
 
     def passes(exact):
@@ -217,9 +217,9 @@ def test_noise_is_measured_over_consecutive_passes():
     assert measure_noise(TableModel(distribution), text, (2, 5), 16).by_length == {2: 0.0, 5: 0.0}
 
 
-def test_a_row_that_only_its_cache_makes_noisy_is_measured():
+def test_noise_measurement_includes_cache_noise():
     class NoisyCache(NoisyModel):
-        """Its first wide pass is as plain decoding; what it leaves in the cache is not."""
+        """The first multi-token pass is exact, but its cache rows are not."""
 
         def forward(self, tokens):
             start = self.length

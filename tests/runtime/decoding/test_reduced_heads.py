@@ -1,4 +1,4 @@
-"""Drafts whose head is cut to some of the tokens: still the target's text."""
+"""Drafts with a reduced vocabulary preserve the output distribution."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_a_reduced_row_equals_the_full_row_restricted(edits, filters):
 
 
 @pytest.mark.parametrize("count", [1, 3, 15, 99])
-def test_the_largest_are_tokens_the_lower_first_among_equals(count):
+def test_top_tokens_are_ordered_by_id_on_ties(count):
     for seed in range(20):
         cut, whole = rows(seed)
         ids, values = cut.largest(count)
@@ -80,8 +80,8 @@ def test_the_largest_are_tokens_the_lower_first_among_equals(count):
         assert values.tolist() == wanted_values.tolist()
 
 
-def test_edits_of_missing_tokens_change_nothing():
-    """Also where a token's place would be behind the row, or another token's."""
+def test_edits_of_tokens_outside_vocabulary_are_ignored():
+    """Cover ids beyond the row and ids between those of the row."""
     row = Row(logits_of(0.5, 0.25, 0.25), np.array([2, 5, 9]))
     for token in (0, 1, 3, 4, 6, 10, 11, 10**6):
         sampling = Sampling(1.0, logit_bias={token: 50.0}, bad_words=[[token]])

@@ -23,7 +23,7 @@ EVERY_TEMPERATURE = pytest.mark.parametrize("temperature", [0.0, 1.0])
 
 
 def drafter(draft):
-    """A drafter that knows what its model has."""
+    """Create a drafter with the vocabulary and context limits of its model."""
     return DraftModel(draft, context_length=draft.context_length, vocab_size=draft.vocab_size)
 
 
@@ -75,7 +75,7 @@ def test_a_smaller_vocabulary_keeps_the_greedy_text(k):
     assert any(one.num_accepted for one in rounds)
 
 
-def test_a_token_that_the_draft_lacks_is_fed_as_token_0():
+def test_out_of_vocabulary_token_is_fed_to_draft_as_token_0():
     draft = TableModel(hashed_distribution(2, 4), vocab_size=4)
     prompt = (5, 1, 4, 2)
     tokens, _ = generate(hashed_distribution(1, 6), draft, 2, 1.0, 40, prompt)
@@ -161,7 +161,7 @@ def test_a_request_after_a_slide_starts_at_position_0():
     assert run() == run()
 
 
-def test_only_the_prompts_prefill_counts_as_prefill():
+def test_only_prompt_passes_count_as_prefill_time():
     parts = []
 
     class Watch(Stopwatch):
@@ -185,7 +185,7 @@ class AtOnce(TableModel):
         return Draft([1] * count) if count > 1 else None
 
 
-def test_a_draft_of_one_call_counts_as_its_passes():
+def test_one_call_draft_counts_each_pass():
     watch = Stopwatch()
     draft = TimedModel(AtOnce(hashed_distribution(2, 5), context_length=64), watch, "draft")
     guesses = DraftModel(draft, context_length=64)

@@ -1,4 +1,4 @@
-"""The loop under a grammar: exact distributions, and greedy text, beside plain masked decoding."""
+"""Speculative decoding under grammars equals plain masked decoding."""
 
 from fractions import Fraction
 from functools import partial
@@ -108,9 +108,7 @@ _HISTORY = decoding.History
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize(("k", "seed"), [(2, 1), (1, 2), (3, 3), (2, 4), (2, 5), (1, 6)])
-def test_every_text_has_exactly_its_probability_under_the_mask(
-    name, k, seed, monkeypatch, whole_prompts
-):
+def test_every_text_has_exact_masked_probability(name, k, seed, monkeypatch, whole_prompts):
     kind, text, texts = GRAMMARS[name]
     target, draft = table(TARGET_ROWS, texts, seed), table(DRAFT_ROWS, texts, seed + 50)
     shared = constraint(kind, text)  # one for all rounds: it goes back and on between texts
@@ -128,7 +126,7 @@ def test_every_text_has_exactly_its_probability_under_the_mask(
         (TARGET_ROWS, partial(RandomDrafter, END + 1), 8, "begins inside"),
     ],
 )
-def test_tokens_drafted_without_a_mask_change_nothing(
+def test_unmasked_drafts_preserve_masked_distribution(
     rows, drafter, seed, name, monkeypatch, whole_prompts
 ):
     """A banned token that was drawn must be tested: the recovered token is no draw from a row."""
@@ -142,7 +140,7 @@ def test_tokens_drafted_without_a_mask_change_nothing(
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_continued_chain_changes_nothing(name, monkeypatch, whole_prompts):
+def test_continued_chain_preserves_masked_distribution(name, monkeypatch, whole_prompts):
     kind, text, texts = GRAMMARS[name]
     target, draft = table(HALVED_ROWS, texts, 9), table(DRAFT_ROWS, texts, 59)
     shared = constraint(kind, text)

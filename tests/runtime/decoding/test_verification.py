@@ -21,7 +21,7 @@ def drafted(*probs):
     return Distribution(np.array(probs, float))
 
 
-def test_greedy_takes_the_lowest_id_on_ties():
+def test_greedy_breaks_ties_by_lowest_id():
     assert draw(Row(np.array([1.0, 3.0, 3.0])), Sampling(), NOTHING, 0.9) == (1, None)
 
 
@@ -55,7 +55,7 @@ def output_distribution(target, draft, sampling):
 
 
 @pytest.mark.parametrize("draft", [DRAFT, TARGET, (1, 0, 0), (0, 0, 1), (0.9, 0.05, 0.05)])
-def test_the_accept_rule_gives_the_targets_distribution_for_any_draft(draft):
+def test_rejection_sampling_preserves_target_distribution(draft):
     np.testing.assert_allclose(
         output_distribution(TARGET, draft, Sampling(1.0)), TARGET, atol=CLOSE
     )
@@ -95,7 +95,7 @@ def test_lenience_has_exactly_the_distribution_of_the_papers_appendix(lenience, 
     np.testing.assert_allclose(found, expected, atol=CLOSE)
 
 
-def test_lenience_1_changes_no_bit_and_at_temperature_0_none_does():
+def test_lenience_has_no_effect_at_1_or_temperature_0():
     rows = Logits(np.stack([logits_of(*TARGET)] * 2))
     guess = Draft([0], [drafted(*DRAFT)])
     for u in np.random.default_rng(0).random(200):
@@ -117,7 +117,7 @@ def test_acceptance_rate_is_the_overlap_of_the_two_distributions():
     assert rate == pytest.approx(sum(map(min, TARGET, DRAFT)), abs=CLOSE)
 
 
-def test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero():
+def test_token_with_zero_target_probability_is_never_accepted():
     rows = Logits(np.stack([logits_of(0, 1)] * 2))
     for guess in (drafted(1, 0), drafted(0, 1)):  # drafted with certainty, and never
         assert verify(Draft([0], [guess]), rows, Sampling(1.0), NOTHING, [0.0], 0.5) == (
@@ -134,7 +134,7 @@ def test_a_token_without_probability_in_either_distribution_is_not_accepted():
     assert (verdict.num_accepted, verdict.next_token) == (0, 1)
 
 
-def test_a_residual_without_mass_falls_back_to_the_target():
+def test_zero_residual_falls_back_to_target_distribution():
     """The draft's distribution is the target's times a number, and u as large as can be."""
     largest, found = float(np.nextafter(1, 0)), 0
     for seed in range(50):
@@ -151,7 +151,7 @@ def test_a_residual_without_mass_falls_back_to_the_target():
     assert found > 5
 
 
-def test_nothing_after_a_rejection_counts():
+def test_tokens_after_a_rejection_are_discarded():
     rows = Logits(np.stack([logits_of(0, 1), logits_of(1, 0), logits_of(1, 0)]))
     verdict = verify(
         Draft([0, 0], [drafted(1, 0)] * 2), rows, Sampling(1.0), NOTHING, [0.0, 0.0], 0.5

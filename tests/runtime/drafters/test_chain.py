@@ -26,7 +26,7 @@ class Copier:
         pass
 
 
-def test_model_drafts_only_tokens_that_a_copy_left():
+def test_model_drafts_only_tokens_after_the_copy():
     draft = TableModel(hashed_distribution(4, 3))
     chain = Chain(Copier(), DraftModel(draft))
     history = History((0, 1, 2, 0, 1))
@@ -43,7 +43,7 @@ def test_model_drafts_only_tokens_that_a_copy_left():
     assert list(last.sources) == ["model"]
 
 
-def test_chain_copies_again_after_the_model_led_to_a_match():
+def test_chain_copies_again_after_model_tokens_create_a_match():
     def distribution(text):
         return np.eye(8)[(text[-1] + 1) % 8]
 

@@ -54,6 +54,6 @@ def test_numpy_integers_are_accepted_as_tokens():
     assert [type(token) for token in made.tokens] == [int, int]
 
 
-def test_a_history_has_its_earlier_attribute_name():
+def test_history_keeps_deprecated_attribute_name():
     history = History((0, 1)).then([2])
     assert history.num_kept == history.num_committed == 2

@@ -1,4 +1,4 @@
-"""Every drafter leaves the target's distribution as it is, exactly."""
+"""Every drafter preserves the target distribution exactly."""
 
 from collections import Counter
 from functools import cache
@@ -175,7 +175,7 @@ def test_a_draft_model_catches_up_after_other_drafters():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_draft_is_empty_if_options_ban_all_tokens_of_the_drafter(temperature):
+def test_draft_is_empty_if_all_drafter_tokens_are_banned(temperature):
     sampling = Sampling(temperature, bad_words=((0,), (1,)))
     drafter = NGramDrafter(count([[0, 1, 0]], 3))
     tokens, rounds = generate(hashed_distribution(1, 3), drafter, 4, sampling, 0, 5)

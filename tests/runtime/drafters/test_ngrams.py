@@ -26,7 +26,7 @@ def row(tables, *before):
     return tables.distribution(before).row(tables.vocab_size).tolist()
 
 
-def test_distributions_are_the_counts_by_hand():
+def test_distributions_equal_hand_computed_counts():
     tables = count(TEXTS, 6)
     assert tables.unigrams.tolist() == [3, 3, 2, 1, 1, 0]
     assert row(tables) == row(tables, 5) == row(tables, 4) == [0.3, 0.3, 0.2, 0.1, 0.1, 0]
@@ -37,7 +37,7 @@ def test_distributions_are_the_counts_by_hand():
     assert row(tables, 2, 0) == [0, 1, 0, 0, 0, 0]
 
 
-def test_a_triple_counts_by_witten_and_bells_rule():
+def test_trigrams_use_witten_bell_smoothing():
     tables = count([[0, 1, 2], [0, 1, 2], [3, 1, 3], [3, 1, 2]], 4)
     # The pair 1 2 has 3 of 4. After 0 1: 2 tokens, 1 different, so 2/3 triple and 1/3 pair.
     assert np.allclose(row(tables, 0, 1), [0, 0, 2 / 3 + 1 / 3 * 3 / 4, 1 / 3 * 1 / 4])
@@ -53,7 +53,7 @@ def test_tables_of_an_order_have_no_longer_n_grams(order):
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=12), min_size=1, max_size=4))
-def test_every_distribution_is_a_distribution_over_what_followed(texts):
+def test_distributions_sum_to_one_over_observed_followers(texts):
     if not any(texts):
         return
     tables = count(texts, 6)
@@ -66,20 +66,20 @@ def test_every_distribution_is_a_distribution_over_what_followed(texts):
             assert {token for token, p in enumerate(distribution) if p > 0} == seen
 
 
-def test_a_distribution_costs_no_more_than_the_last_tokens_successors():
+def test_distribution_cost_is_bounded_by_successors_of_last_token():
     rng = np.random.default_rng(0)
     tables = count([rng.integers(0, 5000, 20000), [7, 1, 7, 2]], 5000)
     assert len(tables.distribution([3, 7]).probs) == len(set(tables.distribution([3, 7]).ids)) < 20
 
 
-def test_a_vocabulary_whose_triples_do_not_fit_a_key_is_refused():
+def test_vocabulary_too_large_for_trigram_keys_is_rejected():
     with pytest.raises(ValueError, match="at most 2097152 vocabulary entries"):
         count([[1]], 2**21 + 1)
     tables = count([[2**21 - 1] * 3], 2**21)
     assert tables.distribution([2**21 - 1] * 2).of(2**21 - 1) == 1
 
 
-def test_texts_without_a_token_are_refused():
+def test_texts_without_tokens_are_rejected():
     with pytest.raises(ValueError, match="have no tokens"):
         count([[], []], 5)
 
@@ -157,14 +157,14 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("changes", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_an_inconsistent_file_is_one_line(file, pipeline, changes, message):
+def test_inconsistent_file_is_one_line_error(file, pipeline, changes, message):
     change(file, **changes)
     with pytest.raises(DrafterError, match=rf"tables\.npz: .*{message}.*; build") as caught:
         ngram_files.read(file, pipeline.bundle)
     assert "\n" not in str(caught.value)
 
 
-def test_an_unchanged_copy_is_read(file, pipeline):
+def test_unmodified_copy_is_accepted(file, pipeline):
     change(file)
     ngram_files.read(file, pipeline.bundle)
 
@@ -183,7 +183,7 @@ def test_damaged_files_raise_no_traceback(file, pipeline):
             assert all(np.array_equal(a, getattr(intact, n)) for n, a in vars(read).items())
 
 
-def test_a_file_of_another_type_is_one_line(tmp_path, pipeline):
+def test_file_of_wrong_type_is_one_line_error(tmp_path, pipeline):
     path = tmp_path / "x"
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as out:

@@ -1,4 +1,4 @@
-"""Suffix decoding: what it guesses, how far, and that it costs nothing that grows with the text."""
+"""Suffix decoding: drafts, draft lengths and constant cost per token."""
 
 import tracemalloc
 
@@ -101,7 +101,7 @@ TEXTS = st.one_of(
 
 @pytest.mark.parametrize("before_model", [False, True])
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=6), st.integers(0, 20))
-def test_a_draft_equals_that_of_counting_the_whole_text(before_model, text, drafted, max_tokens):
+def test_draft_equals_brute_force_counting(before_model, text, drafted, max_tokens):
     drafter = Suffix(before_model=before_model)
     alone = propose(drafter, text, max_tokens)
     assert alone == counted_out(text, max_tokens, (), before_model)
@@ -158,7 +158,7 @@ class CountedRuns(dict):
 
 
 @pytest.mark.parametrize("alphabet", [1, 3, 50])
-def test_a_token_costs_five_steps_however_long_the_text_is(alphabet):
+def test_steps_per_token_do_not_depend_on_text_length(alphabet):
     drafter, history = Suffix(), History([0])
     runs = drafter._state._readers[0]._index._runs = CountedRuns()
     rng, asked = np.random.default_rng(0), []
@@ -193,7 +193,7 @@ OUTPUTS = st.lists(st.lists(st.integers(0, 2), max_size=30), max_size=4)
 
 
 @given(OUTPUTS, st.lists(st.integers(0, 2), min_size=1, max_size=20))
-def test_followers_in_earlier_outputs_equal_those_of_counting(outputs, text):
+def test_followers_in_earlier_outputs_equal_brute_force_counting(outputs, text):
     earlier = EarlierOutputs()
     for output in outputs:
         earlier.add(output)

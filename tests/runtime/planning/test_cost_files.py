@@ -34,7 +34,7 @@ def key():
     return cost_files.cost_key(bundle, Device(), Device(), "gqa")
 
 
-def test_a_table_is_read_as_it_was_written(key):
+def test_cost_table_round_trip(key):
     costs = table(prior={"model": 0.7})
     assert cost_files.read(key) == (None, None)
     path = cost_files.write(key, costs)

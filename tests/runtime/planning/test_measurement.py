@@ -1,4 +1,4 @@
-"""Pass costs as they are measured: what becomes of a scripted clock's readings."""
+"""Measurement of pass costs with a scripted clock."""
 
 import time
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ class Clock:
 
 
 class Scripted:
-    """A model whose passes take the seconds that a function of their length says."""
+    """Model with pass times given as a function of pass length."""
 
     def __init__(self, clock, seconds):
         self.clock, self.seconds = clock, seconds
@@ -59,7 +59,7 @@ def scripted(clock, target=lambda t: 10 + t, draft=lambda t: 2 + t / 10):
     return MeasuredModels(Scripted(clock, target), 512, Scripted(clock, draft), 256)
 
 
-def test_costs_are_those_of_the_passes_on_a_grid_of_ten_percent(clock):
+def test_measured_costs_equal_pass_times_on_ten_percent_grid(clock):
     costs = measure(scripted(clock), 16).costs
     assert (costs.origin, costs.lengths, costs.rows) == ("load", (64,), (1, 2, 3, 5, 9, 17))
     target = costs.greedy.target[0]
@@ -81,14 +81,14 @@ def test_costs_are_rounded_to_a_grid_of_ten_percent(value):
     assert on_grid(0.0) == 0.0
 
 
-def test_outliers_change_no_cost(clock):
+def test_outliers_do_not_affect_costs(clock):
     calm = measure(scripted(clock), 4).costs
     slow = iter([50.0] * 9 + [0.0] * 21 + [90.0])
     disturbed = scripted(clock, target=lambda t: 10 + t + next(slow, 0.0))
     assert measure(disturbed, 4).costs.greedy.target == calm.greedy.target
 
 
-def test_a_longer_pass_never_costs_less(clock):
+def test_costs_are_monotonic_in_pass_length(clock):
     target = measure(scripted(clock, target=lambda t: 20 - t), 8).costs.greedy.target[0]
     assert list(target) == sorted(target)
 
@@ -102,7 +102,7 @@ def test_passes_timed_by_the_self_test_are_not_repeated(clock):
     assert len(models.target.passes) == 8
 
 
-def test_a_model_whose_self_test_was_fast_is_timed_in_sweeps(clock):
+def test_fast_models_are_timed_in_sweeps(clock):
     models = scripted(clock, target=lambda t: 1e-3, draft=lambda t: 1e-4)
     costs = measure(models, 4, samples={1: 9e-3, 2: 9e-3, 5: 9e-3}).costs
     assert costs.greedy.target[0][0] == on_grid(1e-3)

@@ -221,7 +221,7 @@ def test_a_loaded_pipeline_plans_with_measured_costs_that_no_request_changes():
         assert again.costs.table == measured
 
 
-def test_a_context_without_room_for_drafts_cannot_be_tuned():
+def test_tuning_rejects_context_too_short_for_drafts():
     models = {name: SimpleNamespace(context_length=length) for name, length in (("a", 9), ("b", 3))}
     pair = SimpleNamespace(bundle=SimpleNamespace(models=models), max_planned_tokens=8)
     with pytest.raises(ContextLengthError, match="needs a context of 10 tokens, the pair has 3"):
@@ -250,6 +250,6 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
 
 
 @pytest.mark.parametrize(("max_tokens", "accepted"), [(8, [1, 1, 1, 1, 0]), (2, [1, 1, 1, 0])])
-def test_acceptance_of_copies_counts_tests_of_their_own_rounds(max_tokens, accepted):
+def test_copy_acceptance_counts_tests_within_each_round(max_tokens, accepted):
     text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 9]
     assert list(accepted_copies(Suffix(), text, 6, max_tokens)) == accepted

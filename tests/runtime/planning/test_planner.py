@@ -28,7 +28,7 @@ def test_a_useless_draft_costs_less_than_two_percent(draft, prior):
 
 @pytest.mark.parametrize("row", [0.07, 0.15, 0.3])
 @pytest.mark.parametrize("origin", ["tune", "load"])
-def test_a_draft_of_a_fifth_that_is_seldom_accepted_costs_less_than_two_percent(row, origin):
+def test_small_rarely_accepted_draft_costs_less_than_two_percent(row, origin):
     """Reports of Rapid-MLX, ik_llama and vLLM: 0.91 to 0.94 of plain decoding's speed."""
     costs = dataclasses.replace(table(0.2, row), origin=origin)
     auto = seconds(costs, constant(0.3), seeds=6, tokens=600)
@@ -88,7 +88,7 @@ def test_an_untuned_pair_adapts_quickly(alpha):
 
 
 @pytest.mark.slow
-def test_text_that_switches_beats_every_fixed_setting():
+def test_planner_beats_every_fixed_setting_on_changing_text():
     def accepts(drafter, place, rng):
         repeats = place // 100 % 2 == 0
         chance = {"suffix": 0.97 if repeats else 0.05, "model": 0.7 if repeats else 0.1}
@@ -105,7 +105,7 @@ def test_text_that_switches_beats_every_fixed_setting():
             )
 
 
-def test_prompts_that_switch_beat_every_fixed_setting():
+def test_planner_beats_every_fixed_setting_on_changing_prompts():
     costs = table(prior={"model": 0.6})
     kinds = [constant(0.95), constant(0.02)]
     auto = sum(seconds(costs, kind, tokens=200) for kind in kinds)
@@ -161,7 +161,7 @@ def test_acceptance_rates_of_tune_are_not_assumed_above_its_temperature(temperat
     assert (choice.reason == ChoiceReason.GAIN) == drafts
 
 
-def test_a_chain_continues_after_the_copy():
+def test_chain_drafts_more_tokens_than_the_copy():
     planner = Planner(table(prior={"model": 0.9, "suffix": 0.95}), temperature=0.0)
     options = [
         DraftOption("model", max_model_tokens=99),
@@ -173,7 +173,7 @@ def test_a_chain_continues_after_the_copy():
     assert choice.num_draft_tokens > 3
 
 
-def test_a_drafter_without_a_model_is_probed_too_unless_it_copies():
+def test_only_non_copying_model_free_drafters_are_probed():
     tables = DraftOption("ngram", "ngram", num_free=16)
     copies = DraftOption("suffix", "suffix", num_free=16)  # of which every round tells
     for option, probes in ((tables, True), (copies, False)):
@@ -186,7 +186,7 @@ def test_a_drafter_without_a_model_is_probed_too_unless_it_copies():
         assert kinds == ({"plain", "probe"} if probes else {"plain"})
 
 
-def test_a_drafter_that_is_never_accepted_is_abandoned():
+def test_never_accepted_drafter_is_abandoned():
     tables = DraftOption("ngram", "ngram", num_free=16)
     planner = Planner(table(row=0.02), temperature=0.0)
     drafted = []
@@ -202,7 +202,7 @@ def test_expensive_verify_passes_stop_speculation():
     assert planner.choose([DraftOption("model", max_model_tokens=99)], 50).drafter == "plain"
 
 
-def test_probes_that_draft_nothing_end_with_the_budget():
+def test_empty_probes_stop_when_budget_is_spent():
     planner = Planner(table(prior={"model": 0.0}, prefill=1e-6), temperature=0.0)
     options = [DraftOption("model", max_model_tokens=99)]
     kinds = []

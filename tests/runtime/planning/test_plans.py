@@ -1,4 +1,4 @@
-"""Planned rounds: what they record, that a replay repeats them, and what a table decides."""
+"""Planned rounds: records, replay and dependence on the cost table."""
 
 import dataclasses
 from functools import cache
@@ -23,7 +23,7 @@ GREEDY = Sampling()
 
 
 class Copies:
-    """Proposes what always follows in the text of a model, right or wrong."""
+    """Drafter that proposes a fixed continuation, right or wrong."""
 
     name = "suffix"
 
@@ -113,7 +113,7 @@ class Counted(Copies):
         return super().predict(history, max_tokens)
 
 
-def test_planning_backs_off_where_nothing_pays():
+def test_planner_backs_off_without_speedup():
     copies = Counted(7)
     plan = auto(table(prior={"suffix": 0.0}, unit=5e-4), suffix=copies)
     rounds = run(plan, TableModel(lambda text: [1, 0, 0, 0, 0, 0, 0, 0]), tokens=200)
@@ -178,7 +178,7 @@ def test_wrong_copies_stay_within_the_exploration_budget():
 
 
 @pytest.mark.parametrize(("rate", "name"), [(0.95, "chain"), (0.3, "model")])
-def test_the_model_may_lead_to_a_match_in_a_chain(rate, name):
+def test_chain_copies_after_model_tokens_create_a_match(rate, name):
     distribution = hashed_distribution(1, 8)
     suffix, model = Copies(0, length=0), DraftModel(TableModel(distribution))
     drafters = {"model": model, "suffix": suffix, "chain": Chain(suffix, model)}
@@ -216,7 +216,7 @@ def test_a_replay_repeats_rounds_and_tokens_with_any_table(temperature):
     assert again == first
 
 
-def test_a_replay_that_is_too_short_or_names_another_drafter_is_an_error():
+def test_replay_with_too_few_rounds_or_unknown_drafter_is_rejected():
     target = TableModel(hashed_distribution(1, 8))
     drafters = {"model": DraftModel(TableModel(hashed_distribution(1, 8)))}
     with pytest.raises(ReplayError, match="ends after 3 rounds"):
@@ -314,7 +314,7 @@ def test_a_custom_drafter_at_a_fixed_k_can_be_replayed(pipeline):
     assert again.plan == run.plan
 
 
-def test_correct_guesses_that_were_not_drafted_are_used_later():
+def test_planner_learns_from_correct_undrafted_tokens():
     plan = auto(table(row=0.2, prior={"suffix": 0.0}), suffix=Copies(3))
     rounds = run(plan, TableModel(lambda text: [0, 0, 0, 1]))
     assert [rounds[0].drafter, rounds[-2].drafter] == ["plain", "suffix"]

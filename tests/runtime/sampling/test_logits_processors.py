@@ -1,4 +1,4 @@
-"""Penalties, biases and bans: what they count, and that speculating changes nothing of it."""
+"""Penalties, biases and banned tokens, with and without speculation."""
 
 import dataclasses
 import functools
@@ -65,7 +65,7 @@ def test_the_last_tokens_are_those_of_the_whole_text(count):
         assert history.then(drafted).last(count) == whole[max(0, len(whole) - count) :]
 
 
-def test_the_models_own_row_is_left_alone():
+def test_processors_do_not_modify_model_logits():
     logits = np.random.default_rng(0).normal(size=6).astype(np.float32)
     logits.flags.writeable = False
     for sampling in (EDITS, Sampling(), Sampling(1.0, top_p=0.5), Sampling(1.0, min_p=0.1)):
@@ -73,7 +73,7 @@ def test_the_models_own_row_is_left_alone():
         draw(Row(logits), sampling, History([1, 0]), 0.5)
 
 
-def test_temperature_0_takes_the_likeliest_allowed_token():
+def test_temperature_0_picks_most_likely_allowed_token():
     row = Row(np.array([0.0, 3.0, 3.0, 2.0]))
     assert greedy_token(row, Sampling(bad_words=[[1]]), History([0])) == 2
     assert greedy_token(row, Sampling(logit_bias={3: 1}), History([0])) == 1
@@ -84,7 +84,7 @@ def test_temperature_0_takes_the_likeliest_allowed_token():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_options_that_leave_no_token_are_an_error_that_names_them(temperature):
+def test_options_that_ban_every_token_are_named_in_the_error(temperature):
     for edits in ({"bad_words": [[0], [1]]}, {"min_new_tokens": 1, "end_tokens": (0, 1)}):
         with pytest.raises(OptionError, match=r"bad_words.*min_new_tokens.*leave no token"):
             draw(Row(np.zeros(2)), Sampling(temperature, **edits), History([0]), 0.5)
@@ -94,7 +94,7 @@ def test_options_that_leave_no_token_are_an_error_that_names_them(temperature):
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-50, 1e39, 1e300])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_extreme_penalties_are_no_error(penalty, temperature):
+def test_extreme_penalties_are_supported(penalty, temperature):
     """A tiny divisor turns small logits into the largest finite ones."""
     logits = np.array([1.0, -2.0, 0.5, 3.0], np.float32)
     sampling = Sampling(temperature, repetition_penalty=penalty)
@@ -106,7 +106,7 @@ def test_extreme_penalties_are_no_error(penalty, temperature):
         assert greedy_token(Row(logits), sampling, History([0, 1])) == (0 if penalty < 1 else 3)
 
 
-def test_a_model_that_lacks_the_tokens_of_the_options_ignores_them():
+def test_option_tokens_outside_model_vocabulary_are_ignored():
     few = np.random.default_rng(0).normal(size=3)
     history, many = History([1, 2, 4], [5, 2, 0]), np.append(few, [1.0, 2.0, 3.0])
     assert np.array_equal(

@@ -11,7 +11,7 @@ from specedge.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 PROMPT = "def read_config(path):"
 
 
-def test_logprobs_are_of_the_softmax():
+def test_logprobs_equal_log_softmax():
     logits = np.random.default_rng(0).normal(0, 3, (2, 500)).astype(np.float32)
     exact = logits.astype(float) - np.log(np.exp(logits.astype(float)).sum(1, keepdims=True))
     given = token_logprobs(Logits(logits), [7, 499], 5)

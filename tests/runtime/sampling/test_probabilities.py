@@ -23,7 +23,7 @@ def test_temperature_divides_the_logits():
     np.testing.assert_allclose(distribution(logits, Sampling(0.5)), expected, rtol=1e-12)
 
 
-def test_a_tiny_temperature_is_one_hot_not_a_number_error():
+def test_tiny_temperature_is_one_hot_without_nan():
     for temperature in (1e-30, 1e-44, 1e-300):
         probs = distribution(np.array([1.0, 5.0, 3.0], np.float32), Sampling(temperature))
         assert probs.tolist() == [0, 1, 0]
@@ -44,7 +44,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
     np.testing.assert_allclose(probs[probs > 0], (whole / whole[probs > 0].sum())[probs > 0])
 
 
-def test_min_p_is_a_share_of_the_likeliest():
+def test_min_p_is_relative_to_maximum_probability():
     probs = distribution(logits_of(0.5, 0.3, 0.15, 0.05), Sampling(1.0, min_p=0.4))
     np.testing.assert_allclose(probs, [0.625, 0.375, 0, 0])
 
@@ -75,7 +75,7 @@ def by_sorting(logits, sampling):
         Sampling(1.0, top_k=1),
     ],
 )
-def test_block_wise_search_changes_nothing(size, kind, sampling):
+def test_block_wise_search_equals_full_search(size, kind, sampling):
     random = np.random.default_rng(size)
     logits = random.normal(0, 3, size).astype(np.float32)
     if kind == "ties":

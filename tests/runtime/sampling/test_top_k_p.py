@@ -1,4 +1,4 @@
-"""Selecting without sorting gives what sorting gives, for rows that would mislead a sample."""
+"""Selection without sorting equals a full sort, also for adversarial rows."""
 
 import numpy as np
 import pytest
@@ -88,8 +88,8 @@ def test_typical_p_keeps_every_tie(kind, share):
     assert weights[distances < last].sum() < goal * (1 + 1e-12)
 
 
-def test_the_sampled_threshold_is_rarely_wrong(monkeypatch):
-    """Otherwise every row would be looked at as a whole, which no result shows."""
+def test_sampled_threshold_rarely_needs_full_search(monkeypatch):
+    """A wrong threshold only costs time: it triggers a search of the whole row."""
     looked_at = []
     last = selection._last_weight
 

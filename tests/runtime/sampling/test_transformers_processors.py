@@ -109,13 +109,13 @@ def check(options, random, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_does_what_transformers_does(name):
+def test_each_option_matches_transformers(name):
     random = np.random.default_rng(list(OPTIONS).index(name))
     for _ in range(SETTINGS):
         check({name: OPTIONS[name](random)}, random, ROWS // SETTINGS)
 
 
-def test_random_combinations_do_what_transformers_does():
+def test_option_combinations_match_transformers():
     random = np.random.default_rng(99)
     for _ in range(12):
         names = [name for name in OPTIONS if random.random() < 0.4]
@@ -123,7 +123,7 @@ def test_random_combinations_do_what_transformers_does():
 
 
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75])
-def test_a_sum_that_is_exactly_top_p_is_enough(top_p):
+def test_cumulative_probability_equal_to_top_p_is_sufficient(top_p):
     """Sixteen equal tokens, whose sums are exact."""
     row = np.full((1, VOCAB), -np.inf)
     row[0, 4:20] = 2.0

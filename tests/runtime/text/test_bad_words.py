@@ -71,14 +71,12 @@ def test_penalized_greedy_tokens_equal_plain_decoding(pipeline, k):
         ({"bad_words": ["a\udcff"]}, "not valid Unicode"),
     ],
 )
-def test_tokens_and_words_that_do_not_exist_are_refused_before_anything_runs(
-    pipeline, options, message
-):
+def test_unknown_tokens_and_words_are_rejected_before_generation(pipeline, options, message):
     with pytest.raises(OptionError, match=message):
         pipeline.stream(PROMPT, **options)
 
 
-def test_options_that_leave_no_token_are_one_clear_error(pipeline):
+def test_options_that_ban_every_token_are_rejected(pipeline):
     every = [[token] for token in range(pipeline.bundle.target.vocab_size)]
     for temperature in (0.0, 1.0):
         with pytest.raises(OptionError, match="leave no token"):

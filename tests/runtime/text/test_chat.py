@@ -1,4 +1,4 @@
-"""Chats by the target's own template: what is rendered, what is refused, what is run."""
+"""Chat templates of the target: rendering, errors and generation."""
 
 import dataclasses
 import json
@@ -77,7 +77,7 @@ def test_special_tokens_that_a_tokenizer_lacks_are_empty():
         (CHATML, [HELLO[0] | {"name": object()}], PromptError, "plain values"),
     ],
 )  # fmt: skip
-def test_rendering_errors_are_one_clear_line(template, messages, error, said):
+def test_template_errors_have_one_line(template, messages, error, said):
     with pytest.raises(error, match=said) as caught:
         render(with_template(template), messages)
     assert "\n" not in str(caught.value)
@@ -90,7 +90,7 @@ def test_a_template_cannot_change_the_callers_messages():
     assert (text, given) == ("{'a': 1}", [HELLO[0] | {"extra": {"a": 1}}])
 
 
-def test_the_environment_has_what_large_templates_use():
+def test_jinja_environment_supports_large_templates():
     text = render(with_template(TOOLS), SYSTEM)
     assert re.match(r"<s>Year: \d{4}\nplain 1 <pad>\n", text)
     assert text.endswith("<|assistant|>\n")
@@ -136,7 +136,7 @@ def folder(tmp_path):
     return copy
 
 
-def test_the_command_answers_a_chat(folder, pipeline):
+def test_generate_command_supports_chat(folder, pipeline):
     bundle = dataclasses.replace(pipeline.bundle, chat_template=GEMMA)
     expected = pipeline.generate(render(bundle, HELLO), 20, special_tokens=True).text + "\n"
     assert run("generate", "Hi", "--chat", "-n", 20, "--bundle", folder).stdout == expected
@@ -144,7 +144,7 @@ def test_the_command_answers_a_chat(folder, pipeline):
     assert by_stdin.stdout == expected
 
 
-def test_a_refusal_of_the_template_is_one_line(folder):
+def test_template_exception_is_one_line_error(folder):
     result = run("generate", "Hi", "--chat", "--system", "Be brief.", "--bundle", folder)
     assert (result.returncode, result.stdout) == (1, "")
     assert "System role not supported" in result.stderr.splitlines()[-1]
@@ -178,18 +178,18 @@ TURNS_OF_THREE = [
         (SYSTEM_PARTS, "[Be kind.]<user>Hi<assistant>Hello"),
     ],
 )
-def test_contents_have_the_form_that_the_template_takes(template, text):
+def test_message_contents_match_template_format(template, text):
     assert render(with_template(template), TURNS_OF_THREE) == text
 
 
-def test_message_that_a_template_leaves_out_is_an_error():
+def test_message_omitted_by_template_is_an_error():
     with pytest.raises(PromptError, match=r"drops messages\[2\], of the role 'assistant'"):
         render(with_template(ASSISTANTLESS), TURNS_OF_THREE)
     assert render(with_template(ASSISTANTLESS), TURNS_OF_THREE[:2]) == "Be kind.Hi"
 
 
 @pytest.mark.parametrize("calls", [1, "f", [None], [{}], [{"function": 1}], [{"function": {}}]])
-def test_left_out_message_with_malformed_calls_is_an_error(calls):
+def test_omitted_message_with_malformed_calls_is_an_error(calls):
     turns = [*TURNS_OF_THREE[:2], TURNS_OF_THREE[2] | {"tool_calls": calls}]
     with pytest.raises(PromptError, match=r"drops messages\[2\]"):
         render(with_template(ASSISTANTLESS), turns)
@@ -211,7 +211,7 @@ CALLS_BY_FILTER = "{{ call.arguments | tojson }}"
         (CALLS_BY_SUM, '{"a": "c', 'json {"a": "c'),
     ],
 )
-def test_arguments_of_calls_have_the_form_that_the_template_takes(shown, arguments, text):
+def test_tool_call_arguments_match_template_format(shown, arguments, text):
     template = (
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
         f"{{% set call = c.function %}}{{{{ call.name }}}} {shown}{{% endfor %}}{{% endfor %}}"
@@ -222,7 +222,7 @@ def test_arguments_of_calls_have_the_form_that_the_template_takes(shown, argumen
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_of_history_has_the_name_that_the_template_knows(key):
+def test_reasoning_history_uses_the_templates_key(key):
     template = f"{{% for m in messages %}}{{{{ m.{key} }}}}|{{{{ m.content }}}}{{% endfor %}}"
     message = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
     assert render(with_template(template), [message]) == "2+2|4"

@@ -7,7 +7,7 @@ from specedge.runtime.text import compilation
 from specedge.runtime.text.compilation import Compilations
 
 
-def test_compilation_passes_its_permit_on_once_an_earlier_overrun_has_ended(monkeypatch):
+def test_compilation_permit_is_released_after_earlier_overrun(monkeypatch):
     for name, value in {"PATIENCE": 0.01, "MAX_CONCURRENT": 1, "MAX_OVERRUNS": 1}.items():
         monkeypatch.setattr(compilation, name, value)
     compilations, ends = Compilations(), [threading.Event() for _ in range(2)]

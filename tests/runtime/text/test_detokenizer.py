@@ -102,7 +102,7 @@ def test_a_character_of_several_tokens_is_one_piece():
     assert [p for p in pieces(BYTE_LEVEL, [], tokens) if p] in (["é", "😀"], ["é😀"])
 
 
-def test_an_incomplete_character_at_the_end_is_shown_as_such():
+def test_incomplete_final_character_is_replacement_character():
     tokens = BYTE_LEVEL.encode("a😀").ids[:-1]
     assert "".join(pieces(BYTE_LEVEL, [], tokens)) == "a\ufffd"
 
@@ -147,7 +147,7 @@ def test_a_possible_stop_string_is_held_back():
     assert (strings.flush(), strings.has_matched) == ("#", False)
 
 
-def test_the_earliest_of_several_stop_strings_counts():
+def test_earliest_stop_string_wins():
     out, _ = fed(["cd", "b"], ["abcd"])
     assert out == ["a"]
 
@@ -161,7 +161,7 @@ def test_text_without_a_match_is_complete(text, stops):
     assert strings.has_matched == bool(found)
 
 
-def test_special_tokens_that_are_shown_have_their_names_between_whole_characters(pipeline):
+def test_shown_special_tokens_do_not_split_characters(pipeline):
     tokenizer = pipeline.tokenizer
     ids, end = tokenizer.encode("aé b").ids, tokenizer.token_to_id("<|endoftext|>")
     shown, hidden = (Detokenizer(tokenizer, [], shown) for shown in ([end], []))

@@ -1,4 +1,4 @@
-"""A grammar whose lexer has no room left for the states of its texts."""
+"""Grammar whose lexer has reached its state limit."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ FULL = "(.*[ae].{30}){2}.*"  # a text of 30 tokens takes some 1,500 states of th
 FEW_STATES = {**grammars._LIMITS, "max_lexer_states": 3000}
 
 
-def test_lexer_state_of_other_texts_does_not_truncate_a_text(pipeline, monkeypatch):
+def test_shared_lexer_state_does_not_truncate_text(pipeline, monkeypatch):
     limits = {**grammars._LIMITS, "max_lexer_states": 6000}
     monkeypatch.setattr(grammars, "_LIMITS", limits)
     for seed in range(8):  # each takes some 1,500 of these states
@@ -152,7 +152,7 @@ def test_recompilation_has_a_budget(pair, compiling_again, monkeypatch):
 
 
 def test_an_abandoned_grammar_is_not_compiled(pair, monkeypatch):
-    """Others would wait behind it, for as long as such grammars take."""
+    """Otherwise other requests would wait for the compilation."""
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.05)
     compiled, begun, ended = grammars.compiled, [], threading.Event()
 

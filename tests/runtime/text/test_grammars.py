@@ -95,14 +95,14 @@ def test_a_mask_is_computed_once_for_draft_and_target(monkeypatch):
         ({"json_schema": {"$ref": "http://localhost:1/x"}}, "json_schema is rejected"),
     ],
 )
-def test_an_impossible_grammar_is_refused_before_anything_runs(pipeline, options, reason):
+def test_unsatisfiable_grammar_is_rejected_before_generation(pipeline, options, reason):
     with pytest.raises(OptionError, match=reason) as caught:
         pipeline.stream("a", 9, **options)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
-def test_a_grammar_without_allowed_tokens_is_a_clear_error(pipeline):
+def test_grammar_without_allowed_tokens_is_rejected(pipeline):
     with pytest.raises(OptionError, match=r"grammar.*leave no token"):
         pipeline.generate("a", 9, regex="a", min_new_tokens=9)
 

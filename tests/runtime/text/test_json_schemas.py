@@ -51,12 +51,12 @@ def test_simple_schema_is_compiled_and_allows_the_same_values(schema):
         RECORD | {"properties": {"b": {}}, "propertyNames": {"pattern": "a"}},
     ],
 )
-def test_keywords_with_a_meaning_stay(schema):
+def test_semantic_keywords_are_kept(schema):
     assert simplify(schema) == schema
     assert not is_taken(schema)
 
 
-def test_what_is_no_keyword_stays():
+def test_non_keyword_properties_are_kept():
     schema = {"enum": [{"format": "x"}], "const": {"uniqueItems": False}, "properties": {"not": {}}}
     assert simplify(schema) == schema
     deep = {}

@@ -13,7 +13,7 @@ from schemas import PLAIN, SCHEMAS
     [range(1), pytest.param(range(1, 50), marks=pytest.mark.slow(exhaustive=True))],
     ids=["1 seed", "49 seeds"],
 )
-def test_a_text_is_valid_or_reports_truncation(pipeline, seeds):
+def test_schema_output_is_valid_or_reports_truncation(pipeline, seeds):
     reasons = []
     for schema in SCHEMAS:
         for seed in seeds:

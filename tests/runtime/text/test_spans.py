@@ -1,4 +1,4 @@
-"""Each piece of text is marked with what became of its token, however late it is passed on."""
+"""Text spans keep the outcome of their tokens, even if output is delayed."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ A, R, B, P = TokenOutcome.ACCEPTED, TokenOutcome.RECOVERED, TokenOutcome.BONUS, 
     ("num_drafted", "num_accepted", "expected"),
     [(0, 0, [P]), (1, 0, [R]), (1, 1, [A, B]), (3, 0, [R]), (3, 2, [A, A, R]), (2, 2, [A, A, B])],
 )
-def test_a_rounds_last_token_is_recovered_bonus_or_plain(num_drafted, num_accepted, expected):
+def test_last_token_of_round_is_recovered_bonus_or_plain(num_drafted, num_accepted, expected):
     round_ = Round([7] * (num_accepted + 1), num_drafted, num_accepted)
     assert token_outcomes(round_) == expected
 
@@ -96,7 +96,7 @@ def test_held_back_text_keeps_the_outcome_of_its_token(pipeline):
     assert made.generation.finish_reason == "stop"
 
 
-def test_a_stop_string_inside_a_token_cuts_its_mark(pipeline):
+def test_stop_string_within_token_truncates_its_span(pipeline):
     token = pipeline.tokenizer.encode("return").ids
     assert len(token) == 1
     made = scripted(pipeline, token, token).generate([5], 5, num_draft_tokens=1, stop="turn")

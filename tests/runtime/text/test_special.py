@@ -237,7 +237,7 @@ def test_encoding_is_thread_safe(pipeline):
     assert wanted[True] != wanted[False]
 
 
-def test_a_chat_takes_the_option(pipeline):
+def test_chat_supports_special_tokens_option(pipeline):
     bundle = dataclasses.replace(pipeline.bundle, chat_template=CHATML)
     chatty = Pipeline(bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
     messages = [{"role": "user", "content": f"a {END}"}]

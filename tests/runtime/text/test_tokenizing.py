@@ -47,7 +47,7 @@ def changed(tmp_path):
 
 
 @pytest.mark.usefixtures("shared_costs")
-def test_a_tokenizer_that_panics_is_one_line_and_exit_1(changed):
+def test_tokenizer_panic_is_one_line_error_with_exit_code_1(changed):
     bundle = changed(**PANIC)
     result = subprocess.run(
         [sys.executable, "-m", "specedge", "generate", "x", "--bundle", str(bundle.folder)],
@@ -69,7 +69,7 @@ def test_a_late_panic_of_a_tokenizer_is_a_specedge_error(pipeline):
         Prompts(pipeline.bundle, tokenizer).tokens("a b c d e f g")
 
 
-def test_truncation_and_padding_in_a_tokenizers_file_change_no_prompt(changed, pipeline):
+def test_truncation_and_padding_settings_of_tokenizer_are_ignored(changed, pipeline):
     from specedge.runtime.requests.loader import load
 
     found = load(changed(truncation=CUTTING, padding=PADDING).folder)
