@@ -85,8 +85,9 @@ def remove(folder: Path) -> None:
     try:
         with staging.locked_folder(work := staging.staging_folder(folder)):
             was_default = _same(store.last_exported(), folder)
-            if reason := destination.move_aside(folder, work / "removed"):
+            if reason := destination.move_aside(folder, work / staging.REPLACED):
                 raise BundleError(f"{reason}; it is not removed")
+            os.rename(work / staging.REPLACED, work / "removed")
             if was_default:
                 store.clear_default()
     except TimeoutError as error:

@@ -22,7 +22,8 @@ from .bundle.integrity import has_encodable_path
 from .errors import BundleError, ExportError, SpecEdgeError
 from .strict_json import JsonError, parse
 
-_ENGINE_FILE = re.compile(r"engines(/[0-9a-f]{32}(/[^/]+)?)?")  # added by `specedge build`
+# Engines of `specedge build`, and files of interrupted builds and embeddings.
+_ADDED = re.compile(r"engines(/\.?[0-9a-f]{32}(\.[a-z-]+)?(/.+)?)?|\.embed-\w+(/.+)?")
 _OF_FILE_SYSTEM = "lost+found"  # in the root folder of a mounted file system
 
 
@@ -78,7 +79,7 @@ def _foreign_content(folder: Path, original: Path | None = None) -> str | None:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         is_folder = path.is_dir() and not path.is_symlink()
-        is_known = name in (folders if is_folder else files) or _ENGINE_FILE.fullmatch(name)
+        is_known = name in (folders if is_folder else files) or _ADDED.fullmatch(name)
         if not is_known and PurePosixPath(name).parts[0] not in ignored:
             return f"{shown} contains {name}, which is not part of the bundle"
     return None

@@ -7,6 +7,7 @@ be removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -58,6 +59,8 @@ def _acquired(work: Path) -> filelock.BaseFileLock:
 
 def _acquired_once(work: Path) -> filelock.BaseFileLock:
     work.mkdir(exist_ok=True)
+    if work.is_symlink():
+        raise OSError(errno.ELOOP, "its staging folder is a link", os.fspath(work))
     lock = filelock.FileLock(work / _LOCK, timeout=0)
     lock.acquire()
     return lock

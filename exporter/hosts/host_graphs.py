@@ -76,13 +76,14 @@ def embed(
         ValueError: `layout` is unknown.
     """
     source = Bundle.read(store.find_bundle(bundle))
-    store.verify_large_files(source)
     embedding = _Embedding([*num_draft_tokens], layout, golden)
     if output is None:
         if source.folder.resolve() == store.embedded_folder().resolve():
             raise ExportError("the embedded pair is part of specedge; specify --output FOLDER")
+        store.verify_large_files(source)
         return embedding.write(source)
     with destination(Path(output)) as work:
+        store.verify_large_files(source)
         for name in (MANIFEST, *source.files):
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source.path(name), work / name)
@@ -196,6 +197,12 @@ def _write(
     old = {*bundle.hosts.files} if bundle.hosts else set()
     files = {name: file for name, file in bundle.files.items() if name not in old}
     without = replace(bundle, hosts=None, files=files)
+    for name in hosts.files:
+        if name not in bundle.files and os.path.lexists(bundle.folder / name):
+            raise ExportError(
+                f"{bundle.folder} contains {name}, which is not part of the bundle; "
+                "specify --output FOLDER"
+            )
     try:
         with tempfile.TemporaryDirectory(dir=bundle.folder, prefix=".embed-") as work:
             for graph in graphs:

@@ -229,5 +229,5 @@ def _slug(name: str) -> str:
     path = Path(os.path.expanduser(name))
     if path.exists():
         where = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
-        name = f"{path.resolve().name}-{where[:8]}"
+        name = f"{os.path.basename(os.path.abspath(path))}-{where[:8]}"
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"

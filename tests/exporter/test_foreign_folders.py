@@ -10,7 +10,7 @@ import pytest
 
 from installed import everything_below, run
 from manifests import make_bundle
-from specedge import destination
+from specedge import destination, staging
 from specedge.bundle import MANIFEST, store
 from specedge.errors import ExportError
 from specedge.runtime.backend.cuda import engine_builder, engines
@@ -196,6 +196,32 @@ def test_mount_point_with_other_files_is_refused(mount):
         assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)
         assert "mount" in result.stderr
     assert (mount / "important.txt").read_text("utf-8") == NOTE
+
+
+def test_embedding_in_place_keeps_files_that_are_not_listed(tmp_path):
+    folder = shutil.copytree(store.embedded_folder(), tmp_path / "pair")
+    (folder / "round.onnx").write_text(NOTE, "utf-8")
+    result = run("embed", "--bundle", folder)
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)
+    assert "contains round.onnx" in result.stderr
+    assert (folder / "round.onnx").read_text("utf-8") == NOTE
+
+
+def test_staging_folder_that_is_a_link_is_not_emptied(tmp_path):
+    plain(tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", tmp_path / ".place.specedge-export")
+    result = run(*COMMANDS["embed"], tmp_path / "place")
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)
+    assert (tmp_path / "elsewhere/important.txt").read_text("utf-8") == NOTE
+
+
+def test_removal_that_is_killed_before_it_is_checked_is_undone(tmp_path):
+    make_bundle(tmp_path / "place")
+    work = staging.staging_folder(tmp_path / "place")
+    work.mkdir()
+    destination.move_aside(tmp_path / "place", work / staging.REPLACED)
+    assert staging.remove_stale_folders(tmp_path) == [work]
+    assert [path.name for path in tmp_path.iterdir()] == ["place"]
 
 
 def test_bundle_with_engines_is_extended_replaced_and_removed(tmp_path):
