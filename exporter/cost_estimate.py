@@ -141,7 +141,8 @@ def check_costs(
     if estimate is None:
         return
     graphs = graph_files(num_draft_tokens, context_length)
-    variants = [v for v in OPS if ops == v or (ops == "auto" and estimate.supports(v))]
+    names = [name for name in OPS if ops in (name, "auto", "all") and estimate.supports(name)]
+    variants = names[-1:] if ops == "auto" else names
     if estimate.export_memory > (available := system_memory().total):
         raise ExportError(
             f"{checkpoint.role} {checkpoint.name} has {estimate.num_parameters / 1e9:.1f} billion "

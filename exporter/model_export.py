@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from typing import TypeVar
 import onnx_ir as ir
 import torch
 
-from specedge.bundle.graph_variants import OPS
+from specedge.bundle.graph_variants import OPS, QDQ
 from specedge.bundle.manifest import (
     CacheLayout,
     CheckpointSource,
@@ -44,6 +45,7 @@ from .verification.reference import Reference
 from .verification.runner import Runner
 
 T = TypeVar("T")
+_REJECTION = "; it cannot be exported in "
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ def export_model(
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Write one checkpoint's graphs and weights to a new folder and verify them against PyTorch.
 
-    A self-draft becomes a second model in the folder, whose graphs read the same weights.
+    A self-draft becomes a second model in the folder, whose graphs read the same weights. The
+    attention operators "auto" are GroupQueryAttention if all models support it and its passes are
+    batch-invariant, else standard ONNX.
 
     Args:
         checkpoint: Target or draft model.
@@ -92,6 +96,40 @@ def export_model(
 
     Raises:
         ExportError: The model cannot be exported, or its graphs differ from it.
+    """
+    job = partial(
+        _export_variants, checkpoint, context_length, num_tokens, request, folder, progress,
+        draft_ids,
+    )  # fmt: skip
+    if request.ops == "all" or (request.ops == "auto" and request.compute == QDQ):
+        return job(OPS)
+    if request.ops != "auto":
+        return job((request.ops,))
+    try:
+        return job(("gqa",), requires_invariance=True)
+    except ExportError as error:
+        reason = str(error).removeprefix(f"{checkpoint.role}: ").removesuffix(_REJECTION + "gqa")
+    shutil.rmtree(folder)
+    result = job(("onnx",))
+    progress.note(f"{checkpoint.role}: no gqa graphs, because {reason}")
+    return result
+
+
+def _export_variants(
+    checkpoint: Checkpoint,
+    context_length: int,
+    num_tokens: int,
+    request: ExportRequest,
+    folder: Path,
+    progress: Progress,
+    draft_ids: Sequence[int] | None,
+    graph_variants: Sequence[str],
+    requires_invariance: bool = False,
+) -> tuple[list[ModelEntry], FileEntry]:
+    """Export a checkpoint in some graph variants; see `export_model`.
+
+    With `requires_invariance`, a graph variant is rejected if longer passes than a single row are
+    not batch-invariant.
     """
     role, num_draft_layers = checkpoint.role, request.num_draft_layers
     folder.mkdir()
@@ -110,7 +148,7 @@ def export_model(
             parts.append(cut_draft(parts[0], num_draft_layers, k, draft_ids))
             sources.append(self_draft.source(checkpoint.source, num_draft_layers))
         sizes = [reference.num_parameters(part.model) for part in parts]
-        written, file = write_models(parts, request.ops)
+        written, file = write_models(parts, graph_variants)
         references = [_references(part) for part in parts]
         loaded.sources.close()  # verification reads the exported weights
         released = LoadedCheckpoint(torch.nn.Module(), loaded.dtype, WeightSources())
@@ -118,8 +156,8 @@ def export_model(
         del loaded
         gc.collect()
         reports = [
-            _verify_all(part, graph_variants, results, request.tolerance)
-            for part, graph_variants, results in zip(parts, written, references, strict=True)
+            _verify_all(part, variants, results, request.tolerance, requires_invariance)
+            for part, variants, results in zip(parts, written, references, strict=True)
         ]
     experts = [results[0].num_experts for results in references]
     model_types = [checkpoint.model_type] * len(parts)
@@ -175,9 +213,11 @@ def cut_draft(
     return draft
 
 
-def write_models(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], FileEntry]:
+def write_models(
+    parts: list[ModelExport], graph_variants: Sequence[str]
+) -> tuple[list[list[str]], FileEntry]:
     """Trace and write models that share a folder; return their graph variants and weights file."""
-    graph_variants, first = OPS if ops == "auto" else (ops,), parts[0]
+    first = parts[0]
     with WeightsFile(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
         written = [
             list(_for_each_variant(p, graph_variants, partial(_write_graphs, p, stored)))
@@ -202,7 +242,7 @@ def _for_each_variant(
     reasons = {ops: str(error).removeprefix(f"{part.role}: ") for ops, error in rejections.items()}
     if not done:
         ops, first = next(iter(rejections.items()))
-        raise type(first)(f"{part.role}: {reasons[ops]}; it cannot be exported in {ops}")
+        raise type(first)(f"{part.role}: {reasons[ops]}{_REJECTION}{ops}")
     for ops, reason in reasons.items():
         part.progress.note(f"{part.role}: no {ops} graphs, because {reason}")
     return done
@@ -278,10 +318,15 @@ def _note_rotary(
 
 
 def _verify_all(
-    part: ModelExport, written: list[str], references: list[Reference], tolerance: float | None
+    part: ModelExport,
+    written: list[str],
+    references: list[Reference],
+    tolerance: float | None,
+    requires_invariance: bool,
 ) -> dict[str, ParityReport]:
     """Verify each graph variant that was written, and remove the files of those that fail."""
-    reports = _for_each_variant(part, written, partial(_verify, part, references, tolerance))
+    verify = partial(_verify, part, references, tolerance, requires_invariance)
+    reports = _for_each_variant(part, written, verify)
     for ops in {*OPS} - reports.keys():
         for file in part.files:
             for name in (file.file_name(ops), file.source.file_name(ops)):
@@ -290,7 +335,11 @@ def _verify_all(
 
 
 def _verify(
-    part: ModelExport, references: list[Reference], tolerance: float | None, ops: str
+    part: ModelExport,
+    references: list[Reference],
+    tolerance: float | None,
+    requires_invariance: bool,
+    ops: str,
 ) -> ParityReport:
     name, progress = f"{part.role} ({ops})", part.progress
     runner = Runner(part.folder, part.files, part.shape, ops)
@@ -306,8 +355,9 @@ def _verify(
             "is padded to two"
         )
     elif missing:
-        progress.note(
-            f"{name}: passes of {', '.join(map(str, missing))} tokens are not bitwise "
-            "equal to longer ones, so text may differ from plain decoding at near-ties"
-        )
+        lengths = ", ".join(map(str, missing))
+        reason = f"passes of {lengths} tokens are not bitwise equal to longer ones"
+        if requires_invariance:
+            raise ExportError(reason)
+        progress.note(f"{name}: {reason}, so text may differ from plain decoding at near-ties")
     return report

@@ -16,6 +16,7 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 
 from .checkpoint import self_draft
 
+OPS_CHOICES = ("auto", "all", *OPS)
 NO_DRAFT = "none"  # as a draft's name: no draft model
 PathOrName: TypeAlias = str | os.PathLike[str]
 
@@ -33,7 +34,9 @@ class ExportRequest:
             default bundle.
         num_draft_tokens: Maximum number of draft tokens per round.
         max_length: Context length; None for that of the models, up to 4096.
-        ops: Graph variant, "onnx" or "gqa"; "auto" for all that the models support.
+        ops: Attention operators: "onnx" (standard), "gqa" (GroupQueryAttention), "all" for both if
+            possible, or "auto": "gqa" if the model supports it, else "onnx", and "all" with the
+            compute type "qdq", which needs standard operators.
         tolerance: Maximum float32 error relative to the largest value of an output; None to bound
             errors by PyTorch's own float32 errors.
         precision: Precision of the target. "keep" keeps the integers of a quantized checkpoint;
@@ -139,8 +142,8 @@ class ExportRequest:
                 raise ValueError(
                     f"precision must be one of {', '.join(PRECISION_CHOICES)}, got {precision!r}"
                 )
-        if self.ops not in ("auto", *OPS):
-            raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")
+        if self.ops not in OPS_CHOICES:
+            raise ValueError(f"ops must be one of {', '.join(OPS_CHOICES)}, got {self.ops!r}")
         self._check_compute({self.precision_of("target"), self.precision_of("draft")})
         if self.cache not in (*CACHE_TYPES, None):
             raise ValueError(f"cache must be {', '.join(CACHE_TYPES)}, got {self.cache!r}")

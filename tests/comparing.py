@@ -18,7 +18,7 @@ def traced(model, folder, ops="onnx", context=None):
     loaded = LoadedCheckpoint(model, "float32", WeightSources())
     context = context or context_of(model)
     part = model_export.measure_model("target", loaded, context, 4, 512, folder, Progress())
-    model_export.write_models([part], ops)
+    model_export.write_models([part], (ops,))
     return Runner(folder, part.files, part.shape, ops)
 
 

@@ -55,7 +55,7 @@ class Made:
         self.progress = Progress()
         self.bundle = export(
             draft or self.target, self.target, folder / "bundle",
-            precision=precision, progress=self.progress, **options,
+            **{"precision": precision, "ops": "all", "progress": self.progress} | options,
         )  # fmt: skip
         self.pipeline = specedge.load(self.bundle.folder)
 

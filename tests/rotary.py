@@ -96,7 +96,7 @@ def compared(kind: str, folder: Path) -> tuple[np.ndarray, float]:
     freeze_rotary(model, CONTEXT)
     loaded = LoadedCheckpoint(model, "float32", WeightSources())
     part = model_export.measure_model("target", loaded, CONTEXT, 4, VOCAB_SIZE, folder, Progress())
-    model_export.write_models([part], "onnx")
+    model_export.write_models([part], ("onnx",))
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, CONTEXT)
     found, wanted = in_the_graph(folder, part.shape, tokens), in_transformers(own, tokens)
     plain = in_transformers(make_model(config_of("default")), tokens)

@@ -16,15 +16,13 @@ import torch
 from specedge.bundle.graph_variants import attention_ops, has_compute_type, is_qdq
 from specedge.bundle.manifest import FileEntry, ModelEntry
 from specedge.bundle.precision import BLOCK_BITS, GPTQ, KEEP, NEAREST
-from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ParityError
 
 from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..graph import rewrites
 from ..graph.external_data import FILE, drop_unused
 from ..progress import Progress
-from ..verification.runner import Runner
-from . import calibration, gptq, llama_cpp, rotation_rewriter, schemes, smoothing
+from . import calibration, gptq, rotation_rewriter, schemes, smoothing
 from .calibration import InputStatistics
 from .dequantize_rewriter import DequantizeRewriter
 from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_excluded, load_graph
@@ -127,15 +125,13 @@ def quantize(
     bits_per_weight = _bits_per_weight(parts[0], store.file)
     for part in parts:
         with progress.step(f"Comparing the {part.role} in {precision}"):
-            formats = _format_runners(part, work) if part is parts[0] else {}
             choices = {
                 ops: group_schemes | _unquantized_schemes(part, ops, excluded)
                 for ops in part.reduced_variants(precision, suffixes)
             }
             entry = _compare(
-                part, precision, folder, choices, texts, progress, formats,
-                bits_per_weight=bits_per_weight,
-            )  # fmt: skip
+                part, precision, folder, choices, texts, progress, bits_per_weight=bits_per_weight
+            )
         entries.append(entry)
     shutil.rmtree(work)
     shutil.rmtree(before)
@@ -192,16 +188,13 @@ def _compare(
     choices: Mapping[str, Schemes],
     texts: CalibrationTexts,
     progress: Progress,
-    formats: Mapping[str, Runner] | None = None,
     **fields: Any,
 ) -> ModelEntry:
     """Measure quantized graphs; return the model's entry with reports that have these fields."""
-    measured = measure_variants(part, folder, choices, texts, progress, formats)
+    measured = measure_variants(part, folder, choices, texts, progress)
     reports = {
         ops: (replace(report, **fields), invariant) for ops, (report, invariant) in measured.items()
     }
-    for report, _ in reports.values():
-        _warn_if_worse(part.role, precision, report, progress)
     return part.with_reports(reports, precision)
 
 
@@ -260,41 +253,6 @@ def _change_basis(
     if chosen.reason:
         return changed, f"its residual stream is not rotated, because {chosen.reason}"
     return changed, None
-
-
-def _format_runners(model: FloatModel, work: Path) -> dict[str, Runner]:
-    """Quantize a target to formats of llama.cpp; return runners by format."""
-    if model.role != "target" or model.model.num_experts:
-        return {}
-    original, ops = replace(model, folder=model.original or model.folder), model.ops[-1]
-    folders = {name: work / name for name in llama_cpp.FORMATS}
-    for folder in folders.values():
-        folder.mkdir()
-    group_schemes = {
-        group.key: llama_cpp.q8_0_scheme(group)
-        for group in matrix_groups(_load(original, ops).graph)
-    }
-    with WeightsWriter(folders["Q8_0"]) as store:
-        _write_graphs(
-            original, ops, "int8-block", group_schemes, NO_EXCLUSIONS, store, folders["Q8_0"]
-        )
-    llama_cpp.write_q4_k(original, ops, folders["Q4_K"])
-    return {
-        "Q8_0": original.runner(folders["Q8_0"], ops),
-        "Q4_K": replace(original, folder=folders["Q4_K"]).decoder_runner(ops),
-    }
-
-
-def _warn_if_worse(
-    role: str, precision: str, quality: QuantizationReport, progress: Progress
-) -> None:
-    """Note a precision that is less accurate than the llama.cpp format of its size."""
-    name = llama_cpp.COMPARABLE_FORMATS.get(precision)
-    if name in quality.formats and quality.divergence > quality.formats[name].divergence:
-        progress.note(
-            f"warning: {role} has a KL divergence of {quality.divergence:.2g} in {precision}, and "
-            f"of {quality.formats[name].divergence:.2g} in llama.cpp's {name}"
-        )
 
 
 @dataclass(frozen=True)

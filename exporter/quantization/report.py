@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from specedge.bundle.graph_variants import attention_ops, cache_dtype
-from specedge.bundle.reports import FormatQuality, QuantizationReport
+from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ExportError
 
 from ..progress import Progress
@@ -54,7 +54,6 @@ def measure_variants(
     graph_variants: Mapping[str, SchemeMap],
     texts: CalibrationTexts,
     progress: Progress,
-    formats: Mapping[str, Runner] | None = None,
 ) -> dict[str, VariantReport]:
     """Compare quantized graph variants with the float graph, and check their batch invariance.
 
@@ -68,7 +67,6 @@ def measure_variants(
         graph_variants: Schemes of all groups, by graph variant.
         texts: Texts to compare on.
         progress: Receives notes.
-        formats: Runners of the same weights in formats of llama.cpp, for comparison.
 
     Raises:
         ExportError: Values overflow a graph variant's type.
@@ -88,8 +86,7 @@ def measure_variants(
             )
             described[ops] = _quantization_report(LogitDistance(), texts, choices), ()
     primary = _primary_variants(candidates)
-    measured = _measure_graphs(model, candidates, primary, texts, formats or {})
-    qualities = {name: _format_quality(measured[name].near) for name in formats or {}}
+    measured = _measure_graphs(model, candidates, primary, texts)
     for ops, candidate in candidates.items():
         distances = measured[ops]
         if ops not in primary:
@@ -100,9 +97,6 @@ def measure_variants(
         described[ops] = _build_report(
             model, ops, candidate.runner, distances, texts, graph_variants[ops], progress
         )
-        if ops == next(iter(primary)):
-            quality = replace(described[ops][0], formats=qualities)
-            described[ops] = quality, described[ops][1]
     return {ops: described[ops] for ops in graph_variants}
 
 
@@ -125,13 +119,11 @@ def _measure_graphs(
     candidates: Mapping[str, MeasuredGraph],
     primary: Sequence[str],
     texts: CalibrationTexts,
-    formats: Mapping[str, Runner],
 ) -> dict[str, DistancePair]:
-    """Measure graph variants and formats of llama.cpp; return distances by name."""
+    """Measure graph variants; return distances by name."""
     original = replace(model, folder=model.original or model.folder)
     reference = original.decoder_runner(model.ops[-1])
     whole = {ops: candidates[ops] for ops in primary}
-    whole |= {name: MeasuredGraph(runner) for name, runner in formats.items()}
     rest = {ops: graph for ops, graph in candidates.items() if ops not in primary}
     sample = [texts.evaluation[0][:NUM_SAMPLE_TOKENS]]
     return measure_distances(reference, whole, texts.evaluation, model.head) | measure_distances(
@@ -166,13 +158,6 @@ def _build_report(
         described = replace(described, exceptions=(*described.exceptions, late_note))
         progress.note(f"{name}: {late_note}")
     return described, invariant
-
-
-def _format_quality(near: LogitDistance) -> FormatQuality:
-    count, scored = max(1, near.num_tokens), max(1, near.num_scored)
-    return FormatQuality(
-        max(0.0, near.divergence / count), near.num_same / count, float(np.exp(near.loss / scored))
-    )
 
 
 def _describe_late(near: LogitDistance, late: LogitDistance, context_length: int) -> str | None:

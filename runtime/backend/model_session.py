@@ -207,7 +207,9 @@ def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
     compute_type = (
         QDQ if device.supports_engines and model.weights_dtype in QUANTIZED_DTYPES else "fp16"
     )
-    options = f"--compute {compute_type}" if model.dtype == "float32" else "--ops auto"
+    options = f"--compute {compute_type}" if model.dtype == "float32" else ""
+    if device.supports_engines or not options:
+        options = f"--ops all {options}".rstrip()
     raise DeviceError(
         f"{model.source.id}: {device.name} runs {variants}"
         + (f", not '{ops}'" if ops != "auto" else f"; export the pair again with {options}")
@@ -224,7 +226,7 @@ def _export_hint(model: ModelEntry, ops: str) -> str:
         return f", or export the pair with --ops {plain} {option}".rstrip()
     if any(layer.key_size != layer.value_size for layer in model.cache.layers):
         return ""  # GroupQueryAttention requires equal sizes
-    options = f"--ops auto {option}".rstrip()
+    options = f"--ops all {option}".rstrip()
     return f", or export the pair with {options}, which adds {ops} if the model supports it"
 
 

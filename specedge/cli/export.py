@@ -48,10 +48,11 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 )
 @click.option(
     "--ops",
-    type=click.Choice(("auto", *OPS)),
+    type=click.Choice(("auto", "all", *OPS)),
     default="auto",
     show_default=True,
-    help="Attention operators: standard ONNX, GroupQueryAttention, or both if possible.",
+    help="Attention operators: onnx (standard), gqa (GroupQueryAttention), all, or auto: gqa if the"
+    " model supports it, else onnx.",
 )
 @click.option(
     "--tolerance",

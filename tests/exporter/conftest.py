@@ -58,7 +58,10 @@ class Pairs:
 
             def build(folder):
                 progress = Progress()
-                export(*self.checkpoint(name), folder, draft_precision="fp32", progress=progress)
+                export(
+                    *self.checkpoint(name), folder,
+                    ops="all", draft_precision="fp32", progress=progress,
+                )  # fmt: skip
                 notes.write_text(json.dumps(progress.notes), "utf-8")
 
             notes = self.folder / f"{name}.notes.json"

@@ -76,7 +76,7 @@ def test_published_model_has_parameters_that_are_published(name):
 
 
 def test_note_states_costs_per_token(monkeypatch):
-    note = announced(MIXTRAL, 200 * GB, monkeypatch)
+    note = announced(MIXTRAL, 200 * GB, monkeypatch, "all")
     assert note == (
         "target: 2 of 8 experts per token, 186.8 GB of weights in float32, exported in 17.41 GB of "
         "memory; onnx reads 186.3 GB and computes 93.1 GFLOP per token, in memory of 307.1 GB for "

@@ -158,8 +158,6 @@ def test_report_compares_perplexity_and_divergence_with_float_model(made):
             is_primary = ops == "gqa" or "gqa" not in model.quantization
             assert (report.num_tokens > 1000) is is_primary
             assert 8 < report.bits_per_weight < 14
-            has_formats = is_primary and model is made.bundle.target
-            assert set(report.formats) == ({"Q8_0", "Q4_K"} if has_formats else set())
             bound = 0.02 if is_primary else 0.06
             assert report.perplexity == pytest.approx(report.original_perplexity, rel=bound)
             assert report.agreement > 0.9

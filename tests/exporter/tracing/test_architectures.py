@@ -20,6 +20,7 @@ from checkpoints import (
 from end_to_end import check_pair
 from published import PUBLISHED
 from rotary import KINDS, ORIGINAL, compared
+from specedge.bundle.graph_variants import OPS
 from specedge.exporter import Progress, model_export
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 from specedge.exporter.checkpoint.placeholders import WeightSources
@@ -40,7 +41,7 @@ def test_families_with_custom_code_match_pytorch_in_float64(name, tmp_path):
     model = model_of(name)
     loaded = LoadedCheckpoint(model, "float32", WeightSources())
     part = model_export.measure_model("target", loaded, 96, 4, VOCAB_SIZE, tmp_path, Progress())
-    (written,), _ = model_export.write_models([part], "auto")
+    (written,), _ = model_export.write_models([part], OPS)
     assert written == ["onnx", "gqa"]
     references = reference.compute_references(
         "target", model, WeightSources(), part.shape, VOCAB_SIZE
