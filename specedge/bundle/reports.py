@@ -76,21 +76,6 @@ class ParityReport:
 
 
 @dataclass(frozen=True)
-class FormatQuality:
-    """Quality of the same weights in a quantization format of llama.cpp, on the same text.
-
-    Attributes:
-        divergence: Mean Kullback-Leibler divergence in nats.
-        agreement: Top-1 agreement.
-        perplexity: Perplexity of the quantized weights.
-    """
-
-    divergence: float
-    agreement: float
-    perplexity: float
-
-
-@dataclass(frozen=True)
 class WeightType:
     """Quantization type of a checkpoint's weights.
 
@@ -127,7 +112,6 @@ class QuantizationReport:
         exceptions: One line for each group that deviates from the requested precision.
         bits_per_weight: Size of the weights file in bits over the model's parameters, with scales,
             embedding and LM head; 0 if unknown.
-        formats: The same weights in formats of llama.cpp, by name, where they were measured.
         types: Quantization types of the checkpoint by name, where its weights are kept.
     """
 
@@ -146,7 +130,6 @@ class QuantizationReport:
     plain_product_error: float
     exceptions: tuple[str, ...]
     bits_per_weight: float = field(default=0.0, metadata=OPTIONAL)
-    formats: dict[str, FormatQuality] = field(default_factory=dict, metadata=OPTIONAL)
     types: dict[str, WeightType] = field(default_factory=dict, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
@@ -172,11 +155,6 @@ class QuantizationReport:
             line += (
                 f"; {size.num_weights / 1e6:.1f} M weights in {name}: {size.file_bits:.4g} bits "
                 f"in the file, {size.bundle_bits:.4g} in the bundle"
-            )
-        for name, quality in self.formats.items():
-            line += (
-                f"; as {name} KL {quality.divergence:.2g}, top-1 agreement "
-                f"{quality.agreement:.1%}, perplexity {quality.perplexity:.4g}"
             )
         if not self.plain_product_error:
             return line
