@@ -45,8 +45,9 @@ class ExportRequest:
             "int8-block" and "int4" quantize weights, and their inputs to 8 bits. "int8" has one
             scale per channel, which has the fastest verify passes; the others are block-wise
             (block 32). None for "keep" if the checkpoint is quantized, else "fp32".
-        draft_precision: Precision of the draft model; None for the fastest on this machine that
-            keeps 90% of its acceptance rate (a tiny draft model has the target's).
+        draft_precision: Precision of the draft model; None for "int8" beside a target in "int8",
+            "int4" or "keep", for "keep" if both are quantized checkpoints, else for the target's,
+            also with `compute`.
         draft_vocab: Size of a reduced draft vocabulary, the most frequent tokens of the
             calibration set. Other tokens are not drafted, and draft passes are cheaper.
         compute: Additional graph variants that compute in "fp16", "bf16" or, with quantized
@@ -120,11 +121,6 @@ class ExportRequest:
     def average_bits(self) -> float:
         """Average bits per weight that int4 may use in the layers."""
         return 4.0 if self.bits is None else self.bits
-
-    @property
-    def selects_draft_precision(self) -> bool:
-        """True if the draft's precision is selected by measurements on this machine."""
-        return self.draft_precision is None and self.compute is None
 
     def precision_of(self, role: str) -> str:
         """Return the requested precision of a model, "fp32" by default."""

@@ -68,7 +68,8 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--draft-precision",
     type=click.Choice(PRECISION_CHOICES),
-    help="Precision of the draft's weights.  [default: fastest with 90% of the acceptance rate]",
+    help="Precision of the draft's weights.  [default: int8 beside a target in int8, int4 or keep,"
+    " else the target's]",
 )
 @click.option(
     "--compute",
