@@ -19,7 +19,7 @@ from specedge.bundle.manifest import PREFILL_LENGTH, chunk_length
 from ..graph.graphs import GraphFile
 from .reference import Reference
 from .row_errors import ErrorCheck
-from .runner import Action, FillCaches, FillNoise, PassAction, ReadRows, Runner
+from .runner import Action, FillCaches, FillNoise, PassAction, ReadRows, RepeatRows, Runner
 
 # Pass lengths that are tested for invariance. Each is at most twice the previous one, including
 # PREFILL_LENGTH and `chunk_length`, so that lengths in between count as tested.
@@ -178,17 +178,39 @@ def invariance_check(runner: Runner, tokens: np.ndarray, invariance: dict[int, b
 
     Kernels may also depend on the total, the number of cache rows after a pass: flash attention of
     GroupQueryAttention does on Arm (ONNX Runtime 1.30 to 1.32). Short passes therefore end at
-    totals of all residues modulo 8.
+    totals of all residues modulo 8, at the beginning and at the end of the context.
     """
-    lengths = compared_lengths(runner)
+    lengths, context = compared_lengths(runner), runner.geometry.context_length
+    size = NUM_RESIDUES * LONGEST_DRAFT
     num_rows = max(lengths) + (12 if runner.in_parts else PREFILL_LENGTH)
-    num_rows = max(num_rows, NUM_RESIDUES * LONGEST_DRAFT)
-    tokens = np.resize(tokens, min(num_rows, runner.geometry.context_length))
+    num_rows = min(max(num_rows, size), context)
+    actions, decide = _window_check(runner, np.resize(tokens, num_rows), 0, lengths, invariance)
+    if (late := context - size) < num_rows:
+        return actions, decide
+    short = [length for length in lengths if length <= LONGEST_DRAFT]
+    later, decide_later = _window_check(runner, np.resize(tokens, size), late, short, invariance)
+
+    def decide_both(results: list[Any]) -> None:
+        decide(results[: len(actions)])
+        decide_later(results[len(actions) + 1 :])
+
+    return [*actions, RepeatRows(num_rows, late), *later], decide_both
+
+
+def _window_check(
+    runner: Runner,
+    tokens: np.ndarray,
+    past: int,
+    lengths: list[int],
+    invariance: dict[int, bool],
+) -> Check:
+    """Compare passes of some lengths with one pass over all tokens after `past` rows."""
+    end = past + len(tokens)
     wide: list[np.ndarray] = []
     actions: list[Action] = [
-        FillNoise(0, len(tokens)),  # later rows have noise from the segments
-        PassAction("decoder", tokens, 0, packed=True, then=wide.append),
-        ReadRows(0, len(tokens)),
+        FillNoise(past, end),  # later rows have noise from the segments
+        PassAction("decoder", tokens, past, packed=True, then=wide.append),
+        ReadRows(past, end),
     ]
 
     def same_logits(start: int, actual: np.ndarray) -> bool:
@@ -197,11 +219,11 @@ def invariance_check(runner: Runner, tokens: np.ndarray, invariance: dict[int, b
     start_ranges: list[range] = []
     for length in lengths:
         starts = _starts(length, len(tokens), runner.in_parts)
-        actions.append(FillNoise(starts[0], len(tokens)))
+        actions.append(FillNoise(past + starts[0], end))
         for start in starts:
             part, after = tokens[start:][:length], functools.partial(same_logits, start)
-            actions.append(PassAction("decoder", part, start, packed=True, then=after))
-        actions.append(ReadRows(starts[0], len(tokens)))
+            actions.append(PassAction("decoder", part, past + start, packed=True, then=after))
+        actions.append(ReadRows(past + starts[0], end))
         start_ranges.append(starts)
 
     def decide(results: list[Any]) -> None:
@@ -209,7 +231,8 @@ def invariance_check(runner: Runner, tokens: np.ndarray, invariance: dict[int, b
         for length, starts in zip(lengths, start_ranges, strict=True):
             _, *same, rows = itertools.islice(rest, len(starts) + 2)
             expected = [cache[:, starts[0] :] for cache in caches]
-            invariance[length] = all(same) and all(map(np.array_equal, rows, expected))
+            is_equal = all(same) and all(map(np.array_equal, rows, expected))
+            invariance[length] = is_equal and invariance.get(length, True)
 
     return actions, decide
 
@@ -217,14 +240,15 @@ def invariance_check(runner: Runner, tokens: np.ndarray, invariance: dict[int, b
 def _starts(length: int, num_rows: int, in_parts: bool) -> range:
     """Return the first rows of passes of a length; the last pass ends at the last row.
 
-    Short passes overlap by a row if their length is even. Of longer ones, large models have one.
+    Short passes of an even length overlap by a row, so that totals have all residues. Of other
+    lengths, large models have one pass.
     """
-    last = num_rows - length
     is_short = 1 < length <= LONGEST_DRAFT
-    step = length - (length % 2 == 0) if is_short else length
-    count = NUM_RESIDUES - 1 if is_short else 0 if in_parts else SPAN // step
-    if is_short and not in_parts:
-        count = max(count, SPAN // step)
+    step = length - 1 if is_short and length % 2 == 0 else length
+    count = 0 if in_parts else SPAN // step
+    if is_short:
+        count = max(count, NUM_RESIDUES - 1)
+    last = num_rows - length
     return range(max(last % step, last - count * step), last + 1, step)
 
 
