@@ -11,6 +11,7 @@ each matrix, since a checkpoint may mix them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -167,6 +168,17 @@ def _layout(method: str, config: Mapping[str, Any]) -> Any:
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
+def _is_symmetric(config: Mapping[str, Any]) -> bool:
+    """Return True if a config says so for all modules, and for none of them the contrary."""
+    groups = config.get("config_groups")
+    if groups is not None:
+        return all(scheme["weights"].get("symmetric", True) is True for scheme in groups.values())
+    modules = {**(config.get("dynamic") or {}), **(config.get("extra_config") or {})}
+    stated = [m["sym"] for m in modules.values() if isinstance(m, dict) and "sym" in m]
+    is_symmetric = config.get("sym") is True or config.get("zero_point") is False
+    return is_symmetric and all(value is True for value in stated)
+
+
 def _transform(config: Mapping[str, Any]) -> str | None:
     """Return the key of a config's activation transform; None without one."""
     keys = ("transform_config", "rotation_config", "hadamard_config")
@@ -219,10 +231,10 @@ class _Reader:
             or [*zeros.shape] != [num_groups, width * bits // 32]
         ):
             raise self._misfit(module, {"qweight": packed, "scales": scales, "qzeros": zeros})
-        words = zeros.numpy().view(np.uint32)
-        if is_first_version:
+        words, integers = zeros.numpy().view(np.uint32), packed.numpy()
+        if is_first_version and not self._is_symmetric:
             words = words + np.uint32(0x11111111 if bits == 4 else 0x01010101)
-        points, integers = _unpack(words, bits).T, packed.numpy()
+        points = self._zero_points(f"{module}.qzeros", _unpack(words, bits).T, bits)
         return self._tensor(
             module, bits, (width, size), scales.T, points, f"{module}.g_idx",
             lambda rows: _unpack_rows(integers[:, rows], bits),
@@ -241,7 +253,7 @@ class _Reader:
             start, end = indices.min() // 8, indices.max() // 8 + 1
             return _unpack_awq(words[:, start:end])[indices - 8 * start]
 
-        points = _unpack_awq(zeros.numpy())
+        points = self._zero_points(f"{module}.qzeros", _unpack_awq(zeros.numpy()), 4)
         return self._tensor(module, 4, (width, size), scales.T, points, None, read)
 
     def compressed(self, module: str, part: str) -> QuantizedTensor:
@@ -292,17 +304,39 @@ class _Reader:
 
     def _unsigned(self, module: str, bits: int, scales: torch.Tensor) -> np.ndarray | None:
         """Return zero points as unsigned integers, [N, G]; None if there are none."""
-        zeros = self.state.get(f"{module}.weight_zero_point")
+        key = f"{module}.weight_zero_point"
+        zeros = self.state.get(key)
         if zeros is None:
             return None
         width, num_groups = scales.shape
         if zeros.dtype == torch.int32 and [*zeros.shape] == [-(-width * bits // 32), num_groups]:
-            return _unpack_rows(zeros.numpy(), bits)[:, :width].T
+            unsigned = _unpack_rows(zeros.numpy(), bits)[:, :width].T
+            return self._zero_points(key, unsigned, bits)
         if zeros.dtype == torch.int8 and zeros.numel() in (1, scales.numel()):
             signed = zeros.numpy().reshape(-1, num_groups).astype(np.int16)
             unsigned = (signed + 2 ** (bits - 1)).astype(np.uint8)
-            return np.broadcast_to(unsigned, (width, num_groups))
+            return self._zero_points(key, np.broadcast_to(unsigned, (width, num_groups)), bits)
         raise self._misfit(module, {"weight_zero_point": zeros, "weight_scale": scales})
+
+    @functools.cached_property
+    def _is_symmetric(self) -> bool:
+        return _is_symmetric(self.config)
+
+    def _zero_points(self, key: str, stored: np.ndarray, bits: int) -> np.ndarray | None:
+        """Return unsigned zero points; None for those of a symmetric method.
+
+        Quantizers of GPTQ disagree whether the middle is stored minus 1, also under one format's
+        name, so a symmetric checkpoint has the middle where either of the two is stored.
+        """
+        if not self._is_symmetric:
+            return stored
+        middle = 2 ** (bits - 1)
+        if (other := stored[(stored != middle) & (stored != middle - 1)]).size:
+            raise CheckpointError(
+                f"{self.where}: {key} has the zero point {other[0]}, but the quantization config "
+                f"is symmetric (zero point {middle}); specify the original checkpoint"
+            )
+        return None
 
     def _gptq_parts(self, module: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the words of integers, the scales and the words of zero points."""

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from dataclasses import replace as replace_fields
 
 import numpy as np
 import pytest
@@ -147,7 +148,60 @@ def test_gptq_zero_point_underflow_borrows_across_word(tmp_path):
     assert zeros.tolist() == [0, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_per_module_bits_and_groups_are_supported(tmp_path):
+OTHER_CONVENTIONS = {
+    "gptq": (Scheme("gptq"), Scheme("gptq_v2")),
+    "gptq, 8 bits": (Scheme("gptq", bits=8), Scheme("gptq_v2", bits=8)),
+    "gptq_v2": (Scheme("gptq_v2"), Scheme("gptq")),
+    "autoround": (Scheme("auto_round"), Scheme("gptq")),
+    "autoround, gptq": (Scheme("auto_round:auto_gptq"), Scheme("gptq_v2")),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CONVENTIONS)
+def test_symmetric_zero_points_are_the_middle_in_either_convention(name, tmp_path):
+    stated, stored = (replace_fields(s, symmetric=True) for s in OTHER_CONVENTIONS[name])
+    folder, expected = make_packed(tmp_path, stored)
+    edit(folder / "config.json", quantization_config=stated.quantization_config)
+    assert same(load(folder)[0], expected)
+    assert not any(tensor.layout.has_zero_points for tensor in kept_tensors(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("gptq, act-order", "qzeros"),
+        ("gptq, per channel", "qzeros"),
+        ("gptq_v2", "qzeros"),
+        ("awq", "qzeros"),
+        ("autoround, awq", "qzeros"),
+        ("compressed-tensors", "weight_zero_point"),
+        ("compressed-tensors, int8, asymmetric", "weight_zero_point"),
+    ],
+)
+def test_zero_points_that_contradict_a_symmetric_config_are_refused(name, part, tmp_path):
+    folder, _ = make_packed(tmp_path, SCHEMES[name])
+    stated = replace_fields(SCHEMES[name], symmetric=True)
+    edit(folder / "config.json", quantization_config=stated.quantization_config)
+    message = refusal(folder)
+    assert f"proj.{part} has the zero point " in message
+    assert "the quantization config is symmetric" in message
+
+
+@pytest.mark.parametrize(
+    ("how", "exceptions"),
+    [
+        ("gptq", {"dynamic": {r"+:.*up_proj": {"sym": False}}}),
+        ("auto_round", {"extra_config": {"model.layers.0.mlp.up_proj": {"sym": False}}}),
+    ],
+)
+def test_zero_points_of_modules_with_another_scheme_are_read(how, exceptions, tmp_path):
+    folder, expected = make_packed(tmp_path, Scheme(how))
+    stated = Scheme(how, symmetric=True, config=exceptions).quantization_config
+    edit(folder / "config.json", quantization_config=stated)
+    assert same(load(folder)[0], expected)
+
+
+def test_bits_and_groups_of_single_modules_may_differ(tmp_path):
     folder, expected = make_packed(tmp_path, Scheme(symmetric=True))
     eight = Scheme("gptq", bits=8, group_size=64, symmetric=True)
     names = "model.layers.1.mlp.down_proj"
