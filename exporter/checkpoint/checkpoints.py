@@ -30,12 +30,6 @@ from . import (
 )
 from .adapters import Adapter
 
-# Without one of these files transformers creates an empty tokenizer of the config's class.
-_VOCABULARIES = {
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "qwen.tiktoken",
-}  # fmt: skip
-
 
 @dataclass
 class Checkpoint:
@@ -196,7 +190,7 @@ def _read(
     paths = [folder / name for name in weights]
     with tempfile.TemporaryDirectory() as temporary:
         header_folder = Path(temporary)  # other files in the folder must not be read
-        if remote is not None and not all(path.exists() for path in paths):
+        if remote is not None and remote.missing():
             paths = [header_folder / path.name for path in paths]
             for path in paths:
                 hub.fetch_header(remote, path.name, header_folder)
@@ -247,7 +241,7 @@ def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any]) -> Any
 
 def _load_tokenizer(where: str, folder: Path, files: set[str]) -> Any:
     """Load the tokenizer of a folder with these files."""
-    if not files & _VOCABULARIES:
+    if not files & folders.VOCABULARIES:
         raise CheckpointError(
             f"{where} has no tokenizer; put its tokenizer.json next to config.json"
         )

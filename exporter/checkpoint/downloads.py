@@ -35,7 +35,14 @@ def fetch(
     by_xet = metadata.xet_file_data is not None and importlib.util.find_spec("hf_xet") is not None
     if (not by_xet or constants.HF_HUB_DISABLE_XET) and metadata.etag and metadata.size:
         _resume(url, folder.parents[1] / "blobs" / metadata.etag, metadata.size, advance)
-    huggingface_hub.hf_hub_download(name, file, revision=revision, tqdm_class=progress_bar(advance))
+    path = folder / file
+    huggingface_hub.hf_hub_download(
+        name,
+        file,
+        revision=revision,
+        tqdm_class=progress_bar(advance),
+        force_download=path.exists() and path.stat().st_size != metadata.size,
+    )
 
 
 def fetch_header(name: str, revision: str, file: str, path: Path, size: int) -> None:
@@ -67,14 +74,17 @@ def progress_bar(advance: Callable[[int], None]) -> type[utils.tqdm]:
 def _resume(url: str, blob: Path, size: int, advance: Callable[[int], None]) -> None:
     """Download the missing part of a file, and rename it to `blob` when it is complete.
 
-    A file with a wrong SHA-256 is downloaded a second time. Raises CheckpointError.
+    A blob with a wrong size is a partial file, and a file with a wrong SHA-256 is downloaded a
+    second time. Raises CheckpointError.
     """
     part = blob.with_name(f"{blob.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f"{part}.lock"):
         if blob.exists():
-            advance(size)
-            return
+            if blob.stat().st_size == size:
+                advance(size)
+                return
+            blob.replace(part)
         for _ in range(2):
             if part.exists() and part.stat().st_size == size:
                 advance(size)

@@ -12,6 +12,12 @@ from specedge.errors import CheckpointError
 from ..libraries import first_line
 from . import gguf_header, licenses, weight_files
 
+# Without one of these files transformers creates an empty tokenizer of the config's class.
+VOCABULARIES = {
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "qwen.tiktoken",
+}  # fmt: skip
+
 
 def split_gguf_name(name: str) -> tuple[Path, str | None]:
     """Split a name into the folder or repository, and the GGUF file in it, if any."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import glob
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,18 @@ from specedge.errors import CheckpointError, SpecEdgeError
 
 from ..libraries import first_line, quiet, translate_errors
 from ..progress import Progress
-from . import downloads
+from . import downloads, folders
 from .licenses import is_license_file
 
 TIMEOUT = 10.0
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "README.md")
 _TEMPLATE_FOLDER = "additional_chat_templates"  # the only subfolder whose files are fetched
+# Small files that change a bundle, beside the vocabulary of a repository without tokenizer.json.
+_READ = {
+    "config.json", "generation_config.json", "quantize_config.json", "quant_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "adapter_config.json",
+}  # fmt: skip
 # Returns the weight files of a repository, from the folder of its small files and all file names.
 Choose = Callable[[Path, set[str]], list[str]]
 
@@ -42,7 +49,7 @@ class Snapshot:
 
     def missing(self) -> dict[str, int]:
         """Return the weight files that are not downloaded yet, with their sizes."""
-        return {f: n for f, n in self.weights.items() if not (self.folder / f).exists()}
+        return {f: n for f, n in self.weights.items() if not _is_complete(self.folder / f, n)}
 
 
 def find(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot:
@@ -110,16 +117,20 @@ def _find_online(role: str, name: str, revision: str | None, choose: Choose) -> 
     api = huggingface_hub.HfApi()
     info = api.model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT)
     everything = {f.rfilename: f.size or 0 for f in info.siblings or []}
-    names = {name.partition("/")[0] for name in everything}  # of files and folders
     sizes = {name: size for name, size in everything.items() if "/" not in name}
-    licenses = [glob.escape(n) for n, size in sizes.items() if is_license_file(n, size)]
+    small = [file for file, size in everything.items() if _is_small(file, size)]
     with quiet():
         # By revision, not by commit, so that the cache records the commit of a branch.
-        bar = downloads.progress_bar(lambda amount: None)
-        folders = names - sizes.keys() - {_TEMPLATE_FOLDER}
-        folder = _fetch_small_files(name, revision, licenses, folders, tqdm_class=bar)
-    if folder.name not in (info.sha, revision):  # a commit was pushed between the two requests
-        return _find_online(role, name, folder.name, choose)
+        folder = _snapshot(
+            name, revision, small, tqdm_class=downloads.progress_bar(lambda amount: None)
+        )
+        if folder.name not in (info.sha, revision):  # a commit was pushed between the two requests
+            return _find_online(role, name, folder.name, choose)
+        for file in small:
+            if not _is_complete(folder / file, everything[file]):
+                huggingface_hub.hf_hub_download(
+                    name, file, revision=folder.name, force_download=True
+                )
     chosen = choose(folder, set(sizes))
     if lacking := [file for file in chosen if file not in sizes]:
         raise CheckpointError(
@@ -127,47 +138,78 @@ def _find_online(role: str, name: str, revision: str | None, choose: Choose) -> 
             "specify another revision"
         )
     weights = {file: sizes[file] for file in chosen}
-    return Snapshot(role, name, folder.name, folder, names, weights)
-
-
-def _fetch_small_files(
-    name: str,
-    revision: str | None,
-    more_patterns: Sequence[str] = (),
-    folders: Collection[str] = (),
-    **options: Any,
-) -> Path:
-    """Fetch a repository's small files except those in `folders`; return the snapshot's folder."""
-    patterns = {
-        "allow_patterns": [*_SMALL, *more_patterns],
-        "ignore_patterns": [f"{glob.escape(folder)}/*" for folder in sorted(folders)],
-    }
-    folder = huggingface_hub.snapshot_download(name, revision=revision, **patterns, **options)
-    return Path(folder)
+    return Snapshot(role, name, folder.name, folder, _top_level(everything), weights)
 
 
 def _find_cached(
     role: str, name: str, revision: str | None, choose: Choose, reason: Exception
 ) -> Snapshot:
+    """Find a snapshot that has the files that an export reads, also if others are missing."""
+    offline = isinstance(reason, errors.OfflineModeIsEnabled)
+    why = "HF_HUB_OFFLINE is set" if offline else first_line(reason)
+    unreachable = f"the hub cannot be reached ({why}); connect to the network"
+
+    def refuse(problem: str, cure: str = "") -> CheckpointError:
+        return CheckpointError(f"{role} {name}{problem}, and {unreachable}{cure}")
+
     try:
-        folder = _fetch_small_files(name, revision, local_files_only=True)
-        names = {p.name for p in folder.iterdir()}
-        weights = choose(folder, names)
-        if lacking := [f for f in weights if f not in names]:
-            raise FileNotFoundError(f"{lacking[0]} is not in the cache")
-        if not weights:
-            raise FileNotFoundError("only small files are in the cache")
-    except SpecEdgeError:
-        raise
-    except Exception:
-        offline = isinstance(reason, errors.OfflineModeIsEnabled)
-        why = "HF_HUB_OFFLINE is set" if offline else first_line(reason)
-        raise CheckpointError(
-            f"{role} {name} is not a local folder, and the hub cannot be reached ({why}); "
-            "connect to the network, or specify a local folder"
-        ) from reason
+        folder = _snapshot(name, revision, local_files_only=True)
+    except Exception as error:
+        raise refuse(" is not a local folder", ", or specify a local folder") from error
+    # Without a listing of the repository, which single downloads do not store, that of the folder.
+    everything = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    with contextlib.suppress(errors.CachedRepoTreeNotFoundError):
+        listing = huggingface_hub.get_cached_repo_tree(name, revision=folder.name)
+        everything = {file.path: file.size for file in listing}
+    weights = choose(folder, {file for file in everything if "/" not in file})
+    if not weights:
+        raise refuse(": only small files are in the hub's cache")
+    is_gguf = weights[0].endswith(".gguf")
+    for file in [*weights, *([] if is_gguf else _small_files_read(everything))]:
+        path = folder / file
+        if not path.exists():
+            raise refuse(f": {file} is not in the hub's cache")
+        if not _is_complete(path, everything[file]):
+            raise refuse(
+                f": {path} has {path.stat().st_size} instead of {everything[file]} bytes",
+                " to download it again",
+            )
     sizes = {file: (folder / file).stat().st_size for file in weights}
-    return Snapshot(role, name, folder.name, folder, names, sizes)
+    return Snapshot(role, name, folder.name, folder, _top_level(everything), sizes)
+
+
+def _snapshot(name: str, revision: str | None, files: Collection[str] = (), **options: Any) -> Path:
+    """Fetch files of a repository, or find them in the cache; return the snapshot's folder."""
+    patterns = [glob.escape(file) for file in files]
+    folder = huggingface_hub.snapshot_download(
+        name, revision=revision, allow_patterns=patterns, **options
+    )
+    return Path(folder)
+
+
+def _is_small(file: str, size: int) -> bool:
+    """Return True for a file that is fetched before the weights."""
+    folder, _, name = file.rpartition("/")
+    if folder not in ("", _TEMPLATE_FOLDER):
+        return False
+    is_license = not folder and is_license_file(name, size)
+    return is_license or any(fnmatch.fnmatchcase(name, pattern) for pattern in _SMALL)
+
+
+def _small_files_read(files: Collection[str]) -> list[str]:
+    """Return the small files of a repository that change a bundle, the config first."""
+    names = _READ if "tokenizer.json" in files else _READ | folders.VOCABULARIES | {"merges.txt"}
+    return sorted(f for f in files if f in names or f.startswith(f"{_TEMPLATE_FOLDER}/"))
+
+
+def _is_complete(path: Path, size: int) -> bool:
+    """Return True if a file has the size that the hub states."""
+    return path.exists() and path.stat().st_size == size
+
+
+def _top_level(files: Collection[str]) -> set[str]:
+    """Return the names of a repository's top-level files and folders."""
+    return {file.partition("/")[0] for file in files}
 
 
 def _advice(role: str, name: str, revision: str | None, error: Exception) -> str | None:

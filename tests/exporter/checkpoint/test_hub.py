@@ -174,7 +174,92 @@ def test_cache_without_weights_fails_without_network(server, monkeypatch):
     assert "the hub cannot be reached" in refusal()
 
 
-def test_branch_update_during_resolution_yields_one_commit(server, monkeypatch):
+def add_subfolder(server):
+    folder = server.folder / NAME / "original"
+    folder.mkdir()
+    (folder / "params.json").write_text("{}", "utf-8")
+
+
+def download(*files):
+    """Fill the cache as `hf download --include` does."""
+    huggingface_hub.snapshot_download(NAME, allow_patterns=[*files])
+
+
+def go_offline(server, monkeypatch):
+    server.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_offline_snapshot_lacks_json_of_subfolders(server, original, monkeypatch):
+    add_subfolder(server)
+    loader.load(find(), Progress())
+    go_offline(server, monkeypatch)
+    found = find()
+    assert not (found.folder / "original").exists()
+    assert same(found, original)
+    assert not server.requests
+
+
+def test_offline_snapshot_serves_with_files_that_an_export_reads(server, original, monkeypatch):
+    add_subfolder(server)
+    (server.folder / NAME / "vocab.json").write_text("{}", "utf-8")
+    (server.folder / NAME / "README.md").write_text("text", "utf-8")
+    read = {p.name for p in original.iterdir()} & {"generation_config.json", "chat_template.jinja"}
+    download(WHOLE, "config.json", "tokenizer*.json", *read)
+    go_offline(server, monkeypatch)
+    assert same(find(), original)
+
+
+@pytest.mark.parametrize(
+    "missing", [WHOLE, "config.json", "tokenizer.json", "generation_config.json"]
+)
+def test_offline_snapshot_without_a_file_that_an_export_reads_names_it(
+    missing, server, original, monkeypatch
+):
+    if not (server.folder / NAME / missing).exists():
+        (server.folder / NAME / missing).write_text("{}", "utf-8")
+    download(*({p.name for p in (server.folder / NAME).iterdir()} - {missing}))
+    go_offline(server, monkeypatch)
+    assert f"org/model: {missing} is not in the hub's cache, and the hub cannot be" in refusal()
+
+
+def truncate(found, file, size=1000):
+    """Cut the blob of a cached file."""
+    with (found.folder / file).resolve().open("r+b") as blob:
+        blob.truncate(size)
+
+
+@pytest.mark.parametrize("size", [0, 300_000])
+def test_truncated_weights_are_downloaded_again(size, server, original):
+    found = find()
+    loader.load(found, Progress())
+    truncate(found, WHOLE, size)
+    server.requests.clear()
+    assert same(find(), original)
+    assert files(server)[1::2] == [f"bytes={size}-" if size else None]
+    server.requests.clear()
+    assert same(find(), original)
+    assert not files(server)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_truncated_small_files_are_downloaded_again(file, server, original):
+    truncate(find(), file, 100)
+    assert same(find(), original)
+
+
+@pytest.mark.parametrize("file", [WHOLE, "tokenizer.json"])
+def test_truncated_file_is_named_offline(file, server, original, monkeypatch):
+    found = find()
+    loader.load(found, Progress())
+    truncate(found, file)
+    go_offline(server, monkeypatch)
+    size = (original / file).stat().st_size
+    message = refusal()
+    assert f"{found.folder / file} has 1000 instead of {size} bytes" in message
+
+
+def test_branch_that_moves_between_two_questions_gives_one_commit(server, monkeypatch):
     old = hub_server.commit(server.folder / NAME)
     ask = huggingface_hub.HfApi.model_info
 
