@@ -274,6 +274,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     for path in work.rglob(f"*{SOURCE}-*.onnx"):
         path.unlink()
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
+    pair.note_end_tokens(target, ends, progress)
     draft = models[1] if has_draft else None
     bundle = Bundle(
         format=oldest_format(models[0], draft),

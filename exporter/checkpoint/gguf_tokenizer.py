@@ -261,12 +261,19 @@ def end_tokens(fields: Mapping[str, Any]) -> list[int]:
     tokens = fields.get("tokenizer.ggml.tokens") or []
     stated = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = [i for i in stated if isinstance(i, int) and i < len(tokens)]
-    by_name = {token: i for i, token in enumerate(tokens) if token in _END_NAMES}
+    by_name = named_end_tokens({token: i for i, token in enumerate(tokens)})
+    return list(dict.fromkeys([*ends, *by_name.values()]))
+
+
+def named_end_tokens(vocabulary: Mapping[str, int]) -> dict[str, int]:
+    """Return the tokens of a vocabulary that end a text by their names, ascending."""
+    ids = sorted((i, token) for token, i in vocabulary.items() if token in _END_NAMES)
+    by_name = {token: i for i, token in ids}
     if by_name.keys() >= {"<|return|>", "<|call|>"} or by_name.keys() >= {"<|calls|>", "<|flush|>"}:
         by_name.pop("<|end|>", None)
-    if not _NORMAL_END_MARKERS.isdisjoint(tokens):
+    if not _NORMAL_END_MARKERS.isdisjoint(vocabulary):
         by_name.pop("</s>", None)
-    return list(dict.fromkeys([*ends, *by_name.values()]))
+    return by_name
 
 
 @dataclass(frozen=True)

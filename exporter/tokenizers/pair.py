@@ -16,6 +16,7 @@ from specedge.errors import ExportError
 from specedge.sampling_options import SamplingFilters
 
 from ..checkpoint.checkpoints import Checkpoint
+from ..checkpoint.gguf_tokenizer import named_end_tokens
 from ..libraries import first_line
 from ..progress import Progress
 from . import compatibility
@@ -86,7 +87,40 @@ def write_tokenizer(text: TextMetadata, target: Checkpoint, folder: Path) -> Non
 
 
 def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Return the end tokens of the generation config, else of the config. Raises ExportError."""
+    """Return the end tokens of the generation config, else of the config.
+
+    If they lack the tokenizer's own, which are its `eos_token` and those of the chat template,
+    tokens that end a text by their names are added, as in GGUF files. Raises ExportError.
+    """
+    stated = _stated_end_tokens(checkpoint)
+    vocabulary = checkpoint.tokenizer.get_vocab()
+    by_name = named_end_tokens(vocabulary)
+    template = _chat_template(checkpoint) or ""
+    eos = vocabulary.get(checkpoint.tokenizer.eos_token)
+    own = [] if eos is None else [eos]
+    own += [token for name, token in by_name.items() if name in template]
+    if stated and {*own} <= {*stated}:
+        return stated
+    return tuple(dict.fromkeys([*stated, *own, *by_name.values()]))
+
+
+def note_end_tokens(checkpoint: Checkpoint, ends: Sequence[int], progress: Progress) -> None:
+    """Note the tokens at which texts end, and which of them the config does not name."""
+    if not ends:
+        progress.note("the tokenizer has no end token: texts end at their maximum length")
+        return
+
+    def describe(tokens: Sequence[int]) -> str:
+        names = checkpoint.tokenizer.convert_ids_to_tokens(list(tokens))
+        return " or ".join(f"{name} ({i})" for name, i in zip(names, tokens, strict=True))
+
+    stated = _stated_end_tokens(checkpoint)
+    added = [token for token in ends if token not in stated]
+    detail = f", of which its config lacks {describe(added)}" if added else ""
+    progress.note(f"texts end at {describe(ends)}{detail}")
+
+
+def _stated_end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     stated = checkpoint.generation.get("eos_token_id")
     if stated is None:
         stated = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)

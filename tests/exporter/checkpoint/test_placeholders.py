@@ -160,7 +160,8 @@ def exported(request, tmp_path_factory):
     target = make(folder, request.param, torch.bfloat16)
     progress = Progress()
     bundle = export(None, target, folder / "bundle", progress=progress, ops="onnx")
-    assert all("states no license" in note for note in progress.notes)
+    for note in progress.notes:
+        assert "states no license" in note or "texts end at" in note
     return target, bundle, progress
 
 

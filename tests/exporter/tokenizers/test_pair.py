@@ -216,15 +216,70 @@ def test_other_end_tokens_and_chat_templates_are_noted(both):
     assert all(word in note for word, note in zip(("ends at", "template"), notes, strict=True))
 
 
-def test_end_tokens_come_from_generation_config_then_config(both):
-    def ends():
-        return pair.end_tokens(checkpoints.find("target", str(both[1]), None))
+CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 
-    edit(both[1] / "generation_config.json", lambda value: value.update(eos_token_id=[5, 6, 5]))
-    assert ends() == (5, 6)
-    (both[1] / "generation_config.json").unlink()
-    edit(both[1] / "config.json", lambda value: value.update(eos_token_id=9))
-    assert ends() == (9,)
+
+def end_tokens(folder):
+    """End tokens of a checkpoint, and the note that an export prints of them."""
+    checkpoint, progress = checkpoints.find("target", str(folder), None), Progress()
+    ends = pair.end_tokens(checkpoint)
+    pair.note_end_tokens(checkpoint, ends, progress)
+    (note,) = progress.notes
+    return ends, note
+
+
+def test_end_tokens_come_from_generation_config_then_config(both):
+    folder = both[1]
+    edit(folder / "generation_config.json", lambda value: value.update(eos_token_id=[5, 0, 5]))
+    ends, note = end_tokens(folder)
+    assert ends == (5, 0)
+    assert note.startswith("texts end at ")
+    assert note.endswith(" (5) or <|endoftext|> (0)")
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", lambda value: value.update(eos_token_id=[0, 9]))
+    assert end_tokens(folder)[0] == (0, 9)
+
+
+def remove_end_tokens(folder):
+    for name in ("config.json", "generation_config.json"):
+        edit(folder / name, lambda value: value.update(eos_token_id=None))
+
+
+@pytest.mark.parametrize("stated", [None, 9, 0])
+def test_end_tokens_of_tokenizer_and_chat_template_are_added(both, stated):
+    """By the names that GGUF files are searched for."""
+    folder = both[1]
+    edit(folder / "tokenizer.json", markers)
+    (folder / "chat_template.jinja").write_text(CHATML, "utf-8")
+    remove_end_tokens(folder)
+    if stated is not None:
+        edit(folder / "config.json", lambda value: value.update(eos_token_id=stated))
+    ends, note = end_tokens(folder)
+    assert ends == tuple(dict.fromkeys([*([] if stated is None else [stated]), 0, 513]))
+    assert "<|im_end|> (513)" in note
+    assert "of which its config lacks " in note
+
+
+def test_end_tokens_of_complete_config_are_all(both):
+    """Another token with an end token's name does not end texts if no template uses it."""
+    edit(both[1] / "tokenizer.json", markers)
+    assert end_tokens(both[1])[0] == (0,)
+
+
+def test_tokenizer_without_end_token_is_noted(both):
+    remove_end_tokens(both[1])
+    for name in ("bos_token", "eos_token"):
+        edit(both[1] / "tokenizer_config.json", lambda value, name=name: value.pop(name))
+    edit(both[1] / "tokenizer.json", lambda value: rename(value, "<|endoftext|>", "<|start|>"))
+    ends, note = end_tokens(both[1])
+    assert ends == ()
+    assert "no end token" in note
+
+
+def rename(value, old, new):
+    value["model"]["vocab"][new] = value["model"]["vocab"].pop(old)
+    for token in value["added_tokens"]:
+        token["content"] = new if token["content"] == old else token["content"]
 
 
 def test_default_sampling_is_generation_configs(both):
