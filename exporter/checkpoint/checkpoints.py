@@ -25,6 +25,7 @@ from . import (
     hub,
     licenses,
     quantized_formats,
+    sentencepiece_model,
     text_decoder,
     weight_files,
 )
@@ -246,7 +247,10 @@ def _load_tokenizer(where: str, folder: Path, files: set[str]) -> Any:
             f"{where} has no tokenizer; put its tokenizer.json next to config.json"
         )
     description = f"{where}: its tokenizer"
+    processor = sentencepiece_model.find(where, folder, files)
     tokenizer = _load_pretrained(AutoTokenizer.from_pretrained, description, folder)
+    if processor is not None:
+        sentencepiece_model.check(where, folder, processor, tokenizer)
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"{where} has no tokenizer that the tokenizers library can run")
     return tokenizer
