@@ -66,7 +66,7 @@ def check(where: str, folder: Path, processor: Any, tokenizer: Any) -> None:
             shown = [json.dumps(pieces[:4], ensure_ascii=False) for pieces in (actual, expected)]
             raise CheckpointError(
                 f"{where}: transformers {transformers.__version__} tokenizes {text!r} as "
-                f"{shown[0]}, its SentencePiece model as {shown[1]}; put its tokenizer.json next to "
-                "config.json, or a tokenizer_config.json with its tokenizer_class, such as "
+                f"{shown[0]}, its SentencePiece model as {shown[1]}; put its tokenizer.json next "
+                "to config.json, or a tokenizer_config.json with its tokenizer_class, such as "
                 "LlamaTokenizer"
             )

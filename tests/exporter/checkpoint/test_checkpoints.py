@@ -97,7 +97,8 @@ def test_onnx_files_next_to_weights_are_ignored(checkpoint):
 def test_onnx_repository_on_hub_is_refused_with_checkpoint_it_names(checkpoint, monkeypatch):
     (checkpoint / "README.md").write_text("---\nbase_model: c/d\n---\n", "utf-8")
     names = ("README.md", "config.json", "tokenizer.json", "onnx/model.onnx")
-    files = [SimpleNamespace(rfilename=name, size=1) for name in names]
+    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    files = [SimpleNamespace(rfilename=name, size=sizes.get(name)) for name in names]
     info = SimpleNamespace(siblings=files, sha="abc")
     api = SimpleNamespace(model_info=lambda *args, **kwargs: info)
     monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: api)
