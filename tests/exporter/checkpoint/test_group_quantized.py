@@ -201,7 +201,7 @@ def test_zero_points_of_modules_with_another_scheme_are_read(how, exceptions, tm
     assert same(load(folder)[0], expected)
 
 
-def test_bits_and_groups_of_single_modules_may_differ(tmp_path):
+def test_per_module_bits_and_groups_are_supported(tmp_path):
     folder, expected = make_packed(tmp_path, Scheme(symmetric=True))
     eight = Scheme("gptq", bits=8, group_size=64, symmetric=True)
     names = "model.layers.1.mlp.down_proj"

@@ -259,7 +259,7 @@ def test_truncated_file_is_named_offline(file, server, original, monkeypatch):
     assert f"{found.folder / file} has 1000 instead of {size} bytes" in message
 
 
-def test_branch_that_moves_between_two_questions_gives_one_commit(server, monkeypatch):
+def test_branch_update_during_resolution_yields_one_commit(server, monkeypatch):
     old = hub_server.commit(server.folder / NAME)
     ask = huggingface_hub.HfApi.model_info
 
