@@ -19,7 +19,7 @@ from specedge.errors import CheckpointError, SpecEdgeError
 
 from ..libraries import first_line, quiet, translate_errors
 from ..progress import Progress
-from . import downloads, folders
+from . import downloads, folders, gguf_header
 from .licenses import is_license_file
 
 TIMEOUT = 10.0
@@ -164,7 +164,7 @@ def _find_cached(
     weights = choose(folder, {file for file in everything if "/" not in file})
     if not weights:
         raise refuse(": only small files are in the hub's cache")
-    is_gguf = weights[0].endswith(".gguf")
+    is_gguf = gguf_header.is_gguf(weights[0])
     for file in [*weights, *([] if is_gguf else _small_files_read(everything))]:
         path = folder / file
         if not path.exists():
