@@ -34,6 +34,11 @@ def reason_to_keep(folder: Path) -> str | None:
     engines. Only the manifest's list of files is read, so it may have another format. A bundle in
     the user's data folder may have a manifest that cannot be read.
     """
+    return _reason_to_keep_path(folder) or _foreign_content(folder)
+
+
+def _reason_to_keep_path(folder: Path) -> str | None:
+    """Return the reason not to replace or remove a folder whatever it contains."""
     if folder.is_symlink():
         return f"{folder} is a link; remove the link, or use {os.path.realpath(folder)}"
     try:
@@ -41,11 +46,9 @@ def reason_to_keep(folder: Path) -> str | None:
             return f"{folder} is a file"
         if folder.samefile(store.embedded_folder()):
             return "the embedded pair is part of specedge and cannot be replaced or removed"
-        if reason := _foreign_content(folder):
-            return reason
         if Path.cwd().is_relative_to(folder.resolve()):
             return f"{folder} is the current folder"
-    except (FileNotFoundError, NotADirectoryError):  # another process may replace it meanwhile
+    except (FileNotFoundError, NotADirectoryError):
         pass
     return None
 
@@ -56,6 +59,8 @@ def _foreign_content(folder: Path, original: Path | None = None) -> str | None:
     `original` is the folder's path before it was moved aside.
     """
     shown = original or folder
+    if not folder.is_dir():
+        return None
     is_root = os.path.ismount(folder)
     ignored = {_OF_FILE_SYSTEM, f".{folder.name}{staging.SUFFIX}"} if is_root else set()
     if not any(path.name not in ignored for path in folder.iterdir()):
@@ -106,6 +111,8 @@ def destination(output: Path, error: type[SpecEdgeError] = ExportError) -> Itera
         created = _create_parents(parent, error)
         try:
             with _locked(work, output, error):
+                if reason := _foreign_content(output):
+                    raise error(f"{reason}; specify another folder with --output")
                 bundle = work / "new"
                 bundle.mkdir()
                 yield bundle
@@ -138,7 +145,7 @@ def move_aside(folder: Path, aside: Path) -> str | None:
 
 def _check(output: Path, error: type[SpecEdgeError]) -> None:
     """Reject a destination that cannot hold a bundle, before any work."""
-    reason = reason_to_keep(output)
+    reason = _reason_to_keep_path(output)
     if not has_encodable_path(output):
         reason = f"{output}: the path is not valid UTF-8"
     if reason:

@@ -29,7 +29,7 @@ def test_sessions_are_created_without_flash_attention_on_arm(monkeypatch, tmp_pa
 
     monkeypatch.setattr(sessions.Device, "_open", recorded)
     bundle = specedge.Bundle.read(shutil.copytree(store.embedded_folder(), tmp_path / "pair"))
-    sessions.Device(threads=1).open(bundle.path(bundle.target.graph("step", "gqa").file))
+    sessions.Device().open(bundle.path(bundle.target.graph("step", "gqa").file))
     assert values == ["1"]
     assert VARIABLE not in os.environ
 

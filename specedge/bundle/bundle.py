@@ -195,7 +195,10 @@ class Bundle:
         """
         folder = Path(folder)
         if not has_encodable_path(folder):
-            raise BundleError(f"{folder}: the path is not valid UTF-8; rename the folder")
+            raise BundleError(
+                f"{folder}: the path is not valid UTF-8; rename the folder, "
+                "or specify another one written by 'specedge export'"
+            )
         try:
             bundle = cls.from_json(_manifest_text(folder)).at(folder)
         except FormatError as error:
