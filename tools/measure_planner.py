@@ -1,6 +1,7 @@
 """Measure `auto` relative to plain decoding and to the best fixed setting.
 
     python tools/measure_planner.py [--bundle FOLDER] [--set SET]... [--temperature T]... [--tune]
+        [--fixed DRAFTER:K]... [--json FILE]
 
 Times are of complete requests including prefill, on an idle machine. The requests of a prompt, one
 for each setting, alternate round by round. Costs are measured at load with an empty data folder,
@@ -11,6 +12,7 @@ advance.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -32,9 +34,10 @@ from harness import (
 from specedge import Pipeline, load
 from specedge.benchmarks.measure import PLAIN_SETTING, Setting
 from specedge.benchmarks.tune import measure as tune
+from specedge.runtime.drafters.registry import NEEDS_MODEL
 
 AUTO = Setting("auto", "auto")
-FIXED = [Setting(name, k) for name, k in (("model", 1), ("model", 4), ("suffix", 2), ("suffix", 4))]
+FIXED = ("model:1", "model:4", "suffix:2", "suffix:4")
 MAX_LENGTH = 512  # maximum length of texts
 
 
@@ -66,7 +69,12 @@ def load_fresh(bundle: str | None, threads: int | None, tuned: bool, slots: int)
 @click.option("--length", default=128, show_default=True, help="New tokens of a request.")
 @click.option("--each", default=4, show_default=True, help="Prompts between two loads.")
 @click.option("--tune", "tuned", is_flag=True, help="Tune after each load.")
-@click.option("--fixed/--no-fixed", default=True, help="Run the fixed settings, too.")
+@click.option(
+    "--fixed", multiple=True, metavar="DRAFTER:K", default=FIXED, show_default=True,
+    callback=lambda _, __, values: [_setting(value) for value in values],
+    help="Fixed settings to compare with.",
+)  # fmt: skip
+@click.option("--json", "output", type=click.Path(path_type=Path), help="Write the rows, too.")
 def main(
     bundle: str | None,
     threads: int | None,
@@ -76,15 +84,16 @@ def main(
     length: int,
     each: int,
     tuned: bool,
-    fixed: bool,
+    fixed: list[Setting],
+    output: Path | None,
 ) -> None:
     """Measure auto against plain decoding and fixed settings."""
     path = os.fspath(Path(bundle).absolute()) if bundle else None
-    settings = [PLAIN_SETTING, AUTO, *(FIXED if fixed else [])]
+    settings = [PLAIN_SETTING, AUTO, *fixed]
     times: dict[tuple[float, str, Setting], list[float]] = {}
     pipeline = load_fresh(path, threads, tuned, len(settings))
     if pipeline.draft is None:
-        settings = [setting for setting in settings if setting.drafter != "model"]
+        settings = [s for s in settings if s.drafter not in NEEDS_MODEL]
     prompts = {name: prompt_tokens(pipeline, name, count) for name in sets}
     for i in range(count):
         if i and i % each == 0:
@@ -96,28 +105,35 @@ def main(
             seconds = time_requests(pipeline, prompts[name][i], length, requests)
             for setting, per_token in zip(order, seconds, strict=True):
                 times.setdefault((temperature, name, setting), []).append(per_token)
-    ratios, over_best = [], []
+    rows = []
     for temperature, name in product(temperatures, sets):
         auto, plain = (times[temperature, name, setting] for setting in (AUTO, PLAIN_SETTING))
         pairs = list(zip(auto, plain, strict=True))
         ratio, low, high = confidence_interval(pairs)
-        ratios.append(ratio)
-        line = (
-            f"temperature {temperature:g}, {name}: {ratio:.3f} ({low:.3f} to {high:.3f}) of plain"
+        sums = {setting: sum(times[temperature, name, setting]) for setting in settings}
+        del sums[AUTO]
+        best = min(sums, key=lambda setting: sums[setting])
+        of_best = confidence_interval(list(zip(auto, times[temperature, name, best], strict=True)))
+        label = f"{best.drafter} K = {best.num_draft_tokens}"
+        row = {"temperature": temperature, "set": name, "ratio": (ratio, low, high)}
+        rows.append({**row, "best": label, "of_best": of_best})
+        click.echo(
+            f"temperature {temperature:g}, {name}: {ratio:.3f} ({low:.3f} to {high:.3f}) of plain; "
+            f"{of_best[0]:.3f} ({of_best[1]:.3f} to {of_best[2]:.3f}) of the best fixed, "
+            f"{label} at {sums[best] / sum(plain):.3f}" + ("; SLOWER" if low > 1.02 else "")
         )
-        if fixed:
-            sums = {setting: sum(times[temperature, name, setting]) for setting in settings}
-            del sums[AUTO]
-            best = min(sums, key=lambda setting: sums[setting])
-            over_best.append(sum(auto) / sums[best])
-            line += (
-                f"; {over_best[-1]:.3f} of the best fixed, {best.drafter} K ="
-                f" {best.num_draft_tokens} at {sums[best] / sum(plain):.3f}"
-            )
-        click.echo(line + ("; SLOWER" if low > 1.02 else ""))
-    click.echo(f"geometric mean over plain: {exp(fmean(map(log, ratios))):.3f}")
-    if over_best:
-        click.echo(f"geometric mean over the best fixed: {exp(fmean(map(log, over_best))):.3f}")
+    for key, name in (("ratio", "plain"), ("of_best", "the best fixed")):
+        click.echo(f"geometric mean over {name}: {exp(fmean(log(r[key][0]) for r in rows)):.3f}")
+    if output:
+        output.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+
+
+def _setting(text: str) -> Setting:
+    """Return the setting of DRAFTER:K."""
+    drafter, _, k = text.partition(":")
+    if not k.isdigit():
+        raise click.BadParameter(f"expected DRAFTER:K, got {text}")
+    return Setting(drafter, int(k))
 
 
 if __name__ == "__main__":

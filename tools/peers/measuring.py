@@ -33,6 +33,7 @@ class Variant:
         model: Folder name of the conversion; empty if there is none.
         reason: Reason if there are no figures.
         has_drafts: True if speculative decoding is measured as well.
+        drafters: Drafters with their K that are measured besides.
     """
 
     peer: str
@@ -44,10 +45,17 @@ class Variant:
     peak_bytes: int = 0
     has_drafts: bool = False
     quality: dict[str, dict[str, float]] = field(default_factory=dict)
+    drafters: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return f"{self.peer} {self.precision}"
+
+    @property
+    def settings(self) -> list[tuple[str, int | str]]:
+        """Drafters with their K to measure, plain decoding first."""
+        planned = [(AUTO, AUTO)] if self.has_drafts else []
+        return [(AUTO, 0), *planned, *((drafter, k) for drafter, k in self.drafters)]
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class Run:
     text: str  # digest of the token ids
     accepted: int | None = None
     drafted: int | None = None
+    drafter: str = AUTO
 
     @property
     def ms_per_token(self) -> float:
@@ -103,6 +112,17 @@ class Kernels:
     same_text: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Acceptance:
+    """Tested and accepted draft tokens by position, of the prompts of one kind."""
+
+    variant: str
+    kind: str
+    temperature: float
+    tested: list[int]
+    accepted: list[int]
+
+
 @dataclass
 class Figures:
     """Results of one file, on the machine of its times."""
@@ -113,6 +133,8 @@ class Figures:
     variants: dict[str, Variant] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     kernels: dict[str, Kernels] = field(default_factory=dict)  # by GGUF type
+    acceptance: list[Acceptance] = field(default_factory=list)
+    planner: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by variant
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Figures:
@@ -124,7 +146,9 @@ class Figures:
         variants = {name: Variant(**values) for name, values in fields["variants"].items()}
         kernels = {name: Kernels(**values) for name, values in fields.get("kernels", {}).items()}
         names = fields["name"], fields.get("machine", ""), fields["kinds"]
-        return cls(*names, variants, rounds, kernels)
+        acceptance = [Acceptance(**values) for values in fields.get("acceptance", [])]
+        planner = fields.get("planner", {})
+        return cls(*names, variants, rounds, kernels, acceptance, planner)
 
     def json(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -138,14 +162,15 @@ def measure_rounds(
     tokens: int,
     rounds: int,
     seconds: float,
+    lengths: Sequence[int] = LENGTHS,
 ) -> Iterator[Round]:
     """Run the missing rounds until the time is over, at least one.
 
     For each prompt of a round the settings alternate in rotated order, so that compared runs are
-    within seconds of each other.
+    within seconds of each other. Passes of each length follow, if there are any.
     """
     variants = [figures.variants[name] for name in workers]
-    settings = [(v, k) for v in variants for k in ((0, AUTO) if v.has_drafts else (0,))]
+    settings = [(variant, *setting) for variant in variants for setting in variant.settings]
     models = [[variant.name, variant.model, variant.version] for variant in variants]
     stamp = _digest([figures.machine, models, [ids for _, ids in prompts], tokens])
     figures.kinds = [kind for kind, _ in prompts]
@@ -155,11 +180,12 @@ def measure_rounds(
         runs = []
         for i, (_, prompt) in enumerate(prompts):
             first = (i + len(figures.rounds)) % len(settings)
-            for variant, k in [*settings[first:], *settings[:first]]:
-                runs.append(_run(workers[variant.name], variant, k, i, prompt, tokens))
+            for variant, drafter, k in [*settings[first:], *settings[:first]]:
+                runs.append(_run(workers[variant.name], variant, drafter, k, i, prompt, tokens))
         passes = {
-            name: worker.ask("passes", prompt=prompts[0][1], lengths=LENGTHS, repeats=REPEATS)
+            name: worker.ask("passes", prompt=prompts[0][1], lengths=lengths, repeats=REPEATS)
             for name, worker in workers.items()
+            if lengths
         }
         times = {name: answer["seconds_by_length"] for name, answer in passes.items()}
         for name, answer in passes.items():
@@ -171,9 +197,15 @@ def measure_rounds(
 
 
 def _run(
-    worker: Client, variant: Variant, k: int | str, number: int, prompt: list[int], tokens: int
+    worker: Client,
+    variant: Variant,
+    drafter: str,
+    k: int | str,
+    number: int,
+    prompt: list[int],
+    tokens: int,
 ) -> Run:
-    answer = worker.ask("generate", prompt=prompt, tokens=tokens, k=k)
+    answer = worker.ask("generate", prompt=prompt, tokens=tokens, k=k, **_named(drafter))
     if len(answer["tokens"]) != tokens:
         raise WorkerError(f"{variant.name} returned {len(answer['tokens'])} of {tokens} tokens")
     return Run(
@@ -186,7 +218,13 @@ def _run(
         _digest(answer["tokens"]),
         answer.get("accepted"),
         answer.get("drafted"),
+        drafter,
     )
+
+
+def _named(drafter: str) -> dict[str, str]:
+    """Return the argument of a drafter; libraries without a choice do not have it."""
+    return {} if drafter == AUTO else {"drafter": drafter}
 
 
 @contextmanager
@@ -208,8 +246,8 @@ def loaded(
                 model = str(models / variant.model)
                 answer = worker.ask("load", model=model, threads=threads)
                 variant.version = answer["version"]
-                for k in (0, AUTO) if variant.has_drafts else (0,):
-                    worker.ask("generate", prompt=prompt, tokens=WARM_UP, k=k)
+                for drafter, k in variant.settings:
+                    worker.ask("generate", prompt=prompt, tokens=WARM_UP, k=k, **_named(drafter))
                 workers[variant.name] = worker
             except WorkerError as error:
                 variant.reason = str(error)

@@ -61,9 +61,9 @@ class Reference:
 
         return AutoTokenizer.from_pretrained(self.checkpoint, local_files_only=True)
 
-    def prompts(self) -> list[tuple[str, list[int]]]:
-        """Return the kinds and token ids of the timed prompts."""
-        lines = (TEXTS / "prompts.jsonl").read_text("utf-8").splitlines()
+    def prompts(self, name: str = "prompts.jsonl") -> list[tuple[str, list[int]]]:
+        """Return the kinds and token ids of the timed prompts in a file of texts."""
+        lines = (TEXTS / name).read_text("utf-8").splitlines()
         prompts = []
         for line in map(json.loads, lines):
             if "messages" in line:

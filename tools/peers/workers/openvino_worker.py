@@ -13,6 +13,8 @@ import openvino_genai
 
 from serving import FirstToken, cached, serve, size_of
 
+MATCH = 3  # tokens of a match of prompt lookup
+
 
 class OpenVINO:
     """Quantized weights with the device's default options.
@@ -20,35 +22,60 @@ class OpenVINO:
     Requests run in the pipeline; passes and logits use the same graph, compiled separately.
     """
 
-    def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
+    def convert(
+        self, gguf: str, checkpoint: str, precision: str, cache: str, draft: str = ""
+    ) -> Path:
+        def make(folder: Path) -> None:
+            _export(folder, checkpoint, precision)
+            if draft:
+                _export(folder / "draft", draft, precision)
+
         name = f"openvino-{openvino_genai.__version__}-{precision}"
-        return cached(cache, checkpoint, name, lambda path: _export(path, checkpoint, precision))
+        return cached(cache, checkpoint, f"{name}-{Path(draft).name}" if draft else name, make)
 
     def num_bytes(self, model: Path) -> int:
-        return size_of(model / "openvino_model.bin")
+        return size_of(*model.rglob("openvino_model.bin"))
 
     def load(self, model: Path, threads: int) -> str:
         self._options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
-        # The pipeline's default scheduler, but without prefix caching.
-        scheduler = openvino_genai.SchedulerConfig()
-        scheduler.max_num_batched_tokens = sys.maxsize
-        scheduler.enable_prefix_caching = False
-        self._path = str(model / "openvino_model.xml")
+        self._folder, self._path = model, str(model / "openvino_model.xml")
         self._request: Any = None
-        self.pipe = openvino_genai.LLMPipeline(
-            str(model), "CPU", scheduler_config=scheduler, **self._options
-        )
+        self._pipelines: dict[str, Any] = {}
         return openvino_genai.__version__
 
-    def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
+    def _pipeline(self, drafter: str) -> Any:
+        """Return the pipeline of a drafter, loaded on the first call."""
+        if drafter not in self._pipelines:
+            # The pipeline's default scheduler, but without prefix caching.
+            scheduler = openvino_genai.SchedulerConfig()
+            scheduler.max_num_batched_tokens = sys.maxsize
+            scheduler.enable_prefix_caching = False
+            options = {"scheduler_config": scheduler, **self._options}
+            if drafter == "model":
+                draft = str(self._folder / "draft")
+                options["draft_model"] = openvino_genai.draft_model(draft, "CPU", **self._options)
+            elif drafter == "lookup":
+                options["prompt_lookup"] = True
+            pipeline = openvino_genai.LLMPipeline(str(self._folder), "CPU", **options)
+            self._pipelines[drafter] = pipeline
+        return self._pipelines[drafter]
+
+    def generate(
+        self, prompt: list[int], tokens: int, k: int, drafter: str = "model"
+    ) -> dict[str, Any]:
         config = openvino_genai.GenerationConfig()
+        pipeline = self._pipeline(drafter if k else "")
+        if k:
+            config.num_assistant_tokens = k
+        if k and drafter == "lookup":
+            config.max_ngram_size = MATCH
         config.max_new_tokens = tokens
         config.ignore_eos = True
         config.do_sample = False
         ids = np.array([prompt], np.int64)
         inputs = openvino_genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
         watch = _Watch()
-        result = self.pipe.generate(inputs, config, watch)
+        result = pipeline.generate(inputs, config, watch)
         return {"tokens": [int(token) for token in result.tokens[0]], **watch.times.split()}
 
     def prefill(self, tokens: list[int]) -> None:

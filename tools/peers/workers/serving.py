@@ -1,14 +1,17 @@
 """Protocol of the workers: JSON requests as lines on stdin, JSON answers as lines on stdout.
 
-    {"op": "convert", "gguf": FILE, "checkpoint": FOLDER, "precision": NAME, "cache": FOLDER}
+    {"op": "convert", "gguf": FILE, "checkpoint": FOLDER, "precision": NAME, "cache": FOLDER,
+     "draft": PATH of a draft model}
     {"op": "load", "model": PATH, "threads": N, options of the library}
-    {"op": "generate", "prompt": [ids], "tokens": N, "k": 0 or "auto"}
+    {"op": "generate", "prompt": [ids], "tokens": N, "k": K or "auto", "drafter": NAME}
     {"op": "passes", "prompt": [ids], "lengths": [T, ...], "repeats": N}
     {"op": "reference", "windows": FILE, "folder": FOLDER}
     {"op": "quality", "windows": FILE, "reference": FOLDER}
 
 A worker passes a `Peer` to `serve`. The module requires only the standard library and NumPy, so
 that it runs in the environment of any library. The answer to a failed request has an "error".
+"draft" and "drafter" are for libraries of which speculative decoding is measured: a drafter is
+"model", "lookup" (prompt lookup) or another one of the library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""specedge: a bundle without a draft model, which drafts by suffix decoding."""
+"""specedge: bundles with or without a draft model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ CHUNK = 128  # tokens of a pass whose logits are read
 class SpecEdge:
     """Bundles of the current exporter; to keep a GGUF type, from llama.cpp's file."""
 
-    def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
+    def convert(
+        self, gguf: str, checkpoint: str, precision: str, cache: str, draft: str = ""
+    ) -> Path:
         source, name = Path(gguf), Path(gguf).stem
         precision, _, gguf_type = precision.partition(" ")
         if gguf_type:
             source = cached(cache, gguf, f"llamacpp-{gguf_type}", _require) / "model.gguf"
             name += f"-{gguf_type}"
-        return bundle_of(source, precision, Path(cache), name)
+        if draft:
+            name += f"+{Path(draft).stem}"
+        return bundle_of(source, precision, Path(cache), name, Path(draft) if draft else None)
 
     def num_bytes(self, model: Path) -> int:
         return size_of(*(path for path in model.rglob("*") if "weights" in path.name))
@@ -36,11 +40,14 @@ class SpecEdge:
         version = f"{specedge.__version__} (sources {digest_of_sources('runtime')})"
         return f"{version} on onnxruntime {runtime}"
 
-    def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
+    def generate(
+        self, prompt: list[int], tokens: int, k: int | str, **options: Any
+    ) -> dict[str, Any]:
+        """Generate with further options of a request: drafter, temperature, seed."""
         self.pipeline.forget()
         times = FirstToken()
         result = self.pipeline.generate(
-            prompt, tokens, num_draft_tokens=None if k == "auto" else k, ignore_eos=True
+            prompt, tokens, num_draft_tokens=k, ignore_eos=True, **options
         )
         whole = sum(times.split().values())
         return {
@@ -49,6 +56,8 @@ class SpecEdge:
             "decode_seconds": whole - result.stats.prefill_seconds,
             "accepted": result.stats.num_accepted,
             "drafted": result.stats.num_drafted,
+            "tested_by_position": result.stats.tested_by_position,
+            "accepted_by_position": result.stats.accepted_by_position,
         }
 
     def prefill(self, tokens: list[int]) -> None:
