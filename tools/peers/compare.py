@@ -241,7 +241,8 @@ class Comparison:
         environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "ORT_DISABLE_TELEMETRY": "1"}
         environment |= {"XDG_DATA_HOME": data_home} if data_home else {}
-        if peer.requirements == PEERS["llamacpp"].requirements and peer.name not in self.pythons:
+        is_built = peer.name == "llamacpp" and peer.name in self.pythons
+        if peer.requirements == PEERS["llamacpp"].requirements and not is_built:
             environment["LLAMA_CPP_LIB_PATH"] = str(llama_cpp(environments))
         return Worker([python, str(peer.worker)], self.cache / "log.txt", environment)
 

@@ -103,9 +103,11 @@ class PairComparison(compare.Comparison):
 
     def source(self, reference: Reference, variant: Variant) -> dict[str, str]:
         """Return the arguments of a variant's conversion."""
-        converts = variant.peer in CONVERTED_CHECKPOINTS
-        draft = self.draft.checkpoint if converts else self.draft.gguf
-        return {**super().source(reference, variant), "draft": str(draft)}
+        if variant.peer in CONVERTED_CHECKPOINTS:
+            draft = {"draft": str(self.draft.checkpoint)}
+            return {**super().source(reference, variant), **draft}
+        paths = {"gguf": str(reference.gguf), "draft": str(self.draft.gguf), "checkpoint": ""}
+        return {**paths, "precision": variant.precision}
 
     def prompts(self, reference: Reference) -> list[tuple[str, list[int]]]:
         """Return the first prompts of each kind."""

@@ -59,7 +59,8 @@ class Reference:
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.checkpoint, local_files_only=True)
+        source = {"gguf_file": self.gguf.name, "local_files_only": True}
+        return AutoTokenizer.from_pretrained(str(self.gguf.absolute().parent), **source)
 
     def prompts(self, name: str = "prompts.jsonl") -> list[tuple[str, list[int]]]:
         """Return the kinds and token ids of the timed prompts in a file of texts."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,9 @@ class LlamaServer(LlamaCpp):
 
     def load(self, model: Path, threads: int) -> str:
         self._folder, self._threads, self._ports = model, threads, dict[tuple[str, int], int]()
-        program = os.path.join(os.environ["LLAMA_CPP_LIB_PATH"], "llama-server")
-        self._program, self.model = program, None
-        options = {"capture_output": True, "text": True, "check": True}
-        lines = subprocess.run([program, "--version"], **options)
-        return (lines.stdout + lines.stderr).partition("version: ")[2].partition("\n")[0]
+        self._program = os.path.join(os.environ["LLAMA_CPP_LIB_PATH"], "llama-server")
+        self.model = None
+        return version("llama-cpp-python")
 
     def generate(
         self, prompt: list[int], tokens: int, k: int, drafter: str = "model"
