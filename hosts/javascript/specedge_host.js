@@ -47,6 +47,8 @@ export class SpecedgeHost {
     host.#k = round.num_draft_tokens;
     host.#caches = cachesOf(round.signature);
     host.#text = await Text.open(join(folder, tokenizer));
+    // Flash attention is not batch-invariant on Arm; kernels read this when they are created.
+    if (process.arch === 'arm64') process.env.ORT_GQA_DISABLE_FLASH_ATTENTION ??= '1';
     host.#session = await ort.InferenceSession.create(join(folder, round.file), {
       logSeverityLevel: 4, // fatal: errors are thrown
       extra: hosts.session_options,
