@@ -89,7 +89,9 @@ def test_a_folder_without_a_bundle_is_never_removed(tmp_path, monkeypatch):
     before = everything_below(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in ("plain", "other", "text", "file", ".", "..", "", "/", "stripped", "../.."):
-        with pytest.raises(BundleError, match=r"no bundle|not written|cannot be read|current folder"):
+        with pytest.raises(
+            BundleError, match=r"no bundle|not written|cannot be read|current folder"
+        ):
             bundle_library.find_removable(name)
     for name in ("..", "."):
         with pytest.raises(BundleError):
