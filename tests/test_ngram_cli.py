@@ -1,6 +1,7 @@
 """N-gram tables as a user builds and names them."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -45,6 +46,14 @@ def test_the_order_and_the_bundle_are_options(tmp_path, words, pipeline):
     assert run("ngram", "build", words, *arguments).returncode == 0
     read = ngram_files.read(output, pipeline.bundle)
     assert len(read.pair_tokens) > 0 == len(read.triple_tokens)
+
+
+def test_output_that_is_not_a_regular_file_is_rejected(tmp_path, words):
+    os.mkfifo(tmp_path / "pipe")
+    result = run("ngram", "build", words, "--output", tmp_path / "pipe", "--overwrite")
+    assert result.returncode != 0
+    assert "is not a regular file" in result.stderr
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_existing_file_requires_overwrite(tmp_path, words):

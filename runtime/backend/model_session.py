@@ -208,7 +208,7 @@ def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
         QDQ if device.supports_engines and model.weights_dtype in QUANTIZED_DTYPES else "fp16"
     )
     options = f"--compute {compute_type}" if model.dtype == "float32" else ""
-    if device.supports_engines or not options:
+    if not options or (device.supports_engines and compute_type != QDQ):
         options = f"--ops all {options}".rstrip()
     raise DeviceError(
         f"{model.source.id}: {device.name} runs {variants}"

@@ -44,6 +44,8 @@ def build(
     The files are tokenized by a bundle's tokenizer; `-` is standard input.
     """
     options.check_output(output, texts, overwrite)
+    if os.path.exists(output) and not os.path.isfile(output):
+        raise click.UsageError(f"{output} is not a regular file; specify another for --output")
     read = {name: options.read_text(name) for name in texts}
     from specedge.bundle import Bundle, store
     from specedge.runtime.drafters import ngram_files, ngrams

@@ -259,8 +259,6 @@ def check_output(
         raise click.UsageError(f"{flag} needs a file name")
     if os.path.isdir(output):
         raise click.UsageError(f"{output} is a folder; specify a file for {flag}")
-    if os.path.exists(output) and not os.path.isfile(output):
-        raise click.UsageError(f"{output} is not a regular file; specify another for {flag}")
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise click.UsageError(f"the folder of {output} does not exist; create it first")
     for name in inputs:

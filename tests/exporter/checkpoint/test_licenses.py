@@ -66,6 +66,8 @@ def test_license_links_to_hub_cache_blobs_are_copied(tmp_path):
 
 def test_license_files_are_downloaded_by_name(monkeypatch, tmp_path):
     sizes = {"config.json": 5, "License [v2].txt": 9, "notice": 9, "LICENSE.pdf": 2_000_000}
+    for name in ("config.json", "License [v2].txt", "notice"):
+        (tmp_path / name).write_bytes(bytes(sizes[name]))
     files = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
     info = SimpleNamespace(siblings=files, sha="abc")
     api = SimpleNamespace(model_info=lambda *args, **kwargs: info)

@@ -268,7 +268,7 @@ def test_advised_export_command_is_valid_for_graph_variant(dtype, ops, advice):
 
 @pytest.mark.parametrize(
     ("value_size", "advice"),
-    [(64, "--ops auto --cache fp16, which adds gqa-kv16 if the model supports it"), (48, None)],
+    [(64, "--ops all --cache fp16, which adds gqa-kv16 if the model supports it"), (48, None)],
 )
 def test_gqa_export_is_advised_only_if_possible(value_size, advice):
     """Keys and values of two sizes: never. With one size a manifest cannot tell."""
