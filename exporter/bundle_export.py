@@ -275,16 +275,17 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
         path.unlink()
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
     pair.note_end_tokens(target, ends, progress)
+    sampling = pair.default_sampling(target)
     draft = models[1] if has_draft else None
     bundle = Bundle(
-        format=oldest_format(models[0], draft),
+        format=oldest_format(models[0], draft, sampling),
         specedge_version=__version__,
         num_draft_tokens=request.num_draft_tokens,
         end_tokens=ends,
         tokenizer=pair.TOKENIZER_FILE,
         chat_template=job.text.chat_template,
         special_tokens=job.text.special_tokens,
-        default_sampling=pair.default_sampling(target),
+        default_sampling=sampling,
         target=models[0],
         draft=draft,
         id_map=_write_id_map(job.draft_ids, models[-1], work),

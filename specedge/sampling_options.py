@@ -17,6 +17,7 @@ from .option_specs import (
     shorten,
     validate_options,
 )
+from .strict_json import OPTIONAL
 
 MAX_DRAFT_TOKENS = 64
 MAX_EXPORTED_DRAFT_TOKENS = 16
@@ -26,7 +27,7 @@ LogitBiases = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class SamplingFilters:
-    """Sampling options that checkpoints and bundles recommend, in order of application.
+    """Temperature and filters, in order of application.
 
     Temperature 0 is greedy decoding: the largest logit, the lowest id on ties. `top_k` 0, `top_p` 1
     and `min_p` 0 are off. `min_p` removes tokens whose probability is below `min_p` times that of
@@ -59,6 +60,21 @@ class SamplingFilters:
         return self.temperature == 0
 
 
+def _repetition_penalty() -> Any:
+    return number_option(
+        1.0, "Penalty for tokens in the prompt or output; 1 is off.", exclusive_minimum=0
+    )
+
+
+@dataclass(frozen=True)
+class RecommendedSampling(SamplingFilters):
+    """Sampling options that a model's authors recommend; temperature 0 is no recommendation."""
+
+    repetition_penalty: float = field(
+        default=1.0, metadata={**_repetition_penalty().metadata, **OPTIONAL}
+    )
+
+
 @dataclass(frozen=True)
 class SamplingRules(SamplingFilters):
     """All options that determine the distribution of the next token.
@@ -82,9 +98,7 @@ class SamplingRules(SamplingFilters):
         exclusive_minimum=0,
         maximum=1,
     )
-    repetition_penalty: float = number_option(
-        1.0, "Penalty for tokens in the prompt or output; 1 is off.", exclusive_minimum=0
-    )
+    repetition_penalty: float = _repetition_penalty()
     presence_penalty: float = number_option(
         0.0, "Penalty for tokens that occur in the output.", minimum=-2, maximum=2
     )

@@ -8,7 +8,7 @@ from specedge import bundle as b
 from specedge.bundle import manifest as m
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.reports import ParityReport
-from specedge.sampling_options import SamplingFilters
+from specedge.sampling_options import RecommendedSampling
 
 PARITY = ParityReport(
     structure_error=1e-15,
@@ -70,7 +70,7 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
         tokenizer="tokenizer.json",
         chat_template=None,
         special_tokens={"eos_token": "</s>"},
-        default_sampling=SamplingFilters(),
+        default_sampling=RecommendedSampling(),
         target=make_model("target"),
         draft=make_model("draft"),
         id_map=None,

@@ -9,6 +9,7 @@ from specedge.bundle import FORMAT, MANIFEST, Bundle, oldest_format
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.manifest import MeasuredAcceptance, signatures
 from specedge.errors import BundleError
+from specedge.sampling_options import RecommendedSampling
 from specedge.strict_json import to_plain
 
 
@@ -266,4 +267,7 @@ def test_acceptance_rates_are_checked(folder, role, rates, said):
 def test_acceptance_rates_need_the_format_that_has_them():
     target, draft = make_model("target"), make_model("draft")
     measured = dataclasses.replace(draft, acceptance=MeasuredAcceptance(0.5, 0.5))
-    assert oldest_format(target, draft) < oldest_format(target, measured) == FORMAT
+    sampling = RecommendedSampling()
+    assert oldest_format(target, draft, sampling) < FORMAT
+    assert oldest_format(target, measured, sampling) == FORMAT
+    assert oldest_format(target, draft, RecommendedSampling(repetition_penalty=1.1)) == FORMAT

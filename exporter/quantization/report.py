@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -181,8 +182,8 @@ def _quantization_report(
     return QuantizationReport(
         text=texts.name,
         num_tokens=distance.num_tokens,
-        perplexity=float(np.exp(distance.loss / scored)),
-        original_perplexity=float(np.exp(distance.original_loss / scored)),
+        perplexity=_perplexity(distance.loss / scored),
+        original_perplexity=_perplexity(distance.original_loss / scored),
         agreement=distance.num_same / count,
         divergence=max(0.0, distance.divergence / count),
         error=distance.error,
@@ -194,6 +195,11 @@ def _quantization_report(
         plain_product_error=max((scheme.plain_error for scheme in schemes), default=0.0),
         exceptions=tuple(scheme.reason for scheme in schemes if scheme.reason),
     )
+
+
+def _perplexity(loss: float) -> float:
+    """Return the perplexity of a mean loss in nats, at most the largest float."""
+    return math.exp(min(loss, math.log(sys.float_info.max)))
 
 
 @dataclass

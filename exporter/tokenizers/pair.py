@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from specedge.chat_templates import PROCESSOR_FILE, chat_template_of, read_template
 from specedge.errors import ExportError
-from specedge.sampling_options import SamplingFilters
+from specedge.sampling_options import RecommendedSampling
 
 from ..checkpoint.checkpoints import Checkpoint
 from ..checkpoint.gguf_tokenizer import named_end_tokens
@@ -131,26 +131,25 @@ def _stated_end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def default_sampling(target: Checkpoint) -> SamplingFilters:
-    """Return the sampling options of the target's generation config; greedy without them.
+def default_sampling(target: Checkpoint) -> RecommendedSampling:
+    """Return the sampling options of the target's generation config, as vLLM applies them.
 
+    `do_sample` is ignored. Options that the config omits are neutral: temperature 1, no filters.
     Raises ExportError for invalid values.
     """
-    config = target.generation
-    if not config.get("do_sample"):
-        return SamplingFilters()
-
-    def number(name: str, default: float) -> float:
-        value = config.get(name)
-        return value if isinstance(value, int | float) else default
-
+    names = [option.name for option in fields(RecommendedSampling)]
+    stated: dict[str, Any] = {
+        name: value
+        for name in names
+        if isinstance(value := target.generation.get(name), int | float)
+        and not isinstance(value, bool)
+    }
+    if not stated or stated.get("temperature") == 0:
+        return RecommendedSampling()
+    if "top_k" in stated:
+        stated["top_k"] = max(0, int(stated["top_k"]))  # -1 is off
     try:
-        return SamplingFilters(
-            temperature=number("temperature", 1.0),
-            top_k=int(number("top_k", 50)),  # transformers' default
-            top_p=number("top_p", 1.0),
-            min_p=number("min_p", 0.0),
-        )
+        return RecommendedSampling(**{"temperature": 1.0} | stated)
     except (ValueError, OverflowError) as error:
         raise ExportError(f"generation_config.json of {target.name}: {error}") from error
 

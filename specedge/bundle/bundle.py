@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import BundleError
 from ..option_specs import check_integer
-from ..sampling_options import MAX_DRAFT_TOKENS, SamplingFilters
+from ..sampling_options import MAX_DRAFT_TOKENS, RecommendedSampling
 from ..strict_json import MAX_INTEGER, JsonError, build, dump, parse, to_plain
 from .gpu_signatures import ONE_CALL
 from .graph_variants import attention_ops
@@ -69,7 +69,7 @@ class Bundle:
     tokenizer: str
     chat_template: str | None
     special_tokens: dict[str, str]
-    default_sampling: SamplingFilters
+    default_sampling: RecommendedSampling
     target: ModelEntry
     draft: ModelEntry | None
     id_map: str | None
@@ -290,11 +290,14 @@ class Bundle:
             )
 
 
-def oldest_format(target: ModelEntry, draft: ModelEntry | None) -> int:
+def oldest_format(
+    target: ModelEntry, draft: ModelEntry | None, sampling: RecommendedSampling
+) -> int:
     """Return the oldest format that a new bundle can be written in."""
     models = [target] if draft is None else [target, draft]
     has_bits = any(report.bits_per_weight for m in models for report in m.quantization.values())
-    if draft is None or draft.acceptance or has_bits:
+    is_penalized = sampling.repetition_penalty != 1
+    if draft is None or draft.acceptance or has_bits or is_penalized:
         return FIRST_FORMAT_WITHOUT_DRAFT
     return FIRST_FORMAT_WITH_HOSTS
 

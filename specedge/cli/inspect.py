@@ -12,7 +12,7 @@ from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.reports import ParityReport
 from specedge.cli import options
 from specedge.cli.terminal import progress_bar, sanitize_line
-from specedge.sampling_options import SamplingFilters
+from specedge.sampling_options import RecommendedSampling
 
 
 @click.command()
@@ -97,7 +97,7 @@ def license(bundle: Bundle, role: str, model: ModelEntry) -> str:
     return ", ".join((model.source.license or "not stated", *bundle.license_files(role)))
 
 
-def _sampling(sampling: SamplingFilters) -> str:
+def _sampling(sampling: RecommendedSampling) -> str:
     if sampling.greedy:
         return "greedy"
     fields = (f"{name.replace('_', '-')} {value:g}" for name, value in vars(sampling).items())

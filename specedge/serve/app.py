@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.tokenizer import decode
-from specedge.sampling_options import SamplingFilters
+from specedge.sampling_options import RecommendedSampling
 from specedge.strict_json import JsonError, parse
 from specedge.version import __version__
 
@@ -123,11 +123,11 @@ class ServerSettings:
 Settings = ServerSettings  # its name in 0.1
 
 
-def model_defaults(sampling: SamplingFilters) -> dict[str, float]:
+def model_defaults(sampling: RecommendedSampling) -> dict[str, float]:
     """Return the options set by a model's generation config; none if it is greedy."""
     if sampling.greedy:  # checkpoints without a generation config
         return {}
-    neutral = SamplingFilters()
+    neutral = RecommendedSampling()
     options: dict[str, float] = dataclasses.asdict(sampling)
     return {name: value for name, value in options.items() if value != getattr(neutral, name)}
 

@@ -9,16 +9,16 @@ import pytest
 from installed import run
 from served import PROMPT, ask, chat_pair, serving
 from specedge.bundle import MANIFEST, store
-from specedge.sampling_options import SamplingFilters
+from specedge.sampling_options import RecommendedSampling
 from specedge.serve.app import ServerSettings, make_app
 
-SMOLLM2 = SamplingFilters(temperature=0.2, top_p=0.9)
+SMOLLM2 = RecommendedSampling(temperature=0.2, top_p=0.9)
 ENDPOINTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "A class."}]},
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 8},
     "/v1/responses": {"input": "A class."},
 }
-FIELDS = [field.name for field in dataclasses.fields(SamplingFilters)]
+FIELDS = [field.name for field in dataclasses.fields(RecommendedSampling)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_omitted_sampling_fields_use_model_defaults(pair, recommends, sampled, p
 
 
 @pytest.mark.parametrize(
-    ("recommended", "generation_config"), [(SMOLLM2, "none"), (SamplingFilters(), "auto")]
+    ("recommended", "generation_config"), [(SMOLLM2, "none"), (RecommendedSampling(), "auto")]
 )
 def test_sampling_uses_openai_defaults_without_model_defaults(
     pair, recommends, sampled, recommended, generation_config
@@ -86,7 +86,8 @@ def test_sampling_uses_openai_defaults_without_model_defaults(
 
 def test_all_model_defaults_are_applied_and_listed(pair, recommends, sampled):
     defaults = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05}
-    recommends(SamplingFilters(**defaults))
+    defaults["repetition_penalty"] = 1.1
+    recommends(RecommendedSampling(**defaults))
     with serving(pair) as port:
         ask(port, "POST", "/v1/completions", ENDPOINTS["/v1/completions"])
         model = json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]

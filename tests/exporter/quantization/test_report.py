@@ -1,6 +1,7 @@
 """Quantization report of two models' logits on a text."""
 
 import math
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -131,3 +132,11 @@ def test_short_context_has_no_late_window():
     assert (near.num_tokens, late.num_tokens) == (148, 0)
     assert len(found.actions) == 6
     assert report._describe_late(near, late, 140) is None
+
+
+def test_perplexity_beyond_the_largest_float_is_reported_as_finite():
+    distance = LogitDistance(loss=1e6, original_loss=2e6, num_tokens=10, num_scored=10)
+    texts = SimpleNamespace(name="texts")
+    described = report._quantization_report(distance, texts, {})
+    assert 1e300 < described.perplexity < math.inf
+    assert described.perplexity == described.original_perplexity

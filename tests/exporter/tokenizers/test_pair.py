@@ -9,11 +9,11 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig
 
 from checkpoints import make_tokenizer
-from specedge.errors import PairError
+from specedge.errors import ExportError, PairError
 from specedge.exporter.checkpoint import checkpoints
 from specedge.exporter.progress import Progress
 from specedge.exporter.tokenizers import compatibility, pair
-from specedge.sampling_options import SamplingFilters
+from specedge.sampling_options import RecommendedSampling
 
 
 def edit(path, change):
@@ -282,14 +282,29 @@ def rename(value, old, new):
         token["content"] = new if token["content"] == old else token["content"]
 
 
-def test_default_sampling_is_generation_configs(both):
-    def sampling():
-        return pair.default_sampling(checkpoints.find("target", str(both[1]), None))
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}, (0.7, 20, 0.8)),
+        ({"temperature": 0.6, "top_p": 0.9}, (0.6, 0, 0.9)),
+        ({"do_sample": False, "top_k": 20}, (1.0, 20)),
+        ({"repetition_penalty": 1.1}, (1.0, 0, 1.0, 0.0, 1.1)),
+        ({"temperature": None, "min_p": 0.1, "top_k": -1}, (1.0, 0, 1.0, 0.1)),
+        ({"do_sample": True}, ()),
+        ({"temperature": 0.0, "top_p": 0.9}, ()),
+    ],
+)
+def test_default_sampling_is_generation_configs_as_in_vllm(both, config, expected):
+    """Its `get_diff_sampling_param` does not read `do_sample`."""
+    edit(both[1] / "generation_config.json", lambda value: value.update(config))
+    checkpoint = checkpoints.find("target", str(both[1]), None)
+    assert pair.default_sampling(checkpoint) == RecommendedSampling(*expected)
 
-    assert sampling() == SamplingFilters()
-    change = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
-    edit(both[1] / "generation_config.json", lambda value: value.update(change))
-    assert sampling() == SamplingFilters(temperature=0.7, top_k=20, top_p=0.8)
+
+def test_invalid_default_sampling_is_refused(both):
+    edit(both[1] / "generation_config.json", lambda value: value.update(top_p=2))
+    with pytest.raises(ExportError, match=r"generation_config\.json of .*: top_p must be"):
+        pair.default_sampling(checkpoints.find("target", str(both[1]), None))
 
 
 def test_long_context_is_cut_with_note(both):
