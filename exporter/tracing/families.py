@@ -1,7 +1,7 @@
 """Minimal adaptations of a few model families for tracing.
 
 Most decoders use transformers' attention interface. The families below have attention code of their
-own, which is replaced. Class names, methods and arguments are those of transformers 5.17 to 5.23.
+own, which is replaced. Class names, methods and arguments are those of transformers 5.17 to 5.24.
 """
 
 from __future__ import annotations
@@ -145,9 +145,8 @@ def _mpt(
     self: Any,
     hidden_states: torch.Tensor,
     position_bias: torch.Tensor,
-    past_key_values: Any,
     attention_mask: torch.Tensor,
-    **unused: Any,
+    **inputs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Replace MPT's forward; `position_bias` is `_mpt_alibi`'s."""
     fused = self.Wqkv(hidden_states)
@@ -155,11 +154,16 @@ def _mpt(
         fused = fused.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     heads = (part.unflatten(2, (self.n_heads, -1)).transpose(1, 2) for part in fused.chunk(3, 2))
     query, key, value = heads
-    key, value = past_key_values.update(key, value, self.layer_idx)
+    key, value = _cache_of(inputs).update(key, value, self.layer_idx)
     output, _ = attention(
         self, query, key, value, attention_mask, scaling=self.softmax_scale, bias=position_bias
     )
     return self.out_proj(output.flatten(2)), None
+
+
+def _cache_of(inputs: dict[str, Any]) -> Any:
+    """Return the cache among a module's inputs; transformers 5.24 renamed the argument."""
+    return inputs["cache"] if "cache" in inputs else inputs["past_key_values"]
 
 
 def _mpt_alibi(self: Any, num_heads: int, length: int, **unused: Any) -> torch.Tensor:
@@ -179,8 +183,7 @@ def _llama4(
     hidden_states: torch.Tensor,
     position_embeddings: torch.Tensor,
     attention_mask: torch.Tensor,
-    past_key_values: Any,
-    **unused: Any,
+    **inputs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Replace Llama 4's forward, which reads the sequence length from the cache."""
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
@@ -193,7 +196,7 @@ def _llama4(
         steps = torch.floor((current_pass().positions.float() + 1) / self.floor_scale)
         query = query * (torch.log1p(steps) * self.attn_scale + 1)[..., None, None]
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    key, value = past_key_values.update(key, value, self.layer_idx)
+    key, value = _cache_of(inputs).update(key, value, self.layer_idx)
     output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling)
     return self.o_proj(output.flatten(2)), None
 

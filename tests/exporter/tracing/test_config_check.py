@@ -88,10 +88,11 @@ def test_rejected_target_is_not_downloaded_and_draft_not_resolved(tmp_path, monk
 
 
 def test_attention_bypassing_the_interface_is_reported(monkeypatch):
-    def forward(self, hidden_states, past_key_values, **unused):
+    def forward(self, hidden_states, **inputs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         keys = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        past_key_values.update(keys, keys, self.layer_idx)
+        cache = inputs["cache"] if "cache" in inputs else inputs["past_key_values"]
+        cache.update(keys, keys, self.layer_idx)
         return hidden_states, None
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
