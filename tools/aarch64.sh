@@ -62,4 +62,4 @@ fi
 python -m specedge compare "    def readline(self, size=-1):" -n 120 --repetition-penalty 1.1
 python -m pytest -n 0 tests/test_attention_kernels.py tests/runtime/backend/test_self_test.py \
     tests/runtime/decoding
-python -m specedge verify --strict --minutes "${MINUTES:-25}"
+python -m specedge verify --minutes "${MINUTES:-25}"
