@@ -88,7 +88,8 @@ class PairComparison(compare.Comparison):
         return variants
 
     def convert(self, reference: Reference, figures: Figures) -> None:
-        """Link existing bundles into the cache and convert the rest."""
+        """Convert the variants without a bundle; drop results of models that were replaced."""
+        models = {name: variant.model for name, variant in figures.variants.items()}
         for name, bundle in self.bundles.items():
             variant = next(v for v in self.variants() if v.name == name)
             variant.model = str(bundle.absolute())  # joined to the cache's path, it stays
@@ -100,6 +101,11 @@ class PairComparison(compare.Comparison):
         self.names, names = [n for n in self.names if n not in self.bundles], self.names
         super().convert(reference, figures)
         self.names = names
+        for name, variant in figures.variants.items():
+            if models.get(name) != variant.model:
+                figures.acceptance = [row for row in figures.acceptance if row.variant != name]
+                figures.planner.pop(name, None)
+        self.write()
 
     def source(self, reference: Reference, variant: Variant) -> dict[str, str]:
         """Return the arguments of a variant's conversion."""
