@@ -109,10 +109,9 @@ def export_model(
         return job(("gqa",), requires_invariance=True)
     except ExportError as error:
         reason = str(error).removeprefix(f"{checkpoint.role}: ").removesuffix(_REJECTION + "gqa")
-    shutil.rmtree(folder)
-    result = job(("onnx",))
     progress.note(f"{checkpoint.role}: no gqa graphs, because {reason}")
-    return result
+    shutil.rmtree(folder)
+    return job(("onnx",))
 
 
 def _export_variants(

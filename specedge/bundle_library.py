@@ -87,7 +87,7 @@ def remove(folder: Path) -> None:
             was_default = _same(store.last_exported(), folder)
             if reason := destination.move_aside(folder, work / staging.REPLACED):
                 raise BundleError(f"{reason}; it is not removed")
-            os.rename(work / staging.REPLACED, work / "removed")
+            os.rename(work / staging.REPLACED, work / staging.REMOVED)
             if was_default:
                 store.clear_default()
     except TimeoutError as error:

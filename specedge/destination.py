@@ -6,7 +6,6 @@ A bundle is written to a staging folder on the file system of its destination, t
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -62,7 +61,7 @@ def _foreign_content(folder: Path, original: Path | None = None) -> str | None:
     if not folder.is_dir():
         return None
     is_root = os.path.ismount(folder)
-    ignored = {_OF_FILE_SYSTEM, f".{folder.name}{staging.SUFFIX}"} if is_root else set()
+    ignored = {_OF_FILE_SYSTEM, _staging_name(folder)} if is_root else set()
     if not any(path.name not in ignored for path in folder.iterdir()):
         return None
     if not (folder / MANIFEST).is_file():
@@ -106,7 +105,7 @@ def destination(output: Path, error: type[SpecEdgeError] = ExportError) -> Itera
     _check(output, error)
     parent = output if os.path.ismount(output) else output.parent
     staging.remove_stale_folders(parent)
-    work = parent / f".{output.name}{staging.SUFFIX}"
+    work = parent / _staging_name(output)
     with _interruptible():
         created = _create_parents(parent, error)
         try:
@@ -194,20 +193,19 @@ def _replace(bundle: Path, output: Path, work: Path, error: type[SpecEdgeError])
                 raise
     if reason is None:
         return
-    names = (f"{output.name}-{number}" for number in itertools.count(2))
-    free = next(path for path in map(work.parent.joinpath, names) if not os.path.lexists(path))
-    os.rename(bundle, free)
-    raise error(f"{reason}; the new bundle is in {free}")
+    saved = staging.free_path(work.parent / (output.name or "bundle"))
+    os.rename(bundle, saved)
+    raise error(f"{reason}; the new bundle is in {saved}")
 
 
 def _move_contents(bundle: Path, output: Path, work: Path) -> None:
     """Move a bundle's files into a mount point, the manifest last; undo all moves on failure."""
-    aside = work / "replaced"
+    aside = work / staging.CONTENTS
     aside.mkdir()
     ignored = {_OF_FILE_SYSTEM, work.name}
     old = sorted((p for p in output.iterdir() if p.name not in ignored), key=_is_manifest)
     new = sorted(bundle.iterdir(), key=_is_manifest)
-    moves = [(path, aside / path.name) for path in reversed(old)]
+    moves = [(path, aside / path.name) for path in old[::-1]]
     moves += [(path, output / path.name) for path in new]
     finished: list[tuple[Path, Path]] = []
     try:
@@ -218,6 +216,12 @@ def _move_contents(bundle: Path, output: Path, work: Path) -> None:
         for source, target in reversed(finished):
             os.rename(target, source)
         raise
+    os.rename(aside, work / staging.REMOVED)
+
+
+def _staging_name(folder: Path) -> str:
+    """Return the name of the staging folder, also for the root folder of a file system."""
+    return f".{folder.name or 'root'}{staging.SUFFIX}"
 
 
 def _is_manifest(path: Path) -> bool:

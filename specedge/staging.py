@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,8 +16,12 @@ from pathlib import Path
 
 import filelock
 
+from .bundle import MANIFEST
+
 SUFFIX = ".specedge-export"
 REPLACED = "old"  # bundle that is being replaced, restored if that fails
+CONTENTS = "contents"  # the same in a mount point, by its entries
+REMOVED = "removed"
 _LOCK = "lock"
 
 
@@ -77,11 +82,22 @@ def remove_stale_folders(parent: Path) -> list[Path]:
     return removed
 
 
+def free_path(path: Path) -> Path:
+    """Return the path, or one with a number if it exists."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(p for p in itertools.chain((path,), numbered) if not os.path.lexists(p))
+
+
 def clear_folder(work: Path) -> None:
     """Remove all files but the lock, after restoring a bundle that was not replaced."""
-    folder = work.with_name(work.name[1:].removesuffix(SUFFIX))
-    if (work / REPLACED).exists() and not folder.exists():
-        os.rename(work / REPLACED, folder)
+    folder = work.parent / work.name[1:].removesuffix(SUFFIX)
+    if (work / REPLACED).exists() and not (folder / MANIFEST).exists():
+        os.rename(work / REPLACED, free_path(folder))
+    contents = (work / CONTENTS).iterdir() if (work / CONTENTS).is_dir() else ()
+    for path in sorted(contents, key=lambda path: path.name == MANIFEST):
+        if os.path.lexists(target := work.parent / path.name):
+            os.rename(target, free_path(work / REMOVED))
+        os.rename(path, target)
     for path in work.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

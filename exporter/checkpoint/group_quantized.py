@@ -234,7 +234,7 @@ class _Reader:
         words, integers = zeros.numpy().view(np.uint32), packed.numpy()
         if is_first_version and not self._is_symmetric:
             words = words + np.uint32(0x11111111 if bits == 4 else 0x01010101)
-        points = self._zero_points(f"{module}.qzeros", _unpack(words, bits).T, bits)
+        points = self._zero_points(f"{module}.qzeros", _unpack(words, bits).T, bits, is_gptq=True)
         return self._tensor(
             module, bits, (width, size), scales.T, points, f"{module}.g_idx",
             lambda rows: _unpack_rows(integers[:, rows], bits),
@@ -322,7 +322,9 @@ class _Reader:
     def _is_symmetric(self) -> bool:
         return _is_symmetric(self.config)
 
-    def _zero_points(self, key: str, stored: np.ndarray, bits: int) -> np.ndarray | None:
+    def _zero_points(
+        self, key: str, stored: np.ndarray, bits: int, is_gptq: bool = False
+    ) -> np.ndarray | None:
         """Return unsigned zero points; None for those of a symmetric method.
 
         Quantizers of GPTQ disagree whether the middle is stored minus 1, also under one format's
@@ -331,7 +333,8 @@ class _Reader:
         if not self._is_symmetric:
             return stored
         middle = 2 ** (bits - 1)
-        if (other := stored[(stored != middle) & (stored != middle - 1)]).size:
+        is_lower = is_gptq and stored.size > 0 and stored.flat[0] == middle - 1
+        if (other := stored[stored != middle - is_lower]).size:
             raise CheckpointError(
                 f"{self.where}: {key} has the zero point {other[0]}, but the quantization config "
                 f"is symmetric (zero point {middle}); specify the original checkpoint"

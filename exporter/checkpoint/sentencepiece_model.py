@@ -55,7 +55,8 @@ def check(where: str, folder: Path, processor: Any, tokenizer: Any) -> None:
 
     A config with `add_prefix_space` may deviate from the model.
     """
-    if "add_prefix_space" in folders.read_json_object(where, folder / "tokenizer_config.json"):
+    config = folders.read_json_object(where, folder / "tokenizer_config.json")
+    if config.get("add_prefix_space") is not None:
         return
     unknown = processor.id_to_piece(processor.unk_id())
     for text in SAMPLES:

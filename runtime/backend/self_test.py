@@ -102,7 +102,14 @@ def _varying_lengths(
     """Return the lengths whose rows differ from those of the longest pass, ascending."""
     by_step = [_invariant_lengths(model, lengths, seconds, step=step) for step in _steps(entry)]
     invariant: set[int] = set.intersection(*by_step)
-    return sorted({*lengths} - invariant)
+    varying = {*lengths} - invariant
+    # The cause may be the total instead of the length: test shorter passes at all residues.
+    for length in [t for t in lengths if varying and t < min(varying)]:
+        pair = [length, lengths[-1]]
+        for step in _steps(entry):
+            if length not in _invariant_lengths(model, pair, seconds, step=step, num_ends=8):
+                varying.add(length)
+    return sorted(varying)
 
 
 def _steps(entry: ModelEntry) -> tuple[int, ...]:
@@ -166,6 +173,7 @@ def _invariant_lengths(
     past: int = 0,
     caches: bool = True,
     step: int = STEP,
+    num_ends: int = ENDS_PER_LENGTH,
 ) -> set[int]:
     """Return the lengths whose rows of logits, and of caches, equal those of the longest pass.
 
@@ -180,6 +188,7 @@ def _invariant_lengths(
         past: Cache rows before the passes.
         caches: Also compare cache rows.
         step: Difference of consecutive tokens.
+        num_ends: Number of ends of each shorter length, as for `passes_to_compare`.
     """
     longest = past + max(lengths)
     tokens = [step * i % model.vocab_size for i in range(longest)]
@@ -188,7 +197,7 @@ def _invariant_lengths(
     expected = model.forward(tokens[past:]).array().copy()
     rows = model.cache_rows(past, longest) if caches else []
     varying = set[int]()
-    for length, end in passes_to_compare(lengths):
+    for length, end in passes_to_compare(lengths, num_ends):
         start = past + end - length
         model.truncate(start)
         begin = time.perf_counter()
@@ -204,7 +213,9 @@ def _invariant_lengths(
     return {*lengths} - varying
 
 
-def passes_to_compare(lengths: Iterable[int]) -> Iterator[tuple[int, int]]:
+def passes_to_compare(
+    lengths: Iterable[int], num_ends: int = ENDS_PER_LENGTH
+) -> Iterator[tuple[int, int]]:
     """Yield lengths and ends of passes to compare with one of the longest length.
 
     Ends descend, and so do starts: no pass reads rows that an earlier one wrote.
@@ -212,7 +223,8 @@ def passes_to_compare(lengths: Iterable[int]) -> Iterator[tuple[int, int]]:
     *shorter, longest = sorted(lengths)
     end = longest + 1
     for length in shorter:
-        for _ in range(ENDS_PER_LENGTH if 1 < length < LONGEST else 1):
+        is_single = num_ends == ENDS_PER_LENGTH and not 1 < length < LONGEST
+        for _ in range(1 if is_single else num_ends):
             end = max(end - 1, length)
             yield length, end
     yield longest, longest

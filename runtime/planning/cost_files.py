@@ -191,13 +191,14 @@ class PassCosts:
         ):
             return
         self._stored = replace(stored, state=CONTRADICTED, was_contradicted=True)
-        if read(stored.key)[0] == stored:  # no other process has replaced it meanwhile
-            with contextlib.suppress(OSError):
-                store.replace_file(stored.key.stored_paths[-1], _text(self._stored))
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            path = stored.key.stored_paths[-1]
+            if _read_file(path, stored.key) == stored:  # no other process has replaced it
+                store.replace_file(path, _text(self._stored))
 
     def restore(self, fingerprint_: str) -> bool:
         """Use an earlier stored table again; return False if it is no longer stored."""
-        if self.is_measured and self.fingerprint == fingerprint_:
+        if self.fingerprint == fingerprint_:
             return True
         for path in [] if self._key is None else self._key.stored_paths:
             with contextlib.suppress(OSError, ValueError):

@@ -227,7 +227,7 @@ def errors_naming(path: Path | str) -> Iterator[None]:
 def _slug(name: str) -> str:
     """Return a folder name for a hub id or path, unique for each existing path."""
     path = Path(os.path.expanduser(name))
-    if path.exists():
+    if os.path.exists(path):
         where = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
         name = f"{os.path.basename(os.path.abspath(path))}-{where[:8]}"
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"

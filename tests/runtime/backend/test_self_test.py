@@ -254,7 +254,7 @@ def test_dependence_on_the_number_of_cache_rows_is_detected(bundle, target, resi
     dependent = DependentOnTotal(target, residue)
     note = self_test.verify_cpu_lengths(dependent, bundle.target)
     assert note is not None
-    assert dependent.invariant_lengths != target.invariant_lengths
+    assert dependent.invariant_lengths in ((), (1,))  # single tokens do not depend on it
 
 
 def test_compared_passes_read_no_rows_that_others_wrote():
