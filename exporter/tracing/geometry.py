@@ -54,7 +54,7 @@ def measure_geometry(
     """
     output = _run_pass(model)
     kept = getattr(getattr(output, "past_key_values", None), "layers", ())
-    if not kept:
+    if all(map(internals.has_recurrent_state, kept)):  # none, or none with keys and values
         recurrent = f": they are recurrent, with {_STATE}" if internals.is_stateful(model) else ""
         raise ExportError(
             f"{model.config.model_type} models have no KV cache{recurrent}; "
