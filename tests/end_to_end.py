@@ -18,7 +18,9 @@ NEAR = 1e-4  # of the logits' standard deviation: float32 rounding by summation 
 
 def check_pair(draft, target, folder, model, **options):
     """Export a pair; its greedy text equals plain decoding's and transformers'."""
-    bundle = export(draft, target, folder / "bundle", max_length=CONTEXT, **options)
+    bundle = export(
+        draft, target, folder / "bundle", max_length=CONTEXT, **{"ops": "all"} | options
+    )
     for ops in bundle.target.parity:
         pipeline = specedge.load(bundle.folder, ops=ops)
         plain = pipeline.generate(PROMPT, LENGTH, num_draft_tokens=0, ignore_eos=True).tokens

@@ -46,7 +46,7 @@ def relist(folder, **changes):
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_cpus")
 def test_the_embedded_pair_passes_every_check():
-    ticks = Ticks(20000)
+    ticks = Ticks(30000)
 
     def on_progress(check):
         ticks.step = {"greedy": 4.0, "joint": 1.5, "sampled": 290.0}.get(check, 1.0)

@@ -59,7 +59,7 @@ class Made:
         options = {"draft": self.draft} | KINDS[kind]
         self.bundle = export(
             options.pop("draft"), self.target, folder / "bundle",
-            draft_vocab=COUNT, progress=self.progress, **options,
+            draft_vocab=COUNT, ops="all", progress=self.progress, **options,
         )  # fmt: skip
         self.pipeline = specedge.load(self.bundle.folder)
         self.ids = self.bundle.ids_of(self.bundle.draft)

@@ -16,7 +16,7 @@ TOKENS = list(range(3, 40))
 def export_and_compare(folder, model, tmp_path):
     """Export a checkpoint; return the bundle, and its error with float activations."""
     options = {"ops": "gqa", "compute": "fp32", "max_length": 64}
-    bundle = export(None, folder, tmp_path / "bundle", **options)
+    bundle = export(None, folder, tmp_path / "bundle", **{"ops": "all"} | options)
     logits = OrtModel(bundle, bundle.target, Device(), "gqa-fp32").forward(TOKENS)
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS])).logits[0].numpy()

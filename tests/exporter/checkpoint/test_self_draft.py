@@ -47,7 +47,7 @@ class Made:
             self.target,
             folder / "bundle",
             progress=self.progress,
-            ops="auto" if kind == "gpt2" else "onnx",
+            ops="all" if kind == "gpt2" else "onnx",
         )
         self.pipeline = specedge.load(self.bundle.folder)
 

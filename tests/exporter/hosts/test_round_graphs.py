@@ -115,7 +115,7 @@ def cut(request, pairs, tmp_path_factory):
     """A pair whose draft knows 200 of 512 tokens."""
     output = tmp_path_factory.mktemp("cut") / "bundle"
     options = {"draft_vocab": 200, "draft_precision": request.param}
-    return export(*pairs.checkpoint("gpt2"), output, **options)
+    return export(*pairs.checkpoint("gpt2"), output, ops="all", **options)
 
 
 @pytest.mark.slow

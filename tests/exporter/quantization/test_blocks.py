@@ -104,7 +104,8 @@ def test_strip_wise_block_quantization_equals_whole_matrix(random, monkeypatch, 
 )
 def made(request, tmp_path_factory):
     kind, precision = request.param
-    return Made(tmp_path_factory.mktemp("blocks"), kind, precision=precision)
+    folder = tmp_path_factory.mktemp("blocks")
+    return Made(folder, kind, precision=precision, draft_precision=precision)
 
 
 def test_layers_and_int8_head_are_block_quantized(made):

@@ -22,7 +22,7 @@ class KeptBundle:
         self.path, self.progress = folder / "model.gguf", Progress()
         self.numbers = write(self.path, Kind.Q4_1, folder, "llama", context=96)
         options = {"ops": "gqa", "compute": "fp32", "progress": self.progress}
-        self.bundle = export("self:1", self.path, folder / "bundle", **options)
+        self.bundle = export("self:1", self.path, folder / "bundle", **{"ops": "all"} | options)
         self.pipeline = specedge.load(self.bundle.folder)
 
     def logits(self, ops, tokens):

@@ -40,7 +40,7 @@ class KeptBundle:
         path, self.progress = folder / "model.gguf", Progress()
         numbers = ggufs.write_mixture(path, folder, kinds, arch)
         options = {"compute": "fp32", "progress": self.progress}
-        self.bundle = export("self:1", path, folder / "bundle", **options)
+        self.bundle = export("self:1", path, folder / "bundle", **{"ops": "all"} | options)
         config_class = MixtralConfig if arch == "llama" else Qwen3MoeConfig
         model = make_model(config_class(**ggufs.MIXTURE))
         model.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in numbers.items()})

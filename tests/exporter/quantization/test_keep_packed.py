@@ -39,7 +39,9 @@ def test_bundle_equals_the_published_model(name, tmp_path):
     folder, model = make_packed(tmp_path, scheme, hidden=hidden, context=96)
     progress = Progress()
     options = {"ops": "gqa", "compute": "fp32", "precision": "keep"}
-    bundle = export("self:1", folder, tmp_path / "bundle", progress=progress, **options)
+    bundle = export(
+        "self:1", folder, tmp_path / "bundle", progress=progress, **{"ops": "all"} | options
+    )
     assert [model.weights_dtype for model in bundle.models.values()] == ["keep", "keep"]
     report = bundle.target.quantization["gqa"]
     assert report.types[type_name].bundle_bits == bits
@@ -75,5 +77,5 @@ def test_weights_are_kept_by_default(tmp_path):
 def test_packed_checkpoint_can_be_quantized_again(tmp_path):
     folder, _ = make_packed(tmp_path, Scheme("awq"))
     options = {"max_length": 40, "ops": "onnx", "rounding": "nearest", "precision": "int8"}
-    bundle = export(None, folder, tmp_path / "bundle", **options)
+    bundle = export(None, folder, tmp_path / "bundle", **{"ops": "all"} | options)
     assert bundle.target.weights_dtype == "int8"
