@@ -25,7 +25,7 @@ def test_report_includes_quantization_error_of_massive_activations(tmp_path, mon
     target = save(model, make_tokenizer(tmp_path / "tokenizer"), tmp_path / "target")
 
     def report(name):
-        bundle = export(None, target, tmp_path / name, precision="int4", ops="onnx")
+        bundle = export(None, target, tmp_path / name, precision="int4", ops="all")
         return next(iter(bundle.target.quantization.values()))
 
     rounded = report("rounded")
