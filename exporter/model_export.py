@@ -101,7 +101,7 @@ def export_model(
         _export_variants, checkpoint, context_length, num_tokens, request, folder, progress,
         draft_ids,
     )  # fmt: skip
-    if request.ops == "all" or (request.ops == "auto" and request.compute == QDQ):
+    if request.ops == "all" or (request.ops == "auto" and request.compute in ("fp32", QDQ)):
         return job(OPS)
     if request.ops != "auto":
         return job((request.ops,))

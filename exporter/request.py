@@ -36,7 +36,7 @@ class ExportRequest:
         max_length: Context length; None for that of the models, up to 4096.
         ops: Attention operators: "onnx" (standard), "gqa" (GroupQueryAttention), "all" for both if
             possible, or "auto": "gqa" if the model supports it, else "onnx", and "all" with the
-            compute type "qdq", which needs standard operators.
+            compute types "qdq" and "fp32", for which GPUs need standard operators.
         tolerance: Maximum float32 error relative to the largest value of an output; None to bound
             errors by PyTorch's own float32 errors.
         precision: Precision of the target. "keep" keeps the integers of a quantized checkpoint;

@@ -89,8 +89,9 @@ def pairs(tmp_path_factory):
         save(make_model(make_config(kind, context=256, **options)), tokenizer, folder / "target")
         with traces.remembered(run_folder(tmp_path_factory, "traces")):
             export(
-                "self:1", folder / "target", folder / "bundle", precision=precision, compute=compute
-            )
+                "self:1", folder / "target", folder / "bundle",
+                ops="all", precision=precision, compute=compute,
+            )  # fmt: skip
 
     return lambda name: build_once(run_folder(tmp_path_factory, name), build) / "bundle"
 
