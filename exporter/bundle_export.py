@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from specedge import destination
 from specedge.bundle import MANIFEST, Bundle, oldest_format, pack_ids, store
+from specedge.bundle.graph_variants import OPS
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.manifest import FileEntry, MeasuredAcceptance, ModelEntry
 from specedge.bundle.precision import HALF_DTYPES, KEEP, QUANTIZED_DTYPES
@@ -24,7 +27,7 @@ from .checkpoint import checkpoints, draft_vocabulary, hub, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .graph import best_logits, draft_loop
 from .graph.graphs import SOURCE
-from .model_export import export_model
+from .model_export import REJECTION, export_model
 from .progress import Progress
 from .quantization import draft_acceptance, texts
 from .quantization.float_model import FloatModel
@@ -147,7 +150,9 @@ def _find(request: ExportRequest) -> _Models:
         checkpoint = checkpoints.find(role, name, revision, request.adapter_of(role))
         length = request.max_length or pair.DEFAULT_CONTEXT
         try:
-            tracer.check_config(checkpoint.config, length, request.num_draft_tokens, request.ops)
+            tracer.check_config(
+                checkpoint.config, length, request.num_draft_tokens, request.required_ops
+            )
         except ExportError as error:
             raise ExportError(
                 f"{role} {name} ({checkpoint.model_type}) cannot be exported: {error}"
@@ -175,25 +180,13 @@ def _resolve(request: ExportRequest, models: _Models) -> ExportRequest:
                 f"{checkpoint.role} {checkpoint.name} has no quantized weights to keep; "
                 f"omit {option}, or specify another precision"
             )
-    precision = request.precision or (KEEP if target.is_quantized else "fp32")
-    draft_precision = request.draft_precision
-    is_separate = models.draft is not None and models.draft is not target
-    if draft_precision is None and request.compute is None and is_separate and models.draft:
-        draft_precision = _default_draft_precision(precision, models.draft)
+    draft = models.draft
     try:
-        return replace(request, precision=precision, draft_precision=draft_precision)
+        return request.with_precisions(
+            target.is_quantized, draft.is_quantized if draft and draft is not target else None
+        )
     except ValueError as error:
         raise ExportError(str(error)) from error
-
-
-def _default_draft_precision(target_precision: str, draft: Checkpoint) -> str:
-    """Return the precision of a draft model, which affects speed only.
-
-    int8 has the fastest single-token passes of the precisions that keep the acceptance rate.
-    """
-    if target_precision == KEEP and draft.is_quantized:
-        return KEEP
-    return "int8" if target_precision in ("int8", "int4", KEEP) else target_precision
 
 
 def _check(
@@ -210,7 +203,7 @@ def _check(
     lengths = pair.context_lengths(target, draft, request.max_length, progress)
     for checkpoint, length in zip(models.separate, lengths, strict=False):
         cost_estimate.check_costs(
-            checkpoint, length, request.num_draft_tokens, request.ops, progress
+            checkpoint, length, request.num_draft_tokens, request.required_ops, progress
         )
     ids = None
     if draft is not None and request.draft_vocab is not None:
@@ -226,11 +219,25 @@ def _check(
 def _trace_and_verify(
     job: _Job, checkpoint: Checkpoint, length: int
 ) -> tuple[list[ModelEntry], FileEntry]:
-    """Write a checkpoint's graphs in float32, compare them with PyTorch, and hash its weights."""
-    return export_model(
-        checkpoint, length, job.text.num_tokens, job.request, job.work / checkpoint.role,
+    """Write a checkpoint's graphs in float32, compare them with PyTorch, and hash its weights.
+
+    The attention operators "auto" are GroupQueryAttention if all models support it and its passes
+    are batch-invariant, else standard ONNX.
+    """
+    folder, ops = job.work / checkpoint.role, job.request.required_ops
+    export_in = partial(
+        export_model, checkpoint, length, job.text.num_tokens, job.request, folder,
         job.progress, job.ids_of(checkpoint),
     )  # fmt: skip
+    if ops != "auto":
+        return export_in(OPS if ops == "all" else (ops,))
+    try:
+        return export_in(("gqa",), requires_invariance=True)
+    except ExportError as error:
+        reason = str(error).removeprefix(f"{checkpoint.role}: ").removesuffix(f"{REJECTION}gqa")
+    job.progress.note(f"{checkpoint.role}: no gqa graphs, because {reason}")
+    shutil.rmtree(folder)
+    return export_in(("onnx",))
 
 
 def _quantize(

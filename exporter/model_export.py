@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TypeVar
 import onnx_ir as ir
 import torch
 
-from specedge.bundle.graph_variants import OPS, QDQ
+from specedge.bundle.graph_variants import OPS
 from specedge.bundle.manifest import (
     CacheLayout,
     CheckpointSource,
@@ -45,7 +44,7 @@ from .verification.reference import Reference
 from .verification.runner import Runner
 
 T = TypeVar("T")
-_REJECTION = "; it cannot be exported in "
+REJECTION = "; it cannot be exported in "
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,12 @@ def export_model(
     folder: Path,
     progress: Progress,
     draft_ids: Sequence[int] | None = None,
+    graph_variants: Sequence[str] = OPS,
+    requires_invariance: bool = False,
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Write one checkpoint's graphs and weights to a new folder and verify them against PyTorch.
 
-    A self-draft becomes a second model in the folder, whose graphs read the same weights. The
-    attention operators "auto" are GroupQueryAttention if all models support it and its passes are
-    batch-invariant, else standard ONNX.
+    A self-draft becomes a second model in the folder, whose graphs read the same weights.
 
     Args:
         checkpoint: Target or draft model.
@@ -90,45 +89,15 @@ def export_model(
         folder: Folder of the model in the bundle.
         progress: Receives notes and the durations of steps.
         draft_ids: Tokens of the draft model's pruned LM head; None for all.
+        graph_variants: Graph variants without a type suffix.
+        requires_invariance: Reject a graph variant if passes of several tokens are not
+            batch-invariant.
 
     Returns:
         The models' manifest entries, and the entry of the weights file.
 
     Raises:
         ExportError: The model cannot be exported, or its graphs differ from it.
-    """
-    job = partial(
-        _export_variants, checkpoint, context_length, num_tokens, request, folder, progress,
-        draft_ids,
-    )  # fmt: skip
-    if request.ops == "all" or (request.ops == "auto" and request.compute in ("fp32", QDQ)):
-        return job(OPS)
-    if request.ops != "auto":
-        return job((request.ops,))
-    try:
-        return job(("gqa",), requires_invariance=True)
-    except ExportError as error:
-        reason = str(error).removeprefix(f"{checkpoint.role}: ").removesuffix(_REJECTION + "gqa")
-    progress.note(f"{checkpoint.role}: no gqa graphs, because {reason}")
-    shutil.rmtree(folder)
-    return job(("onnx",))
-
-
-def _export_variants(
-    checkpoint: Checkpoint,
-    context_length: int,
-    num_tokens: int,
-    request: ExportRequest,
-    folder: Path,
-    progress: Progress,
-    draft_ids: Sequence[int] | None,
-    graph_variants: Sequence[str],
-    requires_invariance: bool = False,
-) -> tuple[list[ModelEntry], FileEntry]:
-    """Export a checkpoint in some graph variants; see `export_model`.
-
-    With `requires_invariance`, a graph variant is rejected if longer passes than a single row are
-    not batch-invariant.
     """
     role, num_draft_layers = checkpoint.role, request.num_draft_layers
     folder.mkdir()
@@ -241,7 +210,7 @@ def _for_each_variant(
     reasons = {ops: str(error).removeprefix(f"{part.role}: ") for ops, error in rejections.items()}
     if not done:
         ops, first = next(iter(rejections.items()))
-        raise type(first)(f"{part.role}: {reasons[ops]}{_REJECTION}{ops}")
+        raise type(first)(f"{part.role}: {reasons[ops]}{REJECTION}{ops}")
     for ops, reason in reasons.items():
         part.progress.note(f"{part.role}: no {ops} graphs, because {reason}")
     return done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 from .checkpoint import self_draft
 
 OPS_CHOICES = ("auto", "all", *OPS)
+STANDARD_COMPUTE_TYPES = ("fp32", QDQ)  # GPUs have no GroupQueryAttention for them
 NO_DRAFT = "none"  # as a draft's name: no draft model
 PathOrName: TypeAlias = str | os.PathLike[str]
 
@@ -121,6 +122,34 @@ class ExportRequest:
     def average_bits(self) -> float:
         """Average bits per weight that int4 may use in the layers."""
         return 4.0 if self.bits is None else self.bits
+
+    @property
+    def required_ops(self) -> str:
+        """Attention operators; "all" if the compute type adds standard operators to "auto"."""
+        return "all" if self.ops == "auto" and self.compute in STANDARD_COMPUTE_TYPES else self.ops
+
+    def with_precisions(
+        self, target_is_quantized: bool, draft_is_quantized: bool | None
+    ) -> ExportRequest:
+        """Return the request with default precisions for these checkpoints.
+
+        The draft's precision affects speed only; int8 has fast single-token passes and keeps the
+        acceptance rate.
+
+        Args:
+            target_is_quantized: True if the target's checkpoint is quantized.
+            draft_is_quantized: The same for the draft model; None without a separate one.
+
+        Raises:
+            ValueError: The compute type does not support a precision.
+        """
+        precision = self.precision or (KEEP if target_is_quantized else "fp32")
+        draft_precision = self.draft_precision
+        if draft_precision is None and self.compute is None and draft_is_quantized is not None:
+            keeps = precision == KEEP and draft_is_quantized
+            is_integer = precision in ("int8", "int4", KEEP) and not keeps
+            draft_precision = "int8" if is_integer else precision
+        return replace(self, precision=precision, draft_precision=draft_precision)
 
     def precision_of(self, role: str) -> str:
         """Return the requested precision of a model, "fp32" by default."""

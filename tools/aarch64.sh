@@ -21,9 +21,9 @@ shift
 export QEMU_CPU="${QEMU_CPU:-cortex-a76}"
 
 if [ ! -e "$machine/ready" ]; then
-    rm -rf "$machine/root" "$machine/qemu" "$machine/packages"
+    rm -rf "$machine/debian" "$machine/qemu" "$machine/packages"
     mmdebstrap --variant=extract --architectures=arm64 --include=python3,libstdc++6 \
-        bookworm "$machine/root"
+        bookworm "$machine/debian"
     mmdebstrap --variant=extract --include=qemu-user trixie "$machine/qemu"
     python3 - >"$machine/requirements.txt" <<'PYTHON'
 import tomllib
@@ -47,9 +47,9 @@ PYTHON
     # Processes that specedge starts run `sys.executable`, which has to be this script.
     cat >"$machine/bin/python" <<WRAPPER
 #!/bin/sh
-exec "$machine/qemu/usr/bin/qemu-aarch64" -L "$machine/root" -0 "$machine/bin/python" \\
-    -E PYTHONHOME="$machine/root/usr" -E PYTHONPATH="\$PYTHONPATH" \\
-    "$machine/root/usr/bin/python3.11" "\$@"
+exec "$machine/qemu/usr/bin/qemu-aarch64" -L "$machine/debian" -0 "$machine/bin/python" \\
+    -E PYTHONHOME="$machine/debian/usr" -E PYTHONPATH="\$PYTHONPATH" \\
+    "$machine/debian/usr/bin/python3.11" "\$@"
 WRAPPER
     chmod +x "$machine/bin/python"
     touch "$machine/ready"

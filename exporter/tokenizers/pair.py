@@ -97,11 +97,11 @@ def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     by_name = named_end_tokens(vocabulary)
     template = _chat_template(checkpoint) or ""
     eos = vocabulary.get(checkpoint.tokenizer.eos_token)
-    own = [] if eos is None else [eos]
-    own += [token for name, token in by_name.items() if name in template]
-    if stated and {*own} <= {*stated}:
+    tokenizer_ends = [] if eos is None else [eos]
+    tokenizer_ends += [token for name, token in by_name.items() if name in template]
+    if stated and {*tokenizer_ends} <= {*stated}:
         return stated
-    return tuple(dict.fromkeys([*stated, *own, *by_name.values()]))
+    return tuple(dict.fromkeys([*stated, *tokenizer_ends, *by_name.values()]))
 
 
 def note_end_tokens(checkpoint: Checkpoint, ends: Sequence[int], progress: Progress) -> None:

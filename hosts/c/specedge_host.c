@@ -1,6 +1,6 @@
 /* The loop of docs/hosts.md over round.onnx with K draft tokens per round and a vocabulary of V tokens.
  * Functions that return false have set host->error. */
-#define _GNU_SOURCE /* strverscmp, setenv */
+#define _GNU_SOURCE /* strverscmp */
 #include "specedge_host.h"
 
 #include <float.h>
@@ -83,9 +83,6 @@ static bool open_runtime(SpecedgeHost *host, const OrtApiBase *base, const char 
     json_t *value;
     if (strverscmp(version, oldest) < 0 || !(host->ort = base->GetApi(API)))
         return fail(host, "ONNX Runtime is %s, the bundle needs %s", version, oldest);
-#ifdef __aarch64__
-    setenv("ORT_GQA_DISABLE_FLASH_ATTENTION", "1", 0); /* it is not batch-invariant there */
-#endif
     TRY(host, CreateEnv(ORT_LOGGING_LEVEL_FATAL, "specedge", &host->env));
     TRY(host, GetAllocatorWithDefaultOptions(&host->allocator));
     TRY(host, AllocatorGetInfo(host->allocator, &host->memory));

@@ -25,6 +25,7 @@ from .sessions import Device
 
 LONGEST = 18  # longest tested pass; longer ones are for prompts, or for drafts on request
 STEP = 7  # between tokens, which then select different experts
+NUM_RESIDUES = 8  # of totals that are tested, modulo this number
 ENDS_PER_LENGTH = 2  # of short passes; with four such lengths, totals have all residues modulo 8
 PASTS = (0, 512)  # cache rows before a pass on a GPU, whose kernels may split long caches
 KNOWN_CAUSES = {
@@ -107,7 +108,9 @@ def _varying_lengths(
     for length in [t for t in lengths if varying and t < min(varying)]:
         pair = [length, lengths[-1]]
         for step in _steps(entry):
-            if length not in _invariant_lengths(model, pair, seconds, step=step, num_ends=8):
+            if length not in _invariant_lengths(
+                model, pair, seconds, step=step, num_ends=NUM_RESIDUES
+            ):
                 varying.add(length)
     return sorted(varying)
 
@@ -173,7 +176,7 @@ def _invariant_lengths(
     past: int = 0,
     caches: bool = True,
     step: int = STEP,
-    num_ends: int = ENDS_PER_LENGTH,
+    num_ends: int | None = None,
 ) -> set[int]:
     """Return the lengths whose rows of logits, and of caches, equal those of the longest pass.
 
@@ -214,7 +217,7 @@ def _invariant_lengths(
 
 
 def passes_to_compare(
-    lengths: Iterable[int], num_ends: int = ENDS_PER_LENGTH
+    lengths: Iterable[int], num_ends: int | None = None
 ) -> Iterator[tuple[int, int]]:
     """Yield lengths and ends of passes to compare with one of the longest length.
 
@@ -223,8 +226,7 @@ def passes_to_compare(
     *shorter, longest = sorted(lengths)
     end = longest + 1
     for length in shorter:
-        is_single = num_ends == ENDS_PER_LENGTH and not 1 < length < LONGEST
-        for _ in range(1 if is_single else num_ends):
+        for _ in range(num_ends or (ENDS_PER_LENGTH if 1 < length < LONGEST else 1)):
             end = max(end - 1, length)
             yield length, end
     yield longest, longest

@@ -1,21 +1,14 @@
 """Default precision of a draft model, by the target's precision and the checkpoints."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from specedge.exporter import bundle_export
 from specedge.exporter.request import ExportRequest
 
-FLOAT, QUANTIZED = SimpleNamespace(is_quantized=False), SimpleNamespace(is_quantized=True)
 
-
-def resolved(draft, target=FLOAT, **options):
-    draft.role, draft.name = "draft", "x"
-    target = SimpleNamespace(**vars(target) | {"role": "target", "name": "y"})
-    models = bundle_export._Models(target, draft)
+def draft_precision(target_is_quantized=False, draft_is_quantized=False, **options):
     request = ExportRequest("x", "y", "z", **options)
-    return bundle_export._resolve(request, models).precision_of("draft")
+    resolved = request.with_precisions(target_is_quantized, draft_is_quantized)
+    return resolved.precision_of("draft")
 
 
 @pytest.mark.parametrize(
@@ -25,15 +18,19 @@ def resolved(draft, target=FLOAT, **options):
         ("fp32", "fp32"), ("fp16", "fp16"), (None, "fp32"),
     ],
 )  # fmt: skip
-def test_draft_of_a_float_checkpoint_has_a_precision_that_is_fast(precision, expected):
-    assert resolved(FLOAT, precision=precision) == expected
+def test_draft_beside_integer_target_is_int8_by_default(precision, expected):
+    assert draft_precision(precision=precision) == expected
 
 
-@pytest.mark.parametrize(("draft", "expected"), [(QUANTIZED, "keep"), (FLOAT, "int8")])
-def test_draft_beside_a_quantized_target_keeps_quantized_weights(draft, expected):
-    assert resolved(draft, QUANTIZED) == expected
+@pytest.mark.parametrize(("is_quantized", "expected"), [(True, "keep"), (False, "int8")])
+def test_quantized_draft_beside_quantized_target_is_kept(is_quantized, expected):
+    assert draft_precision(True, is_quantized) == expected
 
 
 def test_requested_precision_and_compute_type_take_precedence():
-    assert resolved(FLOAT, precision="int8", draft_precision="int4") == "int4"
-    assert resolved(FLOAT, precision="int4", compute="fp16") == "int4"
+    assert draft_precision(precision="int8", draft_precision="int4") == "int4"
+    assert draft_precision(precision="int4", compute="fp16") == "int4"
+
+
+def test_self_draft_has_the_precision_of_the_target():
+    assert draft_precision(draft_is_quantized=None, precision="int4") == "int4"

@@ -23,7 +23,7 @@ from hosting import (
 
 pytestmark = [pytest.mark.hosts]
 
-HOST_LINES = 305
+HOST_LINES = 300
 TURNS = r"""
 #include "specedge_host.h"
 #include <dlfcn.h>
@@ -286,6 +286,6 @@ def test_split_round_layout_is_rejected(program, split_bundle):
     check_refused(done, "has no round.onnx of K = 0 draft tokens (0: any); run specedge embed")
 
 
-def test_c_host_stays_short():
+def test_the_host_is_at_most_300_lines():
     lines = (SOURCES / "specedge_host.c").read_text("utf-8").splitlines()
     assert sum(1 for line in lines if line.strip()) <= HOST_LINES

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from llamacpp_worker import CONTEXT, LlamaCpp
-from serving import cached, serve, size_of
+from serving import linked, serve, size_of
 
 LOADING = 300.0  # seconds at most
 MATCH = 3  # tokens of a match of prompt lookup
@@ -33,12 +33,12 @@ class LlamaServer(LlamaCpp):
     def convert(
         self, gguf: str, checkpoint: str, precision: str, cache: str, draft: str = ""
     ) -> Path:
-        def link(folder: Path) -> None:
-            folder.mkdir()
-            (folder / "model.gguf").symlink_to(gguf)
-            (folder / "draft.gguf").symlink_to(draft)
-
-        return cached(cache, gguf, f"llamaserver-{Path(draft).stem}", link)
+        return linked(
+            cache,
+            gguf,
+            f"llamaserver-{Path(draft).stem}",
+            {"model.gguf": gguf, "draft.gguf": draft},
+        )
 
     def num_bytes(self, model: Path) -> int:
         return size_of(model / "model.gguf", model / "draft.gguf")

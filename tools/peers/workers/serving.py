@@ -152,6 +152,17 @@ def cached(cache: str, source: str, name: str, make: Callable[[Path], object]) -
     return folder
 
 
+def linked(cache: str, source: str, name: str, links: dict[str, str]) -> Path:
+    """Return a folder with links by name, once for each state of the source."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        for link, target in links.items():
+            (folder / link).symlink_to(target)
+
+    return cached(cache, source, name, make)
+
+
 def size_of(*paths: Path) -> int:
     """Return the bytes of files."""
     return sum(path.stat().st_size for path in paths)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 
-from serving import cached, serve, size_of
+from serving import linked, serve, size_of
 
 
 class Transformers:
@@ -19,12 +19,12 @@ class Transformers:
     def convert(
         self, gguf: str, checkpoint: str, precision: str, cache: str, draft: str = ""
     ) -> Path:
-        def link(folder: Path) -> None:
-            folder.mkdir()
-            (folder / "target").symlink_to(checkpoint)
-            (folder / "draft").symlink_to(draft)
-
-        return cached(cache, checkpoint, f"transformers-{precision}-{Path(draft).name}", link)
+        return linked(
+            cache,
+            checkpoint,
+            f"transformers-{precision}-{Path(draft).name}",
+            {"target": checkpoint, "draft": draft},
+        )
 
     def num_bytes(self, model: Path) -> int:
         """Return the size of weights with 16 bits."""
