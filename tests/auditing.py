@@ -27,7 +27,7 @@ class CachedTable(TableModel):
 DISTRIBUTIONS = [hashed_distribution(seed, VOCAB_SIZE, 0.7) for seed in (1, 2)]
 
 
-def make_subject(parts=None, num_prompts=3, max_first_length=1):
+def make_audited_pair(parts=None, num_prompts=3, max_first_length=1):
     target, draft = (
         CachedTable(distribution, VOCAB_SIZE, CONTEXT + 8) for distribution in DISTRIBUTIONS
     )

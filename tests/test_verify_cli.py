@@ -160,7 +160,9 @@ def test_graph_of_another_model_fails_despite_valid_hash(copy):
 
 def test_the_loop_is_audited_with_the_first_passes_of_requests(pipeline):
     bundle = pipeline.bundle
-    pair = audit.make_subject(bundle, audit.ExecutionSettings(), audit.built_in_prompts(bundle))
+    pair = audit.make_audited_pair(
+        bundle, audit.ExecutionSettings(), audit.built_in_prompts(bundle)
+    )
     assert pair.max_first_length == pipeline.max_first_length > 64
     unread = min(len(pair.greedy_prompts[-1].tokens), 64)
     assert max(pair.greedy_ks) + unread <= pair.max_first_length

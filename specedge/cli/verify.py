@@ -139,10 +139,10 @@ def _first_verdict(report: AuditReport, budget: Budget) -> str:
 
 
 def _test_self(bundle: Bundle, settings: ExecutionSettings, minutes: float, as_json: bool) -> None:
-    from specedge.verification.audit import built_in_prompts, make_subject, self_test
+    from specedge.verification.audit import built_in_prompts, make_audited_pair, self_test
 
     with _timed(minutes) as (budget, on_progress):
-        pair = make_subject(bundle, settings, built_in_prompts(bundle))
+        pair = make_audited_pair(bundle, settings, built_in_prompts(bundle))
         result = self_test(pair, budget, on_progress)
     document = _as_dict(result)
     click.echo(json.dumps(document, indent=1) if as_json else "\n".join(_lines(result)))

@@ -142,7 +142,7 @@ def audit(
         return report()
     texts = _prompts(bundle, prompts, special_tokens)
     try:
-        pair = make_subject(bundle, settings, texts)
+        pair = make_audited_pair(bundle, settings, texts)
         pair.time_passes(budget.clock)
         budget.extend(passes * pair.seconds_per_pass)
         pair.measure(budget.share(SHARES["measuring"]))
@@ -157,7 +157,7 @@ def audit(
     del pair  # graphs are compared one at a time
     share = budget.share(SHARES["graphs"])
     if step("graphs", lambda: graphs_of(bundle, settings, share)):
-        pair = dataclasses.replace(make_subject(bundle, settings, texts), **measured)
+        pair = dataclasses.replace(make_audited_pair(bundle, settings, texts), **measured)
         findings += _checks(STATISTICAL, pair, budget, on_progress)
     return report()
 
@@ -252,7 +252,7 @@ STATISTICAL: dict[str, Check] = {
 }
 
 
-def make_subject(
+def make_audited_pair(
     bundle: Bundle, settings: ExecutionSettings, prompts: list[AuditPrompt]
 ) -> AuditedPair:
     """Load the models, self-test the target as `load` does, and add the prompts."""

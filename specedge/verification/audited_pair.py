@@ -1,4 +1,4 @@
-"""AuditedPair of an audit: a pair of models, prompts, and the parts of its decoder."""
+"""Pair of models that an audit checks, its prompts, and the parts of its decoder."""
 
 from __future__ import annotations
 

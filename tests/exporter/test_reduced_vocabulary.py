@@ -56,10 +56,10 @@ class Made:
         self.draft = save(draft.to(dtype), tokenizer, folder / "draft")
         self.target = save(target.to(dtype), tokenizer, folder / "target")
         self.progress = Progress()
-        options = {"draft": self.draft} | KINDS[kind]
+        options = {"draft": self.draft, "ops": "all"} | KINDS[kind]
         self.bundle = export(
             options.pop("draft"), self.target, folder / "bundle",
-            draft_vocab=COUNT, ops="all", progress=self.progress, **options,
+            draft_vocab=COUNT, progress=self.progress, **options,
         )  # fmt: skip
         self.pipeline = specedge.load(self.bundle.folder)
         self.ids = self.bundle.ids_of(self.bundle.draft)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("scipy", reason="the audit needs SciPy")
 
-from auditing import CONTEXT, VOCAB_SIZE, CachedTable, Ticks, make_subject
+from auditing import CONTEXT, VOCAB_SIZE, CachedTable, Ticks, make_audited_pair
 from specedge.runtime.decoding.verification import verify
 from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
@@ -29,17 +29,17 @@ BY_NAME = {defect.name: defect for defect in DEFECTS}
 
 
 def run_sampled(parts=None, texts=30):
-    pair = make_subject(parts)
+    pair = make_audited_pair(parts)
     return sampled_text.sampled(pair, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
 def run_joint(parts=None, texts=700):
-    pair = make_subject(parts)
+    pair = make_audited_pair(parts)
     return joint_distribution.joint(pair, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
 def test_all_decoding_checks_pass_a_correct_pair():
-    pair = make_subject()
+    pair = make_audited_pair()
     for check in DETERMINISTIC:
         assert check(pair, Ticks(10**6).budget).status == PASSED, check
     assert run_sampled(texts=20).status == PASSED
@@ -63,7 +63,7 @@ def test_texts_of_several_settings_are_independent():
 
 @pytest.mark.parametrize("check", [decoding_checks.caches, decoding_checks.greedy])
 def test_a_cache_row_off_by_one_fails_deterministically(check):
-    pair = make_subject(BY_NAME["cache row off by one"].parts)
+    pair = make_audited_pair(BY_NAME["cache row off by one"].parts)
     assert check(pair, Ticks(10**6).budget).status == FAILED
 
 
@@ -88,7 +88,7 @@ def test_self_draft_check_detects_stale_draft_cache():
             self.drafter.truncate(length)
 
     parts = DecoderParts(drafter=Behind)
-    found = decoding_checks.self_draft(make_subject(parts), Ticks(10**6).budget)
+    found = decoding_checks.self_draft(make_audited_pair(parts), Ticks(10**6).budget)
     assert found.status == FAILED
     assert "rejected" in found.summary
     assert run_joint(parts).status == PASSED
@@ -115,7 +115,7 @@ class Flipped:
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (0.006, PASSED)])
 def test_greedy_check_tolerates_and_lists_only_near_ties(noise, status):
-    pair = make_subject(DecoderParts(target=lambda model: Flipped(model, 0.01)), num_prompts=4)
+    pair = make_audited_pair(DecoderParts(target=lambda model: Flipped(model, 0.01)), num_prompts=4)
     pair.noise["target"] = noise
     found = decoding_checks.greedy(pair, Ticks(10**6).budget)
     assert found.status == status
@@ -125,7 +125,7 @@ def test_greedy_check_tolerates_and_lists_only_near_ties(noise, status):
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (1.0, PASSED)])
 def test_coupled_text_depends_only_on_seed_without_logit_noise(noise, status):
-    pair = make_subject(DecoderParts(target=lambda model: Flipped(model, 1.0)), num_prompts=6)
+    pair = make_audited_pair(DecoderParts(target=lambda model: Flipped(model, 1.0)), num_prompts=6)
     pair.noise["target"] = noise
     result = decoding_checks.coupled(pair, Ticks(10**6).budget)
     assert result.status == status
@@ -152,13 +152,13 @@ class WrongBeyond:
 def test_greedy_check_covers_every_pass_length_of_a_request(longest, max_first_length, status):
     """The longest are of 16 draft tokens, as rounds are planned, and of the end of a prompt."""
     parts = DecoderParts(target=lambda model: WrongBeyond(model, longest))
-    pair = make_subject(parts, max_first_length=max_first_length)
+    pair = make_audited_pair(parts, max_first_length=max_first_length)
     assert decoding_checks.greedy(pair, Ticks(10**6).budget).status == status
 
 
 def test_greedy_check_starts_no_further_k_after_its_time_budget():
     """A long prompt would be read again for each."""
-    found = decoding_checks.greedy(make_subject(), Ticks(20).budget)
+    found = decoding_checks.greedy(make_audited_pair(), Ticks(20).budget)
     assert found.status == SHORT
     assert found.figures["num_tokens_by_k"]["16"] == 0
 
@@ -183,7 +183,7 @@ def self_tested(seconds, **options):
     def on_progress(check):
         ticks.step = seconds / 1000 if check.endswith("sampled") else 1.0
 
-    return audit.self_test(make_subject(), ticks.budget, on_progress, **options)
+    return audit.self_test(make_audited_pair(), ticks.budget, on_progress, **options)
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_self_test_detects_all_five_faults_without_false_alarms():
 
 
 def test_too_little_time_is_incomplete():
-    pair = make_subject()
+    pair = make_audited_pair()
     statuses = [check(pair, Ticks(3).budget).status for check in DETERMINISTIC]
     assert SHORT in statuses
     assert FAILED not in statuses
@@ -206,7 +206,7 @@ def test_too_little_time_is_incomplete():
 
 
 def test_memoized_model_returns_same_logits():
-    table = make_subject().target
+    table = make_audited_pair().target
     model, other = MemoizedModel(table), CachedTable(table.distribution, VOCAB_SIZE, CONTEXT)
     random = np.random.default_rng(0)
     for _ in range(60):
