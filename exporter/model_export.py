@@ -36,9 +36,9 @@ from .libraries import first_line
 from .progress import Progress
 from .request import ExportRequest
 from .tracing import geometry, tracer
-from .tracing.attention import LayerAttention
 from .tracing.geometry import Geometry
 from .tracing.module_patches import freeze_rotary, patched_modules
+from .tracing.tracer import ObservedLayers
 from .verification import checks, parity, reference
 from .verification.reference import Reference
 from .verification.runner import Runner
@@ -55,7 +55,7 @@ class ModelExport:
     loaded: LoadedCheckpoint
     shape: Geometry
     files: list[graphs.GraphFile]
-    layers: list[LayerAttention]
+    layers: ObservedLayers
     num_tokens: int
     folder: Path
     progress: Progress
@@ -219,7 +219,7 @@ def _for_each_variant(
 def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> None:
     """Trace a model in a graph variant and write its files. Raises ExportError."""
     if ops == "gqa":
-        for layer in part.layers:
+        for layer in part.layers.attention:
             if reason := layer.gqa_obstacle():
                 raise ExportError(reason)
     with part.progress.step(f"Tracing the {part.role}"):

@@ -102,6 +102,7 @@ def _form(whole):
         whole.ops,
         whole.last,
         str(whole.layers),
+        whole.marked,
         tuple((name, type(module), _own(module)) for name, module in whole.named_modules()),
         weights,
         json.dumps(options, sort_keys=True),

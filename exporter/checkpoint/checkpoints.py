@@ -204,7 +204,7 @@ def _read(
         )
         opened.complete_config(config)
         text = text_decoder.decoder_config(where, config)
-        fields = opened.values()
+        fields = opened.fields
         return _Contents(
             published=config,
             config=text,

@@ -20,8 +20,9 @@ from transformers import PreTrainedConfig
 from specedge.errors import CheckpointError, MissingExtraError
 
 from ..internals import gguf_tensor_mapping
-from ..libraries import first_line, quiet, translate_errors
+from ..libraries import translate_errors
 from . import ggml_types, gguf_architectures, gguf_header
+from .gguf_header import GgufHeader
 from .lazy_tensors import LazyTensor
 from .quantized_tensors import QuantizedTensor
 
@@ -54,8 +55,8 @@ class GgufCheckpoint:
     Attributes:
         where: Role and name, as in error messages.
         name: Name of the first file.
-        fields: Fields of the first file's header.
-        tensors: Tensors of all files, as gguf-py reads them.
+        fields: Values of the first file's header.
+        tensors: Tensors of all files.
     """
 
     where: str
@@ -69,12 +70,7 @@ class GgufCheckpoint:
 
     def value(self, key: str) -> Any:
         """Return the value of a field; None if there is none."""
-        return self.fields[key].contents() if key in self.fields else None
-
-    def values(self) -> dict[str, Any]:
-        """Return the values of all fields."""
-        with translate_errors(CheckpointError, f"{self.where}: {self.name} cannot be read: "):
-            return {key: field.contents() for key, field in self.fields.items()}
+        return self.fields.get(key)
 
     @property
     def license(self) -> str | None:
@@ -134,7 +130,7 @@ class GgufCheckpoint:
         """Return the config, None if transformers has to read it. Raises CheckpointError."""
         shapes = {tensor.name: (*map(int, reversed(tensor.shape)),) for tensor in self.tensors}
         with translate_errors(CheckpointError, f"{self.where}: {self.name} cannot be read: "):
-            return gguf_architectures.build_config(self.architecture, self.values(), shapes)
+            return gguf_architectures.build_config(self.architecture, self.fields, shapes)
 
     def complete_config(self, config: Any) -> None:
         """Set fields of a config that transformers does not read from the header (5.17 to 5.23).
@@ -146,8 +142,9 @@ class GgufCheckpoint:
         has_head = any(tensor.name == "output.weight" for tensor in self.tensors)
         if has_head and config.model_type not in ("falcon", "bloom"):
             config.tie_word_embeddings = False
-        if config.model_type == "phi3" and (field := self.fields.get("phi3.rope.dimension_count")):
-            size, head_size = field.contents(), _head_size(config)
+        size = self.value("phi3.rope.dimension_count")
+        if config.model_type == "phi3" and size is not None:
+            head_size = _head_size(config)
             if not isinstance(size, int) or not 0 < size <= head_size:
                 raise CheckpointError(
                     f"{self.where}: {self.name} has a rotary size of {size} for heads of "
@@ -169,8 +166,8 @@ class GgufCheckpoint:
             if _is_rotary_factor(tensor)
         }
         fields = {
-            key.partition(".rope.")[2]: field.contents()
-            for key, field in self.fields.items()
+            key.partition(".rope.")[2]: value
+            for key, value in self.fields.items()
             if ".rope.scal" in key
         }
         active = {
@@ -299,7 +296,9 @@ def header_size(file: Path) -> float:
         header = gguf_header.read_header(file)
     except (OSError, ValueError):  # the file is zero after the downloaded bytes
         return math.inf
-    ends = [tensor.offset + tensor.size for tensor in header.tensors if _is_rotary_factor(tensor)]
+    ends = [
+        tensor.offset + tensor.n_bytes for tensor in header.tensors if _is_rotary_factor(tensor)
+    ]
     return max(header.data_offset, *ends, 0)
 
 
@@ -488,18 +487,15 @@ def _match(factors: np.ndarray, rope: dict[str, Any]) -> bool:
     return np.allclose(factors, 1 / ((1 - kept) / rope["factor"] + kept), rtol=1e-5, atol=0)
 
 
-def _open(where: str, file: Path) -> Any:
-    """Validate and open a file with memory-mapped tensors. Raises CheckpointError."""
+def _open(where: str, file: Path) -> GgufHeader:
+    """Validate and open a file. Raises CheckpointError."""
     try:
-        import gguf
+        import gguf  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(
             f"{where} is a GGUF file, which requires: pip install gguf accelerate"
         ) from error
-    prefix = f"{where}: {file.name} is not a readable GGUF file ("
-    try:
-        gguf_header.read_header(file)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{prefix}{first_line(error)})") from error
-    with translate_errors(CheckpointError, prefix, ")"), quiet():
-        return gguf.GGUFReader(file)
+    with translate_errors(
+        CheckpointError, f"{where}: {file.name} is not a readable GGUF file (", ")"
+    ):
+        return gguf_header.read_header(file)

@@ -1,8 +1,8 @@
-"""Validation of a GGUF file's header before gguf-py reads it.
+"""Header of a GGUF file: its fields, and the type, shape and place of its tensors.
 
-gguf-py trusts counts and lengths, so that a damaged header can exhaust time or memory. All of them
-are first checked against the size of the file. The format is specified in ggml's docs/gguf.md,
-versions 2 and 3.
+gguf-py's reader trusts counts and lengths, so that a damaged header can exhaust time or memory, and
+takes seconds for a vocabulary. Here all of them are checked against the size of the file. The
+format is specified in ggml's docs/gguf.md, versions 2 and 3.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ import itertools
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import mapped_memory
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -20,6 +26,8 @@ MAX_DIMENSIONS = 4
 MAX_TEXT = 1 << 26  # maximum bytes of a string in the header
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
             12: "d"}  # fmt: skip
+_DTYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64, "I8": np.int8,
+           "I16": np.int16, "I32": np.int32, "I64": np.int64}  # fmt: skip
 _STRING, _ARRAY = 8, 9  # types of a value that have no fixed size
 _OTHER_FILES = {
     b"version https://git-lfs": "a Git LFS pointer, not the file; fetch it with 'git lfs pull'",
@@ -33,20 +41,40 @@ _OTHER_FILES = {
 
 
 @dataclass(frozen=True)
-class StoredRange:
-    """Byte range of a tensor's data in the file."""
+class StoredTensor:
+    """Tensor of a file.
 
+    Attributes:
+        path: The file.
+        name: Name of the tensor.
+        tensor_type: gguf-py's GGMLQuantizationType.
+        shape: Sizes in the file's order, which begins with the innermost axis.
+        offset: Position of the data in bytes.
+        n_bytes: Size of the data.
+    """
+
+    path: Path
     name: str
+    tensor_type: Any
+    shape: tuple[int, ...]
     offset: int
-    size: int
+    n_bytes: int
+
+    @cached_property
+    def data(self) -> np.ndarray:
+        """The data, memory-mapped: numbers of its type, or the bytes of blocks. [..., rows, n]"""
+        stored = mapped_memory.map_file(self.path, self.offset, self.n_bytes)
+        numbers = stored.view(_DTYPES.get(self.tensor_type.name, np.uint8))
+        return numbers.reshape(*reversed(self.shape[1:]), -1)
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Offset of the data and byte ranges of the tensors."""
+    """Values of the fields by name, the offset of the data, and the tensors."""
 
+    fields: dict[str, Any]
     data_offset: int
-    tensors: tuple[StoredRange, ...]
+    tensors: tuple[StoredTensor, ...]
 
 
 def is_gguf(name: str) -> bool:
@@ -66,13 +94,14 @@ def read_header(path: Path) -> GgufHeader:
                 raise ValueError(f"it is {explanation}")
         if data[:4] != MAGIC:
             raise ValueError("it does not begin with GGUF; download it again")
-        return _Scanner(data, size).header()
+        return _Scanner(path, data, size).header()
 
 
 class _Scanner:
     """Sequential reader of values with bounds checks."""
 
-    def __init__(self, data: mmap.mmap, size: int) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+        self._path = path
         self._data, self._size, self._at = data, size, len(MAGIC)
         self._alignment = 32
         self._num_layers = 0
@@ -89,9 +118,9 @@ class _Scanner:
         self._check_count("fields", num_fields, 12)
         if not num_tensors:
             raise ValueError("it contains no tensors; download it again")
-        names = set[str]()
+        fields: dict[str, Any] = {}
         for _ in range(num_fields):
-            self._field(names)
+            self._field(fields)
         if self._num_layers > num_tensors:
             raise ValueError(f"it has {self._num_layers} layers in {num_tensors} tensors")
         tensors = [self._tensor() for _ in range(num_tensors)]
@@ -102,18 +131,18 @@ class _Scanner:
         for tensor in tensors:
             if tensor.offset % self._alignment:
                 raise ValueError(f"{tensor.name} is not aligned to {self._alignment} bytes")
-            end = start + tensor.offset + tensor.size
+            end = start + tensor.offset + tensor.n_bytes
             if end > self._size:
                 raise ValueError(
                     f"{tensor.name} ends at byte {end}, and the file has {self._size}; it is "
                     "truncated: download it again"
                 )
-            placed.append(StoredRange(tensor.name, start + tensor.offset, tensor.size))
+            placed.append(replace(tensor, offset=start + tensor.offset))
         ordered = sorted(placed, key=lambda tensor: tensor.offset)
         for first, second in itertools.pairwise(ordered):
-            if first.offset + first.size > second.offset:
+            if first.offset + first.n_bytes > second.offset:
                 raise ValueError(f"{first.name} and {second.name} overlap; download it again")
-        return GgufHeader(start, tuple(placed))
+        return GgufHeader(fields, start, tuple(placed))
 
     def _number(self, form: str) -> int:
         (value,) = struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))
@@ -143,46 +172,44 @@ class _Scanner:
                 "download it again"
             )
 
-    def _field(self, names: set[str]) -> None:
+    def _field(self, fields: dict[str, Any]) -> None:
         name = self._text("the name of a field")
-        if not name or name in names:
+        if not name or name in fields:
             raise ValueError("a field has no name" if not name else f"{name[:80]} occurs twice")
-        names.add(name)
         type_id = self._number("I")
-        if type_id == _STRING:
-            self._text(name[:80])
-        elif type_id == _ARRAY:
-            self._array(name[:80])
-        else:
-            value = self._value(name[:80], type_id)
-            if name == "general.alignment":
-                if value < 1 or value & (value - 1) or type_id != 4:
-                    raise ValueError("general.alignment is not a power of two")
-                self._alignment = value
-            if name.endswith(".block_count"):
-                self._num_layers = value
+        if type_id == _ARRAY:
+            fields[name] = self._array(name[:80])
+            return
+        value = fields[name] = self._value(name[:80], type_id)
+        if name == "general.alignment":
+            if type_id != 4 or value < 1 or value & (value - 1):
+                raise ValueError("general.alignment is not a power of two")
+            self._alignment = value
+        if name.endswith(".block_count") and isinstance(value, int):
+            self._num_layers = value
 
-    def _value(self, name: str, type_id: int) -> int:
+    def _value(self, name: str, type_id: int) -> Any:
+        if type_id == _STRING:
+            return self._text(name)
         if type_id not in _FORMATS:
             raise ValueError(f"{name} has the unknown type {type_id}")
-        form = _FORMATS[type_id]
-        (value,) = struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))
-        return int(value) if form not in "fd" else 0
+        form = f"<{_FORMATS[type_id]}"
+        (value,) = struct.unpack(form, self._take(struct.calcsize(form)))
+        return value
 
-    def _array(self, name: str) -> None:
+    def _array(self, name: str) -> list[Any]:
         type_id, count = self._number("I"), self._number("Q")
         if type_id == _STRING:
             self._check_count(f"texts in {name}", count, 8)
-            for _ in range(count):
-                self._text(f"a text in {name}")
-            return
+            return [self._text(f"a text in {name}") for _ in range(count)]
         if type_id not in _FORMATS:
             raise ValueError(f"{name} is a list of the unknown type {type_id}")
-        size = struct.calcsize(f"<{_FORMATS[type_id]}")
-        self._check_count(f"numbers in {name}", count, size)
-        self._take(count * size)
+        form = _FORMATS[type_id]
+        self._check_count(f"numbers in {name}", count, struct.calcsize(f"<{form}"))
+        size = struct.calcsize(f"<{form}")
+        return list(struct.unpack(f"<{count}{form}", self._take(count * size)))
 
-    def _tensor(self) -> StoredRange:
+    def _tensor(self) -> StoredTensor:
         """Read a tensor's entry, with its offset from the start of the data."""
         import gguf
 
@@ -193,7 +220,8 @@ class _Scanner:
         dims = [self._number("Q") for _ in range(num_dims)]
         type_id, offset = self._number("I"), self._number("Q")
         try:
-            block_size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(type_id)]
+            tensor_type = gguf.GGMLQuantizationType(type_id)
+            block_size, num_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"{name} has type {type_id}, which gguf-py {_gguf_version()} does not know"
@@ -201,7 +229,8 @@ class _Scanner:
         count = math.prod(dims)
         if not count or dims[0] % block_size:
             raise ValueError(f"{name} is {dims}, in blocks of {block_size}")
-        return StoredRange(name, offset, count // block_size * num_bytes)
+        size = count // block_size * num_bytes
+        return StoredTensor(self._path, name, tensor_type, tuple(dims), offset, size)
 
 
 def _gguf_version() -> str:

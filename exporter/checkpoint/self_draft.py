@@ -10,12 +10,11 @@ import copy
 import re
 from dataclasses import replace
 
-from torch import nn
-
 from specedge.bundle.manifest import CheckpointSource
-from specedge.errors import CheckpointError, ExportError
+from specedge.errors import CheckpointError
 
 from .checkpoints import Checkpoint
+from .decoder_layers import truncate
 from .loader import LoadedCheckpoint
 
 PREFIX = "self:"
@@ -72,23 +71,5 @@ def keep_layers(loaded: LoadedCheckpoint, num_layers: int) -> LoadedCheckpoint:
     model = loaded.model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     model = copy.deepcopy(model, shared)
-    config = model.config.get_text_config()
-    del _layer_list(model, config.num_hidden_layers)[num_layers:]
-    if getattr(config, "layer_types", None):
-        config.layer_types = list(config.layer_types)[:num_layers]
-    config.num_hidden_layers = num_layers
+    truncate(model, num_layers)
     return replace(loaded, model=model)
-
-
-def _layer_list(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """Return the outermost list with one module per layer."""
-    candidates: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
-        inner = any(name.startswith(f"{outer}.") for outer in candidates)
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers and not inner:
-            candidates[name] = module
-    if len(candidates) != 1:
-        raise ExportError(
-            f"its {num_layers} layers are in {len(candidates)} module lists instead of one"
-        )
-    return next(iter(candidates.values()))

@@ -6,22 +6,33 @@ B sequences, T new tokens, S rows of cache, H heads of D, V vocabulary entries.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import onnxscript.optimizer
 import torch
 import torch.onnx.ops
 
 from specedge.errors import ExportError, SpecEdgeError
 
 from .. import internals
+from ..checkpoint.decoder_layers import layer_list, truncate
 from ..libraries import quiet
 from . import experts, geometry
 from .attention import OPSET, LayerAttention, TracedPass, active_pass, buffer_cache
 from .families import registered_functions
 from .geometry import Geometry
+from .repeated_layers import (
+    LayerCalls,
+    LayerGraph,
+    NotRepeatableError,
+    find_kinds,
+    marked_layers,
+)
 
 EXAMPLE_LENGTH = 5
 
@@ -33,22 +44,28 @@ class TraceableModel(torch.nn.Module):
     """
 
     def __init__(
-        self, model: torch.nn.Module, context_length: int, ops: str, layers: list[LayerAttention]
+        self,
+        model: torch.nn.Module,
+        context_length: int,
+        ops: str,
+        layers: Sequence[LayerAttention],
+        marked: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.last = context_length - 1
         self.ops, self.layers = ops, layers
+        self.marked = marked
 
     def forward(
         self, input_ids: torch.Tensor, past_length: torch.Tensor, caches: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         offsets = torch.cumsum(input_ids * 0 + 1, 1) - 1  # a Range node would run on the CPU
         cache = buffer_cache(caches)
-        layers = [] if self.ops == "none" else self.layers
-        with active_pass(
-            TracedPass(self.ops, past_length, offsets, caches[0].shape[2], layers)
-        ) as now:
+        layers = () if self.ops == "none" else self.layers
+        now = TracedPass(self.ops, past_length, offsets, caches[0].shape[2], [*layers])
+        marked = layer_list(self.model)[1] if self.marked else ()
+        with active_pass(now), marked_layers(marked):
             output = self.model(
                 input_ids=input_ids,
                 # Padding rows may lie beyond the last position, which Gather rejects.
@@ -60,37 +77,88 @@ class TraceableModel(torch.nn.Module):
         return output.logits.float(), *(t for x in cache.layers for t in (x.keys, x.values))
 
 
-def observe(model: torch.nn.Module, geometry: Geometry) -> list[LayerAttention]:
-    """Observe each attention call of the model, in order. Raises ExportError."""
+@dataclass(frozen=True)
+class ObservedLayers:
+    """Attention calls of a model in order, and the first layer of the kind of each layer.
+
+    `kinds` is empty if layers cannot be separated.
+    """
+
+    attention: list[LayerAttention]
+    kinds: tuple[int, ...]
+
+    @property
+    def num_traced(self) -> int:
+        """Number of first layers that include all kinds."""
+        return max(self.kinds, default=-1) + 1
+
+
+def observe(model: torch.nn.Module, geometry: Geometry) -> ObservedLayers:
+    """Observe each attention call and each layer of the model. Raises ExportError."""
     whole = TraceableModel(model, geometry.context_length, "none", [])
     context = f"{model.config.model_type} models cannot be run for tracing"
+    calls = LayerCalls(model)
     with (
         internals.translate_internal_errors(ExportError, context),
         quiet(),
         registered_functions(model),
+        calls.recorded(),
     ):
         whole(*example_inputs(geometry, next(model.parameters()).device))
+        kinds = find_kinds(model, calls, whole.layers)
     if len(whole.layers) < len(geometry.layers):
         raise ExportError(
             f"{len(whole.layers)} of its {len(geometry.layers)} layers use transformers' "
             f"attention interface ({internals.describe_versions()})"
         )
-    return whole.layers
+    return ObservedLayers([*whole.layers], kinds if len(kinds) == len(geometry.layers) else ())
 
 
 def trace(
     model: torch.nn.Module,
     geometry: Geometry,
     ops: str,
-    layers: list[LayerAttention],
+    layers: ObservedLayers,
 ) -> ir.Model:
     """Trace the model as a graph with T symbolic, whose initializers share the model's memory.
 
-    Uses torch 2.13's `dynamo` exporter, which optimizes the graph with onnxscript.
+    Uses torch 2.13's `dynamo` exporter, and optimizes the graph with onnxscript.
     """
     with quiet(), registered_functions(model), internals.reuse_operator_registry():
-        program = translate(TraceableModel(model, geometry.context_length, ops, layers), geometry)
+        if layers.num_traced < len(layers.kinds):
+            with contextlib.suppress(NotRepeatableError):
+                return _trace_first_layers(model, geometry, ops, layers)
+        whole = TraceableModel(model, geometry.context_length, ops, layers.attention)
+        program = translate(whole, geometry)
     program.optimize()
+    return program.model
+
+
+def _trace_first_layers(
+    model: torch.nn.Module, geometry: Geometry, ops: str, layers: ObservedLayers
+) -> ir.Model:
+    """Trace the first layers of each kind, and repeat them. Raises NotRepeatableError."""
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    weights = {f"model.{name}": tensor for name, tensor in tensors}
+    first = replace(geometry, layers=geometry.layers[: layers.num_traced])
+    restore = truncate(model, layers.num_traced)
+    try:
+        attention = layers.attention[: layers.num_traced]
+        whole = TraceableModel(model, geometry.context_length, ops, attention, marked=True)
+        program = translate(whole, first)
+    finally:
+        restore()
+    graph = LayerGraph(program.model, f"model.{layer_list(model)[0]}", weights)
+    with graph.parameters_as_inputs():
+        program.optimize()
+    graph.repeat(layers.kinds, geometry.cache_names())
+    onnxscript.optimizer.fold_constants(program.model, onnx_shape_inference=False)
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(program.model)
+    passes.DeduplicateInitializersPass()(program.model)
+    passes.CommonSubexpressionEliminationPass()(program.model)
     return program.model
 
 
@@ -173,12 +241,12 @@ def check_config(config: Any, context_length: int, num_draft_tokens: int, ops: s
                 "in an unsupported way"
             ) from error
         return
-    reasons = filter(None, (layer.gqa_obstacle() for layer in layers))
+    reasons = filter(None, (layer.gqa_obstacle() for layer in layers.attention))
     if ops == "gqa" and (reason := next(reasons, None)):
         raise ExportError(f"{reason}; it cannot be exported in gqa")
 
 
-def observe_config(config: Any, context_length: int, num_draft_tokens: int) -> list[LayerAttention]:
+def observe_config(config: Any, context_length: int, num_draft_tokens: int) -> ObservedLayers:
     """Observe each layer of a model with this config."""
     model = meta_model(config)
     return observe(model, geometry.measure_geometry(model, context_length, num_draft_tokens))

@@ -261,19 +261,9 @@ def test_rotary_scaling_of_the_header_computes_like_the_original(
     assert not same(path, numbers, make_model(unscaled))
 
 
-class Field:
-    """Field of a header, as gguf-py reads it."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def contents(self):
-        return self.value
-
-
 def complete(config, tensors=(), **fields):
     """Return the rotary parameters of a config with a header's fields."""
-    named = {f"arch.rope.{name.replace('__', '.')}": Field(v) for name, v in fields.items()}
+    named = {f"arch.rope.{name.replace('__', '.')}": v for name, v in fields.items()}
     gguf_files.GgufCheckpoint("target", "model.gguf", named, tensors).complete_config(config)
     return config.rope_parameters
 
@@ -324,11 +314,11 @@ def test_rotary_size_of_phi_3_is_read():
     config = transformers.Phi3Config(
         hidden_size=3072, num_attention_heads=24, num_key_value_heads=8, pad_token_id=0
     )
-    named = {"phi3.rope.dimension_count": Field(96)}
+    named = {"phi3.rope.dimension_count": 96}
     gguf_files.GgufCheckpoint("target", "model.gguf", named, ()).complete_config(config)
     assert config.rope_parameters["partial_rotary_factor"] == 0.75
     for size in (0, 129, "96"):
-        named = {"phi3.rope.dimension_count": Field(size)}
+        named = {"phi3.rope.dimension_count": size}
         with pytest.raises(CheckpointError, match=f"rotary size of {size} for heads of 128"):
             gguf_files.GgufCheckpoint("target", "model.gguf", named, ()).complete_config(config)
 

@@ -102,7 +102,7 @@ def test_header_offsets_match_gguf_py(tmp_path):
     write(path, Kind.Q4_0, tmp_path)
     reader, header_ = gguf.GGUFReader(path), gguf_header.read_header(path)
     assert header_.data_offset == reader.data_offset
-    assert [(t.name, t.offset, t.size) for t in header_.tensors] == [
+    assert [(t.name, t.offset, t.n_bytes) for t in header_.tensors] == [
         (t.name, t.data_offset, t.n_bytes) for t in reader.tensors
     ]
 

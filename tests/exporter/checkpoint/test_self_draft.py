@@ -21,6 +21,7 @@ from specedge.cli.inspect import inspect
 from specedge.errors import CheckpointError, ExportError
 from specedge.exporter import Progress, export, model_export
 from specedge.exporter.checkpoint import self_draft
+from specedge.exporter.checkpoint.decoder_layers import layer_list
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 from specedge.exporter.checkpoint.placeholders import WeightSources
 
@@ -227,7 +228,7 @@ def test_truncated_model_equals_early_exit_of_full_model(name):
     ).model
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
-        last = self_draft._layer_list(model, num_layers + 1)[num_layers]
+        last = layer_list(model)[1][num_layers]
         last.forward = _unchanged(last.forward)
         wanted = model(tokens).logits
         output = twin(tokens, use_cache=True)
@@ -251,10 +252,11 @@ def test_layers_not_in_a_single_list_are_rejected():
     class Odd(torch.nn.Module):
         def __init__(self):
             super().__init__()
+            self.config = make_config("llama", layers=2)
             self.a, self.b = (torch.nn.ModuleList([torch.nn.Linear(2, 2)] * 2) for _ in "ab")
 
     with pytest.raises(ExportError, match="2 module lists instead of one"):
-        self_draft._layer_list(Odd(), 2)
+        layer_list(Odd())
 
 
 def test_truncation_with_unexpected_caches_is_rejected(tmp_path, monkeypatch):

@@ -1,0 +1,372 @@
+"""Graphs of deep models from traces of their first layers.
+
+A model whose layers are of few kinds is traced with the layers in which all kinds have appeared.
+Two nodes mark where each of them begins and ends. The nodes in between are copied for each further
+layer of that kind, which reads its own weights, found by parameter name, and caches.
+
+Two layers are of one kind if their modules have the same classes, attributes and shapes, their
+attention calls are equal, and the model passes the same arguments to them. Models that do not call
+their layers one after another, or share weights between them, are traced as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+import torch.onnx.ops
+from onnx_ir.tensor_adapters import TorchTensor
+from torch import nn
+
+from specedge.errors import ExportError
+
+from ..checkpoint.decoder_layers import layer_list, per_layer_values
+from .attention import LayerAttention
+
+DOMAIN, BEGIN, END = "specedge", "BeginLayer", "EndLayer"
+_SHARED, _AFTER = -1, -2  # owners of values outside of layers
+# Fields of every module, and methods that the exporter replaces for all modules of a class.
+_IGNORED_FIELDS = frozenset((*vars(nn.Module()), "forward"))
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
+
+
+class NotRepeatableError(Exception):
+    """Error of a graph whose layers cannot be separated."""
+
+
+class LayerCalls:
+    """Recorder of the arguments of each layer of a model, while its hooks are registered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[tuple[nn.Module, Any]] = []
+        self._seen: list[Any] = []  # keeps objects alive, so that their addresses stay unique
+        try:
+            _, self.layers = layer_list(model)
+        except (ExportError, AttributeError):
+            self.layers = nn.ModuleList()
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record calls while the context lasts."""
+        hooks = [
+            layer.register_forward_pre_hook(self._record, with_kwargs=True) for layer in self.layers
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _record(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = [*args, *(x for pair in sorted(kwargs.items()) for x in pair)]
+        position = _hidden_states(values)
+        described = [i if i == position else self._describe(x) for i, x in enumerate(values)]
+        self.calls.append((layer, (len(args), tuple(described))))
+
+    def _describe(self, value: Any) -> Any:
+        """Describe an argument; tensors and other objects by identity."""
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, tuple | list):
+            return tuple(map(self._describe, value))
+        if isinstance(value, dict):
+            return tuple((key, self._describe(x)) for key, x in value.items())
+        self._seen.append(value)
+        return id(value)
+
+
+def find_kinds(
+    model: nn.Module, calls: LayerCalls, attention: Sequence[LayerAttention]
+) -> tuple[int, ...]:
+    """Return the first layer of the kind of each layer; empty if layers cannot be separated."""
+    layers = list(calls.layers)
+    if [layer for layer, _ in calls.calls] != layers or len(attention) != len(layers):
+        return ()
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    if any(uses[id(p)] > 1 for layer in layers for p in layer.parameters()):
+        return ()
+    indices = _index_attributes(layers)
+    described = [
+        (
+            _describe_module(layer, indices),
+            attention[i],
+            calls.calls[i][1],
+            per_layer_values(model, i),
+        )
+        for i, layer in enumerate(layers)
+    ]
+    return tuple(described.index(description) for description in described)
+
+
+def _index_attributes(layers: Sequence[nn.Module]) -> set[tuple[str, str]]:
+    """Return the attributes, by module and name, that are the index of each layer."""
+    candidates: set[tuple[str, str]] | None = None
+    for i, layer in enumerate(layers):
+        found = {
+            (name, key)
+            for name, module in layer.named_modules()
+            for key, value in _attributes(module)
+            if type(value) is int and value == i
+        }
+        candidates = found if candidates is None else candidates & found
+    return candidates or set()
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module that its computation may depend on."""
+    return ((key, value) for key, value in vars(module).items() if key not in _IGNORED_FIELDS)
+
+
+def _describe_module(layer: nn.Module, indices: set[tuple[str, str]]) -> Any:
+    """Describe a layer without its index and the values of its weights."""
+    modules = [
+        (
+            name,
+            type(module),
+            tuple(
+                (key, _describe_attribute(value))
+                for key, value in _attributes(module)
+                if (name, key) not in indices
+            ),
+        )
+        for name, module in layer.named_modules()
+    ]
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return modules, [(name, t.shape, t.dtype, t.stride()) for name, t in tensors]
+
+
+def _describe_attribute(value: Any) -> Any:
+    """Describe an attribute; objects other than numbers and texts by identity."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, tuple | list | set):
+        return type(value), tuple(map(_describe_attribute, value))
+    if isinstance(value, dict):
+        return tuple((key, _describe_attribute(x)) for key, x in value.items())
+    if isinstance(value, functools.partial):
+        return tuple(map(_describe_attribute, (value.func, value.args, value.keywords)))
+    return id(getattr(value, "__func__", value))
+
+
+def _hidden_states(values: Sequence[Any]) -> int:
+    """Return the index of a layer's first tensor argument."""
+    return next((i for i, x in enumerate(values) if isinstance(x, torch.Tensor)), -1)
+
+
+@contextlib.contextmanager
+def marked_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Trace a node at the beginning and at the end of each layer while the context lasts."""
+    hooks = []
+    for i, layer in enumerate(layers):
+        hooks.append(layer.register_forward_pre_hook(_begin(i), with_kwargs=True))
+        hooks.append(layer.register_forward_hook(_end(i)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _begin(index: int) -> Callable[..., Any]:
+    def mark(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = [*args, *kwargs.values()]
+        at = _hidden_states(values)
+        values[at] = _mark(BEGIN, index, values[at])
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    return mark
+
+
+def _end(index: int) -> Callable[..., Any]:
+    def mark(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return _mark(END, index, output)
+        return (_mark(END, index, output[0]), *output[1:])
+
+    return mark
+
+
+def _mark(op_type: str, index: int, x: torch.Tensor) -> torch.Tensor:
+    return torch.onnx.ops.symbolic(
+        f"{DOMAIN}::{op_type}",
+        (x,),
+        attrs={"layer": index},
+        dtype=x.dtype,
+        shape=x.shape,
+        version=1,
+    )
+
+
+class LayerGraph:
+    """Graph of the first layers of a model, which is extended by copies of their nodes.
+
+    Args:
+        model: Graph with marked layers.
+        prefix: Name of the list of layers, before the index in a weight's name.
+        weights: Weights and buffers of the whole model, by name.
+    """
+
+    def __init__(self, model: ir.Model, prefix: str, weights: Mapping[str, torch.Tensor]) -> None:
+        self.graph, self.weights, self._prefix = model.graph, weights, f"{prefix}."
+        self._nodes: dict[int, list[ir.Node]] = {}
+        self._begins: dict[int, ir.Node] = {}
+        self._ends: dict[int, ir.Node] = {}
+        self._parameters: list[ir.Value] = []
+
+    @contextlib.contextmanager
+    def parameters_as_inputs(self) -> Iterator[None]:
+        """Make weights of layers inputs while an optimizer runs, so that it folds none of them.
+
+        Raises:
+            NotRepeatableError: A layer has a constant that may be derived from its weights.
+        """
+        graph = self.graph
+        for name, value in list(graph.initializers.items()):
+            tensor = value.const_value
+            assert tensor is not None
+            if self._is_weight(value):
+                del graph.initializers[name]
+                value.shape, value.dtype = ir.Shape(tensor.shape), tensor.dtype
+                value.const_value = None
+                graph.inputs.append(value)
+                self._parameters.append(value)
+            elif name.startswith(self._prefix) and tensor.size > 1:
+                raise NotRepeatableError(f"a layer has the constant {name}")
+        yield
+        for value in self._parameters:
+            graph.inputs.remove(value)
+            self._register(value)
+
+    def repeat(self, kinds: Sequence[int], cache_names: Sequence[str]) -> None:
+        """Add the layers that were not traced, and remove the marks.
+
+        Args:
+            kinds: First layer of the kind of each layer.
+            cache_names: Inputs of the whole model's caches, in order.
+
+        Raises:
+            NotRepeatableError: The nodes of the layers cannot be separated.
+        """
+        self._assign_nodes()
+        num_traced = len(self._begins)
+        per_layer = len(cache_names) // len(kinds)
+        hidden = self._ends[num_traced - 1].inputs[0]
+        before = self._ends[num_traced - 1]
+        for layer in range(num_traced, len(kinds)):
+            names = cache_names[layer * per_layer : (layer + 1) * per_layer]
+            hidden = self._copy(kinds[layer], layer, hidden, before, names)
+        assert hidden is not None
+        before.outputs[0].replace_all_uses_with(hidden, replace_graph_outputs=True)
+        for mark in (*self._begins.values(), *list(self._ends.values())[:-1]):
+            mark.outputs[0].replace_all_uses_with(mark.inputs[0])
+        self.graph.remove([*self._begins.values(), *self._ends.values()], safe=True)
+        self.graph.opset_imports.pop(DOMAIN, None)
+        self.graph.sort()
+
+    def _assign_nodes(self) -> None:
+        """Find the nodes of each layer: those that depend on its input, weights or caches."""
+        owners: dict[ir.Value, int] = {}
+        for value in (*self.graph.inputs, *self.graph.initializers.values()):
+            owners[value] = self._owner_of_leaf(value)
+        for node in self.graph:
+            read = {owners[x] for x in node.inputs if x is not None} - {_SHARED}
+            owner = read.pop() if read else _SHARED
+            if read:
+                raise NotRepeatableError(f"{node.op_type} {node.name} reads two layers")
+            if node.domain == DOMAIN:
+                layer = node.attributes["layer"].as_int()
+                marks = self._begins if node.op_type == BEGIN else self._ends
+                expected = layer if node.op_type == END else _SHARED if layer == 0 else _AFTER
+                follows = (
+                    node.op_type == END
+                    or not layer
+                    or node.inputs[0] is self._ends[layer - 1].outputs[0]
+                )
+                if owner != expected or not follows or layer in marks:
+                    raise NotRepeatableError(f"layer {layer} does not follow the previous one")
+                marks[layer] = node
+                owner = layer if node.op_type == BEGIN else _AFTER
+            elif owner >= 0:
+                self._nodes.setdefault(owner, []).append(node)
+            owners |= dict.fromkeys(node.outputs, owner)
+
+    def _owner_of_leaf(self, value: ir.Value) -> int:
+        name = value.name or ""
+        for start in (self._prefix, "past_key_values."):
+            if name.startswith(start) and (start != self._prefix or self._is_weight(value)):
+                return int(name.removeprefix(start).partition(".")[0])
+        return _SHARED
+
+    def _is_weight(self, value: ir.Value) -> bool:
+        """Return True for a weight or buffer of a layer."""
+        name = value.name or ""
+        return name.startswith(self._prefix) and name in self.weights
+
+    def _copy(
+        self,
+        source: int,
+        layer: int,
+        hidden: ir.Value | None,
+        before: ir.Node,
+        caches: Sequence[str],
+    ) -> ir.Value | None:
+        """Copy a layer's nodes with another layer's weights and caches; return its output."""
+        copies: dict[ir.Value | None, ir.Value | None] = {self._begins[source].outputs[0]: hidden}
+        source_caches = [
+            value for value in self.graph.inputs if self._owner_of_leaf(value) == source
+        ]
+        for value, name in zip(source_caches, caches, strict=True):
+            copies[value] = _set_like(ir.Value(name=name), value)
+            self.graph.inputs.append(copies[value])
+        for node in self._nodes[source]:
+            inputs = [self._input(value, copies, source, layer) for value in node.inputs]
+            copied = ir.Node(
+                node.domain, node.op_type, inputs, node.attributes.values(),
+                overload=node.overload, num_outputs=len(node.outputs), version=node.version,
+                name=f"{node.name}.{layer}",
+            )  # fmt: skip
+            for old, new in zip(node.outputs, copied.outputs, strict=True):
+                new.name = f"{old.name}.{layer}"
+                copies[old] = _set_like(new, old)
+            self.graph.insert_before(before, copied)
+        for name in caches:
+            present = name.replace("past_key_values", "present")
+            old = present.replace(f".{layer}.", f".{source}.")
+            output = next(copies[x] for x in self.graph.outputs if x.name == old)
+            assert output is not None
+            output.name = present
+            self.graph.outputs.append(output)
+        return copies.get(self._ends[source].inputs[0], self._ends[source].inputs[0])
+
+    def _input(
+        self,
+        value: ir.Value | None,
+        copies: dict[ir.Value | None, ir.Value | None],
+        source: int,
+        layer: int,
+    ) -> ir.Value | None:
+        """Return the value that a copied node reads."""
+        if value is not None and value not in copies and self._is_weight(value):
+            rest = (value.name or "").removeprefix(f"{self._prefix}{source}.")
+            new = _set_like(ir.Value(name=f"{self._prefix}{layer}.{rest}"), value)
+            self._register(new)
+            copies[value] = new
+        return copies.get(value, value)
+
+    def _register(self, value: ir.Value) -> None:
+        assert value.name is not None
+        tensor = self.weights[value.name].detach()
+        value.const_value = TorchTensor(tensor, name=value.name)
+        self.graph.register_initializer(value)
+
+
+def _set_like(new: ir.Value, old: ir.Value) -> ir.Value:
+    """Give a value copies of the shape and type of another, which may be changed in place."""
+    new.shape, new.type = copy.copy(old.shape), copy.copy(old.type)
+    return new
