@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import onnx_ir.passes.common as passes
 import onnxruntime as ort
 import torch
 
 from specedge.bundle.precision import GPTQ
 
+from ..graph.external_data import drop_unused
 from ..graph.graphs import GraphFile
 from ..tracing.geometry import Geometry
 from ..verification.runner import FillNoise, PassAction, Runner
@@ -165,6 +167,9 @@ def visit_inputs(
         value.dtype = ir.DataType.FLOAT
         if not value.is_graph_output():
             model.graph.outputs.append(value)
+    model.graph.outputs.remove(next(v for v in model.graph.outputs if v.name == "logits"))
+    passes.RemoveUnusedNodesPass()(model)  # the LM head
+    drop_unused(model.graph)
     path = decoder.parent / _DECODER_FILE.file_name(ops)
     ir.save(model, path)
     parts: defaultdict[tuple[int, ...], list[InputStatistics]] = defaultdict(list)
@@ -193,9 +198,9 @@ def visit_inputs(
 
     try:
         runner = Runner(decoder.parent, [_DECODER_FILE], geometry, ops)
-        passes = [PassAction("decoder", text, 0, on_outputs=accumulate) for text in texts]
+        actions = [PassAction("decoder", text, 0, on_outputs=accumulate) for text in texts]
         noise = FillNoise(0, geometry.capacity)
-        runner.run([], finish_part, through=[noise, *passes])
+        runner.run([], finish_part, through=[noise, *actions])
     finally:
         path.unlink()
 

@@ -59,11 +59,11 @@ def quantize_columns(
     """Round a matrix with one scale per column, after row k is multiplied by 2 ** exponents[k].
 
     Args:
-        weights: [K, N].
+        weights: [K, N] in float32, overwritten.
         upper: Inverse factor of the input's Hessian, [K, K].
         exponents: Smoothing exponents, [K].
     """
-    left = weights.float().clone()
+    left = weights
     if exponents is not None:
         left *= torch.from_numpy(np.exp2(exponents).astype(np.float32))[:, None]
     scale = left.abs().amax(0).clamp_min(_TINY) / MAX_INT8

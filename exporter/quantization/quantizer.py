@@ -342,27 +342,32 @@ class SchemeSelector:
     def _round_by_gptq(
         self, group: MatrixGroup, hessian: torch.Tensor, choice: Scheme
     ) -> dict[int, IntegerMatrix | BlockMatrix]:
-        """Round a group's matrices by GPTQ if they are per-channel or in 4-bit blocks."""
-        if choice.num_parts != 1 or choice.bits == 8:
+        """Round a group's matrices together by GPTQ if per-channel or in 4-bit blocks."""
+        matrices = [matrix for matrix in group.matrices if matrix.stored.data().ndim == 2]
+        if choice.num_parts != 1 or choice.bits == 8 or not matrices:
             return {}
-        integers: dict[int, IntegerMatrix | BlockMatrix] = {}
         factor = gptq.inverse_factor(hessian, choice.exponents)
-        for matrix in group.matrices:
-            weights = matrix.stored.data()
-            if weights.ndim == 2 and choice.bits:
-                blocks = gptq.quantize_blocks(weights, factor, choice.bits)
-                integers[matrix.offset] = BlockMatrix(*self._save_and_map(matrix.offset, blocks))
-            elif weights.ndim == 2:
-                columns = gptq.quantize_columns(weights, factor, choice.exponents)
-                integers[matrix.offset] = IntegerMatrix(*self._save_and_map(matrix.offset, columns))
+        weights = torch.cat([matrix.stored.data().float() for matrix in matrices], 1)
+        widths = [matrix.stored.data().shape[1] for matrix in matrices]
+        integers: dict[int, IntegerMatrix | BlockMatrix] = {}
+        if choice.bits:
+            blocks = gptq.quantize_blocks(weights, factor, choice.bits)
+            parts = np.split(blocks.values, np.cumsum(widths)[:-1])
+            scales = np.split(blocks.scales, np.cumsum(widths)[:-1])
+        else:
+            columns = gptq.quantize_columns(weights, factor, choice.exponents)
+            parts = np.split(columns.values, np.cumsum(widths)[:-1], 1)
+            scales = np.split(columns.scales, np.cumsum(widths)[:-1], 1)
+        for matrix, part, scale in zip(matrices, parts, scales, strict=True):
+            mapped = self._save_and_map(matrix.offset, part)
+            kind = BlockMatrix if choice.bits else IntegerMatrix
+            integers[matrix.offset] = kind(mapped, scale)
         return integers
 
-    def _save_and_map(
-        self, offset: int, integers: IntegerMatrix | BlockMatrix
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _save_and_map(self, offset: int, values: np.ndarray) -> np.ndarray:
         path = self.folder / f"{offset}.npy"
-        np.save(path, integers.values)
-        return np.load(path, mmap_mode="c"), integers.scales
+        np.save(path, values)
+        return np.load(path, mmap_mode="c")
 
 
 def _num_weights(group: MatrixGroup) -> int:
