@@ -139,7 +139,7 @@ class _Job:
         target = self.models.target
         return texts.tokenize(
             self.calibration, self.work / pair.TOKENIZER_FILE, model.vocab_size,
-            model.context_length, pair.chat_writer(target, self.progress), pair.end_tokens(target),
+            model.context_length, pair.chat_writer(target, self.progress),
         )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from specedge.errors import ExportError
 
 from .checkpoint import draft_vocabulary, licenses, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
+from .checkpoint.decoder_layers import truncate
 from .checkpoint.loader import LoadedCheckpoint
 from .checkpoint.placeholders import WeightSources
 from .graph import graphs, rewrites
@@ -34,7 +35,7 @@ from .graph.lm_head import add_logits_from
 from .graph.rewrites import remove_transposes
 from .libraries import first_line
 from .progress import Progress
-from .request import ExportRequest
+from .request import FULL, ExportRequest
 from .tracing import geometry, tracer
 from .tracing.geometry import Geometry
 from .tracing.module_patches import freeze_rotary, patched_modules
@@ -59,6 +60,17 @@ class ModelExport:
     num_tokens: int
     folder: Path
     progress: Progress
+
+    @property
+    def first_layers(self) -> ModelExport:
+        """The first layers, whose graphs are verified in float64 and then removed."""
+        count = self.layers.num_representative
+        return replace(
+            self,
+            shape=replace(self.shape, layers=self.shape.layers[:count]),
+            files=[replace(file, prefix=f"first-{file.prefix}") for file in self.files],
+            layers=ObservedLayers(self.layers.attention[:count], self.layers.kinds[:count]),
+        )
 
     @property
     def model(self) -> torch.nn.Module:
@@ -117,17 +129,21 @@ def export_model(
             sources.append(self_draft.source(checkpoint.source, num_draft_layers))
         sizes = [reference.num_parameters(part.model) for part in parts]
         written, file = write_models(parts, graph_variants)
-        references = [_references(part) for part in parts]
+        in_full = request.verification == FULL
+        references = [
+            compute_references(part, not in_full and all(has_first.values()))
+            for part, has_first in zip(parts, written, strict=True)
+        ]
         loaded.sources.close()  # verification reads the exported weights
         released = LoadedCheckpoint(torch.nn.Module(), loaded.dtype, WeightSources())
         parts = [replace(part, loaded=released) for part in parts]
         del loaded
         gc.collect()
         reports = [
-            _verify_all(part, variants, results, request.tolerance, requires_invariance)
+            _verify_all(part, list(variants), results, request.tolerance, requires_invariance)
             for part, variants, results in zip(parts, written, references, strict=True)
         ]
-    experts = [results[0].num_experts for results in references]
+    experts = [results.num_experts for results in references]
     model_types = [checkpoint.model_type] * len(parts)
     return list(map(_model_entry, parts, sources, model_types, sizes, experts, reports)), file
 
@@ -183,13 +199,17 @@ def cut_draft(
 
 def write_models(
     parts: list[ModelExport], graph_variants: Sequence[str]
-) -> tuple[list[list[str]], FileEntry]:
-    """Trace and write models that share a folder; return their graph variants and weights file."""
+) -> tuple[list[dict[str, bool]], FileEntry]:
+    """Trace and write models that share a folder.
+
+    Returns:
+        For each model its graph variants, and whether graphs of its first layers were written; and
+        the entry of the weights file.
+    """
     first = parts[0]
     with WeightsFile(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
         written = [
-            list(_for_each_variant(p, graph_variants, partial(_write_graphs, p, stored)))
-            for p in parts
+            _for_each_variant(p, graph_variants, partial(_write_graphs, p, stored)) for p in parts
         ]
         with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
             stored.finish(advance)
@@ -216,25 +236,42 @@ def _for_each_variant(
     return done
 
 
-def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> None:
-    """Trace a model in a graph variant and write its files. Raises ExportError."""
+def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
+    """Trace a model in a graph variant and write its files.
+
+    Returns:
+        True if graphs of its first layers were written as well.
+
+    Raises:
+        ExportError: The model cannot be traced.
+    """
     if ops == "gqa":
         for layer in part.layers.attention:
             if reason := layer.gqa_obstacle():
                 raise ExportError(reason)
-    with part.progress.step(f"Tracing the {part.role}"):
-        with patched_modules(part.model, part.shape.context_length, part.shape.capacity):
-            traced = tracer.trace(part.model, part.shape, ops, part.layers)
-        remove_transposes(traced.graph)
-        rewrites.expand_sigmoids(traced)
-        graphs.replace_shape_fills(traced)
-        graphs.strip_metadata(traced)
-        graphs.expand_biases(traced.graph)
-        add_logits_from(traced.graph)
+    patched = patched_modules(part.model, part.shape.context_length, part.shape.capacity)
+    with part.progress.step(f"Tracing the {part.role}"), patched:
+        traced = tracer.trace(part.model, part.shape, ops, part.layers)
     with part.progress.step(f"Writing the {part.role}"):
-        stored.attach(traced)
-        ir.save(traced, part.folder / part.files[0].source.file_name(ops))
-        graphs.write_graphs(traced, part.folder, part.files, ops)
+        for whole, files in ((traced.model, part.files), (traced.first, part.first_layers.files)):
+            if whole is not None:
+                _write_files(whole, files, stored, ops)
+    return traced.first is not None
+
+
+def _write_files(
+    model: ir.Model, files: list[graphs.GraphFile], stored: WeightsFile, ops: str
+) -> None:
+    """Rewrite a traced graph, and write its files."""
+    remove_transposes(model.graph)
+    rewrites.expand_sigmoids(model)
+    graphs.replace_shape_fills(model)
+    graphs.strip_metadata(model)
+    graphs.expand_biases(model.graph)
+    add_logits_from(model.graph)
+    stored.attach(model)
+    ir.save(model, stored.folder / files[0].source.file_name(ops))
+    graphs.write_graphs(model, stored.folder, files, ops)
 
 
 def _model_entry(
@@ -266,13 +303,49 @@ def _model_entry(
     )
 
 
-def _references(part: ModelExport) -> list[Reference]:
-    stretches = reference.compared_positions(part.shape, reference.num_parameters(part.model))
-    total = sum(end - start for start, end in stretches)
+@dataclass(frozen=True)
+class References:
+    """Results of PyTorch for a model.
+
+    Attributes:
+        segments: Results in float64, of the whole model or of its first layers.
+        depth: Results of all layers in float32, if `segments` are those of the first layers.
+    """
+
+    segments: list[Reference]
+    depth: Reference | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts per layer."""
+        return max(x.num_experts for x in (*self.segments, *([self.depth] if self.depth else [])))
+
+
+def compute_references(part: ModelExport, in_layers: bool) -> References:
+    """Run a model in PyTorch.
+
+    Args:
+        part: The model.
+        in_layers: Run its first layers in float64 and all layers in float32, instead of all layers
+            in float64.
+    """
+    segments = reference.compared_positions(part.shape, reference.num_parameters(part.model))
+    start = [(0, min(part.shape.context_length, reference.LARGE_NUM_FIRST))]
+    total = sum(end - at for at, end in (*segments, *(start if in_layers else ())))
     with part.progress.step(f"Running the {part.role} in PyTorch", total) as advance:
-        return reference.compute_references(
-            part.role, part.model, part.loaded.sources, part.shape, part.num_tokens, advance
-        )
+        run = partial(
+            reference.compute_references,
+            part.role, part.model, part.loaded.sources, num_tokens=part.num_tokens, advance=advance,
+        )  # fmt: skip
+        if not in_layers:
+            return References(run(geometry=part.shape, segments=segments))
+        (depth,) = run(geometry=part.shape, segments=start, exact=False)
+        first = part.first_layers
+        restore = truncate(part.model, len(first.shape.layers))
+        try:
+            return References(run(geometry=first.shape, segments=segments), depth)
+        finally:
+            restore()
 
 
 def _note_rotary(
@@ -288,31 +361,54 @@ def _note_rotary(
 def _verify_all(
     part: ModelExport,
     written: list[str],
-    references: list[Reference],
+    references: References,
     tolerance: float | None,
     requires_invariance: bool,
 ) -> dict[str, ParityReport]:
     """Verify each graph variant that was written, and remove the files of those that fail."""
-    verify = partial(_verify, part, references, tolerance, requires_invariance)
-    reports = _for_each_variant(part, written, verify)
-    for ops in {*OPS} - reports.keys():
-        for file in part.files:
-            for name in (file.file_name(ops), file.source.file_name(ops)):
-                (part.folder / name).unlink(missing_ok=True)
+    verify_variant = partial(verify, part, references, tolerance, requires_invariance)
+    reports = _for_each_variant(part, written, verify_variant)
+    unused = [(file, ops) for ops in {*OPS} - reports.keys() for file in part.files]
+    unused += [(file, ops) for ops in OPS for file in part.first_layers.files]
+    for file, ops in unused:
+        for name in (file.file_name(ops), file.source.file_name(ops)):
+            (part.folder / name).unlink(missing_ok=True)
     return reports
 
 
-def _verify(
+def verify(
     part: ModelExport,
-    references: list[Reference],
+    references: References,
     tolerance: float | None,
     requires_invariance: bool,
     ops: str,
 ) -> ParityReport:
-    name, progress = f"{part.role} ({ops})", part.progress
-    runner = Runner(part.folder, part.files, part.shape, ops)
-    with progress.step(f"Comparing the {name}", runner.num_stages) as advance:
-        report, differing = parity.verify(part.role, references, runner, tolerance, advance)
+    """Verify a graph variant.
+
+    Args:
+        part: The model.
+        references: Results of PyTorch.
+        tolerance: Maximum float32 error relative to the largest value of an output, if any.
+        requires_invariance: Reject passes of several tokens that are not batch-invariant.
+        ops: The graph variant.
+
+    Raises:
+        ExportError: The graphs differ from the model, or are rejected.
+    """
+    name, progress, depth = f"{part.role} ({ops})", part.progress, references.depth
+    whole = runner = Runner(part.folder, part.files, part.shape, ops)
+    if depth is not None:
+        first = part.first_layers
+        runner = Runner(first.folder, first.files, first.shape, ops)
+    num_stages = runner.num_stages + (whole.num_stages if depth is not None else 0)
+    with progress.step(f"Comparing the {name}", num_stages) as advance:
+        report, differing = parity.verify(
+            part.role, references.segments, runner, tolerance, advance
+        )
+        if depth is not None:
+            report = parity.verify_depth(
+                part.role, depth, whole, runner, part.layers.kinds, report, tolerance, advance
+            )
     if differing:
         progress.note(f"{name}: {', '.join(differing)} are not bitwise equal to the decoder")
     expected = checks.compared_lengths(runner)

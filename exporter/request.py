@@ -18,6 +18,7 @@ from .checkpoint import self_draft
 
 OPS_CHOICES = ("auto", "all", *OPS)
 STANDARD_COMPUTE_TYPES = ("fp32", QDQ)  # GPUs have no GroupQueryAttention for them
+LAYERS, FULL = VERIFICATIONS = ("layers", "full")
 NO_DRAFT = "none"  # as a draft's name: no draft model
 PathOrName: TypeAlias = str | os.PathLike[str]
 
@@ -64,6 +65,8 @@ class ExportRequest:
             projections have 8 bits.
         draft_revision: Branch, tag or commit of the draft model on the hub.
         target_revision: Branch, tag or commit of the target model on the hub.
+        verification: "layers": the first layers of each kind are compared with PyTorch in
+            float64, and all layers in float32; or "full": all layers in float64.
         adapter: LoRA adapter to merge into the target, a folder or a hub id.
         draft_adapter: LoRA adapter to merge into the draft model.
 
@@ -89,6 +92,7 @@ class ExportRequest:
     bits: float | None = None
     draft_revision: str | None = None
     target_revision: str | None = None
+    verification: str = LAYERS
     adapter: PathOrName | None = None
     draft_adapter: PathOrName | None = None
 
@@ -175,6 +179,10 @@ class ExportRequest:
         if self.rounding not in ROUNDINGS:
             raise ValueError(
                 f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}"
+            )
+        if self.verification not in VERIFICATIONS:
+            raise ValueError(
+                f"verification must be one of {', '.join(VERIFICATIONS)}, got {self.verification!r}"
             )
         if self.bits is not None and not 4 <= self.bits <= 8:
             raise ValueError(f"bits must be from 4 to 8, got {self.bits}")

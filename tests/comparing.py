@@ -1,5 +1,9 @@
 """A model exported into a folder, and its graphs compared with PyTorch."""
 
+from dataclasses import replace
+from functools import cached_property
+from unittest import mock
+
 from checkpoints import make_config, make_model
 from specedge.exporter import Progress, model_export
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
@@ -22,12 +26,52 @@ def traced(model, folder, ops="onnx", context=None):
     return Runner(folder, part.files, part.shape, ops)
 
 
+class DeepModel:
+    """Model with middle layers that are verified in float32 only, as in an export."""
+
+    def __init__(self, model, folder):
+        self.model, loaded = model, LoadedCheckpoint(model, "float32", WeightSources())
+        self.part = model_export.measure_model(
+            "target", loaded, context_of(model), 4, 512, folder, Progress()
+        )
+        self._traced = {}
+
+    @cached_property
+    def references(self):
+        return model_export.compute_references(self.part, in_layers=True)
+
+    def verify(self, folder, ops, change, change_first=None):
+        """Verify the graphs after changes, as an export does; return the changed graph."""
+        if ops not in self._traced:
+            with patched_modules(self.model, context_of(self.model), self.part.shape.capacity):
+                self._traced[ops] = TRACE(self.model, self.part.shape, ops, self.part.layers)
+        whole, first = (x.clone() for x in (self._traced[ops].model, self._traced[ops].first))
+        change(whole.graph)
+        (change_first or (lambda graph: None))(first.graph)
+        part = replace(self.part, folder=folder)
+        traced_model = tracer.TracedModel(whole, first)
+        with mock.patch.object(tracer, "trace", return_value=traced_model):
+            model_export.write_models([part], (ops,))
+        return model_export.verify(part, self.references, None, False, ops)
+
+    def is_changed(self, ops, change):
+        """Return True if a function changes the graph."""
+        graph = self._traced[ops].model.clone().graph
+        before = str(graph), _values(graph)
+        change(graph)
+        return (str(graph), _values(graph)) != before
+
+
+def _values(graph):
+    return [value.const_value.tobytes() for value in graph.initializers.values()]
+
+
 def graph_of(model, ops):
     """Return a model's graph in a graph variant, before it is rewritten."""
     shape = geometry.measure_geometry(model, context_of(model), 4)
     layers = tracer.observe(model, shape)
     with patched_modules(model, context_of(model), shape.capacity):
-        return TRACE(model, shape, ops, layers)
+        return TRACE(model, shape, ops, layers).model
 
 
 def computed(model, runner):

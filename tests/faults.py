@@ -89,9 +89,10 @@ def position_off_by_one(graph: ir.Graph) -> None:
         add_before(graph, node, 0, 1)
 
 
-def swapped_heads(graph: ir.Graph) -> None:
-    """The first layer's key heads move on by one place."""
-    node = next(n for n in graph if n.op_type in ("TensorScatter", "GroupQueryAttention"))
+def swapped_heads(graph: ir.Graph, layer: int = 0) -> None:
+    """A layer's key heads move on by one place."""
+    name = f"past_key_values.{layer}.key"
+    node = next(n for n in graph if any(x is not None and x.name == name for x in n.inputs))
     cache = node.inputs[0 if node.op_type == "TensorScatter" else 3]
     heads, size = cache.shape[1], cache.shape[3]
     if heads == 1:

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-import onnxruntime as ort
 import torch
 
 from specedge.bundle.precision import GPTQ
@@ -20,17 +19,14 @@ from ..graph.external_data import drop_unused
 from ..graph.graphs import GraphFile
 from ..tracing.geometry import Geometry
 from ..verification.runner import FillNoise, PassAction, Runner
-from ..verification.subgraph import SubgraphSession, Values, open_session, unpacked_options
+from ..verification.subgraph import Values
 from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, load_graph
 from .float_model import FloatModel
 from .matrices import matrix_groups
 from .texts import CalibrationTexts
 
 NUM_SAMPLE_ROWS = 48  # rows of the texts used to measure errors
-ANSWER_TOKENS = 48  # maximum tokens of a generated answer
 _TIMED_SIZE = 1024  # size of the matrices of the timed product
-_NUM_PASSES = 4  # of the report: float graph, quantized graph, and two formats of llama.cpp
-_BYTES_PER_SECOND = 8e9  # read bandwidth of weights during generation
 _PASS_EFFICIENCY = 0.5  # throughput of passes relative to the timed product
 _GPTQ_EFFICIENCY = 0.4  # throughput of GPTQ relative to the timed product
 _DECODER_FILE = GraphFile("decoder", None, prefix="calibration-")
@@ -65,64 +61,6 @@ class InputStatistics:
             np.mean([part.mean_square for part in parts], axis=0),
             np.concatenate([part.rows for part in parts]),
         )
-
-
-def generate_answers(
-    decoder: Path,
-    geometry: Geometry,
-    prompts: Sequence[np.ndarray],
-    end_tokens: Container[int],
-    num_tokens: int = ANSWER_TOKENS,
-    options: ort.SessionOptions | None = None,
-) -> list[np.ndarray]:
-    """Return prompts followed by a graph's greedy answers. [T] each
-
-    Args:
-        decoder: Path of the graph.
-        geometry: Cache layout of the model.
-        prompts: Tokens of the prompts, [T] each.
-        end_tokens: Tokens that end an answer.
-        num_tokens: Maximum tokens of an answer.
-        options: Options of the session; by default it does not copy its memory-mapped weights.
-    """
-    shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
-    options = options or unpacked_options()
-    options.enable_cpu_mem_arena = False
-    # Constant folding would copy each transposed matrix; fusion with its product does not.
-    folding = ["ConstantFolding"]
-    session = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
-    try:
-        return [
-            _generate_answer(session, geometry, prompt, end_tokens, num_tokens)
-            for prompt in prompts
-        ]
-    finally:
-        session.close()
-
-
-def _generate_answer(
-    session: SubgraphSession,
-    geometry: Geometry,
-    prompt: np.ndarray,
-    end_tokens: Container[int],
-    num_tokens: int,
-) -> np.ndarray:
-    tokens, new, length = [*prompt], prompt, 0
-    session.fill_noise(0, geometry.capacity)
-    for _ in range(min(num_tokens, geometry.context_length - len(prompt))):
-        inputs = {
-            "input_ids": new[None].astype(np.int64),
-            "past_length": np.array([length], np.int64),
-            "logits_from": np.array([len(new) - 1], np.int64),
-        }
-        logits = session.run("decoder", False, inputs)["logits"][0, -1]
-        length += len(new)
-        token = int(logits.argmax())
-        tokens.append(token)
-        if token in end_tokens:
-            break
-        new = np.array([token])
-    return np.array(tokens, np.int64)
 
 
 Visit = Callable[[tuple[int, ...], InputStatistics], None]
@@ -209,20 +147,14 @@ def predict_seconds(model: FloatModel, texts: CalibrationTexts, rounding: str) -
     """Estimate the time of calibration, rounding and report from the time of a matrix product."""
     graph = load_graph(model.decoder(model.ops[0])).graph
     calibrated, compared = (sum(map(len, part)) for part in (texts.calibration, texts.evaluation))
-    passes = hessians = rounded = weights = 0.0
+    work = 0.0
     for group in matrix_groups(graph):
         shapes = [matrix.stored.data().shape for matrix in group.matrices]
         size, width = float(shapes[0][-2]), float(sum(shape[-1] for shape in shapes))
-        weights += size * width
-        passes += 2 * size * width * (calibrated + _NUM_PASSES * compared)
-        hessians += 2 * size * size * calibrated
-        rounded += 2 * size * size * (width + size)
-    speed = _measure_speed()
-    if rounding != GPTQ:
-        return passes / _PASS_EFFICIENCY / speed
-    answers = 4 * weights * ANSWER_TOKENS * len(texts.prompts) / _BYTES_PER_SECOND
-    work = passes / _PASS_EFFICIENCY + hessians + rounded / _GPTQ_EFFICIENCY
-    return work / speed + answers
+        work += 2 * size * width * (calibrated + 2 * compared) / _PASS_EFFICIENCY
+        if rounding == GPTQ:
+            work += 2 * size * size * (calibrated + (width + size) / _GPTQ_EFFICIENCY)
+    return work / _measure_speed()
 
 
 def _measure_speed() -> float:

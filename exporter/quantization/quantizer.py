@@ -38,7 +38,6 @@ from .texts import CalibrationTexts
 from .weights_writer import WeightsWriter
 
 ROTATED_PRECISIONS = ("int8", "int4")  # precisions that a rotation makes more accurate
-MAX_COPIED_PARAMETERS = 300_000_000  # larger models are not copied to float32 as a whole
 Schemes = dict[tuple[int, ...], Scheme]
 ChannelMaps = dict[tuple[int, ...], np.ndarray]  # channels of groups that can be smoothed, by key
 
@@ -103,13 +102,6 @@ def quantize(
             excluded = _find_excluded(parts)
     if precision == "int8-block":
         rounding = NEAREST
-    if rounding == GPTQ and texts.prompts and _can_answer(parts[0]):
-        with progress.step(f"Generating answers with the {first}"):
-            answers = calibration.generate_answers(
-                parts[0].decoder(parts[0].ops[-1]), parts[0].geometry, texts.prompts,
-                texts.end_tokens,
-            )  # fmt: skip
-        texts = replace(texts, calibration=[*texts.calibration, *answers])
     minutes = max(1, round(calibration.predict_seconds(parts[0], texts, rounding) / 60))
     with progress.step(f"Calibrating the {first} (about {minutes} min up to its report)"):
         graphs = (_load(part, ops, excluded).graph for part in parts for ops in part.ops)
@@ -229,12 +221,6 @@ def add_variants(
             )
         entries.append(part.with_reports(measured, dtype))
     return entries
-
-
-def _can_answer(model: FloatModel) -> bool:
-    """Return True if the float graph can run in one session without too large a float32 copy."""
-    is_float32 = model.original is not None or model.model.weights_dtype == "float32"
-    return is_float32 or model.model.num_parameters <= MAX_COPIED_PARAMETERS
 
 
 def _change_basis(

@@ -203,12 +203,36 @@ def _mark(op_type: str, index: int, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-class LayerGraph:
-    """Graph of the first layers of a model, which is extended by copies of their nodes.
+def expose_weights(model: ir.Model, prefix: str, weights: Mapping[str, torch.Tensor]) -> None:
+    """Make the weights of layers inputs of their graph, so that an optimizer folds none of them.
 
     Args:
-        model: Graph with marked layers.
+        model: Traced graph.
         prefix: Name of the list of layers, before the index in a weight's name.
+        weights: Weights and buffers of the whole model, by name.
+
+    Raises:
+        NotRepeatableError: A layer has a constant that may be derived from its weights.
+    """
+    graph = model.graph
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        assert tensor is not None
+        if name.startswith(f"{prefix}.") and name in weights:
+            del graph.initializers[name]
+            value.shape, value.dtype = ir.Shape(tensor.shape), tensor.dtype
+            value.const_value = None
+            graph.inputs.append(value)
+        elif name.startswith(f"{prefix}.") and tensor.size > 1:
+            raise NotRepeatableError(f"a layer has the constant {name}")
+
+
+class LayerGraph:
+    """Optimized graph of the first layers of a model, which is extended by copies of their nodes.
+
+    Args:
+        model: Graph with marked layers, after `expose_weights`.
+        prefix: Name of the list of layers.
         weights: Weights and buffers of the whole model, by name.
     """
 
@@ -217,31 +241,10 @@ class LayerGraph:
         self._nodes: dict[int, list[ir.Node]] = {}
         self._begins: dict[int, ir.Node] = {}
         self._ends: dict[int, ir.Node] = {}
-        self._parameters: list[ir.Value] = []
-
-    @contextlib.contextmanager
-    def parameters_as_inputs(self) -> Iterator[None]:
-        """Make weights of layers inputs while an optimizer runs, so that it folds none of them.
-
-        Raises:
-            NotRepeatableError: A layer has a constant that may be derived from its weights.
-        """
-        graph = self.graph
-        for name, value in list(graph.initializers.items()):
-            tensor = value.const_value
-            assert tensor is not None
+        for value in list(self.graph.inputs):
             if self._is_weight(value):
-                del graph.initializers[name]
-                value.shape, value.dtype = ir.Shape(tensor.shape), tensor.dtype
-                value.const_value = None
-                graph.inputs.append(value)
-                self._parameters.append(value)
-            elif name.startswith(self._prefix) and tensor.size > 1:
-                raise NotRepeatableError(f"a layer has the constant {name}")
-        yield
-        for value in self._parameters:
-            graph.inputs.remove(value)
-            self._register(value)
+                self.graph.inputs.remove(value)
+                self._register(value)
 
     def repeat(self, kinds: Sequence[int], cache_names: Sequence[str]) -> None:
         """Add the layers that were not traced, and remove the marks.

@@ -6,6 +6,7 @@ B sequences, T new tokens, S rows of cache, H heads of D, V vocabulary entries.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from .repeated_layers import (
     LayerCalls,
     LayerGraph,
     NotRepeatableError,
+    expose_weights,
     find_kinds,
     marked_layers,
 )
@@ -92,6 +94,30 @@ class ObservedLayers:
         """Number of first layers that include all kinds."""
         return max(self.kinds, default=-1) + 1
 
+    @property
+    def num_representative(self) -> int:
+        """Number of first layers whose graph has the nodes of all others between two attentions.
+
+        Nodes after an attention node belong to its layer and the next one. Those of the first three
+        read values that do not depend on a layer, and those of the last two are unused without
+        logits, so layers in between have to include all kinds of neighbors.
+        """
+        kinds = self.kinds
+        needed = {*itertools.pairwise(kinds[2:])}
+        for count in range(5, len(kinds)):
+            middle = {*itertools.pairwise(kinds[2 : count - 1])}
+            if middle >= needed and kinds[count - 2 : count] == kinds[-2:]:
+                return count
+        return len(kinds)
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """Graph of a model, and of its first `num_representative` layers if it has more."""
+
+    model: ir.Model
+    first: ir.Model | None = None
+
 
 def observe(model: torch.nn.Module, geometry: Geometry) -> ObservedLayers:
     """Observe each attention call and each layer of the model. Raises ExportError."""
@@ -119,7 +145,7 @@ def trace(
     geometry: Geometry,
     ops: str,
     layers: ObservedLayers,
-) -> ir.Model:
+) -> TracedModel:
     """Trace the model as a graph with T symbolic, whose initializers share the model's memory.
 
     Uses torch 2.13's `dynamo` exporter, and optimizes the graph with onnxscript.
@@ -131,35 +157,42 @@ def trace(
         whole = TraceableModel(model, geometry.context_length, ops, layers.attention)
         program = translate(whole, geometry)
     program.optimize()
-    return program.model
+    return TracedModel(program.model)
 
 
 def _trace_first_layers(
     model: torch.nn.Module, geometry: Geometry, ops: str, layers: ObservedLayers
-) -> ir.Model:
+) -> TracedModel:
     """Trace the first layers of each kind, and repeat them. Raises NotRepeatableError."""
     tensors = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     )
     weights = {f"model.{name}": tensor for name, tensor in tensors}
-    first = replace(geometry, layers=geometry.layers[: layers.num_traced])
+    prefix = f"model.{layer_list(model)[0]}"
+    traced = replace(geometry, layers=geometry.layers[: layers.num_traced])
     restore = truncate(model, layers.num_traced)
     try:
         attention = layers.attention[: layers.num_traced]
         whole = TraceableModel(model, geometry.context_length, ops, attention, marked=True)
-        program = translate(whole, first)
+        program = translate(whole, traced)
     finally:
         restore()
-    graph = LayerGraph(program.model, f"model.{layer_list(model)[0]}", weights)
-    with graph.parameters_as_inputs():
-        program.optimize()
-    graph.repeat(layers.kinds, geometry.cache_names())
-    onnxscript.optimizer.fold_constants(program.model, onnx_shape_inference=False)
-    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(program.model)
-    passes.DeduplicateInitializersPass()(program.model)
-    passes.CommonSubexpressionEliminationPass()(program.model)
-    return program.model
+    expose_weights(program.model, prefix, weights)
+    program.optimize()
+
+    def repeat(graph_model: ir.Model, num_layers: int) -> ir.Model:
+        names = geometry.cache_names()[: 2 * num_layers]
+        LayerGraph(graph_model, prefix, weights).repeat(layers.kinds[:num_layers], names)
+        onnxscript.optimizer.fold_constants(graph_model, onnx_shape_inference=False)
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(graph_model)
+        passes.DeduplicateInitializersPass()(graph_model)
+        passes.CommonSubexpressionEliminationPass()(graph_model)
+        return graph_model
+
+    num_first, num_layers = layers.num_representative, len(layers.kinds)
+    first = repeat(program.model.clone(), num_first) if num_first < num_layers else None
+    return TracedModel(repeat(program.model, num_layers), first)
 
 
 def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgram:

@@ -68,20 +68,23 @@ def compared_lengths(runner: Runner) -> list[int]:
 
 
 def full_depth_check(runner: Runner, part: Reference, error_check: ErrorCheck) -> Check:
-    """Compare one pass over a segment through all layers with PyTorch."""
+    """Compare two passes over a segment through all layers with PyTorch."""
+    middle = max(1, 2 * len(part.tokens) // 3)
+    pieces = [(part.start, part.tokens[:middle]), (part.start + middle, part.tokens[middle:])]
 
     def decide(results: list[Any]) -> None:
-        *_, logits, rows = results
-        _compare_logits(part, error_check, logits, part.start)
-        _compare_caches(runner.geometry.cache_names(), part, error_check, rows)
+        logits = [x for x in results[:-1] if x is not None]
+        _compare_logits(part, error_check, np.concatenate(logits), part.start)
+        _compare_caches(runner.geometry.cache_names(), part, error_check, results[-1])
 
-    actions: list[Action] = [
-        FillCaches(part.history),
-        FillNoise(part.start, runner.geometry.capacity),
-        PassAction("decoder", part.tokens, part.start),
-        ReadRows(part.start, part.end),
-    ]
-    return actions, decide
+    actions: list[Action] = [FillCaches(part.history)]
+    for start, tokens in pieces:
+        if len(tokens):
+            actions += [
+                FillNoise(start, runner.geometry.capacity),
+                PassAction("decoder", tokens, start),
+            ]
+    return [*actions, ReadRows(part.start, part.end)], decide
 
 
 def subset_reference(runner: Runner, part: Reference) -> tuple[Reference, Check]:

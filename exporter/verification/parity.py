@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -16,6 +18,7 @@ from specedge.bundle.reports import ParityReport
 from ..progress import Advance
 from . import checks, structure
 from .checks import Check
+from .partition import check_forms
 from .reference import Reference
 from .row_errors import ErrorCheck, row_scales
 from .runner import FillCaches, Runner
@@ -74,6 +77,56 @@ def verify(
         versions={package.__name__: package.__version__ for package in PACKAGES},
     )
     return parity, differing
+
+
+def verify_depth(
+    role: str,
+    part: Reference,
+    runner: Runner,
+    first: Runner,
+    kinds: Sequence[int],
+    report: ParityReport,
+    tolerance: float | None = None,
+    advance: Advance = lambda amount: None,
+) -> ParityReport:
+    """Verify all layers of a model whose first layers were verified.
+
+    Layers of one kind must have the same nodes, and one pass through all layers is compared with
+    PyTorch in float32, which finds wrong weights.
+
+    Args:
+        role: "target" or "draft".
+        part: Reference results of all layers, in float32.
+        runner: Runner of the graph variant.
+        first: Runner of the graphs of the first layers.
+        kinds: First layer of the kind of each layer.
+        report: Report of the first layers.
+        tolerance: As in `verify`.
+        advance: Called with the number of finished stages.
+
+    Returns:
+        The report of the whole model.
+
+    Raises:
+        ParityError: The graph differs from the model.
+    """
+    runner.check_files()
+    for name in runner.files:
+        check_forms(role, runner.path(name), first.path(name), kinds)
+    error_check = ErrorCheck(role, "PyTorch's in float32", tolerance, ratio=report.error_ratio)
+    actions, decide = checks.full_depth_check(runner, part, error_check)
+    decide(runner.run([], advance, actions))
+    caches = map(_largest_error, part.caches_float32, part.caches)
+    return replace(
+        report,
+        logits_error=error_check.worst["logits"],
+        cache_error=error_check.worst["cache"],
+        float32_logits_error=_largest_error(part.logits_float32, part.logits),
+        float32_cache_error=max(caches),
+        error_ratio=error_check.ratio,
+        logits_std=float(part.logits.std(1).mean()),
+        num_left_out=report.num_left_out + part.left_out,
+    )
 
 
 def _largest_error(errors: np.ndarray, values: np.ndarray) -> float:

@@ -9,9 +9,11 @@ layers run in a single pass.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,10 +21,13 @@ import numpy as np
 import onnx
 import torch
 
+from specedge.errors import ParityError
+
 from ..checkpoint.placeholders import BufferPool
 from ..graph.external_data import FILE, TORCH_TYPES, chunks, map_tensor
 
 PART_BYTES = 200_000_000  # maximum float32 weights of a subgraph
+_CACHE = re.compile(r"(past_key_values|present)\.(\d+)\.(\w+)")
 
 
 @dataclass
@@ -67,7 +72,7 @@ class PartitionedGraph:
         self.first: list[str] = []
         self.parts = self._split(first)
         self._origins: dict[str, tuple[int, int]] = {}  # subgraph of a value, and its index there
-        self._shared: set[str] = set()  # values that more than two layers read
+        self._shared: set[str] = set()  # values that several layers read
         self._connect()
 
     def model(self, index: int) -> bytes:
@@ -168,11 +173,11 @@ class PartitionedGraph:
         if self._is_constant(name):
             return tuple(self.shape(name)) if self._is_weight(name) else self._source(name)
         part = self.parts[index]
+        if layer := _CACHE.fullmatch(name):
+            return layer[1], part.layer - int(layer[2]), layer[3]
         if name not in part.inputs:
             return name in part.outputs
         value_type = self._types[name].type.SerializeToString(deterministic=True)
-        if _layer_of(name):
-            return value_type
         # Graph inputs, and values that many layers read, such as masks, are identified by name.
         produced_in, position = self._origins.get(name, (0, 0))
         origin = (
@@ -251,7 +256,7 @@ class PartitionedGraph:
             later = later | reads
             for name in part.inputs:
                 readers[name].add(part.layer)
-        self._shared = {name for name, layers in readers.items() if len(layers) > 2}
+        self._shared = {name for name, layers in readers.items() if len(layers) > 1}
 
 
 def _layer_of(name: str) -> str:
@@ -268,6 +273,44 @@ def _passed_constant(name: str, shape: list[int], dtype: torch.dtype) -> onnx.Te
     for key, text in (("location", FILE), ("offset", 0), ("length", size)):
         tensor.external_data.add(key=key, value=str(text))
     return tensor
+
+
+def check_forms(role: str, whole: Path, first: Path, kinds: Sequence[int]) -> None:
+    """Check that a graph has the nodes of its first layers in each layer of the same kind.
+
+    Args:
+        role: "target" or "draft".
+        whole: Graph of all layers.
+        first: Graph of the first layers, up to `ObservedLayers.num_representative`.
+        kinds: First layer of the kind of each layer.
+
+    Raises:
+        ParityError: A layer differs in more than its weights.
+    """
+    forms, first_forms = (_forms_by_layer(PartitionedGraph(path)) for path in (whole, first))
+    num_layers, num_first = len(kinds), len(first_forms) - 1
+    middle = itertools.pairwise(kinds[2 : num_first - 1])
+    after_pairs = {pair: i + 3 for i, pair in enumerate(middle)}
+    for layer in range(num_layers + 1):
+        if layer < 3:
+            source = layer
+        elif layer < num_layers - 1:
+            source = after_pairs[kinds[layer - 1], kinds[layer]]
+        else:
+            source = layer - num_layers + num_first
+        if layer >= len(forms) or forms[layer] != first_forms[source]:
+            raise ParityError(
+                f"{role}: after {layer} layers {whole.name} differs from the verified graph of the "
+                f"first {num_first} layers"
+            )
+
+
+def _forms_by_layer(split: PartitionedGraph) -> list[list[object]]:
+    """Return the forms of subgraphs by the number of layers that have begun by their end."""
+    forms: list[list[object]] = [[] for _ in range(split.parts[-1].layer + 1)]
+    for i, part in enumerate(split.parts):
+        forms[part.layer].append(split.form(i)[0])
+    return forms
 
 
 @dataclass(frozen=True)

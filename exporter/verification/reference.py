@@ -1,5 +1,7 @@
 """Reference results: the PyTorch model in float64, and the error of float32 arithmetic.
 
+Without float64, results are PyTorch's in float32, whose error is that of perturbed roundings.
+
 Routing of mixture-of-experts models is recorded as well: two implementations may resolve a near-tie
 between experts differently, after which all results differ. Every router selects experts with
 `torch.topk`, so that call is recorded.
@@ -10,7 +12,7 @@ T tokens per pass, V vocabulary entries, n positions; H heads of D in the caches
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,8 +53,8 @@ class Reference:
         tokens: Tokens of the segment, [n].
         start: Position of the first token.
         history: Returns the rows of cache i before `start`, [H, start, D].
-        logits: Exact logits in float64, [n, V].
-        caches: Exact keys and values of each layer in float64, [H, n, D] each.
+        logits: Logits, [n, V].
+        caches: Keys and values of each layer, [H, n, D] each.
         logits_float32: Float32 errors of logits relative to their row, [n].
         caches_float32: Float32 errors of caches relative to their row, [H, n] each.
         logits_pytorch: Absolute errors of PyTorch's float32 logits, [n].
@@ -99,8 +101,10 @@ def compute_references(
     geometry: Geometry,
     num_tokens: int,
     advance: Advance = lambda amount: None,
+    segments: Sequence[tuple[int, int]] | None = None,
+    exact: bool = True,
 ) -> list[Reference]:
-    """Run PyTorch over the compared segments.
+    """Run PyTorch over segments of the context.
 
     Args:
         role: "target" or "draft".
@@ -109,18 +113,23 @@ def compute_references(
         geometry: Sizes of the model.
         num_tokens: Number of token ids to sample from.
         advance: Called with the number of finished tokens.
+        segments: First position of each segment and the position after it; those of
+            `compared_positions` by default.
+        exact: Compute the results in float64.
 
     Raises:
         ParityError: The model's logits are meaningless in float32, or its routers have near-ties.
     """
     random = np.random.default_rng(0)
     references: list[Reference] = []
-    for start, end in compared_positions(geometry, num_parameters(model)):
+    if segments is None:
+        segments = compared_positions(geometry, num_parameters(model))
+    for start, end in segments:
         tokens = random.integers(0, num_tokens, end - start)
         history = _earlier_rows(start, references, geometry)
         left_out = 0
         for _ in range(MAX_RESAMPLINGS):
-            part, near = _compute_segment(model, sources, tokens, start, history, geometry)
+            part, near = _compute_segment(model, sources, tokens, start, history, geometry, exact)
             if not near.any():
                 break
             # Tokens before the first near-tie do not change, so the number decreases.
@@ -165,32 +174,43 @@ def _compute_segment(
     start: int,
     history: History,
     geometry: Geometry,
+    exact: bool,
 ) -> tuple[Reference, np.ndarray]:
     """Return the results of a segment, and the positions of routing near-ties."""
     logits: list[np.ndarray] = []
     logits_errors: list[np.ndarray] = []
     pytorch_errors: list[np.ndarray] = []
-    with _arithmetic(model, sources, exact=True) as choices:
-        caches = _run_passes(model, tokens, start, history, geometry, choices, logits.append)
-    exact = np.concatenate([part[0] for part in logits])
+    caches: list[np.ndarray] = []
+    choices: RoutingRecorder | None = None
+    if exact:
+        with _arithmetic(model, sources, exact=True) as choices:
+            caches = _run_passes(model, tokens, start, history, geometry, choices, logits.append)
+        logits = [np.concatenate([part[0] for part in logits])]
 
     def compare(rounded_logits: np.ndarray) -> None:
-        rows = exact[sum(map(len, logits_errors)) :][: rounded_logits.shape[1]]
+        if exact:
+            rows = logits[0][sum(map(len, logits_errors)) :][: rounded_logits.shape[1]]
+        else:
+            rows = rounded_logits[0].astype(np.float64)
+            logits.append(rows)
         off = row_errors(rounded_logits, rows)
         logits_errors.append(off.max(0))
-        pytorch_errors.append(off[0])
+        pytorch_errors.append(off[0] if exact else off.max(0))
 
     with _arithmetic(model, sources, exact=False) as rounded:
         rounded_caches = _run_passes(
             model, tokens, start, history, geometry, rounded, compare, ROUNDINGS
         )
+    caches = caches or [cache[:1] for cache in rounded_caches]
+    choices = choices or rounded.of_first_sequence()
+    expected = np.concatenate(logits)
     reference = Reference(
         tokens.copy(),
         start,
         history,
-        exact,
+        expected,
         [cache[0] for cache in caches],
-        float32_error_bounds(np.concatenate(logits_errors), exact),
+        float32_error_bounds(np.concatenate(logits_errors), expected),
         [
             float32_error_bounds(row_errors(a, b).max(0), b[0])
             for a, b in zip(rounded_caches, caches, strict=True)
@@ -304,6 +324,13 @@ class RoutingRecorder(TorchFunctionMode):
         """Largest number of experts in a layer; 0 without routers."""
         numbers = (scores.shape[1] for _, scores, k in self.scores if k < scores.shape[1])
         return max(numbers, default=0)
+
+    def of_first_sequence(self) -> RoutingRecorder:
+        """Return the scores of the first sequence of a batch, which is not perturbed."""
+        first = RoutingRecorder()
+        for positions, scores, k in self.scores:
+            first.scores.append((positions, scores[: len(scores) // ROUNDINGS], k))
+        return first
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -60,6 +60,15 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
     help="Accepted float32 error relative to the largest value.  [default: 16 times PyTorch's]",
 )
 @click.option(
+    "--verify",
+    "verification",
+    type=click.Choice(("layers", "full")),
+    default="layers",
+    show_default=True,
+    help="Comparison with PyTorch in float64: the first layers of each kind, or all layers; the"
+    " others are compared in float32.",
+)
+@click.option(
     "--precision",
     type=click.Choice(PRECISION_CHOICES),
     help="Precision of the target's weights; keep preserves quantized weights."

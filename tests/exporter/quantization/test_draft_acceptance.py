@@ -3,13 +3,16 @@
 import json
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 import specedge
+from comparing import model_of, traced
 from quantized import Made
 from specedge.bundle import MANIFEST
 from specedge.exporter.quantization import draft_acceptance
 from specedge.exporter.quantization.draft_acceptance import acceptance_by_row
+from specedge.exporter.verification.runner import FillNoise, PassAction
 from specedge.request import DrafterName
 
 pytestmark = pytest.mark.usefixtures("own_costs")
@@ -77,3 +80,21 @@ def test_rates_of_a_reduced_vocabulary_are_those_of_its_tokens():
     agree, sampled = acceptance_by_row(draft, target, [0, 2])
     assert agree.tolist() == [True]
     assert sampled == pytest.approx([0.7])
+
+
+def test_answers_are_greedy_model_output(tmp_path):
+    runner, options = traced(model_of("llama"), tmp_path), ort.SessionOptions()
+    prompts = [np.array([3, 1, 4, 1, 5]), np.array([9, 2, 6])]
+    answers = draft_acceptance.generate_answers(
+        runner.path("decoder"), runner.geometry, prompts, (), 48, options
+    )
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        assert len(tokens) == len(prompt) + 48
+        noise = FillNoise(0, runner.geometry.capacity)
+        _, logits = runner.run([noise, PassAction("decoder", tokens, 0)])
+        assert np.array_equal(logits[len(prompt) - 1 : -1].argmax(1), tokens[len(prompt) :])
+    (first,) = draft_acceptance.generate_answers(
+        runner.path("decoder"), runner.geometry, prompts[:1], answers[0][-3:], 48, options
+    )
+    assert len(first) <= len(answers[0])
+    assert first[-1] in answers[0][-3:]

@@ -63,17 +63,6 @@ def test_chat_template_failure_is_an_export_error(tokenizer):
         cut(tokenizer, template=template)
 
 
-def test_prompts_are_questions_with_one_prefix(tokenizer):
-    name = Tokenizer.from_file(str(tokenizer)).id_to_token(0)
-
-    def template(turns):
-        return name + "".join(f"<{turn['role']}>{turn['content']}" for turn in turns)
-
-    prompts = cut(tokenizer, template=template).prompts
-    assert len(prompts) == texts.NUM_PROMPTS
-    assert all(prompt[0] == 0 != prompt[1] for prompt in prompts)
-
-
 def test_a_chat_may_have_several_turns_and_blank_lines():
     found = texts.parse_conversations(
         "User: a\nAssistant: b\n\nc\nUser: d\nAssistant: e\n\nUser: f\n"

@@ -34,7 +34,7 @@ def observed(model):
 
 def traced(model, shape, layers, ops):
     with patched_modules(model, CONTEXT, shape.capacity):
-        graph_model = tracer.trace(model, shape, ops, layers)
+        graph_model = tracer.trace(model, shape, ops, layers).model
     rewrites.remove_transposes(graph_model.graph)
     graphs.strip_metadata(graph_model)
     return graph_model.graph

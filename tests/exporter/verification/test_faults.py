@@ -30,7 +30,7 @@ class Gemma:
 
     def verify(self, graph, ops, folder, monkeypatch):
         """Verify a changed graph; PyTorch computes its references once."""
-        monkeypatch.setattr(tracer, "trace", lambda *args: graph)
+        monkeypatch.setattr(tracer, "trace", lambda *args: tracer.TracedModel(graph))
         runner = traced(self.model, folder, ops)
         self.references = self.references or computed(self.model, runner)
         return measure(self.model, runner, references=self.references)
