@@ -24,7 +24,7 @@ def off(x, weights, rounded):
 def test_per_channel_gptq_has_lower_error_than_rounding(problem):
     weights, x, hessian = problem
     found, nearest = (
-        gptq.quantize_columns(weights, gptq.inverse_factor(hessian)),
+        gptq.quantize_columns(weights.clone(), gptq.inverse_factor(hessian)),
         rounding.quantize_columns(weights),
     )
     assert found.values.dtype == np.int8
@@ -58,7 +58,7 @@ def test_gptq_supports_smoothing_scales(problem):
     weights, x, hessian = problem
     powers = np.where(np.arange(96) % 7 == 0, 3.0, 0.0)
     factors = torch.from_numpy(np.exp2(powers)).float()
-    found = gptq.quantize_columns(weights, gptq.inverse_factor(hessian, powers), powers)
+    found = gptq.quantize_columns(weights.clone(), gptq.inverse_factor(hessian, powers), powers)
     nearest = rounding.quantize_columns(weights, powers)
     ours, plain = (
         off(x / factors, weights * factors[:, None], torch.from_numpy(i.values * i.scales))
@@ -70,6 +70,6 @@ def test_gptq_supports_smoothing_scales(problem):
 def test_zero_inputs_fall_back_to_rounding(problem):
     weights, _, hessian = problem
     hessian[3] = hessian[:, 3] = 0
-    assert np.isfinite(gptq.quantize_columns(weights, gptq.inverse_factor(hessian)).scales).all()
-    zero = gptq.quantize_columns(weights, gptq.inverse_factor(torch.zeros(96, 96)))
+    assert np.isfinite(gptq.quantize_columns(weights.clone(), gptq.inverse_factor(hessian)).scales).all()
+    zero = gptq.quantize_columns(weights.clone(), gptq.inverse_factor(torch.zeros(96, 96)))
     assert np.array_equal(zero.values, rounding.quantize_columns(weights).values)
