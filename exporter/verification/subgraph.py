@@ -35,8 +35,7 @@ class SubgraphSession:
         self._open = open_
         self._sessions: dict[tuple[str, bool], ort.InferenceSession | None] = {}
         self._random = np.random.default_rng(0)
-        size = max((cache.size for cache in self.caches.values()), default=0) + _OFFSETS
-        self._noise = NOISE * self._random.standard_normal(size, np.float32)
+        self._noise = _noise(max((cache.size for cache in self.caches.values()), default=0))
 
     @functools.cached_property
     def _bound(self) -> dict[str, ort.OrtValue]:
@@ -98,6 +97,12 @@ class SubgraphSession:
                 self._sessions.clear()
             self._sessions[key] = self._open(name, packed)
         return self._sessions[key]
+
+
+@functools.lru_cache(maxsize=1)
+def _noise(size: int) -> np.ndarray:
+    """Return at least `size` random numbers, shared by the subgraphs of a model."""
+    return NOISE * np.random.default_rng(0).standard_normal(size + _OFFSETS, np.float32)
 
 
 def unpacked_options() -> ort.SessionOptions:
