@@ -138,6 +138,7 @@ ARCHITECTURES = {
     "olmoe": GgufArchitecture("olmoe"),
     "phi2": GgufArchitecture("phi"),
     "phimoe": GgufArchitecture("phimoe"),
+    "qwen2": GgufArchitecture("qwen2"),
     "qwen2moe": GgufArchitecture("qwen2_moe", "qwen2moe"),
     "qwen2vl": GgufArchitecture("qwen2"),
     "qwen3": GgufArchitecture("qwen3"),
