@@ -4,8 +4,8 @@
     python tools/measure_memory.py export TARGET [--draft DRAFT] [--precision int8]
 
 `bundle`: a new process loads the bundle and fills its context, greedily and at temperature 1; its
-peak is compared with the peak estimate. `export`: time and peak by step, of resident memory and of
-anonymous memory, which the system cannot reclaim.
+peak is compared with the peak estimate. `export`: time and peaks by step and in total, of resident
+memory, of anonymous memory, which the system cannot reclaim, and of the bytes on disk.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from specedge.bundle import Bundle
 from specedge.runtime.requests.loader import load, memory_of
 
 NEW_TOKENS = 64
+Sample = tuple[float, int, int, int]  # time, resident, anonymous and stored bytes
 BUNDLE_COLUMNS = (
     *("bundle", "weights", "caches", "predicted: opening", "running"),
     *("measured: loaded", "at the end", "peak", "predicted over measured"),
@@ -90,16 +91,19 @@ def measure_export(
         command += ["--output", os.path.join(scratch, "bundle")]
         command += ["--draft", draft] if draft else []
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        samples: list[tuple[float, int, int]] = []
-        sampler = threading.Thread(target=_sample_memory, args=(process, samples))
+        samples: list[Sample] = []
+        sampler = threading.Thread(target=_sample, args=(process, Path(scratch), samples))
+        start = time.time()
         sampler.start()
         lines, _ = process.communicate()
         sampler.join()
-    click.echo(table_header("step", "seconds", "CPU seconds", "resident", "anonymous"))
-    for step, start, end in map(json.loads, lines.splitlines()):
-        peaks = [sizes for when, *sizes in samples if start[0] <= when <= end[0]] or [[0, 0]]
+    click.echo(table_header("step", "seconds", "CPU seconds", "resident", "anonymous", "on disk"))
+    steps = list(map(json.loads, lines.splitlines()))
+    whole = ("whole process", (start, 0.0), (time.time(), steps[-1][2][1] if steps else 0.0))
+    for step, before, after in (*steps, whole):
+        peaks = [sizes for when, *sizes in samples if before[0] <= when <= after[0]] or [[0, 0, 0]]
         sizes = [f"{max(column) / MB:.0f} MB" for column in zip(*peaks, strict=True)]
-        times = [f"{b - a:.1f}" for a, b in zip(start, end, strict=True)]
+        times = [f"{b - a:.1f}" for a, b in zip(before, after, strict=True)]
         click.echo(table_row(step, *times, *sizes))
     if process.returncode:
         raise click.ClickException("the export failed")
@@ -123,13 +127,14 @@ def _export(draft: str | None, target: Path, output: str, precision: str) -> Non
         raise click.ClickException(str(error)) from error
 
 
-def _sample_memory(process: subprocess.Popen[str], samples: list[tuple[float, int, int]]) -> None:
-    """Append time, resident and anonymous bytes every 20 milliseconds."""
+def _sample(process: subprocess.Popen[str], folder: Path, samples: list[Sample]) -> None:
+    """Append time, resident and anonymous bytes, and bytes in a folder every 50 milliseconds."""
     while process.poll() is None:
-        with contextlib.suppress(OSError, StopIteration):  # the process has just ended
+        with contextlib.suppress(OSError, StopIteration):  # a file, or the process, has just ended
             sizes = [process_memory(name, process.pid) for name in ("VmRSS", "RssAnon")]
-            samples.append((time.time(), *sizes))
-        time.sleep(0.02)
+            on_disk = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+            samples.append((time.time(), *sizes, on_disk))
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ middle zero point: it is as accurate as llama.cpp without the memory of 4-bit ze
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+
+from specedge.cpu_count import cpu_count
 
 from .quantized_tensors import BlockLayout, IntegerBlocks, strips
 
@@ -199,7 +202,7 @@ def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
     """Dequantize to float32 as gguf-py does. [..., bytes] -> [..., K]
 
     gguf-py processes 16 rows at a time, whose overhead dominates for narrow or memory-mapped rows;
-    here it gets each strip as a single row.
+    here it gets each strip as a single row, in as many threads as there are CPUs.
     """
     import gguf
 
@@ -207,10 +210,14 @@ def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
     rows = data.view(np.ndarray).reshape(-1, data.shape[-1])
     shape = gguf.quants.quant_shape_from_byte_shape(data.shape, quantization_type)
     values = np.empty((len(rows), shape[-1]), np.float32)
-    for at in strips(*values.shape):
+
+    def convert(at: slice) -> None:
         with np.errstate(over="ignore", invalid="ignore"):  # such weights are rejected later
             part = gguf.quants.dequantize(rows[at].reshape(1, -1), quantization_type)
         values[at] = part.reshape(-1, shape[-1])
+
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        list(pool.map(convert, strips(*values.shape)))
     return values.reshape(shape)
 
 

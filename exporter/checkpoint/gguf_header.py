@@ -41,7 +41,7 @@ _OTHER_FILES = {
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class GgufTensor:
     """Tensor of a file.
 
     Attributes:
@@ -74,7 +74,7 @@ class GgufHeader:
 
     fields: dict[str, Any]
     data_offset: int
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[GgufTensor, ...]
 
 
 def is_gguf(name: str) -> bool:
@@ -209,7 +209,7 @@ class _Scanner:
         size = struct.calcsize(f"<{form}")
         return list(struct.unpack(f"<{count}{form}", self._take(count * size)))
 
-    def _tensor(self) -> StoredTensor:
+    def _tensor(self) -> GgufTensor:
         """Read a tensor's entry, with its offset from the start of the data."""
         import gguf
 
@@ -230,7 +230,7 @@ class _Scanner:
         if not count or dims[0] % block_size:
             raise ValueError(f"{name} is {dims}, in blocks of {block_size}")
         size = count // block_size * num_bytes
-        return StoredTensor(self._path, name, tensor_type, tuple(dims), offset, size)
+        return GgufTensor(self._path, name, tensor_type, tuple(dims), offset, size)
 
 
 def _gguf_version() -> str:
