@@ -313,12 +313,12 @@ class References:
     """
 
     segments: list[Reference]
-    depth: Reference | None = None
+    depth: Sequence[Reference] = ()
 
     @property
     def num_experts(self) -> int:
         """Number of experts per layer."""
-        return max(x.num_experts for x in (*self.segments, *([self.depth] if self.depth else [])))
+        return max(x.num_experts for x in (*self.segments, *self.depth))
 
 
 def compute_references(part: ModelExport, in_layers: bool) -> References:
@@ -330,20 +330,20 @@ def compute_references(part: ModelExport, in_layers: bool) -> References:
             in float64.
     """
     segments = reference.compared_positions(part.shape, reference.num_parameters(part.model))
-    start = [(0, min(part.shape.context_length, reference.LARGE_NUM_FIRST))]
-    total = sum(end - at for at, end in (*segments, *(start if in_layers else ())))
+    total = (1 + in_layers) * sum(end - start for start, end in segments)
     with part.progress.step(f"Running the {part.role} in PyTorch", total) as advance:
         run = partial(
             reference.compute_references,
-            part.role, part.model, part.loaded.sources, num_tokens=part.num_tokens, advance=advance,
+            part.role, part.model, part.loaded.sources, num_tokens=part.num_tokens,
+            segments=segments, advance=advance,
         )  # fmt: skip
         if not in_layers:
-            return References(run(geometry=part.shape, segments=segments))
-        (depth,) = run(geometry=part.shape, segments=start, exact=False)
+            return References(run(geometry=part.shape))
+        depth = run(geometry=part.shape, exact=False)
         first = part.first_layers
         restore = truncate(part.model, len(first.shape.layers))
         try:
-            return References(run(geometry=first.shape, segments=segments), depth)
+            return References(run(geometry=first.shape), depth)
         finally:
             restore()
 
@@ -397,15 +397,15 @@ def verify(
     """
     name, progress, depth = f"{part.role} ({ops})", part.progress, references.depth
     whole = runner = Runner(part.folder, part.files, part.shape, ops)
-    if depth is not None:
+    if depth:
         first = part.first_layers
         runner = Runner(first.folder, first.files, first.shape, ops)
-    num_stages = runner.num_stages + (whole.num_stages if depth is not None else 0)
+    num_stages = runner.num_stages + (whole.num_stages if depth else 0)
     with progress.step(f"Comparing the {name}", num_stages) as advance:
         report, differing = parity.verify(
             part.role, references.segments, runner, tolerance, advance
         )
-        if depth is not None:
+        if depth:
             report = parity.verify_depth(
                 part.role, depth, whole, runner, part.layers.kinds, report, tolerance, advance
             )

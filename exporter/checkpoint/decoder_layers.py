@@ -43,8 +43,8 @@ def truncate(model: nn.Module, num_layers: int) -> Callable[[], None]:
         fields["layer_types"] = list(config.layer_types)[:num_layers]
     before = {field: getattr(config, field) for field in fields}
 
-    def put(some: nn.ModuleList, values: Mapping[str, Any]) -> None:
-        setattr(model.get_submodule(parent), child, some)
+    def put(kept: nn.ModuleList, values: Mapping[str, Any]) -> None:
+        setattr(model.get_submodule(parent), child, kept)
         for field, value in values.items():
             setattr(config, field, value)
 

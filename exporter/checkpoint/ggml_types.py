@@ -216,8 +216,12 @@ def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
             part = gguf.quants.dequantize(rows[at].reshape(1, -1), quantization_type)
         values[at] = part.reshape(-1, shape[-1])
 
-    with ThreadPoolExecutor(cpu_count()) as pool:
-        list(pool.map(convert, strips(*values.shape)))
+    pieces = list(strips(*values.shape))
+    if len(pieces) == 1:
+        convert(pieces[0])
+    else:
+        with ThreadPoolExecutor(cpu_count()) as pool:
+            list(pool.map(convert, pieces))
     return values.reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""Header of a GGUF file: its fields, and the type, shape and place of its tensors.
+"""Header of a GGUF file: its fields, and the type, shape and position of its tensors.
 
 gguf-py's reader trusts counts and lengths, so that a damaged header can exhaust time or memory, and
 takes seconds for a vocabulary. Here all of them are checked against the size of the file. The
@@ -11,8 +11,7 @@ import itertools
 import math
 import mmap
 import struct
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +44,25 @@ class GgufTensor:
     """Tensor of a file.
 
     Attributes:
-        path: The file.
         name: Name of the tensor.
         tensor_type: gguf-py's GGMLQuantizationType.
         shape: Sizes in the file's order, which begins with the innermost axis.
         offset: Position of the data in bytes.
         n_bytes: Size of the data.
+        file: Bytes of the file, memory-mapped.
     """
 
-    path: Path
     name: str
     tensor_type: Any
     shape: tuple[int, ...]
     offset: int
     n_bytes: int
+    file: np.ndarray = field(repr=False, compare=False)
 
-    @cached_property
+    @property
     def data(self) -> np.ndarray:
         """The data, memory-mapped: numbers of its type, or the bytes of blocks. [..., rows, n]"""
-        stored = mapped_memory.map_file(self.path, self.offset, self.n_bytes)
+        stored = self.file[self.offset : self.offset + self.n_bytes]
         numbers = stored.view(_DTYPES.get(self.tensor_type.name, np.uint8))
         return numbers.reshape(*reversed(self.shape[1:]), -1)
 
@@ -94,15 +93,15 @@ def read_header(path: Path) -> GgufHeader:
                 raise ValueError(f"it is {explanation}")
         if data[:4] != MAGIC:
             raise ValueError("it does not begin with GGUF; download it again")
-        return _Scanner(path, data, size).header()
+        return _Scanner(mapped_memory.map_file(path, 0, size), data).header()
 
 
 class _Scanner:
     """Sequential reader of values with bounds checks."""
 
-    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
-        self._path = path
-        self._data, self._size, self._at = data, size, len(MAGIC)
+    def __init__(self, file: np.ndarray, data: mmap.mmap) -> None:
+        self._file = file
+        self._data, self._size, self._at = data, file.size, len(MAGIC)
         self._alignment = 32
         self._num_layers = 0
 
@@ -205,8 +204,8 @@ class _Scanner:
         if type_id not in _FORMATS:
             raise ValueError(f"{name} is a list of the unknown type {type_id}")
         form = _FORMATS[type_id]
-        self._check_count(f"numbers in {name}", count, struct.calcsize(f"<{form}"))
         size = struct.calcsize(f"<{form}")
+        self._check_count(f"numbers in {name}", count, size)
         return list(struct.unpack(f"<{count}{form}", self._take(count * size)))
 
     def _tensor(self) -> GgufTensor:
@@ -230,7 +229,7 @@ class _Scanner:
         if not count or dims[0] % block_size:
             raise ValueError(f"{name} is {dims}, in blocks of {block_size}")
         size = count // block_size * num_bytes
-        return GgufTensor(self._path, name, tensor_type, tuple(dims), offset, size)
+        return GgufTensor(name, tensor_type, tuple(dims), offset, size, self._file)
 
 
 def _gguf_version() -> str:

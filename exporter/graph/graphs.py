@@ -107,7 +107,10 @@ def expand_biases(graph: ir.Graph) -> None:
         for value in node.inputs:
             if value is None or not value.is_initializer() or value.const_value is None:
                 continue
-            if len(value.const_value.shape) == 1 and len(value.uses()) == 1:
+            if len(value.const_value.shape) == 1 and all(
+                user.op_type == "Add" and any(producer(x, "MatMul") for x in user.inputs)
+                for user, _ in value.uses()
+            ):
                 array = value.const_value.numpy()[None, None]
                 value.const_value = ir.tensor(array, name=value.name)
                 value.shape = value.const_value.shape  # type: ignore[assignment]

@@ -8,10 +8,13 @@ adapter, does not match.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from specedge.cpu_count import cpu_count
 
 from ..checkpoint.quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor, strips
 from . import rounding
@@ -104,8 +107,9 @@ def join_matrices(blocks: Iterable[BlockMatrix]) -> BlockMatrix:
 
 def _sorted_prints(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
     """Return the sorted fingerprints of a tensor's rows, and the rows in that order."""
-    pieces = map(tensor.dequantize, strips(*tensor.shape))
-    prints = np.concatenate([_row_prints(piece) for piece in pieces])
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        pieces = pool.map(lambda at: _row_prints(tensor.dequantize(at)), strips(*tensor.shape))
+        prints = np.concatenate(list(pieces))
     order = np.argsort(prints, kind="stable")
     return prints[order], order
 

@@ -50,7 +50,7 @@ MIN_HADAMARD_SIZE = 16  # channels; smaller Hadamard matrices hardly reduce outl
 _STRIP_SIZE = 1 << 19  # elements that are rotated at a time, to stay in the CPU's cache
 _NUM_CHECKED_TOKENS = 24  # tokens of the comparison of a rotated model
 _NUM_CHECKED_ROWS = 64  # rows of a matrix that are rotated back to verify it
-_MAX_ERROR_RATIO = 100.0  # error of a rotated graph relative to float32's own
+_MAX_ERROR_RATIO = 32.0  # error of a rotated graph relative to float32's own
 _MAX_ROTATION_ERROR = 1e-6  # relative to a matrix's largest value; above float32 rounding
 _ROW_OPS = ("Cast", "Reshape", "Slice")  # operators that may keep the channels of each row
 # Matrices after these operators and products need no online transform.

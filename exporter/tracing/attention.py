@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -159,7 +159,8 @@ def attention(
     assert attention_mask is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if now.ops == "none":
-        now.layers.append(_observe_layer(now, query, key, value, attention_mask))
+        layer = _observe_layer(now, query, key, value, attention_mask)
+        now.layers.append(replace(layer, scale=scale, softcap=float(softcap or 0)))
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
     softcap = float(softcap or 0)
     if now.ops == "gqa":
@@ -297,7 +298,7 @@ class LayerAttention:
     """Observed behavior of one attention call.
 
     `window` is None for full attention; `as_cached` is True if the keys and values are those that
-    were written to the cache.
+    were written to the cache; scores are multiplied by `scale`.
     """
 
     window: int | None
@@ -306,6 +307,8 @@ class LayerAttention:
     key_size: int
     value_size: int
     as_cached: bool
+    scale: float = 1.0
+    softcap: float = 0.0
 
     def gqa_obstacle(self) -> str | None:
         """Return the reason why GroupQueryAttention cannot compute this; None if it can."""

@@ -46,6 +46,8 @@ class LayerCalls:
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[tuple[nn.Module, Any]] = []
         self._seen: list[Any] = []  # keeps objects alive, so that their addresses stay unique
+        self._inputs: list[Any] = []  # hidden states before and after each call
+        self._outputs: list[Any] = []
         try:
             _, self.layers = layer_list(model)
         except (ExportError, AttributeError):
@@ -55,7 +57,12 @@ class LayerCalls:
     def recorded(self) -> Iterator[None]:
         """Record calls while the context lasts."""
         hooks = [
-            layer.register_forward_pre_hook(self._record, with_kwargs=True) for layer in self.layers
+            hook
+            for layer in self.layers
+            for hook in (
+                layer.register_forward_pre_hook(self._record, with_kwargs=True),
+                layer.register_forward_hook(self._record_output),
+            )
         ]
         try:
             yield
@@ -68,6 +75,17 @@ class LayerCalls:
         position = _hidden_states(values)
         described = [i if i == position else self._describe(x) for i, x in enumerate(values)]
         self.calls.append((layer, (len(args), tuple(described))))
+        self._inputs.append(values[position] if position >= 0 else None)
+
+    def _record_output(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    @property
+    def are_in_sequence(self) -> bool:
+        """True if each layer was called once, with the output of the previous one."""
+        pairs = zip(self._outputs, self._inputs[1:], strict=False)
+        is_chain = all(output is following for output, following in pairs)
+        return is_chain and [layer for layer, _ in self.calls] == list(self.layers)
 
     def _describe(self, value: Any) -> Any:
         """Describe an argument; tensors and other objects by identity."""
@@ -86,7 +104,7 @@ def find_kinds(
 ) -> tuple[int, ...]:
     """Return the first layer of the kind of each layer; empty if layers cannot be separated."""
     layers = list(calls.layers)
-    if [layer for layer, _ in calls.calls] != layers or len(attention) != len(layers):
+    if not calls.are_in_sequence or len(attention) != len(layers):
         return ()
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     if any(uses[id(p)] > 1 for layer in layers for p in layer.parameters()):
@@ -130,7 +148,7 @@ def _describe_module(layer: nn.Module, indices: set[tuple[str, str]]) -> Any:
             name,
             type(module),
             tuple(
-                (key, _describe_attribute(value))
+                (key, _describe_attribute(_unbound(value, module)))
                 for key, value in _attributes(module)
                 if (name, key) not in indices
             ),
@@ -139,6 +157,11 @@ def _describe_module(layer: nn.Module, indices: set[tuple[str, str]]) -> Any:
     ]
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     return modules, [(name, t.shape, t.dtype, t.stride()) for name, t in tensors]
+
+
+def _unbound(value: Any, module: nn.Module) -> Any:
+    """Return the function of a module's own method, and other values unchanged."""
+    return value.__func__ if getattr(value, "__self__", None) is module else value
 
 
 def _describe_attribute(value: Any) -> Any:
@@ -151,7 +174,7 @@ def _describe_attribute(value: Any) -> Any:
         return tuple((key, _describe_attribute(x)) for key, x in value.items())
     if isinstance(value, functools.partial):
         return tuple(map(_describe_attribute, (value.func, value.args, value.keywords)))
-    return id(getattr(value, "__func__", value))
+    return id(value)
 
 
 def _hidden_states(values: Sequence[Any]) -> int:
@@ -300,11 +323,12 @@ class LayerGraph:
             owners |= dict.fromkeys(node.outputs, owner)
 
     def _owner_of_leaf(self, value: ir.Value) -> int:
-        name = value.name or ""
-        for start in (self._prefix, "past_key_values."):
-            if name.startswith(start) and (start != self._prefix or self._is_weight(value)):
-                return int(name.removeprefix(start).partition(".")[0])
-        return _SHARED
+        start, name = "past_key_values.", value.name or ""
+        if self._is_weight(value):
+            start = self._prefix
+        return (
+            int(name.removeprefix(start).partition(".")[0]) if name.startswith(start) else _SHARED
+        )
 
     def _is_weight(self, value: ir.Value) -> bool:
         """Return True for a weight or buffer of a layer."""

@@ -152,7 +152,8 @@ def trace(
     """
     with quiet(), registered_functions(model), internals.reuse_operator_registry():
         if layers.num_traced < len(layers.kinds):
-            with contextlib.suppress(NotRepeatableError):
+            # Errors that have another cause are raised again by the trace of the whole model.
+            with contextlib.suppress(Exception):
                 return _trace_first_layers(model, geometry, ops, layers)
         whole = TraceableModel(model, geometry.context_length, ops, layers.attention)
         program = translate(whole, geometry)
@@ -169,7 +170,11 @@ def _trace_first_layers(
         *model.named_buffers(remove_duplicate=False),
     )
     weights = {f"model.{name}": tensor for name, tensor in tensors}
-    prefix = f"model.{layer_list(model)[0]}"
+    name, all_layers = layer_list(model)
+    prefix = f"model.{name}"
+    for layer, kind in zip(all_layers, layers.kinds, strict=True):  # whose modules are patched now
+        if [*map(type, layer.modules())] != [*map(type, all_layers[kind].modules())]:
+            raise NotRepeatableError("modules of equal layers are replaced by different ones")
     traced = replace(geometry, layers=geometry.layers[: layers.num_traced])
     restore = truncate(model, layers.num_traced)
     try:

@@ -36,8 +36,8 @@ def verify(
     """Verify that the graph computes the model, and that it is as accurate as float32 allows.
 
     The structure is checked in float64. Float32 errors are checked by running all files along the
-    same segments. For a large model with layers of equal form, one pass of each segment runs all
-    layers and is compared with PyTorch; other passes run one layer of each form and are compared
+    same segments. For a large model with layers of equal form, two passes over each segment run all
+    layers and are compared with PyTorch; other passes run one layer of each form and are compared
     with a single pass of these layers.
 
     Args:
@@ -81,7 +81,7 @@ def verify(
 
 def verify_depth(
     role: str,
-    part: Reference,
+    parts: Sequence[Reference],
     runner: Runner,
     first: Runner,
     kinds: Sequence[int],
@@ -91,12 +91,12 @@ def verify_depth(
 ) -> ParityReport:
     """Verify all layers of a model whose first layers were verified.
 
-    Layers of one kind must have the same nodes, and one pass through all layers is compared with
-    PyTorch in float32, which finds wrong weights.
+    Layers of one kind must have the same nodes, and two passes over each segment through all layers
+    are compared with PyTorch in float32, which finds wrong weights.
 
     Args:
         role: "target" or "draft".
-        part: Reference results of all layers, in float32.
+        parts: Reference results of all layers, in float32.
         runner: Runner of the graph variant.
         first: Runner of the graphs of the first layers.
         kinds: First layer of the kind of each layer.
@@ -114,18 +114,20 @@ def verify_depth(
     for name in runner.files:
         check_forms(role, runner.path(name), first.path(name), kinds)
     error_check = ErrorCheck(role, "PyTorch's in float32", tolerance, ratio=report.error_ratio)
-    actions, decide = checks.full_depth_check(runner, part, error_check)
-    decide(runner.run([], advance, actions))
-    caches = map(_largest_error, part.caches_float32, part.caches)
+    depth_checks = [checks.full_depth_check(runner, part, error_check) for part in parts]
+    results = iter(runner.run([], advance, [a for actions, _ in depth_checks for a in actions]))
+    for actions, decide in depth_checks:
+        decide(list(itertools.islice(results, len(actions))))
+    caches = [c for p in parts for c in map(_largest_error, p.caches_float32, p.caches)]
     return replace(
         report,
         logits_error=error_check.worst["logits"],
         cache_error=error_check.worst["cache"],
-        float32_logits_error=_largest_error(part.logits_float32, part.logits),
+        float32_logits_error=max(_largest_error(p.logits_float32, p.logits) for p in parts),
         float32_cache_error=max(caches),
         error_ratio=error_check.ratio,
-        logits_std=float(part.logits.std(1).mean()),
-        num_left_out=report.num_left_out + part.left_out,
+        logits_std=float(parts[0].logits.std(1).mean()),
+        num_left_out=report.num_left_out + sum(part.left_out for part in parts),
     )
 
 

@@ -3,7 +3,8 @@
 ONNX Runtime keeps float32 copies of half-precision weights, and packed copies of matrices: two to
 four times a model's size, but little for a single subgraph. Layers that differ only in their
 weights run the same kernels on the same shapes, so all checks run one layer of each form, and all
-layers run in a single pass.
+layers run in two passes. The form of a subgraph is its nodes and constants, without the values of
+weights and without names.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class PartitionedGraph:
                 self._computed[node.output[0]] = node
         self.first: list[str] = []
         self.parts = self._split(first)
-        self._origins: dict[str, tuple[int, int]] = {}  # subgraph of a value, and its index there
+        self._origins: dict[str, tuple[int, int]] = {}  # layer of a value, and index from its end
         self._shared: set[str] = set()  # values that several layers read
         self._connect()
 
@@ -180,9 +181,8 @@ class PartitionedGraph:
         value_type = self._types[name].type.SerializeToString(deterministic=True)
         # Graph inputs, and values that many layers read, such as masks, are identified by name.
         produced_in, position = self._origins.get(name, (0, 0))
-        origin = (
-            name if name in self._shared or not produced_in else (index - produced_in, position)
-        )
+        is_relative = produced_in and name not in self._shared
+        origin = (part.layer - produced_in, position) if is_relative else name
         return value_type, origin, name in part.outputs
 
     def weights(self, index: int) -> tuple[object, ...]:
@@ -246,10 +246,13 @@ class PartitionedGraph:
         readers: defaultdict[str, set[int]] = defaultdict(set)
         graph_outputs = {value.name for value in self._model.graph.output}
         later = set[str]()
-        for i, part in reversed([*enumerate(self.parts)]):
+        num_after: defaultdict[int, int] = defaultdict(int)  # values of a layer in later subgraphs
+        for part in reversed(self.parts):
             reads = {n for x in part.nodes for n in x.input if n and not self._is_constant(n)}
             produced = [name for node in part.nodes for name in node.output]
-            self._origins |= {name: (i, position) for position, name in enumerate(produced)}
+            for name in reversed(produced):
+                self._origins[name] = part.layer, num_after[part.layer]
+                num_after[part.layer] += 1
             part.inputs = sorted(reads - {*produced})
             part.outputs = sorted((graph_outputs | later) & {*produced} - {""})
             part.later = later
@@ -298,18 +301,22 @@ def check_forms(role: str, whole: Path, first: Path, kinds: Sequence[int]) -> No
             source = after_pairs[kinds[layer - 1], kinds[layer]]
         else:
             source = layer - num_layers + num_first
-        if layer >= len(forms) or forms[layer] != first_forms[source]:
+        expected = first_forms[source]
+        if layer < len(forms) and source != layer:  # weights of another layer
+            forms[layer] = [(form, None) for form, _ in forms[layer]]
+            expected = [(form, None) for form, _ in expected]
+        if layer >= len(forms) or forms[layer] != expected:
             raise ParityError(
                 f"{role}: after {layer} layers {whole.name} differs from the verified graph of the "
                 f"first {num_first} layers"
             )
 
 
-def _forms_by_layer(split: PartitionedGraph) -> list[list[object]]:
-    """Return the forms of subgraphs by the number of layers that have begun by their end."""
-    forms: list[list[object]] = [[] for _ in range(split.parts[-1].layer + 1)]
+def _forms_by_layer(split: PartitionedGraph) -> list[list[tuple[object, object]]]:
+    """Return forms and weights of subgraphs, by the number of layers begun by their end."""
+    forms: list[list[tuple[object, object]]] = [[] for _ in range(split.parts[-1].layer + 1)]
     for i, part in enumerate(split.parts):
-        forms[part.layer].append(split.form(i)[0])
+        forms[part.layer].append((split.form(i)[0], split.weights(i)))
     return forms
 
 

@@ -35,7 +35,6 @@ class SubgraphSession:
         self._open = open_
         self._sessions: dict[tuple[str, bool], ort.InferenceSession | None] = {}
         self._random = np.random.default_rng(0)
-        self._noise = _noise(max((cache.size for cache in self.caches.values()), default=0))
 
     @functools.cached_property
     def _bound(self) -> dict[str, ort.OrtValue]:
@@ -76,9 +75,9 @@ class SubgraphSession:
     def fill_noise(self, start: int, end: int) -> None:
         """Write noise to the caches' rows."""
         for cache in self.caches.values():
-            rows = cache[:, :, start:end]
+            noise, rows = _noise(cache.size), cache[:, :, start:end]
             at = self._random.integers(_OFFSETS)
-            rows[:] = self._noise[at : at + rows.size].reshape(rows.shape)
+            rows[:] = noise[at : at + rows.size].reshape(rows.shape)
 
     def repeat(self, length: int, end: int) -> None:
         """Repeat the first rows after themselves up to row `end`."""
@@ -99,7 +98,7 @@ class SubgraphSession:
         return self._sessions[key]
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)  # sizes of caches of local and of global attention
 def _noise(size: int) -> np.ndarray:
     """Return at least `size` random numbers, shared by the subgraphs of a model."""
     return NOISE * np.random.default_rng(0).standard_normal(size + _OFFSETS, np.float32)

@@ -15,7 +15,7 @@ class ParityReport:
     """Numerical verification of a graph against the PyTorch model.
 
     Errors are relative to the largest value of the output, except for `structure_error`. The
-    reference is PyTorch in float64.
+    reference is PyTorch in float64, and in float32 for passes through all layers of a deep model.
 
     Attributes:
         structure_error: Error of the graph in float64, relative to the row of logits or of one

@@ -97,10 +97,16 @@ def test_truncated_file_is_rejected_at_any_length(tmp_path):
         assert "download it again" in refusal(path)
 
 
-def test_header_offsets_match_gguf_py(tmp_path):
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.F32, Kind.F16, Kind.BF16])
+def test_fields_and_tensors_are_those_of_gguf_py(tmp_path, kind):
     path = tmp_path / "model.gguf"
-    write(path, Kind.Q4_0, tmp_path)
+    write(path, kind, tmp_path)
     reader, header_ = gguf.GGUFReader(path), gguf_header.read_header(path)
+    fields = {key: x.contents() for key, x in reader.fields.items() if "GGUF." not in key}
+    assert header_.fields == fields
+    for ours, theirs in zip(header_.tensors, reader.tensors, strict=True):
+        assert ours.data.dtype == theirs.data.dtype
+        assert np.array_equal(ours.data, theirs.data)
     assert header_.data_offset == reader.data_offset
     assert [(t.name, t.offset, t.n_bytes) for t in header_.tensors] == [
         (t.name, t.data_offset, t.n_bytes) for t in reader.tensors

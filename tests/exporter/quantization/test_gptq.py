@@ -70,6 +70,8 @@ def test_gptq_supports_smoothing_scales(problem):
 def test_zero_inputs_fall_back_to_rounding(problem):
     weights, _, hessian = problem
     hessian[3] = hessian[:, 3] = 0
-    assert np.isfinite(gptq.quantize_columns(weights.clone(), gptq.inverse_factor(hessian)).scales).all()
+    assert np.isfinite(
+        gptq.quantize_columns(weights.clone(), gptq.inverse_factor(hessian)).scales
+    ).all()
     zero = gptq.quantize_columns(weights.clone(), gptq.inverse_factor(torch.zeros(96, 96)))
     assert np.array_equal(zero.values, rounding.quantize_columns(weights).values)

@@ -11,10 +11,13 @@ import onnx_ir as ir
 import pytest
 
 import realistic
+from architectures import ARCHITECTURES
 from cases import exhaustive, slow
+from checkpoints import make_model
 from comparing import CONTEXT, DeepModel
 from faults import FAULTS, attention_nodes, insert_before, set_attribute, swapped_heads
 from specedge.errors import ParityError
+from specedge.exporter.graph.nodes import add_constant, insert_node
 
 LAYERS, MIDDLE = 12, 7
 OPS = ("onnx", "gqa")
@@ -53,9 +56,13 @@ def scaled_attention(graph):
 
 
 def wrong_rope_base(graph):
-    """The next layer's queries read tables of another base."""
+    """The next layer's queries read the table of another base, as wide as their own."""
     node = next(n for n in nodes_after(graph, MIDDLE) if n.op_type == "RotaryEmbedding")
-    insert_before(graph, node, 1, "Mul", np.array([0.99], np.float32))
+    gather = node.inputs[1].producer()
+    angles = np.arccos(np.clip(gather.inputs[0].const_value.numpy(), -1, 1))
+    table = add_constant(graph, np.cos(1.01 * angles).astype(np.float32), "wrong.table")
+    copy = insert_node(gather, "Gather", [table, gather.inputs[1]], "wrong.rows", node.inputs[1])
+    node.replace_input_with(1, copy)
 
 
 def wrong_window(graph):
@@ -78,13 +85,26 @@ def late_position(graph):
     """The last rows of a rotary table, which only the last positions read."""
     tables = [v for name, v in graph.initializers.items() if "rotary_emb.cos" in name]
     for value in tables:
-        array = value.const_value.numpy().copy()
-        array[CONTEXT - 1] *= 1.001
-        value.const_value = ir.tensor(array, name=value.name)
+        value.const_value = ir.tensor(_wrong_at_end(value), name=value.name)
 
 
-def missing_residual(graph):
-    """A middle layer's feed-forward output is added twice."""
+def late_position_of_one_layer(graph):
+    """A layer reads another table, which differs in its last row."""
+    node = next(n for n in nodes_after(graph, MIDDLE) if n.op_type == "RotaryEmbedding")
+    gather = node.inputs[1].producer()
+    table = add_constant(graph, _wrong_at_end(gather.inputs[0]), "wrong.table")
+    copy = insert_node(gather, "Gather", [table, gather.inputs[1]], "wrong.rows", node.inputs[1])
+    node.replace_input_with(1, copy)
+
+
+def _wrong_at_end(value):
+    array = value.const_value.numpy().copy()
+    array[CONTEXT - 1] *= 1.001
+    return array
+
+
+def scaled_residual(graph):
+    """A middle layer's attention output is off by 0.1%."""
     nodes = [n for n in nodes_after(graph, MIDDLE) if n.op_type == "Add"]
     insert_before(graph, nodes[0], 0, "Mul", np.array([1.001], np.float32))
 
@@ -94,7 +114,8 @@ IN_ONE_LAYER = {
     "norms of two layers exchanged": functools.partial(exchange, op_type="RMSNormalization"),
     "norm off by 0.1%": scaled_norm,
     "attention scale off by 0.1%": scaled_attention,
-    "residual off by 0.1%": missing_residual,
+    "residual off by 0.1%": scaled_residual,
+    "last position of one layer": late_position_of_one_layer,
     "wrong RoPE base": wrong_rope_base,
     "wrong window": wrong_window,
     "wrong source of keys": wrong_cache,
@@ -130,6 +151,17 @@ def test_deep_model_without_faults_passes(ops, deep, tmp_path):
     report = gemma.verify(tmp_path, ops, lambda graph: None)
     assert report.structure_error < 1e-10
     assert report.error_ratio < 16
+
+
+@pytest.mark.parametrize("num_dense", [1, slow(2), slow(3)])
+def test_layers_after_others_of_another_kind_are_verified(num_dense, tmp_path):
+    """As in mixtures of experts whose first layers are dense."""
+    config = ARCHITECTURES["deepseek_v3"][1]()
+    config.num_hidden_layers, config.first_k_dense_replace = 9, num_dense
+    deep_model = DeepModel(make_model(config), tmp_path)
+    assert deep_model.part.layers.kinds == (0,) * num_dense + (num_dense,) * (9 - num_dense)
+    assert deep_model.part.layers.num_representative < 9
+    deep_model.verify(tmp_path, "onnx", lambda graph: None)
 
 
 @pytest.mark.parametrize(
