@@ -359,8 +359,8 @@ class SchemeSelector:
             scales = np.split(columns.scales, np.cumsum(widths)[:-1], 1)
         for matrix, part, scale in zip(matrices, parts, scales, strict=True):
             mapped = self._save_and_map(matrix.offset, part)
-            kind = BlockMatrix if choice.bits else IntegerMatrix
-            integers[matrix.offset] = kind(mapped, scale)
+            matrix_class = BlockMatrix if choice.bits else IntegerMatrix
+            integers[matrix.offset] = matrix_class(mapped, scale)
         return integers
 
     def _save_and_map(self, offset: int, values: np.ndarray) -> np.ndarray:

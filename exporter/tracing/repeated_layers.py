@@ -126,13 +126,13 @@ def _index_attributes(layers: Sequence[nn.Module]) -> set[tuple[str, str]]:
     """Return the attributes, by module and name, that are the index of each layer."""
     candidates: set[tuple[str, str]] | None = None
     for i, layer in enumerate(layers):
-        found = {
+        equal = {
             (name, key)
             for name, module in layer.named_modules()
             for key, value in _attributes(module)
             if type(value) is int and value == i
         }
-        candidates = found if candidates is None else candidates & found
+        candidates = equal if candidates is None else candidates & equal
     return candidates or set()
 
 

@@ -155,7 +155,7 @@ def test_deep_model_without_faults_passes(ops, deep, tmp_path):
 
 @pytest.mark.parametrize("num_dense", [1, slow(2), slow(3)])
 def test_layers_after_others_of_another_kind_are_verified(num_dense, tmp_path):
-    """As in mixtures of experts whose first layers are dense."""
+    """Mixtures of experts with dense first layers."""
     config = ARCHITECTURES["deepseek_v3"][1]()
     config.num_hidden_layers, config.first_k_dense_replace = 9, num_dense
     deep_model = DeepModel(make_model(config), tmp_path)
