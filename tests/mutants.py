@@ -26,6 +26,7 @@ import click
 import numpy as np
 import pytest
 
+from specedge.runtime.decoding.protocols import Operations
 from specedge.runtime.decoding.verification import Verdict, _residual
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.probabilities import probabilities, row_distribution
@@ -284,32 +285,29 @@ class _Target:
         return getattr(self._model, name)
 
 
-def _with_target(decoder: Any, call: Callable[[], Any], **methods: Any) -> Any:
+def _with_target(decoder: Any, operations: Operations[Any], **methods: Any) -> Operations[Any]:
     target, decoder.target = decoder.target, _Target(decoder.target, **methods)
     try:
-        return call()
+        return (yield from operations)
     finally:
         decoder.target = target
 
 
 @mutant(DECODER + "_round", "decoding/test_decoding.py")
 def target_cache_without_rollback(original, self, *args):
-    return _with_target(self, lambda: original(self, *args), truncate=lambda length: None)
+    return _with_target(self, original(self, *args), truncate=lambda length: None)
 
 
 @mutant(DECODER + "_round", "decoding/test_decoding.py")
 def target_cache_one_row_short(original, self, *args):
     truncate = self.target.truncate
-    return _with_target(
-        self, lambda: original(self, *args), truncate=lambda length: truncate(length - 1)
-    )
+    return _with_target(self, original(self, *args), truncate=lambda length: truncate(length - 1))
 
 
 @mutant(DECODER + "_prefill", "decoding/test_decoding.py")
 def prefill_of_the_whole_prompt(original, self, tokens, num_draft_tokens):
-    num_unread = original(self, tokens, num_draft_tokens)
+    yield from original(self, tokens, num_draft_tokens)
     self.target.prefill(tokens[-1:])
-    return num_unread
 
 
 @mutant(DECODER + "_prefill", "decoding/test_first_passes.py")
@@ -319,7 +317,7 @@ def first_pass_without_the_draft(original, self, tokens, num_draft_tokens):
 
 @mutant(DECODER + "_prefill", "test_requests.py")
 def cache_of_another_request(original, self, *args):
-    return _with_target(self, lambda: original(self, *args), reuse=lambda tokens: 0)  # toyllm
+    return _with_target(self, original(self, *args), reuse=lambda tokens: 0)  # toyllm
 
 
 @mutant("specedge.runtime.decoding.random_numbers:Uniforms.take", "decoding/test_decoding.py")
@@ -348,7 +346,7 @@ def draft_cache_without_rollback(original, self, length):
 
 @mutant(DRAFT_MODEL + "_catch_up", "decoding/test_decoding.py")
 def draft_misses_its_last_token(original, self, history):
-    pending, limit = original(self, history)  # candle
+    pending, limit = yield from original(self, history)  # candle
     return pending[-1:], limit
 
 

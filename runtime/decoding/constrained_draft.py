@@ -9,7 +9,7 @@ from specedge.sampling_options import Sampling, TokenConstraint
 
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History
-from .protocols import Drafter, draft_sources
+from .protocols import Drafter, ModelDrafter, Operations, draft_sources
 from .verification import Draft
 
 GRAMMAR = "grammar"  # source of forced tokens in statistics
@@ -17,8 +17,8 @@ GRAMMAR = "grammar"  # source of forced tokens in statistics
 
 def propose(
     drafter: Drafter, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-) -> Draft:
-    """Return a drafter's proposal, as `Drafter.propose`, under the grammar if there is one.
+) -> Operations[Draft]:
+    """Return the operations of a drafter's proposal, under the grammar if there is one.
 
     Where the grammar allows a single token, that token is drafted, and the drafter is called for
     the tokens after it. A draft ends before a deterministic banned token: the target's row decides
@@ -27,7 +27,7 @@ def propose(
     distribution.
     """
     if sampling.constraint is None:
-        return drafter.propose(history, max_tokens, sampling, uniforms)
+        return (yield from _propose(drafter, history, max_tokens, sampling, uniforms))
     draft = _ConstrainedDraft(history, sampling, sampling.constraint)
     was_called = False
     with suppress(OptionError):  # the grammar cannot be applied from here on
@@ -38,11 +38,20 @@ def propose(
                 break
             else:
                 rest = uniforms[draft.length : max_tokens]
-                part = drafter.propose(draft.text, max_tokens - draft.length, sampling, rest)
+                count = max_tokens - draft.length
+                part = yield from _propose(drafter, draft.text, count, sampling, rest)
                 if not draft.add(part, draft_sources(drafter, part)):
                     drafter.truncate(draft.text.length)  # its cache may include the proposal
                 was_called = True
     return Draft(draft.tokens, draft.probs, draft.sources)
+
+
+def _propose(
+    drafter: Drafter, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+) -> Operations[Draft]:
+    if isinstance(drafter, ModelDrafter):
+        return (yield from drafter.draft(history, max_tokens, sampling, uniforms))
+    return drafter.propose(history, max_tokens, sampling, uniforms)
 
 
 class _ConstrainedDraft:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specedge.sampling_options import Sampling
 
@@ -13,7 +14,17 @@ from ..sampling.logits import Logits
 from ..sampling.logprobs import token_logprobs
 from .constrained_draft import propose
 from .near_ties import NearTieResolver
-from .protocols import LanguageModel, NearTie, Plan, Round, RoundPlan, draft_sources
+from .protocols import (
+    Feed,
+    LanguageModel,
+    NearTie,
+    Operation,
+    Operations,
+    Plan,
+    Round,
+    RoundPlan,
+    draft_sources,
+)
 from .random_numbers import Uniforms
 from .timing import Stopwatch
 from .verification import Draft, verify
@@ -52,7 +63,31 @@ class SpeculativeDecoder:
         max_new_tokens: int,
         num_logprobs: int | None = None,
     ) -> Generator[Round]:
-        """Yield rounds until `max_new_tokens` tokens are committed.
+        """Yield rounds, whose passes run one at a time; arguments are those of `decode`."""
+        steps = self.decode(prompt, sampling, seed, max_new_tokens, num_logprobs)
+        result = None
+        while True:
+            try:
+                step = steps.send(result)
+            except StopIteration:
+                return
+            result = None
+            if isinstance(step, Round):
+                yield step
+            else:
+                result = step.run()
+
+    def decode(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        max_new_tokens: int,
+        num_logprobs: int | None = None,
+    ) -> Generator[Operation | Round, Any]:
+        """Yield operations and rounds until `max_new_tokens` tokens are committed.
+
+        Each operation is sent its result. The decoder itself runs no pass.
 
         Above temperature 0 the last round may commit one token too many, which the caller drops.
         A round consumes 2K + 1 uniforms even if it uses fewer (K draws, K acceptance tests, and one
@@ -70,25 +105,26 @@ class SpeculativeDecoder:
         self.plan.truncate(0)
         end = len(prompt) + max_new_tokens
         stream = Uniforms(seed)
-        num_unread = 0
+        is_first = True
         while (num_left := end - len(history.tokens)) > 0:
             round_plan = self.plan.next(history, num_left)
             numbers = stream.take(2 * round_plan.num_draft_tokens + 1)
-            num_unread = 1 if num_unread else self._prefill(prompt, round_plan.num_draft_tokens)
-            yield self._round(
-                round_plan, history, sampling, numbers, num_left, num_logprobs, num_unread
+            if is_first:
+                yield from self._prefill(prompt, round_plan.num_draft_tokens)
+                is_first = False
+            yield (
+                yield from self._round(
+                    round_plan, history, sampling, numbers, num_left, num_logprobs
+                )
             )
 
-    def _prefill(self, tokens: Sequence[int], num_draft_tokens: int) -> int:
-        """Prefill the prompt; return the number of tokens that the first verify pass includes."""
+    def _prefill(self, tokens: Sequence[int], num_draft_tokens: int) -> Operations[None]:
+        """Prefill the prompt, except for the tokens that the first verify pass includes."""
         num_cached = self.target.reuse(tokens[:-1])
-        num_unread = len(tokens) - num_cached
-        if num_unread + num_draft_tokens > self.max_first_length:
-            self.target.prefill(tokens[num_cached:-1])
-            num_unread = 1
+        if len(tokens) - num_cached + num_draft_tokens > self.max_first_length:
+            yield Feed(self.target, tokens[num_cached:-1], 0)
         if self.resolver:
             self.resolver.begin(self.target.length)
-        return num_unread
 
     def _round(
         self,
@@ -98,9 +134,8 @@ class SpeculativeDecoder:
         numbers: Floats,
         num_left: int,
         num_logprobs: int | None,
-        num_unread: int,
-    ) -> Round:
-        """Commit 1 to K + 1 tokens to `history`; the target has not read its last `num_unread`.
+    ) -> Operations[Round]:
+        """Commit 1 to K + 1 tokens to `history`, the last of which the target has not read.
 
         At most `num_left` tokens are drafted. If the target's choice is deterministic, one fewer
         suffices, as the verify pass yields the last token. When sampling, the last token must not
@@ -112,10 +147,9 @@ class SpeculativeDecoder:
         drafter, draft = round_plan.drafter, Draft([])
         if k and (limit := min(k, num_left - 1 if sampling.chooses else num_left)):
             with self.stopwatch.part("sampling"):
-                draft = propose(drafter, history, limit, sampling, draft_uniforms)
-        logits = self.target.forward(
-            [*history.last(num_unread), *draft.tokens], len(draft.tokens) + 1
-        )
+                draft = yield from propose(drafter, history, limit, sampling, draft_uniforms)
+        unread = history.last(history.length - self.target.length)
+        logits = yield Feed(self.target, [*unread, *draft.tokens], len(draft.tokens) + 1)
         with self.stopwatch.part("sampling"):
             verdict = self.accept_rule(
                 draft, logits, sampling, history, accept_uniforms, last_uniform
@@ -125,7 +159,7 @@ class SpeculativeDecoder:
                 if num_logprobs is not None:
                     # The resolver's own passes overwrite the logits.
                     logits = Logits(logits.array().copy())
-                verdict, near_ties = self.resolver.review(
+                verdict, near_ties = yield from self.resolver.review(
                     verdict, draft.tokens, logits, sampling, history
                 )
             committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]

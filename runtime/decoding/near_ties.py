@@ -17,7 +17,7 @@ from specedge.sampling_options import Sampling
 from ..sampling.history import History
 from ..sampling.logits import Logits, Row
 from ..sampling.probabilities import greedy_token, most_likely
-from .protocols import LanguageModel, NearTie
+from .protocols import Feed, LanguageModel, NearTie, Operations
 from .verification import Draft, Verdict, verify
 
 _NO_UNIFORMS = np.zeros(0)
@@ -54,7 +54,7 @@ class NearTieResolver:
         logits: Logits,
         sampling: Sampling,
         history: History,
-    ) -> tuple[Verdict, tuple[NearTie, ...]]:
+    ) -> Operations[tuple[Verdict, tuple[NearTie, ...]]]:
         """Return the exact verdict on draft tokens, and the near-ties among its choices.
 
         The target's cache keeps at least all committed tokens but the last.
@@ -79,7 +79,7 @@ class NearTieResolver:
                 if not self._is_near_tie(first, second, sampling):
                     continue
                 if self.exact:
-                    row = self._recompute(text, sampling)
+                    row = yield from self._recompute(text, sampling)
                     first, second = _two_most_likely(row, sampling, text)
             except OptionError:  # as in `verify`: no token is left after accepted ones
                 if not i:
@@ -92,7 +92,9 @@ class NearTieResolver:
             if i == len(tokens) or choice != tokens[i]:
                 return Verdict(i, choice), tuple(ties)
             try:
-                verdict, later_ties = self._verify_rest(i, tokens, sampling, text.then([choice]))
+                verdict, later_ties = yield from self._verify_rest(
+                    i, tokens, sampling, text.then([choice])
+                )
             except OptionError:
                 return Verdict(i, choice), tuple(ties)
             return verdict, (*ties, *later_ties)
@@ -100,23 +102,24 @@ class NearTieResolver:
 
     def _verify_rest(
         self, i: int, tokens: list[int], sampling: Sampling, text: History
-    ) -> tuple[Verdict, tuple[NearTie, ...]]:
+    ) -> Operations[tuple[Verdict, tuple[NearTie, ...]]]:
         """Verify and review the tokens after token i, which is accepted, by a new pass."""
-        logits, rest = self.target.forward(tokens[i:]), tokens[i + 1 :]
+        rest = tokens[i + 1 :]
+        logits = yield Feed(self.target, tokens[i:], len(rest) + 1)
         verdict = verify(Draft(rest), logits, sampling, text, _NO_UNIFORMS, 0.0)
-        verdict, ties = self.review(verdict, rest, logits, sampling, text)
+        verdict, ties = yield from self.review(verdict, rest, logits, sampling, text)
         return Verdict(i + 1 + verdict.num_accepted, verdict.next_token), ties
 
     def _is_near_tie(self, first: ScoredToken, second: ScoredToken, sampling: Sampling) -> bool:
         penalty = sampling.repetition_penalty  # it multiplies logits, and their noise
         return second[1] >= first[1] - 2 * self.noise * max(1.0, penalty, 1 / penalty)
 
-    def _recompute(self, text: History, sampling: Sampling) -> Row:
+    def _recompute(self, text: History, sampling: Sampling) -> Operations[Row]:
         """Recompute rows one token per pass; return the last row of plain decoding."""
         tokens, num_prompt = text.tokens, text.num_prompt_tokens
         self.target.truncate(self._num_plain)
         for i in range(self._num_plain, len(tokens)):
-            row: Row = self.target.forward([tokens[i]])[0]
+            row: Row = (yield Feed(self.target, [tokens[i]], 1))[0]
             before = History(tokens[:num_prompt], tokens[num_prompt : i + 1])
             with suppress(OptionError):  # after a grammar violation there is no expected token
                 if i + 1 < len(tokens) and greedy_token(row, sampling, before) != tokens[i + 1]:

@@ -1,13 +1,15 @@
 """Protocols of models, drafters and plans, as the decoding loop uses them, and the round record.
 
-Models are in `backend/`, drafters in `drafters/`, plans in `planning/`.
+Models are in `backend/`, drafters in `drafters/`, plans in `planning/`. The loop runs no pass: it
+is a generator of operations, which `run_operations` runs one at a time and the engine of
+`requests/` together with those of other requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from specedge.request import PLAIN
 from specedge.sampling_options import Sampling
@@ -17,6 +19,30 @@ from ..sampling.history import History
 from ..sampling.logits import Logits
 from ..sampling.logprobs import TokenLogprobs
 from .verification import Draft
+
+T = TypeVar("T")
+
+
+class Operation(Protocol):
+    """Work that a request needs before it continues, with the result of `run`."""
+
+    def run(self) -> Any:
+        """Do the work and return its result."""
+
+
+Operations = Generator[Operation, Any, T]  # operations, each sent its result, of a result T
+
+
+def run_operations(operations: Operations[T]) -> T:
+    """Run operations one at a time; return the generator's result."""
+    result = None
+    while True:
+        try:
+            operation = operations.send(result)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        result = operation.run()
 
 
 class LanguageModel(Protocol):
@@ -60,6 +86,55 @@ class DraftingModel(LanguageModel, Protocol):
         The draft equals that of single passes; its last token is not appended. Returns None,
         without effect, if single passes are needed.
         """
+
+
+class Feed(NamedTuple):
+    """Pass of a model over further tokens of a text.
+
+    The result is the logits of the last `num_rows` tokens [num_rows, V], valid until the model's
+    next pass. For 0 rows it is None, and any number of tokens may be appended.
+    """
+
+    model: LanguageModel
+    tokens: Sequence[int]
+    num_rows: int
+
+    def run(self) -> Logits | None:
+        if self.num_rows:
+            return self.model.forward(self.tokens, self.num_rows)
+        self.model.prefill(self.tokens)
+        return None
+
+
+class BatchedModel(Protocol):
+    """Model whose passes serve several texts, with the logits of their own passes, bit for bit."""
+
+    @property
+    def max_rows(self) -> int:
+        """Maximum number of tokens of a pass, of all texts together."""
+
+    def forward(
+        self, feeds: Sequence[tuple[LanguageModel, Sequence[int], int]]
+    ) -> Sequence[Logits | None]:
+        """Run the feeds (model, tokens, num_rows) of different texts in one pass.
+
+        Returns:
+            The logits of each, valid until the next pass; None for 0 rows.
+        """
+
+
+class DeviceDraft(NamedTuple):
+    """Draft on the model's device. The result is that of `DraftingModel.draft`."""
+
+    model: DraftingModel
+    tokens: Sequence[int]
+    max_tokens: int
+    history: History
+    sampling: Sampling
+    uniforms: Floats
+
+    def run(self) -> Draft | None:
+        return self.model.draft(*self[1:])
 
 
 class ClosableModel(LanguageModel, Protocol):
@@ -122,6 +197,21 @@ class Drafter(Protocol):
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` tokens of the text; 0 begins another text."""
+
+
+class ModelDrafter:
+    """Base class of drafters that run passes."""
+
+    def draft(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Operations[Draft]:
+        """Return the operations of a proposal, and the proposal as their result."""
+        raise NotImplementedError
+
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        return run_operations(self.draft(history, max_tokens, sampling, uniforms))
 
 
 def draft_sources(drafter: Drafter, draft: Draft) -> tuple[str, ...]:

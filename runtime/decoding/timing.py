@@ -12,7 +12,7 @@ from specedge.sampling_options import Sampling
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits
-from .protocols import LanguageModel
+from .protocols import BatchedModel, Feed, LanguageModel
 from .verification import Draft
 
 
@@ -69,19 +69,44 @@ class TimedModel:
     def length(self) -> int:
         return self.model.length
 
+    @property
+    def batch(self) -> BatchedModel | None:
+        """Batched model that may run its passes together with those of other texts."""
+        return getattr(self.model, "batch", None)
+
+    @property
+    def is_draft(self) -> bool:
+        """True for a draft model."""
+        return self._part == "draft"
+
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
-        self.num_passes += 1
+        num_rows = len(tokens) if num_rows is None else num_rows
         begin = time.perf_counter()
-        reads_prompt = num_rows is not None and num_rows < len(tokens)
-        with self._stopwatch.part("prefill" if reads_prompt else self._part):
+        with self._stopwatch.part(self._part_of(len(tokens), num_rows)):
             logits = self.model.forward(tokens, num_rows)
-        seconds = time.perf_counter() - begin
-        if reads_prompt:
+        self._count(len(tokens), num_rows, time.perf_counter() - begin)
+        return logits
+
+    def record(self, feed: Feed, seconds: float) -> None:
+        """Record the time of a pass that the model shared with others."""
+        length = len(feed.tokens)
+        self._stopwatch.seconds[self._part_of(length, feed.num_rows)] += seconds
+        if feed.num_rows:
+            self._count(length, feed.num_rows, seconds)
+
+    def _part_of(self, length: int, num_rows: int) -> str:
+        """Return the part of a pass; without logits, "prefill" before the first other one."""
+        if num_rows:
+            return "prefill" if num_rows < length else self._part
+        return self._part if self.num_passes else "prefill"
+
+    def _count(self, length: int, num_rows: int, seconds: float) -> None:
+        self.num_passes += 1
+        if num_rows < length:
             self._prompt_pass_seconds = seconds
-            self._prompt_pass_share = seconds * (num_rows or 0) / len(tokens)
+            self._prompt_pass_share = seconds * num_rows / length
         else:
             self._other_pass_seconds.append(seconds)
-        return logits
 
     @property
     def seconds_of_first(self) -> float:
@@ -111,8 +136,7 @@ class TimedModel:
         return draft
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Append tokens: "prefill" before the first pass, this model's part afterwards."""
-        with self._stopwatch.part(self._part if self.num_passes else "prefill"):
+        with self._stopwatch.part(self._part_of(len(tokens), 0)):
             self.model.prefill(tokens)
 
     def reuse(self, tokens: Sequence[int]) -> int:

@@ -10,7 +10,6 @@ decoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,6 +167,65 @@ def draw(
     return distribution.pick(uniform), distribution
 
 
+class SampledDraft:
+    """Draft that is drawn token by token from rows of logits.
+
+    It ends where the options exclude all tokens of the drafter's vocabulary. A token that a grammar
+    forces needs no row.
+
+    Args:
+        history: Text before the draft.
+        max_tokens: Maximum number of tokens.
+        sampling: Sampling options.
+        uniforms: Uniform random numbers, one for each token. [max_tokens or more]
+    """
+
+    def __init__(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> None:
+        self._history, self._max_tokens = history, max_tokens
+        self._sampling, self._uniforms = sampling, uniforms
+        self._has_ended = False
+        self.tokens: list[int] = []
+        self._probs: list[Distribution | None] = []
+
+    def needs_row(self) -> bool:
+        """Add forced tokens; return True if `draw` needs the row after all tokens so far."""
+        constraint = self._sampling.constraint
+        while not self._has_ended and len(self.tokens) < self._max_tokens:
+            if constraint is None:
+                return True
+            try:
+                token = constraint.forced(self._history.then(self.tokens))
+            except OptionError:
+                break
+            if token is None:
+                return True
+            self._add(token, None)
+        return False
+
+    def draw(self, row: Row) -> None:
+        """Draw the next token from its row of logits. [V]"""
+        text = self._history.then(self.tokens)
+        try:
+            drawn = draw(row, self._sampling, text, float(self._uniforms[len(self.tokens)]))
+        except OptionError:
+            self._has_ended = True
+        else:
+            self._add(*drawn)
+
+    @property
+    def draft(self) -> Draft:
+        """Draft so far."""
+        return Draft(self.tokens, self._probs)
+
+    def _add(self, token: int, distribution: Distribution | None) -> None:
+        self.tokens.append(token)
+        self._probs.append(distribution)
+        sampling = self._sampling
+        self._has_ended = sampling.constraint is not None and token in sampling.end_tokens
+
+
 def draw_draft(
     next_row: Callable[[list[int]], Row],
     history: History,
@@ -175,24 +233,8 @@ def draw_draft(
     sampling: Sampling,
     uniforms: Floats,
 ) -> Draft:
-    """Draft token by token, from the rows of logits that `next_row` returns.
-
-    The draft ends where the options exclude all tokens of the drafter's vocabulary. A token that a
-    grammar forces needs no row.
-    """
-    tokens: list[int] = []
-    probs: list[Distribution | None] = []
-    constraint = sampling.constraint
-    with suppress(OptionError):
-        for i in range(max_tokens):
-            text = history.then(tokens)
-            token = None if constraint is None else constraint.forced(text)
-            distribution = None
-            if token is None:
-                row = next_row(tokens)
-                token, distribution = draw(row, sampling, text, float(uniforms[i]))
-            tokens.append(token)
-            probs.append(distribution)
-            if constraint is not None and token in sampling.end_tokens:
-                break
-    return Draft(tokens, probs)
+    """Draw a draft from rows of logits that `next_row` returns for the tokens so far."""
+    sampled = SampledDraft(history, max_tokens, sampling, uniforms)
+    while sampled.needs_row():
+        sampled.draw(next_row(sampled.tokens))
+    return sampled.draft

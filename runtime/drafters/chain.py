@@ -6,13 +6,13 @@ from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
 from ..decoding.constrained_draft import propose
-from ..decoding.protocols import Drafter, draft_sources
+from ..decoding.protocols import Drafter, ModelDrafter, Operations, draft_sources
 from ..decoding.verification import Draft
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History
 
 
-class Chain:
+class Chain(ModelDrafter):
     """Drafter that lets each of its drafters continue the draft of the previous ones.
 
     The last one adds one token at a time, after which the first is called again: a token of the
@@ -25,9 +25,9 @@ class Chain:
     def __init__(self, *drafters: Drafter) -> None:
         self.drafters = drafters
 
-    def propose(
+    def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-    ) -> Draft:
+    ) -> Operations[Draft]:
         tokens: list[int] = []
         probs: list[Distribution | None] = []
         sources: list[str] = []
@@ -39,7 +39,7 @@ class Chain:
                 limit = 1 if drafter is self.drafters[-1] else max_tokens - len(tokens)
                 text = history.then(tokens) if tokens else history
                 rest = uniforms[len(tokens) : max_tokens]
-                part = propose(drafter, text, limit, sampling, rest)
+                part = yield from propose(drafter, text, limit, sampling, rest)
                 tokens += part.tokens
                 probs += part.probs or [None] * len(part.tokens)
                 sources += draft_sources(drafter, part)

@@ -9,17 +9,23 @@ from typing import cast
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
-from ..decoding.protocols import DraftingModel, LanguageModel
-from ..decoding.verification import Draft, draw_draft
+from ..decoding.protocols import (
+    DeviceDraft,
+    DraftingModel,
+    Feed,
+    LanguageModel,
+    ModelDrafter,
+    Operations,
+)
+from ..decoding.verification import Draft, SampledDraft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
-from ..sampling.logits import Row
 
 PLACEHOLDER = 0
 MAX_PASS_LENGTH = 2  # maximum tokens of a pass with logits; more are prefilled
 
 
-class DraftModel:
+class DraftModel(ModelDrafter):
     """Drafter that runs a smaller language model, one pass per token.
 
     After full acceptance its cache lacks two tokens, otherwise one. The first pass of the next
@@ -50,31 +56,29 @@ class DraftModel:
         self._start = 0  # position in the text of the first cached token
         self._is_new_text = True  # the cache may hold another text
 
-    def propose(
+    def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-    ) -> Draft:
+    ) -> Operations[Draft]:
         if not max_tokens:
             return Draft([])
-        pending, limit = self._catch_up(history)
+        pending, limit = yield from self._catch_up(history)
         count = min(max_tokens, limit)
         if self._may_draft:
             model = cast(DraftingModel, self.model)
-            draft = model.draft(pending, count, history, sampling, uniforms)
+            draft = yield DeviceDraft(model, pending, count, history, sampling, uniforms)
             if draft is not None:
-                return draft
-
+                return cast(Draft, draft)
+        sampled = SampledDraft(history, count, sampling, uniforms)
         num_fed = 0
-
-        def next_row(drafted: list[int]) -> Row:
-            nonlocal num_fed
-            unread = [*pending, *self.readable(drafted)][num_fed:]
+        while sampled.needs_row():
+            unread = [*pending, *self.readable(sampled.tokens)][num_fed:]
             num_fed += len(unread)
             if len(unread) > MAX_PASS_LENGTH:  # after tokens that a grammar forced
-                self.model.prefill(unread[:-1])
+                yield Feed(self.model, unread[:-1], 0)
                 unread = unread[-1:]
-            return self.model.forward(unread)[-1]
-
-        return draw_draft(next_row, history, count, sampling, uniforms)
+            logits = yield Feed(self.model, unread, len(unread))
+            sampled.draw(logits[-1])
+        return sampled.draft
 
     def backlog_and_limit(self, length: int, num_read: int) -> tuple[int, int]:
         """Return the number of tokens to catch up with, and the maximum number of draft tokens.
@@ -92,7 +96,7 @@ class DraftModel:
         if not self._is_new_text:
             self.model.truncate(min(length - self._start, self.model.length))
 
-    def _catch_up(self, history: History) -> tuple[list[int], int]:
+    def _catch_up(self, history: History) -> Operations[tuple[list[int], int]]:
         """Bring the cache up to date, except for the last one or two tokens.
 
         Returns:
@@ -104,7 +108,7 @@ class DraftModel:
             self.model.reuse(self.readable(history.tokens[start:-1]))
         pending = self.readable(history.last(history.length - start - self.model.length))
         if len(pending) > MAX_PASS_LENGTH:
-            self.model.prefill(pending[:-1])
+            yield Feed(self.model, pending[:-1], 0)
             pending = pending[-1:]
         return pending, start + self.context_length - history.length + 1
 

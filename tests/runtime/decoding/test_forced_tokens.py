@@ -7,6 +7,7 @@ from grammars import END, constraint
 from specedge import Draft
 from specedge.errors import OptionError
 from specedge.runtime.decoding.constrained_draft import GRAMMAR, propose
+from specedge.runtime.decoding.protocols import run_operations
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.registry import RandomDrafter
@@ -56,7 +57,8 @@ def run(grammar, drafter, k, temperature=0.0, seed=0, count=24):
 
 def drafted(drafter, grammar, most, temperature=0.0, new=()):
     sampling = Sampling(temperature, end_tokens=(END,), constraint=constraint(*grammar))
-    return propose(drafter, History(PROMPT, new), most, sampling, [0.5] * most)
+    operations = propose(drafter, History(PROMPT, new), most, sampling, [0.5] * most)
+    return run_operations(operations)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
