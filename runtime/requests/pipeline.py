@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from specedge.request import AUTO, Coupling, GenerationRequest, RequestOptions, 
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from ..decoding.invariance import LogitNoise, longest_invariant
-from ..decoding.protocols import ClosableModel, TargetModel
+from ..decoding.protocols import ClosableModel, Feed, Operations, TargetModel
 from ..decoding.random_numbers import GumbelNoise
 from ..decoding.timing import Stopwatch, TimedModel
 from ..drafters.registry import DrafterRegistry
@@ -39,11 +38,11 @@ SCORE_CHUNK = 64  # tokens whose logits are in memory at a time
 class Pipeline:
     """Loaded target model, optionally with a draft model, that runs one request in each slot.
 
-    A slot has separate caches; weights are shared, and rounds of running requests take turns. A
-    stream owns its slot until it ends, is closed, cancelled or garbage-collected, whichever threads
-    read it. If no slot is free, a new request waits for one. It raises SpecEdgeError instead with
-    `wait` False, in a thread that runs an event loop, in the only thread of a process, and if
-    no stream was read for 30 seconds. Two pipelines are independent.
+    A slot has separate caches; weights are shared, and running requests share passes or take turns
+    to run them. A stream owns its slot until it ends, is closed, cancelled or garbage-collected,
+    whichever threads read it. If no slot is free, a new request waits for one. It raises
+    SpecEdgeError instead with `wait` False, in a thread that runs an event loop, in the only thread
+    of a process, and if no stream was read for 30 seconds. Two pipelines are independent.
 
     Args:
         bundle: Bundle of the models.
@@ -174,8 +173,8 @@ class Pipeline:
     ) -> list[TokenLogprobs]:
         """Return the log-probabilities of a prompt's tokens from the second one on.
 
-        One prefill computes them, in chunks of at most `SCORE_CHUNK` tokens that take turns with
-        the rounds of streams; it leaves the prompt in the cache of a slot.
+        Passes over at most `SCORE_CHUNK` tokens compute them and leave the prompt in the cache of
+        a slot.
 
         Args:
             prompt: At least one token.
@@ -187,27 +186,14 @@ class Pipeline:
             ContextLengthError: The prompt is longer than the context.
         """
         tokens = self.prompts.tokens(prompt)
-        logprobs: list[TokenLogprobs] = []
+        stopwatch = Stopwatch()
         lease = self.slots.lease(tokens, wait=True)
-        slot = lease.slot
+        target = TimedModel(lease.slot.target, stopwatch, "verify")
         try:
-            for start in range(0, len(tokens) - 1, SCORE_CHUNK):
-                if is_cancelled():
-                    break
-                chunk = tokens[start : min(start + SCORE_CHUNK, len(tokens) - 1)]
-                following = tokens[start + 1 : start + 1 + len(chunk)]
-                with self.slots.turns:
-                    begin = time.perf_counter()
-                    if start == 0:
-                        slot.target.truncate(0)
-                    logits = slot.target.forward(chunk, len(chunk))
-                    logprobs += token_logprobs(logits, following, num_logprobs) or []
-                    seconds = time.perf_counter() - begin
-                if start + SCORE_CHUNK < len(tokens) - 1:
-                    self.slots.share_turns(lease, seconds, is_cancelled)
+            operations = _score(target, tokens, num_logprobs, is_cancelled)
+            return self.slots.engine.run(operations, stopwatch)
         finally:
             lease.release()
-        return logprobs
 
     def sampling(self, request: GenerationRequest) -> Sampling:
         """Return the sampling options of a request. Raises OptionError if the bundle lacks them."""
@@ -231,7 +217,7 @@ class Pipeline:
             sampling = replace(sampling, noise=GumbelNoise(seed, request.choice))
         stopwatch = Stopwatch()
         if isinstance(sampling.constraint, GrammarConstraint):
-            sampling.constraint.outside_turn = partial(self.slots.outside_turn, stopwatch)
+            sampling.constraint.outside_engine = partial(self.slots.engine.released, stopwatch)
         text = TextAssembler(
             self.tokenizer,
             prompt,
@@ -373,3 +359,19 @@ class Pipeline:
         """Answer a chat in pieces, as `stream` does."""
         tokens = self.prompts.chat_tokens(messages, bool(options.get("special_tokens")))
         return self.stream(tokens, max_new_tokens, temperature, wait=wait, **options)
+
+
+def _score(
+    target: TimedModel, tokens: list[int], num_logprobs: int, is_cancelled: Callable[[], bool]
+) -> Operations[list[TokenLogprobs]]:
+    """Yield the passes of `Pipeline.score`."""
+    logprobs: list[TokenLogprobs] = []
+    target.truncate(0)
+    for start in range(0, len(tokens) - 1, SCORE_CHUNK):
+        if is_cancelled():
+            break
+        chunk = tokens[start : min(start + SCORE_CHUNK, len(tokens) - 1)]
+        logits = yield Feed(target, chunk, len(chunk))
+        following = tokens[start + 1 : start + 1 + len(chunk)]
+        logprobs += token_logprobs(logits, following, num_logprobs) or []
+    return logprobs

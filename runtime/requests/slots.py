@@ -1,4 +1,4 @@
-"""Slots of a pipeline, their leases, and the scheduler of turns.
+"""Slots of a pipeline and their leases.
 
 Each slot has separate caches; all share the weights.
 """
@@ -10,22 +10,18 @@ import gc
 import itertools
 import queue
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from specedge.errors import SpecEdgeError
 
 from ..decoding.invariance import LogitNoise
 from ..decoding.protocols import ClosableModel, TargetModel
-from ..decoding.timing import Stopwatch
+from .engine import CLOSED, Engine
 
-_CLOSED = "this pipeline is closed; load the bundle again"
 COLLECTION_DELAY = 1.0  # seconds without progress, until abandoned streams are collected
-_IDLE_SECONDS = 0.01  # within which a running stream takes its next turn
 IDLE_TIMEOUT = 30.0  # seconds that a request waits for a slot while no stream makes progress
 
 
@@ -54,11 +50,11 @@ class Lease:
 
 
 class Slots:
-    """Slots, which requests get in no order. Hold `turns` for a round, and no longer."""
+    """Slots, which requests get in no order, and the engine that runs the passes in them."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.all = tuple(slots)
-        self.turns = FairLock()
+        self.engine = Engine()
         self._lock = threading.Lock()
         self._clock = itertools.count(1)
         # Wakes requests that wait. A queue of this type may be put to wherever garbage is
@@ -89,33 +85,14 @@ class Slots:
             lease = self._try_lease(prompt)
         return lease
 
-    def share_turns(self, lease: Lease, seconds: float, is_cancelled: Callable[[], bool]) -> None:
-        """Let other requests have turns after a chunk of a prompt, for twice as long as it took.
-
-        A stream beside a long prompt then takes 1.5 times as long as alone, and up to two chunks.
-        """
-        if self.has_others(lease):
-            self.turns.wait_for_others(2 * seconds, is_cancelled)
-
     def has_others(self, lease: Lease) -> bool:
         """Return True if other requests have slots."""
         return any(not slot.is_free and slot is not lease.slot for slot in self.all)
 
-    @contextmanager
-    def outside_turn(self, stopwatch: Stopwatch) -> Iterator[None]:
-        """Let other streams have turns during a block inside a round, which does not count it.
-
-        Raises:
-            SpecEdgeError: The pipeline was closed meanwhile.
-        """
-        with stopwatch.part("waiting"), self.turns.released():
-            yield
-        if not self.all:
-            raise SpecEdgeError(_CLOSED)
-
     def close(self) -> tuple[Slot, ...]:
-        """Remove all slots between rounds, and return them."""
-        with self.turns, self._lock:
+        """End all requests between passes, remove all slots, and return them."""
+        self.engine.close()
+        with self._lock:
             closed, self.all = self.all, ()
         self._freed.put(None)
         return closed
@@ -125,7 +102,7 @@ class Slots:
         with self._lock:
             if not self.all:
                 self._freed.put(None)  # wakes the next waiting request
-                raise SpecEdgeError(_CLOSED)
+                raise SpecEdgeError(CLOSED)
             free = [slot for slot in self.all if slot.is_free]
             if not free:
                 return None
@@ -165,11 +142,11 @@ class Slots:
 
     def _has_progress(self, seconds: float) -> bool:
         """Wait for a slot; return False if no round ran for as long as that may take."""
-        num_before = self.turns.num_begun
+        num_before = self.engine.num_passes
         try:
             self._freed.get(timeout=seconds)
         except queue.Empty:
-            return self.turns.is_taken or self.turns.num_begun > num_before
+            return self.engine.is_running or self.engine.num_passes > num_before
         return True
 
     def _taken(self, reason: str) -> str:
@@ -181,97 +158,6 @@ class Slots:
             else "are occupied by unfinished streams"
         )
         return f"{subject} of this pipeline {state}{reason}, or load the pipeline with more slots"
-
-
-class FairLock:
-    """Lock that goes to the thread that has waited longest: turns of a scheduler.
-
-    A thread that requests it again queues after all others. Python's own lock goes to any thread,
-    often to the one that has just released it. `num_begun` counts turns.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.num_begun = 0
-        self.busy_seconds = 0.0  # total seconds of completed turns
-        self._start = 0.0
-        self._taken = False
-        self._waiting: deque[threading.Lock] = deque()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._taken:
-                self._taken = True
-                self.num_begun += 1
-                self._start = time.perf_counter()
-                return
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append(turn)
-        try:
-            turn.acquire()  # until it is handed over
-        except BaseException:  # an interrupt, possibly after the turn was handed over
-            if not self._stop_waiting(turn):
-                self._hand_over()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._hand_over()
-
-    @contextmanager
-    def released(self) -> Iterator[None]:
-        """Release the lock for the block, and wait for another turn after it."""
-        self._hand_over()
-        try:
-            yield
-        finally:
-            self._take_again()
-
-    def _take_again(self) -> None:
-        """Wait for a turn; an interrupt is raised only once there is one, for its holder to end."""
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                self.__enter__()
-            except BaseException as error:
-                interrupt = error
-            else:
-                break
-        if interrupt is not None:
-            raise interrupt
-
-    def wait_for_others(self, seconds: float, is_cancelled: Callable[[], bool]) -> None:
-        """Wait until others had turns for some seconds, or no thread takes one any more."""
-        end, num_seen = self.busy_seconds + seconds, -1
-        while self.busy_seconds < end and not is_cancelled():
-            if not self._taken and self.num_begun == num_seen:
-                return
-            num_seen = self.num_begun
-            threading.Event().wait(_IDLE_SECONDS)
-
-    @property
-    def is_taken(self) -> bool:
-        """True while a thread has a turn."""
-        return self._taken
-
-    def _hand_over(self) -> None:
-        with self._lock:
-            now = time.perf_counter()
-            self.busy_seconds += now - self._start
-            self._start = now
-            if self._waiting:
-                self.num_begun += 1
-                self._waiting.popleft().release()
-            else:
-                self._taken = False
-
-    def _stop_waiting(self, turn: threading.Lock) -> bool:
-        """Return True if the turn was still waiting."""
-        with self._lock:
-            if turn not in self._waiting:
-                return False
-            self._waiting.remove(turn)
-            return True
 
 
 def _runs_event_loop() -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from specedge.errors import SpecEdgeError
 from specedge.request import AUTO, GenerationRequest, PlannedRounds
@@ -14,12 +14,13 @@ from specedge.sampling_options import Sampling
 from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.invariance import UNBOUNDED
 from ..decoding.near_ties import NearTieResolver
-from ..decoding.protocols import NearTie, Plan, Round
+from ..decoding.protocols import Feed, NearTie, Operation, Operations, Plan, Round
 from ..decoding.timing import Stopwatch, TimedModel
 from ..planning.plans import AutoPlan, summarize_rounds
 from ..planning.round_times import RoundTimes, create_round_times
 from ..sampling.logprobs import TokenLogprobs
 from ..text.detokenizer import FinishReason, TextAssembler, TextSpan, token_outcomes
+from .engine import Job
 from .slots import Lease, Slots
 from .stats import Stats, compute_stats
 
@@ -99,11 +100,10 @@ class ActiveRequest:
         has_logprobs = self.request.logprobs is not None
         self.round_times = create_round_times(self.plan, self.sampling, has_logprobs)
 
-    def rounds(self) -> Generator[Round | None]:
-        """Yield the rounds; first None after each chunk of a long prompt but the last.
+    def steps(self) -> Generator[Operation | Round, Any]:
+        """Yield operations and rounds, as `SpeculativeDecoder.decode`.
 
-        So other requests have turns meanwhile. An exact request prefills its whole prompt: cached
-        rows may be of longer passes.
+        An exact request prefills its whole prompt: cached rows may be of longer passes.
         """
         if self.request.exact:
             self.target.truncate(0)
@@ -111,17 +111,16 @@ class ActiveRequest:
         longest = 1 if resolver or self.request.exact else self.max_first_length
         decoder = SpeculativeDecoder(self.target, self.plan, self.stopwatch, resolver, longest)
         yield from self._prefill(self.prompt[:-1])
-        yield from decoder.rounds(
+        yield from decoder.decode(
             self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs
         )
 
-    def _prefill(self, tokens: list[int]) -> Generator[None]:
+    def _prefill(self, tokens: list[int]) -> Operations[None]:
         """Prefill all uncached chunks but the last, which the decoder reads."""
         self.num_reused_tokens = self.target.reuse(tokens)
         for start in range(self.num_reused_tokens, len(tokens), self.chunk_length):
             if (end := start + self.chunk_length) < len(tokens):
-                self.target.prefill(tokens[start:end])
-                yield
+                yield Feed(self.target, tokens[start:end], 0)
 
     def _near_tie_resolver(self) -> NearTieResolver | None:
         """Return a resolver for greedy text if passes are not pass-length-invariant."""
@@ -166,8 +165,8 @@ class Stream:
     """Iterator over the pieces of a request's text. It may be closed or abandoned at any time.
 
     It owns a slot until its text ends, or until it is closed, cancelled or garbage-collected,
-    whichever threads read it; its rounds take turns with those of other slots. `on_end` is called
-    with the request and the new tokens when the text has ended.
+    whichever threads read it. `on_end` is called with the request and the new tokens when the text
+    has ended.
     """
 
     def __init__(
@@ -178,36 +177,24 @@ class Stream:
         on_end: Callable[[ActiveRequest, list[int]], None],
     ) -> None:
         self._active, self._text, self._slots, self._on_end = active, text, slots, on_end
-        self._rounds: Generator[Round | None] = active.rounds()
-        self._reading = threading.Lock()  # held by a reader, before it waits for a turn
-        self._running = threading.Lock()  # held for a round
-        self._is_cancelled = False
-        self._chunk_seconds: float | None = None  # of the turn, if it read a part of the prompt
+        self._job = Job(active.steps(), active.stopwatch)
+        self._reading = threading.Lock()  # held by a reader
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        while not (self._text.is_finished or self._is_cancelled):
+        while not (self._text.is_finished or self._job.is_cancelled):
             try:
-                # A second reader must not hold a turn: the first one's round may wait for it.
-                with (
-                    self._reading,
-                    self._slots.turns,
-                    self._running,
-                    self._active.stopwatch.part("other"),
-                ):
+                with self._reading:
                     piece = self._next_piece()
             except BaseException:
                 self.cancel()
                 raise
-            if self._is_cancelled or self._text.is_finished:
+            if self._job.is_cancelled or self._text.is_finished:
                 self.cancel()
             if piece:
                 return piece
-            if self._chunk_seconds is not None:
-                lease, seconds = self._active.lease, self._chunk_seconds
-                self._slots.share_turns(lease, seconds, lambda: self._is_cancelled)
         raise StopIteration
 
     def __enter__(self) -> Stream:
@@ -227,13 +214,13 @@ class Stream:
 
     def cancel(self) -> None:
         """Stop now, or after the round that a thread is running."""
-        self._is_cancelled = True
-        if self._running.acquire(blocking=False):
+        self._job.is_cancelled = True
+        if self._reading.acquire(blocking=False):
             try:
-                self._rounds.close()
+                self._job.end()
                 self._active.lease.release()
             finally:
-                self._running.release()
+                self._reading.release()
 
     @property
     def plan(self) -> Plan:
@@ -300,18 +287,20 @@ class Stream:
             active.round_times.record(plan.choice, round_, length, seconds)
 
     def _next_piece(self) -> str:
-        """Run a round and return its text, or prefill a chunk and return nothing."""
-        if self._is_cancelled:  # while this thread waited for its turn
+        """Return the text of the next round; nothing if the stream is cancelled meanwhile."""
+        active = self._active
+        if self._job.is_cancelled:  # while this thread waited for another reader
             return ""
-        if not self._slots.all:
-            raise SpecEdgeError("the pipeline of this stream was closed")
-        start = time.perf_counter()
-        round_ = next(self._rounds)
-        seconds = time.perf_counter() - start
-        self._chunk_seconds = seconds if round_ is None else None
+        before = self._job.seconds
+        round_ = self._slots.engine.next(self._job)
         if round_ is None:
             return ""
-        self._record_time(round_, seconds)
+        self._record_time(round_, self._job.seconds - before)
+        with active.stopwatch.part("other"):
+            return self._piece(round_)
+
+    def _piece(self, round_: Round) -> str:
+        """Add a round; return its text."""
         piece = self._text.feed(zip(round_.tokens, token_outcomes(round_), strict=True))
         self._active.done.append(round_)
         self._active.logprobs += round_.logprobs or ()

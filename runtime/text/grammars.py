@@ -228,7 +228,7 @@ class GrammarConstraint:
     text and for drafts; once those for drafts are used up, drafts are no longer constrained.
 
     Attributes:
-        outside_turn: Context that suspends the pipeline's turn during a renewal, which may take
+        outside_engine: Context in which other requests run during a renewal, which may take
             seconds.
 
     Args:
@@ -238,7 +238,7 @@ class GrammarConstraint:
         renew: Function that compiles another matcher.
     """
 
-    outside_turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    outside_engine: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class GrammarConstraint:
             if not self._may_renew():
                 self._begin_anew()
                 raise
-        with self.outside_turn():
+        with self.outside_engine():
             matcher = self._renew()
         self._fresh, self._mixed = matcher, drafted
         self._begin_anew()

@@ -46,7 +46,7 @@ def wait_until(condition):
 
 
 def has_reader_in_line(pipeline):
-    return bool(pipeline.slots.turns._waiting)
+    return len(pipeline.slots.engine._waiters) > 1
 
 
 def in_worker(function):
@@ -64,7 +64,7 @@ def test_stream_cancelled_while_waiting_for_turn_ends_without_error(pipeline):
         reader = threading.Thread(
             target=lambda s=stream, e=ended: e.extend(in_threads(lambda: list(s)))
         )
-        with pipeline.slots.turns:
+        with pipeline.slots.engine.paused():
             reader.start()
             wait_until(lambda: has_reader_in_line(pipeline))
             stream.cancel()
@@ -78,7 +78,7 @@ def test_async_stream_cancelled_while_waiting_ends_without_error(pipeline):
     async def main():
         stream = pipeline.astream(PROMPTS[0], NEW_TOKENS, **OPTIONS)
         pieces = []
-        with pipeline.slots.turns:
+        with pipeline.slots.engine.paused():
             reader = asyncio.create_task(anext(stream, None))
             while not has_reader_in_line(pipeline):
                 await asyncio.sleep(0.001)
@@ -97,7 +97,7 @@ def test_disconnect_while_waiting_for_turn_logs_no_traceback(pipeline, caplog):
     async def main():
         jobs = JobQueue(num_slots=1, max_waiting=0)
         events = jobs.run(lambda is_cancelled: begin(pipeline, PROMPTS[0]), lambda stats: None)
-        with pipeline.slots.turns:
+        with pipeline.slots.engine.paused():
             reader = asyncio.create_task(anext(events))
             while not has_reader_in_line(pipeline):
                 await asyncio.sleep(0.001)
@@ -275,7 +275,7 @@ def test_request_keeps_waiting_while_another_stream_is_read(pipeline, monkeypatc
     monkeypatch.setattr(slots_module, "COLLECTION_DELAY", 0.01)
     monkeypatch.setattr(slots_module, "IDLE_TIMEOUT", 0.01)
     stream = begin(pipeline, PROMPTS[0])
-    with pipeline.slots.turns:  # as in a long round
+    with pipeline.slots.engine.paused():  # as in a long round
         results = []
         waiting = threading.Thread(target=lambda: results.append(pipeline.generate(PROMPTS[1], 4)))
         waiting.start()

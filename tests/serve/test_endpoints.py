@@ -4,12 +4,10 @@ import asyncio
 import json
 import logging
 import socket
-import threading
 
 import pytest
 
 from served import MODEL, PROMPT, SHORT, ask, chat_pair, head, health, serving, until
-from specedge.runtime.requests.slots import FairLock
 from specedge.serve.app import ServerSettings, make_app
 from specedge.version import __version__
 
@@ -141,22 +139,3 @@ def test_disconnect_during_long_prefill_frees_the_slot(port, pair, stream):
             connection.sendall(head(len(body)) + body.encode())
             until(lambda: health(port)["running"] > 0)
     until(lambda: health(port)["running"] == 0)
-
-
-def test_prefill_waits_until_other_streams_ran_equally_long():
-    turns, seen = FairLock(), []
-
-    def other():
-        while turns.busy_seconds < 1:
-            with turns:
-                turns._start -= 0.25  # as if the turn took that long
-            seen.append(turns.busy_seconds)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    turns.wait_for_others(0.5, lambda: False)
-    assert turns.busy_seconds >= 0.5
-    thread.join()
-    turns.wait_for_others(10**6, lambda: False)  # no other thread takes a turn
-    turns.wait_for_others(10**6, lambda: True)
-    assert len(seen) == 4

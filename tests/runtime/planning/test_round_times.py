@@ -1,7 +1,6 @@
 """Round times that contradict a cost table: only the ratio between drafters does."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +10,7 @@ from specedge.runtime.planning import round_times
 from specedge.runtime.planning.cost_table import Measurement
 from specedge.runtime.planning.planner import ChoiceReason, RoundChoice
 from specedge.runtime.planning.round_times import RoundTimes, create_round_times
-from specedge.runtime.requests import loader, stream
+from specedge.runtime.requests import loader
 from specedge.sampling_options import Sampling
 from virtual import untuned
 
@@ -75,9 +74,8 @@ def test_host_work_per_token_is_predicted():
 @pytest.fixture
 def constant_rounds(monkeypatch):
     """Let every round take the same time, and few of them suffice."""
-    now = iter(range(10**6))
-    clock = SimpleNamespace(perf_counter=lambda: float(next(now)))
-    monkeypatch.setattr(stream, "time", clock)
+    record = RoundTimes.record
+    monkeypatch.setattr(RoundTimes, "record", lambda self, *round_: record(self, *round_[:-1], 1.0))
     monkeypatch.setattr(round_times, "MIN_ROUNDS", 2)
 
 

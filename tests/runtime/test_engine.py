@@ -1,0 +1,326 @@
+"""The engine: which passes run next, in which threads, and what ends a request."""
+
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from specedge.errors import SpecEdgeError
+from specedge.runtime.decoding.protocols import Feed, Round
+from specedge.runtime.decoding.timing import Stopwatch, TimedModel
+from specedge.runtime.requests import engine as engine_module
+from specedge.runtime.requests.engine import Engine, Job
+from threads import in_threads
+
+
+class Passes:
+    """Model that logs its passes, alone or in batches."""
+
+    def __init__(self, log, name, batch=None):
+        self.log, self.name, self.batch = log, name, batch
+
+    def forward(self, tokens, num_rows=None):
+        self.log.append([(self.name, len(tokens))])
+        return f"logits of {self.name}"
+
+    def prefill(self, tokens):
+        self.log.append([(self.name, len(tokens))])
+
+
+class Batch:
+    """Batched model of all `Passes` that refer to it."""
+
+    def __init__(self, log, max_rows=100):
+        self.log, self.max_rows = log, max_rows
+
+    def forward(self, feeds):
+        self.log.append([(model.name, len(tokens)) for model, tokens, _ in feeds])
+        return [f"logits of {model.name}" if num_rows else None for model, _, num_rows in feeds]
+
+
+def job_of(model, lengths, part="verify", results=None):
+    """Return a job with one pass of each length, each followed by a round."""
+    stopwatch = Stopwatch()
+    timed = TimedModel(model, stopwatch, part)
+
+    def steps():
+        for length in lengths:
+            logits = yield Feed(timed, [0] * length, 1 if length < 32 else 0)
+            if results is not None:
+                results.append(logits)
+            if length < 32:
+                yield Round([1], 0, 0)
+
+    return Job(steps(), stopwatch)
+
+
+def run_all(engine, jobs):
+    """Run jobs to their ends, in one thread."""
+    while jobs := [job for job in jobs if not job.has_ended]:
+        engine.wait(jobs)
+        for job in jobs:
+            job.take()
+
+
+def test_requests_that_are_ready_share_a_pass_and_get_their_own_results():
+    log, results, engine = [], {"a": [], "b": [], "c": []}, Engine()
+    batch = Batch(log)
+    jobs = [job_of(Passes(log, name, batch), [1, 2], results=results[name]) for name in "abc"]
+    run_all(engine, jobs)
+    assert log == [[("a", 1), ("b", 1), ("c", 1)], [("a", 2), ("b", 2), ("c", 2)]]
+    assert results == {name: [f"logits of {name}"] * 2 for name in "abc"}
+
+
+def test_a_single_request_runs_its_own_graph():
+    log, engine = [], Engine()
+    batch = Batch([])
+    run_all(engine, [job_of(Passes(log, "a", batch), [1, 5])])
+    assert log == [[("a", 1)], [("a", 5)]]
+    assert batch.log == []
+
+
+def test_passes_of_models_without_batches_take_turns_from_the_oldest_on():
+    log, engine = [], Engine()
+    run_all(engine, [job_of(Passes(log, name), [1, 1, 1]) for name in "ab"])
+    names = [name for ((name, _),) in log]
+    assert sorted(names[:2]) == sorted(names[2:4]) == ["a", "b"]
+
+
+def test_a_pass_has_at_most_the_tested_number_of_rows():
+    log, engine = [], Engine()
+    batch = Batch(log, max_rows=10)
+    run_all(engine, [job_of(Passes(log, name, batch), [4]) for name in "abc"])
+    assert log == [[("a", 4), ("b", 4)], [("c", 4)]]
+
+
+def test_draft_passes_run_first_so_that_requests_verify_together():
+    log, engine = [], Engine()
+    target, draft = Batch(log), Batch([])
+    draft.log = log
+    stopwatch = Stopwatch()
+
+    def drafting(name, count):
+        def steps():
+            model = TimedModel(Passes(log, f"draft {name}", draft), stopwatch, "draft")
+            for _ in range(count):
+                yield Feed(model, [0], 1)
+            yield Feed(TimedModel(Passes(log, name, target), stopwatch, "verify"), [0, 0], 2)
+            yield Round([1], 0, 0)
+
+        return Job(steps(), Stopwatch())
+
+    run_all(engine, [drafting("a", 0), drafting("b", 1), drafting("c", 2)])
+    assert log == [
+        [("draft b", 1), ("draft c", 1)],
+        [("draft c", 1)],
+        [("a", 2), ("b", 2), ("c", 2)],
+    ]
+
+
+def test_draft_passes_delay_a_verify_pass_by_a_bounded_number_of_passes():
+    log, engine = [], Engine()
+    verifying = job_of(Passes(log, "a", Batch(log)), [1])
+    drafting = job_of(Passes(log, "draft", Batch(log)), [1] * 100, part="draft")
+    run_all(engine, [verifying, drafting])
+    assert log.index([("a", 1)]) <= engine_module.MAX_DRAFT_PASSES
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_prompts_take_a_third_of_the_time_beside_other_requests(monkeypatch, is_batched):
+    now = [0.0]
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    log, engine = [], Engine()
+    batch = Batch(log) if is_batched else None
+
+    class Slow(Passes):
+        def forward(self, tokens, num_rows=None):
+            now[0] += 1.0
+            return super().forward(tokens, num_rows)
+
+        def prefill(self, tokens):
+            now[0] += 4.0
+            super().prefill(tokens)
+
+    decoding = job_of(Slow(log, "text", batch), [1] * 40)
+    reading = job_of(Slow(log, "prompt"), [64] * 4)
+    run_all(engine, [reading, decoding])
+    chunks = [i for i, group in enumerate(log) if ("prompt", 64) in group]
+    assert len(chunks) == 4
+    assert [later - earlier for earlier, later in itertools.pairwise(chunks)] == [9] * 3
+
+
+def test_short_prompts_share_the_passes_of_long_ones():
+    log, engine = [], Engine()
+    batch = Batch(log, max_rows=128)
+    long, short = (
+        job_of(Passes(log, name, batch), [64] * count)
+        for name, count in (("long", 8), ("short", 2))
+    )
+    run_all(engine, [long, short])
+    assert log[:2] == [[("long", 64), ("short", 64)]] * 2
+
+
+def test_threads_share_passes():
+    """Each thread takes its event, and is back before the next pass."""
+    log, engine = [], Engine()
+
+    class Waiting(Batch):
+        def forward(self, feeds):
+            time.sleep(0.02)  # in which the other threads arrive
+            return super().forward(feeds)
+
+    batch = Waiting(log)
+
+    class WaitingAlone(Passes):
+        def forward(self, tokens, num_rows=None):
+            time.sleep(0.02)
+            return super().forward(tokens, num_rows)
+
+    def request(name):
+        job = job_of(WaitingAlone(log, name, batch), [1] * 10)
+        while engine.next(job) is not None:
+            pass
+
+    in_threads(*(lambda name=name: request(name) for name in "abcd"))
+    assert sum(len(group) for group in log) == 40
+    assert len(log) <= 20
+
+
+def test_an_error_ends_its_request_only():
+    log, engine = [], Engine()
+
+    class Broken(Passes):
+        def forward(self, tokens, num_rows=None):
+            raise ZeroDivisionError
+
+    broken, sound = job_of(Broken(log, "a"), [1, 1]), job_of(Passes(log, "b"), [1, 1])
+    engine.wait([broken, sound])
+    while not broken.has_ended:
+        engine.wait([broken])
+    with pytest.raises(ZeroDivisionError):
+        broken.take()
+    run_all(engine, [sound])
+    assert log == [[("b", 1)]] * 2
+
+
+def test_a_failing_batch_ends_its_requests():
+    log, engine = [], Engine()
+
+    class Broken(Batch):
+        def forward(self, feeds):
+            raise MemoryError
+
+    batch = Broken(log)
+    jobs = [job_of(Passes(log, name, batch), [1]) for name in "ab"]
+    engine.wait(jobs)
+    for job in jobs:
+        with pytest.raises(MemoryError):
+            job.take()
+
+
+def test_a_cancelled_request_ends_before_its_next_pass():
+    log, engine = [], Engine()
+    job = job_of(Passes(log, "a"), [1, 1])
+    assert engine.next(job)
+    job.is_cancelled = True
+    assert engine.next(job) is None
+    assert len(log) == 1
+
+
+def test_a_closed_engine_ends_requests_with_an_error():
+    log, engine = [], Engine()
+    job = job_of(Passes(log, "a"), [1])
+    engine.close()
+    with pytest.raises(SpecEdgeError, match="closed"):
+        engine.next(job)
+    assert not log
+
+
+def test_no_pass_runs_while_the_engine_is_paused():
+    log, engine = [], Engine()
+    job = job_of(Passes(log, "a"), [1])
+    with engine.paused():
+        thread = threading.Thread(target=lambda: engine.next(job))
+        thread.start()
+        time.sleep(0.02)
+        assert not log
+    thread.join(30)
+    assert log
+
+
+def test_other_requests_run_while_the_code_of_one_is_outside_the_engine():
+    log, engine, stopwatch = [], Engine(), Stopwatch()
+    other_has_ended = threading.Event()
+
+    def steps():
+        with engine.released(stopwatch):
+            other_has_ended.wait(30)
+        assert log == [[("other", 1)]]
+        yield Round([1], 0, 0)
+
+    def other():
+        assert engine.next(job_of(Passes(log, "other"), [1]))
+        other_has_ended.set()
+
+    outside = Job(steps(), stopwatch)
+    assert not any(in_threads(lambda: engine.next(outside), other)[1:])
+    assert other_has_ended.is_set()
+    assert not engine.is_running
+
+
+def test_an_interrupt_outside_the_engine_is_raised_once_its_thread_leads_again():
+    engine, stopwatch, log = Engine(), Stopwatch(), []
+
+    def steps():
+        with engine.released(stopwatch):
+            raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.next(Job(steps(), stopwatch))
+    assert not engine.is_running
+    assert engine.next(job_of(Passes(log, "a"), [1]))
+
+
+def test_an_interrupt_of_the_main_thread_spares_requests_of_other_threads():
+    """The main thread hands over as soon as another thread waits."""
+    log, engine = [], Engine()
+    begun, threads = threading.Event(), []
+
+    class Logging(Passes):
+        def forward(self, tokens, num_rows=None):
+            threads.append((self.name, threading.current_thread() is threading.main_thread()))
+            begun.set()
+            if self.name == "main" and len(threads) == 1:
+                while not other.is_alive() or not engine._claims:
+                    time.sleep(0.001)
+            return super().forward(tokens, num_rows)
+
+    def request():
+        begun.wait(30)
+        job = job_of(Logging(log, "other"), [1] * 3)
+        while engine.next(job):
+            pass
+
+    other = threading.Thread(target=request)
+    other.start()
+    job = job_of(Logging(log, "main"), [1] * 3)
+    while engine.next(job):
+        pass
+    other.join(30)
+    assert {is_main for name, is_main in threads if name == "other"} == {False}
+    assert [name for name, _ in threads].count("other") == 3
+
+
+def test_an_interrupted_thread_leaves_the_engine_to_others():
+    log, engine = [], Engine()
+
+    class Interrupting(Passes):
+        def forward(self, tokens, num_rows=None):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.next(job_of(Interrupting(log, "a"), [1]))
+    assert in_threads(lambda: bool(engine.next(job_of(Passes(log, "b"), [1])))) == [True]
