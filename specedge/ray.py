@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from specedge.errors import MissingExtraError, SpecEdgeError
 from specedge.option_specs import check_integer, option_specs
-from specedge.request import AUTO, GenerationRequest, build_request
+from specedge.request import AUTO, GenerationRequest, build_request, item_seed
 from specedge.runtime.requests.batch import (
     BatchItem,
     error_result,
     item_fingerprint,
-    item_seed,
     parse_item,
-    run_item,
+    run_items,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +71,10 @@ class Generate:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch with the columns `result`, `generated_text` and `error`."""
-        results = [self._generate(row) for row in self._rows(batch)]
+        items = [self._item_or_error(row) for row in self._rows(batch)]
+        valid = (item for item in items if isinstance(item, BatchItem))
+        generated = run_items(self.pipeline, [*valid])
+        results = [next(generated) if isinstance(i, BatchItem) else i for i in items]
         return batch | {
             "result": [json.dumps(result, ensure_ascii=False) for result in results],
             "generated_text": [result.get("text") for result in results],
@@ -94,15 +96,14 @@ class Generate:
             }
             yield {name: value for name, value in values.items() if value is not None}
 
-    def _generate(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _item_or_error(self, row: dict[str, Any]) -> BatchItem | dict[str, Any]:
         try:
-            item = self._item(row)
+            return self._item(row)
         except (ValueError, SpecEdgeError) as error:
             index, id_ = row.get("index"), row.get("id")
             index = index if type(index) is int else 0
             id_ = id_ if type(id_) in (str, int) else None
             return error_result(BatchItem(index, id_, None, None, {}), str(error))
-        return run_item(self.pipeline, item)
 
     def _item(self, row: dict[str, Any]) -> BatchItem:
         index, seed = check_integer("index", row.get("index", 0), 0), self._request["seed"]

@@ -330,3 +330,9 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     if not all(stops):
         raise OptionError("a stop string must not be empty", "stop")
     return tuple(stops)
+
+
+def item_seed(seed: int, index: int) -> int:
+    """Return the seed of an item, wrapped to the range of seeds."""
+    seed += index
+    return seed if seed < 2**64 else seed - 2**64

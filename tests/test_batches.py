@@ -67,10 +67,18 @@ def test_a_batch_names_missing_columns():
         Generate(temprature=1)
 
 
+def collecting(items):
+    """Return a function that collects the items of batches instead of running them."""
+    return lambda _, batch: iter([items.append(item) or {} for item in batch])
+
+
 def test_a_batch_of_chats_and_of_token_ids_is_plain_values(monkeypatch):
     found = []
     generate = Generate(max_new_tokens=1)
-    monkeypatch.setattr("specedge.ray.run_item", lambda _, item: found.append(item) or {})
+    monkeypatch.setattr(
+        "specedge.ray.run_items",
+        lambda _, items: iter([found.append(item) or {} for item in items]),
+    )
     message = {"role": "user", "content": "Hi"}
     generate({"messages": [np.array([message], dtype=object)], "seed": np.array([3])})
     generate({"prompt": [np.array([1, 2])]})
@@ -122,7 +130,9 @@ def test_row_without_index_and_seed_is_an_error_with_global_seed():
 def test_keys_of_other_rows_objects_are_omitted(generate, monkeypatch):
     """A column of objects has the keys of all of them."""
     items = []
-    monkeypatch.setattr("specedge.ray.run_item", lambda _, item: items.append(item) or {})
+    monkeypatch.setattr(
+        "specedge.ray.run_items", lambda _, rows: iter([items.append(item) or {} for item in rows])
+    )
     bias = objects({"4": 1.0, "5": None}, {"4": None, "5": 2.0})
     generate({"prompt": ["a", "b"], "logit_bias": bias})
     messages = [{"role": "user", "content": "a", "name": None}]

@@ -20,9 +20,9 @@ from specedge.ray import (
     import_ray,
     load_pipeline,
 )
-from specedge.request import GenerationRequest
+from specedge.request import GenerationRequest, item_seed
 from specedge.runtime.requests import loader
-from specedge.runtime.requests.batch import BatchItem, item_seed
+from specedge.runtime.requests.batch import BatchItem
 
 
 def items(number):

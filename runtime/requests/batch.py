@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specedge.errors import DrafterError, SpecEdgeError
@@ -13,11 +14,12 @@ from specedge.option_specs import option_specs
 from specedge.request import AUTO, GenerationRequest
 
 from ..text.messages import plain_messages
+from .stream import run_together
 
 if TYPE_CHECKING:
     from ..drafters.registry import DrafterRegistry
     from .pipeline import Pipeline
-    from .stream import Generation
+    from .stream import Generation, Stream
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,6 @@ def item_fingerprint(item: BatchItem, bundle: str, ops: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def item_seed(seed: int, index: int) -> int:
-    """Return the seed of an item, wrapped to the range of seeds."""
-    seed += index
-    return seed if seed < 2**64 else seed - 2**64
-
-
 def check_drafters(drafters: DrafterRegistry, items: Iterable[tuple[str, object]]) -> None:
     """Raise DrafterError with its place for the first drafter that cannot be used."""
     for location, name in items:
@@ -121,19 +117,27 @@ def check_drafters(drafters: DrafterRegistry, items: Iterable[tuple[str, object]
             raise DrafterError(f"{location}{error}") from error
 
 
-def run_item(pipeline: Pipeline, item: BatchItem) -> dict[str, Any]:
-    """Run an item; return its result, or its error."""
-    try:
-        if item.messages is not None:
-            generation = pipeline.chat(item.messages, **item.request)
-        else:
-            generation = pipeline.generate(item.prompt or "", **item.request)
-    except SpecEdgeError as error:
-        return error_result(item, str(error))
-    costs = {}
-    if generation.num_draft_tokens == AUTO:
-        costs = {"costs": pipeline.costs.fingerprint}
-    return _identify(item) | _generation_fields(generation) | costs
+def run_items(pipeline: Pipeline, items: Sequence[BatchItem]) -> Iterator[dict[str, Any]]:
+    """Yield the result of each item, or its error, in their order.
+
+    As many items run together as the pipeline has slots. Those that draft from earlier outputs run
+    one at a time, since their drafts depend on the order.
+    """
+    limit = 1 if any(item.request.get("remember") for item in items) else None
+    begins = [partial(_begin, pipeline, item) for item in items]
+    for item, result in zip(items, run_together(pipeline.slots, begins, limit), strict=True):
+        if isinstance(result, SpecEdgeError):
+            yield error_result(item, str(result))
+            continue
+        is_planned = result.num_draft_tokens == AUTO
+        costs = {"costs": pipeline.costs.fingerprint} if is_planned else {}
+        yield _identify(item) | _generation_fields(result) | costs
+
+
+def _begin(pipeline: Pipeline, item: BatchItem) -> Stream:
+    if item.messages is not None:
+        return pipeline.stream_chat(item.messages, **item.request)
+    return pipeline.stream(item.prompt or "", **item.request)
 
 
 def error_result(item: BatchItem, error: str) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.bundle.manifest import chunk_length as longest_chunk_length
-from specedge.request import AUTO, Coupling, GenerationRequest, RequestOptions, build_request
+from specedge.errors import SpecEdgeError
+from specedge.request import (
+    AUTO,
+    Coupling,
+    GenerationRequest,
+    RequestOptions,
+    build_request,
+    item_seed,
+)
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from ..decoding.invariance import LogitNoise, longest_invariant
@@ -30,7 +38,7 @@ from ..text.grammars import GrammarConstraint, Grammars
 from ..text.prompts import Prompts
 from .async_stream import AsyncStream
 from .slots import Slot, Slots
-from .stream import ActiveRequest, Generation, Stream
+from .stream import ActiveRequest, Generation, Stream, run_together
 
 SCORE_CHUNK = 64  # tokens whose logits are in memory at a time
 
@@ -164,6 +172,44 @@ class Pipeline:
             ends = tuple(dict.fromkeys((*sampling.end_tokens, *stop_tokens)))
             sampling = replace(sampling, end_tokens=ends)
         return self._begin(request, sampling, tokens, wait, shown, include_stop)
+
+    def wait_any(self, streams: Sequence[Stream]) -> list[Stream]:
+        """Wait until a stream has its next piece or its end; return all such streams.
+
+        Streams that one thread reads share passes if it waits for them together.
+        """
+        self.slots.engine.wait([stream.job for stream in streams])
+        return [stream for stream in streams if stream.job.is_done]
+
+    def generate_batch(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        **options: Unpack[RequestOptions],
+    ) -> list[Generation]:
+        """Generate the continuations of prompts, as many together as the pipeline has slots.
+
+        Arguments are those of `generate`. Prompt i is sampled with `seed` + i. Each generation is
+        that of its prompt alone.
+
+        Raises:
+            SpecEdgeError: As `generate`, for the first prompt that fails.
+        """
+
+        def begin(index: int, prompt: str | Sequence[int]) -> Stream:
+            request = options.copy()
+            if (seed := options.get("seed")) is not None:
+                request["seed"] = item_seed(seed, index)
+            return self.stream(prompt, max_new_tokens, temperature, **request)
+
+        begins = (partial(begin, index, prompt) for index, prompt in enumerate(prompts))
+        generations = []
+        for result in run_together(self.slots, begins, 1 if options.get("remember") else None):
+            if isinstance(result, SpecEdgeError):
+                raise result
+            generations.append(result)
+        return generations
 
     def score(
         self,

@@ -85,6 +85,11 @@ class Slots:
             lease = self._try_lease(prompt)
         return lease
 
+    @property
+    def has_free(self) -> bool:
+        """True if a slot is free."""
+        return any(slot.is_free for slot in self.all)
+
     def has_others(self, lease: Lease) -> bool:
         """Return True if other requests have slots."""
         return any(not slot.is_free and slot is not lease.slot for slot in self.all)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,6 +198,11 @@ class Stream:
                 return piece
         raise StopIteration
 
+    @property
+    def job(self) -> Job:
+        """The request in the engine."""
+        return self._job
+
     def __enter__(self) -> Stream:
         return self
 
@@ -308,3 +314,65 @@ class Stream:
         if self._text.is_finished:
             self._on_end(self._active, self._text.tokens)
         return piece
+
+
+def run_together(
+    slots: Slots, begins: Iterable[Callable[[], Stream]], limit: int | None = None
+) -> Iterator[Generation | SpecEdgeError]:
+    """Run streams in this thread, sharing passes; yield their results or errors in their order.
+
+    Args:
+        slots: Slots of the streams' pipeline.
+        begins: Functions that begin the streams.
+        limit: Maximum number of streams at a time; by default the number of slots.
+    """
+    limit = limit or len(slots.all)
+    results: deque[_StreamResult] = deque()
+    active: list[_StreamResult] = []
+    try:
+        for begin in begins:
+            while active and (len(active) >= limit or not slots.has_free):
+                active = _read(slots, active)
+            while results and (value := results[0].value) is not None:
+                results.popleft()
+                yield value
+            results.append(_StreamResult(begin))
+            if results[-1].value is None:
+                active.append(results[-1])
+        for result in results:
+            while (value := result.value) is None:
+                active = _read(slots, active)
+            yield value
+    finally:
+        for result in active:
+            result.stream.close()
+
+
+class _StreamResult:
+    """Stream, and its generation or error once it has ended."""
+
+    stream: Stream
+    value: Generation | SpecEdgeError | None = None
+
+    def __init__(self, begin: Callable[[], Stream]) -> None:
+        try:
+            self.stream = begin()
+        except SpecEdgeError as error:
+            self.value = error
+
+    def read(self) -> None:
+        """Read the next piece of the stream."""
+        try:
+            if next(self.stream, None) is None:
+                self.value = self.stream.generation
+        except SpecEdgeError as error:
+            self.value = error
+
+
+def _read(slots: Slots, active: Sequence[_StreamResult]) -> list[_StreamResult]:
+    """Read the streams that have a piece or an end first; return those that go on."""
+    slots.engine.wait([result.stream.job for result in active])
+    for result in active:
+        if result.stream.job.is_done:
+            result.read()
+    return [result for result in active if result.value is None]

@@ -14,7 +14,7 @@ import click
 
 from specedge.bundle.store import errors_naming
 from specedge.cli.terminal import pluralize, progress_bar
-from specedge.runtime.requests.batch import BatchItem, check_drafters, run_item
+from specedge.runtime.requests.batch import BatchItem, check_drafters, run_items
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def generate_results(pipeline: Pipeline, items: list[BatchItem]) -> Iterator[dic
 
         load_template(pipeline.bundle)
     check_drafters(pipeline.drafters, ((item.location, item.request["drafter"]) for item in items))
-    return (run_item(pipeline, item) for item in items)
+    return run_items(pipeline, items)
 
 
 def write_results(

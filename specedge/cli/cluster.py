@@ -22,7 +22,12 @@ from specedge.cli.options import ANY_CLUSTER
 from specedge.cli.terminal import pluralize, sanitize_line
 from specedge.errors import BundleError, SpecEdgeError
 from specedge.ray import Generate, actor_resources, fix_draft_length, import_ray
-from specedge.runtime.requests.batch import BatchItem, check_drafters, error_result, run_item
+from specedge.runtime.requests.batch import (
+    BatchItem,
+    check_drafters,
+    error_result,
+    run_items,
+)
 
 HEAD_PORT = 6379  # Ray's default
 CONNECT_TIMEOUT = 10.0  # seconds; Ray itself retries for minutes
@@ -44,7 +49,7 @@ class ItemGenerator(Generate):
         items = [pickle.loads(item) for item in batch["item"]]
         return {
             "index": [item.index for item in items],
-            "result": [pickle.dumps(run_item(self.pipeline, item)) for item in items],
+            "result": [pickle.dumps(result) for result in run_items(self.pipeline, items)],
         }
 
 

@@ -13,8 +13,8 @@ from specedge.cli import options
 from specedge.cli.terminal import sanitize_line
 from specedge.errors import PromptError
 from specedge.option_specs import option_specs, suggest
-from specedge.request import GenerationRequest
-from specedge.runtime.requests.batch import BatchItem, item_seed, parse_item
+from specedge.request import GenerationRequest, item_seed
+from specedge.runtime.requests.batch import BatchItem, parse_item
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
