@@ -83,29 +83,39 @@ class CostTable:
         """Return the costs of a mode."""
         return self.greedy if greedy else self.sampled
 
-    def at(self, length: int, greedy: bool) -> RoundCosts:
-        """Return the costs of a round with `length` tokens in the cache."""
-        costs = self._costs.get((length, greedy))
+    def at(self, length: int, greedy: bool, num_requests: int = 1) -> RoundCosts:
+        """Return the costs of a round with `length` tokens in the cache.
+
+        If requests share passes, they are a request's share of the passes of such rounds. The
+        cost of a shared draft pass is assumed to grow like that of a target pass.
+        """
+        key = length, greedy, num_requests
+        costs = self._costs.get(key)
         if costs is None:
-            costs = self._costs[length, greedy] = self._interpolate(length, greedy)
+            costs = self._costs[key] = self._interpolate(*key)
         return costs
 
     @cached_property
-    def _costs(self) -> dict[tuple[int, bool], RoundCosts]:
-        """Costs by length and mode, shared by all requests."""
+    def _costs(self) -> dict[tuple[int, bool, int], RoundCosts]:
+        """Costs by length, mode and number of requests, shared by all requests."""
         return {}
 
-    def _interpolate(self, length: int, greedy: bool) -> RoundCosts:
+    def _interpolate(self, length: int, greedy: bool, num_requests: int) -> RoundCosts:
         mode = self.mode(greedy)
         target = self._interpolate_rows(mode.target, length)
         pass_lengths = range(1, self.rows[-1] + 1)
-        verify = [mode.host + interpolate(self.rows, target, tokens) for tokens in pass_lengths]
+        passes = [
+            interpolate(self.rows, target, num_requests * tokens) / num_requests
+            for tokens in pass_lengths
+        ]
+        verify = [mode.host + seconds for seconds in passes]
         if not mode.draft:
             return RoundCosts(verify, [0.0] * len(pass_lengths), 0.0, mode.token)
         draft = [0.0, *self._interpolate_rows(mode.draft, length)]
+        share = passes[0] / target[0]
         return RoundCosts(
             verify,
-            [interpolate(self.rows, draft, tokens) for tokens in pass_lengths],
+            [share * interpolate(self.rows, draft, tokens) for tokens in pass_lengths],
             interpolate(self.lengths, mode.prefill, length),
             mode.token,
         )

@@ -145,6 +145,7 @@ class Planner:
         self.table = table
         self.temperature = temperature
         self.max_draft_tokens = limit if max_draft_tokens is None else min(max_draft_tokens, limit)
+        self.num_requests = 1  # that share passes
         self.acceptance: dict[str, AcceptanceEstimate] = {}
         self.reason_counts: Counter[ChoiceReason] = Counter()
         self.num_tokens = 0
@@ -158,7 +159,8 @@ class Planner:
     def costs(self, length: int) -> RoundCosts:
         """Return the costs at about `length` tokens in the cache."""
         start = length // COSTS_INTERVAL * COSTS_INTERVAL
-        return self.table.at(start + COSTS_INTERVAL // 2, self.temperature == 0)
+        middle = start + COSTS_INTERVAL // 2
+        return self.table.at(middle, self.temperature == 0, self.num_requests)
 
     def estimate(self, source: str) -> AcceptanceEstimate:
         """Return the acceptance estimate of a drafter."""

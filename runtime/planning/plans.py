@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from specedge.errors import ReplayError
@@ -35,20 +35,29 @@ def create_plan(
     drafters: Mapping[str, Drafter],
     table: CostTable,
     max_draft_tokens: int,
+    num_requests: Callable[[], int] = lambda: 1,
 ) -> Plan:
     """Return the plan of a request.
+
+    Args:
+        request: The request.
+        drafters: Its drafters by name.
+        table: Measured costs.
+        max_draft_tokens: Largest K of a planner.
+        num_requests: Function that returns the number of requests that share passes. It is not
+            called if the text depends on K: then it must not depend on other requests either.
 
     Raises:
         ReplayError: The replay has drafters that are not available.
     """
     first = next(iter(drafters.values()))
+    depends_on_drafts = request.temperature > 0 and request.coupling == Coupling.RESIDUAL
     if request.replay is not None:
-        depends_on_drafts = request.temperature > 0 and request.coupling == Coupling.RESIDUAL
         return ReplayPlan(request.replay, drafters, depends_on_drafts)
     if request.fixed_k is not None:
         return FixedPlan(first, request.fixed_k)
     planner = Planner(table, request.temperature, max_draft_tokens)
-    return AutoPlan(planner, drafters)
+    return AutoPlan(planner, drafters, (lambda: 1) if depends_on_drafts else num_requests)
 
 
 class FixedPlan:
@@ -81,8 +90,14 @@ class AutoPlan:
         changes: Choices that differ from the previous one, with the round's number.
     """
 
-    def __init__(self, planner: Planner, drafters: Mapping[str, Drafter]) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        drafters: Mapping[str, Drafter],
+        num_requests: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._planner = planner
+        self._num_requests = num_requests
         self.max_draft_tokens = planner.max_draft_tokens
         self.changes: list[tuple[int, RoundChoice]] = []
         self._drafters = drafters
@@ -120,6 +135,7 @@ class AutoPlan:
             return self._round_plan
         self._is_planned = True
         self._length = history.length
+        self.planner.num_requests = self._num_requests()
         choice = self.planner.choose(self._options(history), history.length - 1)
         self._num_plain = self._num_plain + 1 if choice.reason == ChoiceReason.PLAIN else 0
         if self._num_plain > BACKOFF_AFTER:

@@ -205,6 +205,11 @@ class Engine:
         """True while a thread leads."""
         return self._leader is not None
 
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that wait, or did until just now."""
+        return max(1, sum(len(waiter.jobs) for waiter in self._waiters) + len(self._absent))
+
     def next(self, job: Job) -> Round | None:
         """Wait for a job's next event and return it; None if the job has ended."""
         self.wait([job])

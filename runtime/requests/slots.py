@@ -90,6 +90,10 @@ class Slots:
         """True if a slot is free."""
         return any(slot.is_free for slot in self.all)
 
+    def num_sharing(self, slot: Slot) -> int:
+        """Return the number of requests that share passes of the target with a slot's."""
+        return self.engine.num_requests if getattr(slot.target, "batch", None) else 1
+
     def has_others(self, lease: Lease) -> bool:
         """Return True if other requests have slots."""
         return any(not slot.is_free and slot is not lease.slot for slot in self.all)

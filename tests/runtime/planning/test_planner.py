@@ -271,3 +271,23 @@ def test_host_cost_per_token_reduces_gains():
     options = [DraftOption("model", max_model_tokens=9)]
     assert Planner(costs, temperature=0.0).choose(options, 50).reason == "gain"
     assert Planner(busy, temperature=0.0).choose(options, 50).reason != "gain"
+
+
+def test_costs_of_shared_passes_are_each_requests_share():
+    costs = table(draft=0.2, row=0.1)
+    alone, shared = (costs.at(50, True, count) for count in (1, 4))
+    assert [alone.verify[k] for k in (0, 4)] == pytest.approx([1.0, 1.4])
+    assert [shared.verify[k] for k in (0, 4)] == pytest.approx([1.3 / 4, 2.9 / 4])
+    assert shared.draft[4] == pytest.approx(alone.draft[4] * 1.3 / 4)
+
+
+def test_fewer_tokens_are_drafted_as_more_requests_share_passes():
+    planner = Planner(table(draft=0.05, row=0.1, prior={"model": 0.5}), temperature=0.0)
+    options = [DraftOption("model", max_model_tokens=16)]
+    chosen = []
+    for planner.num_requests in (1, 2, 4, 8, 64):
+        choice = planner.choose(options, 50)
+        chosen.append(choice.num_draft_tokens if choice.reason == ChoiceReason.GAIN else 0)
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] >= 2
+    assert chosen[-1] == 0
