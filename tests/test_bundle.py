@@ -122,7 +122,7 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (
             ("target", "graphs", 0, "length"),
             5,
-            "decoder, scored, unrolled, sampled must have no length",
+            "decoder, batched, scored, unrolled, sampled must have no length",
         ),
         (("target", "graphs", 1, "signature"), "gone", "verify has no 'gone' among signatures"),
         (("target", "graphs", 1, "name"), "Verify", "name must be up to 40 of"),

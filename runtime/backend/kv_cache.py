@@ -18,14 +18,10 @@ class KeyValueCache:
     never read, so a rollback costs nothing.
     """
 
-    def __init__(self, layout: manifest.CacheLayout, buffers: Buffers) -> None:
-        self.arrays: dict[str, Any] = {}
+    def __init__(self, arrays: dict[str, Any], buffers: Buffers) -> None:
+        self.arrays = arrays
         self._buffers = buffers
         self._tokens: list[int] = []
-        for i, layer in enumerate(layout.layers):
-            for name, size in (("key", layer.key_size), ("value", layer.value_size)):
-                shape = (1, layer.heads, layout.capacity, size)
-                self.arrays[f"{i}.{name}"] = buffers.persistent(shape, layout.dtype)
 
     @property
     def length(self) -> int:
@@ -54,3 +50,15 @@ class KeyValueCache:
         """Copy a range of rows from every buffer. -> [H, end - start, D] each"""
         arrays = map(self._buffers.fetch, self.arrays.values())
         return [array[0, :, start:end].copy() for array in arrays]
+
+
+def cache_arrays(
+    layout: manifest.CacheLayout, buffers: Buffers, num_slots: int = 1
+) -> dict[str, Any]:
+    """Allocate the buffers of all slots by name. -> [num_slots, H, S, D] each"""
+    arrays = {}
+    for i, layer in enumerate(layout.layers):
+        for name, size in (("key", layer.key_size), ("value", layer.value_size)):
+            shape = (num_slots, layer.heads, layout.capacity, size)
+            arrays[f"{i}.{name}"] = buffers.persistent(shape, layout.dtype)
+    return arrays

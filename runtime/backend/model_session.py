@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specedge.bundle import MANIFEST, Bundle
+from specedge.bundle.batched_signature import BATCHED
 from specedge.bundle.gpu_signatures import SCORED
 from specedge.bundle.graph_scan import check_graph
 from specedge.bundle.graph_variants import (
@@ -24,13 +25,14 @@ from specedge.bundle.signature import SAMPLING_INPUTS, Signature, TensorSpec
 from specedge.errors import BundleError, DeviceError
 
 from .cuda import engines
-from .kv_cache import KeyValueCache
+from .kv_cache import KeyValueCache, cache_arrays
 from .memory import enough_memory, model_memory
 from .ort import translated_errors
 from .sessions import Device
 
 ORT_TYPES = {"float32": "float", "float64": "double"}  # names that differ from NumPy's
-STAGED = ("tokens", "past_length", *SAMPLING_INPUTS)  # inputs that the host writes before a pass
+# Inputs that the host writes before a pass
+STAGED = ("tokens", "past_length", "positions", "last_positions", *SAMPLING_INPUTS)
 
 
 class ModelSession:
@@ -85,8 +87,9 @@ class ModelSession:
 
     def cache(self) -> KeyValueCache:
         """Return an empty cache."""
-        with self._translated():
-            return KeyValueCache(self.model.cache_layout(self.ops), self.buffers)
+        with self.translated():
+            arrays = cache_arrays(self.model.cache_layout(self.ops), self.buffers)
+        return KeyValueCache(arrays, self.buffers)
 
     def bind(
         self, cache: KeyValueCache, length: int, num_logits: int, captured: bool = False
@@ -97,7 +100,7 @@ class ModelSession:
         `captured` pass as a CUDA graph from the second run on.
         """
         signature = self._signature
-        with self._translated():
+        with self.translated():
             options, sizes = self.buffers.run_options(captured), (length, num_logits)
             bound = BoundPass(self._session.io_binding(), cache, options, length)
             bound.inputs = {t.name: self._array(t, bound, *sizes) for t in signature.inputs}
@@ -109,15 +112,23 @@ class ModelSession:
         """Return a buffer of the cache, or allocate an array of the pass."""
         if tensor.buffer is not None:
             return bound.cache.arrays[tensor.buffer]
-        shape = tensor.at(1, length, num_logits)
-        if tensor.role == "logits_from":
-            array = self.buffers.constant([length - num_logits], tensor.dtype)
+        shape = tensor.at(1, length, num_logits, length + 1)
+        if (values := self._constant(tensor.role, length, num_logits)) is not None:
+            array = self.buffers.constant(values, tensor.dtype)
         elif tensor.role in STAGED:
             array = self.buffers.staging(shape, tensor.dtype)
         else:
             array = self.buffers.zeros(shape, tensor.dtype)
         bound.arrays[tensor.name if tensor.role == "weights" else tensor.role] = array
         return array
+
+    def _constant(self, role: str, length: int, num_logits: int) -> Sequence[Any] | None:
+        """Return an input's values if they depend only on the shape of a pass, else None."""
+        return [length - num_logits] if role == "logits_from" else None
+
+    def _positions(self, bound: BoundPass) -> Mapping[str, Sequence[int]]:
+        """Return the inputs with the positions of a pass's tokens, by role."""
+        return {"past_length": [bound.cache.length]}
 
     def run(
         self, bound: BoundPass, tokens: Sequence[int], inputs: Mapping[str, Any] | None = None
@@ -134,17 +145,16 @@ class ModelSession:
         padding = [0] * (bound.length - len(tokens))
         try:
             self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
-            self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
-            for role, values in (inputs or {}).items():
+            for role, values in {**self._positions(bound), **(inputs or {})}.items():
                 self.buffers.write(bound.arrays[role], values)
             self.buffers.run(self._session, bound.binding, bound.options)
             bound.cache.extend(tokens)
         except Exception:
-            with self._translated():  # entered on failure only, to save time in every pass
+            with self.translated():  # entered on failure only, to save time in every pass
                 raise
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def translated(self) -> Iterator[None]:
         """Convert ONNX Runtime's errors in a pass, including out of memory, to ours."""
         action = f"a pass of {self.model.source.id}"
         with self._enough_memory(), translated_errors(action):
@@ -252,7 +262,8 @@ def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path:
 
 
 def _expected(tensor: TensorSpec, entry: GraphEntry) -> str:
-    shape = tensor.at(entry.batch, entry.length or 0, 0)
+    batch = 0 if entry.name == BATCHED else entry.batch
+    shape = tensor.at(batch, entry.length or 0, 0)
     return _describe(f"tensor({ORT_TYPES.get(tensor.dtype, tensor.dtype)})", shape)
 
 

@@ -21,9 +21,11 @@ from ..decoding.verification import Draft, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits, Row
+from .batched_model import BatchedModel
 from .buffers import Array
 from .cuda.device_logits import DeviceLogits
 from .cuda.draft_graphs import DraftGraph, GreedyDraftGraph, SampledDraftGraph
+from .kv_cache import KeyValueCache
 from .model_session import BoundPass, ModelSession
 from .sessions import Device
 
@@ -63,16 +65,22 @@ class OrtModel:
         self._chunk_length = chunk_length(model.cache.capacity)
         self._num_columns = model.num_columns
         self._longest = bundle.num_draft_tokens + 1
-        self._reset()
+        self._reset(self._session.cache())
 
-    def _reset(self) -> None:
-        self.cache = self._session.cache()
+    def _reset(self, cache: KeyValueCache) -> None:
+        self.cache = cache
+        self.batch: BatchedModel | None = None
         self._passes: dict[int, BoundPass] = {}
         self._draft_graphs: list[DraftGraph] = []
 
     @property
     def length(self) -> int:
         return self.cache.length
+
+    @property
+    def min_length(self) -> int:
+        """Shortest pass that is run; shorter ones are padded."""
+        return self._session.min_length
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         length = len(tokens)
@@ -94,13 +102,17 @@ class OrtModel:
         """Return some rows of a pass's logits."""
         fetch, arrays = self._session.buffers.fetch, bound.arrays
         if "best" not in arrays:
-            return Logits(fetch(arrays["logits"])[0, start:end, : self._num_columns], self._ids)
+            return self.logits(fetch(arrays["logits"])[0, start:end])
         return DeviceLogits(
             lambda: fetch(arrays["logits"])[0, start:end, : self._num_columns],
             lambda: fetch(arrays["best"])[0, start:end],
             self._num_columns,
             self._ids,
         )
+
+    def logits(self, rows: Array) -> Logits:
+        """Return the logits of a pass's rows in host memory. [R, V]"""
+        return Logits(rows[:, : self._num_columns], self._ids)
 
     def pad_single_tokens(self) -> None:
         """Run single tokens in passes of two rows, the second of which is discarded.
@@ -212,8 +224,18 @@ class OrtModel:
 
     def with_new_cache(self) -> OrtModel:
         """Return a model with the same weights and a new cache."""
+        return self.over(self._session.cache())
+
+    def over(self, cache: KeyValueCache, batch: BatchedModel | None = None) -> OrtModel:
+        """Return a model with the same weights and another cache, of a slot that may share passes.
+
+        Args:
+            cache: The cache.
+            batch: Passes over several slots, of which this is one.
+        """
         model = copy.copy(self)
-        model._reset()
+        model._reset(cache)
+        model.batch = batch
         return model
 
     def close(self) -> None:
@@ -222,4 +244,4 @@ class OrtModel:
             self._drop()
 
     def _drop(self) -> None:
-        del self.cache, self._passes, self._draft_graphs, self._session
+        del self.cache, self.batch, self._passes, self._draft_graphs, self._session

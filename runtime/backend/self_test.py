@@ -101,13 +101,15 @@ def _varying_lengths(
     model: OrtModel, entry: ModelEntry, lengths: list[int], seconds: dict[int, float]
 ) -> list[int]:
     """Return the lengths whose rows differ from those of the longest pass, ascending."""
-    by_step = [_invariant_lengths(model, lengths, seconds, step=step) for step in _steps(entry)]
+    by_step = [
+        _invariant_lengths(model, lengths, seconds, step=step) for step in token_steps(entry)
+    ]
     invariant: set[int] = set.intersection(*by_step)
     varying = {*lengths} - invariant
     # The cause may be the total instead of the length: test shorter passes at all residues.
     for length in [t for t in lengths if varying and t < min(varying)]:
         pair = [length, lengths[-1]]
-        for step in _steps(entry):
+        for step in token_steps(entry):
             if length not in _invariant_lengths(
                 model, pair, seconds, step=step, num_ends=NUM_RESIDUES
             ):
@@ -115,7 +117,7 @@ def _varying_lengths(
     return sorted(varying)
 
 
-def _steps(entry: ModelEntry) -> tuple[int, ...]:
+def token_steps(entry: ModelEntry) -> tuple[int, ...]:
     """Return the steps between tokens to test: with step 0, all rows select the same experts."""
     return (STEP, 0) if entry.num_experts else (STEP,)
 
@@ -131,7 +133,7 @@ def longest_invariant_length(model: OrtModel, entry: ModelEntry) -> int:
     if len(tested) < 2 or LONGEST not in model.invariant_lengths:
         return LONGEST
     invariant = set.intersection(
-        *(_invariant_lengths(model, tested, {}, step=step) for step in _steps(entry))
+        *(_invariant_lengths(model, tested, {}, step=step) for step in token_steps(entry))
     )
     first_varying = min((t for t in tested if t not in invariant), default=tested[-1] + 1)
     return max((t for t in tested if t < first_varying), default=LONGEST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from specedge.option_specs import check_integer
 from specedge.request import DrafterName
 
 from ..backend import self_test
+from ..backend.batched_self_test import share_passes
 from ..backend.cuda.fixed_shapes import FixedShapeModel
 from ..backend.memory import PairMemory, check_memory, pair_memory
 from ..backend.model_session import choose_ops
@@ -102,6 +104,16 @@ def load(
             draft_model.warm_up(range(1, 3))
     seconds: dict[int, float] = {}
     notes = [self_test.verify_lengths(target, loaded.target, target_on, longest, seconds)]
+    if slots > 1 and target_on.is_cpu and draft_on.is_cpu:
+        targets = [target, *(model for model, _ in more_models)]
+        targets, note = share_passes(loaded, loaded.target, target_on, targets)
+        notes.append(note)
+        drafts: Sequence[OrtModel | None] = [None] * slots
+        if draft is not None:
+            models = [draft, *(model for _, model in more_models if model)]
+            drafts, note = share_passes(loaded, loaded.draft_model, draft_on, models)
+            notes.append(note)
+        (target, draft), *more_models = zip(targets, drafts, strict=True)
     if draft is not None and not draft_on.is_cpu and not draft_on.supports_engines:
         for model in [draft] if target_on.is_cpu else [target, draft]:
             model.read_longest()
@@ -118,7 +130,7 @@ def load(
         if draft_model is not None and draft is not None:
             draft_model.unroll_as(draft)
     shortened = _with_max_length(loaded, max_length)
-    note = "; ".join(filter(None, notes)) or None
+    note = "; ".join(dict.fromkeys(filter(None, notes))) or None
     shared_chunk_length = None
     if more_models and target_on.is_cpu:
         shared_chunk_length = _shared_chunk_length(target, loaded.target, invariant_length)
@@ -132,12 +144,12 @@ def load(
         more_models,
         shared_chunk_length,
     )
-    models = MeasuredModels.from_bundle(loaded, target, draft)
-    if models.context >= MIN_CONTEXT:
+    measured = MeasuredModels.from_bundle(loaded, target, draft)
+    if measured.context >= MIN_CONTEXT:
         max_draft_tokens = max(1, pipeline.max_planned_tokens)
         acceptance = loaded.draft.acceptance if loaded.draft else None
         costs.complete(
-            lambda: _measure(models, max_draft_tokens, seconds, invariant_length, acceptance)
+            lambda: _measure(measured, max_draft_tokens, seconds, invariant_length, acceptance)
         )
     return pipeline
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import BundleError
 from ..strict_json import OPTIONAL
+from .batched_signature import BATCHED, batched
 from .gpu_signatures import ONE_CALL, SCORED, one_call, with_best
 from .graph_variants import (
     GRAPH_VARIANTS,
@@ -28,7 +29,7 @@ from .signature import Signature, TensorSpec
 
 REEXPORT_HINT = "export or copy the bundle again"
 PREFILL_LENGTH = 64  # tokens of the prefill graph
-ANY_LENGTH = ("decoder", SCORED, *ONE_CALL)
+ANY_LENGTH = ("decoder", BATCHED, SCORED, *ONE_CALL)
 GRAPHS = (*ANY_LENGTH, "step", "catchup", "verify", "prefill")  # defined by the format
 
 
@@ -217,6 +218,8 @@ class ModelEntry:
             raise ValueError(f"{graph.name} has no '{graph.signature}' among signatures")
         cache = self.cache_layout(graph.ops)
         expected = signatures(cache, self.padded_vocab_size)[signature_name(graph.name)]
+        if graph.name == BATCHED:
+            expected = batched(expected)
         if graph.name == SCORED:
             expected = with_best(expected, self.num_columns)
         if graph.name in ONE_CALL:

@@ -17,7 +17,7 @@ GPTQ, NEAREST = "gptq", "nearest"
 ROUNDINGS = (GPTQ, NEAREST)
 # Oldest version by type of weights. Before 1.30 int8 products are not exact on every processor;
 # before 1.31 QMoE is not batch-invariant and has no 4-bit weights with int8 activations.
-OLDEST_ONNXRUNTIME = {"float": "1.28", "integers": "1.30", "experts": "1.31"}
+OLDEST_ONNXRUNTIME = {"float": "1.28", "integers": "1.30", "experts": "1.31", "batched": "1.32"}
 
 
 @dataclass(frozen=True)

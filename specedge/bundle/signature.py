@@ -12,6 +12,7 @@ SAMPLING_INPUTS = (*SAMPLING_SETTINGS, "seen", "uniforms")  # inputs of a sampli
 ROLES = (
     *("tokens", "past_length", "logits_from", "cache", "logits", "best", "drafted"),
     *(*SAMPLING_INPUTS, "drawn", "weights"),
+    *("positions", "block_rows", "packed_rows", "logits_rows", "last_positions", "query_lengths"),
 )
 REPEATED_ROLES = ("cache", "weights")  # roles of several tensors each
 
@@ -22,8 +23,8 @@ class TensorSpec:
 
     `buffer` names a buffer of the cache; the input and output of a buffer may share memory. A
     dimension is a number or a name: "B" is the batch, "T" the pass length, "R" the rows with logits
-    (T less `logits_from`). In graphs for hosts "N" is the number of tokens to process, "K" that of
-    draft tokens, and "R" is K + 1.
+    (T less `logits_from`); in the batched graph "N" is the number of rows per sequence. In graphs
+    for hosts "N" is the number of tokens to process, "K" that of draft tokens, and "R" is K + 1.
     """
 
     name: str
@@ -46,9 +47,9 @@ class TensorSpec:
                     f"{self.name}: a dimension must be at least 1 or one of {names}, got {size!r}"
                 )
 
-    def at(self, batch: int, length: int, rows: int) -> list[int]:
-        """Return the shape for a batch size, pass length and number of rows with logits."""
-        sizes = {"B": batch, "T": length, "R": rows}
+    def at(self, batch: int, length: int, rows: int, block: int = 0) -> list[int]:
+        """Return the shape for a batch size, pass length, and numbers of rows (R and N)."""
+        sizes = {"B": batch, "T": length, "R": rows, "N": block}
         return [sizes[size] if isinstance(size, str) else size for size in self.shape]
 
 

@@ -1,0 +1,154 @@
+"""Batched graph: passes over tokens of several sequences, derived from the decoder.
+
+The tokens of all sequences are packed, so that matrices see no padding; attention alone reads them
+as a padded block. B sequences, T tokens in total, N rows of the block per sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from specedge.bundle.batched_signature import BATCHED, BATCHED_INPUTS, batched
+from specedge.bundle.graph_variants import attention_ops, has_compute_type
+from specedge.bundle.manifest import GraphEntry, ModelEntry
+
+from .graphs import variant_signature
+from .nodes import add_constant, insert_node, operand, producer
+
+ROWS, LAST_POSITIONS, BIAS, QUERY_LENGTHS = range(3), 5, 10, 16  # inputs of GroupQueryAttention
+
+
+def add_batched_graphs(model: ModelEntry, folder: Path) -> ModelEntry:
+    """Write the batched graph of each variant for CPUs that has one, next to the decoder.
+
+    Returns the model's entry with the graphs. `folder` is the bundle's.
+    """
+    entries, signatures = list(model.graphs), dict(model.signatures)
+    for ops in model.parity:
+        decoder = model.graph("decoder", ops)
+        if attention_ops(ops) != "gqa" or has_compute_type(ops):
+            continue
+        if (graph := batch(ir.load(folder / decoder.file))) is None:
+            continue
+        file = decoder.file.replace("decoder", BATCHED)
+        signature = variant_signature(BATCHED, ops)
+        signatures[signature] = batched(model.signatures[decoder.signature])
+        entries.append(GraphEntry(BATCHED, ops, 1, None, signature, file))
+        ir.save(graph, folder / file)
+    return replace(model, graphs=tuple(entries), signatures=signatures)
+
+
+def batch(decoder: ir.Model) -> ir.Model | None:
+    """Rewrite a decoder to its batched graph, in place; return None if that is not possible.
+
+    Tokens must depend on each other in GroupQueryAttention alone, and on their positions only by
+    lookups.
+    """
+    graph = decoder.graph
+    before = {value.name: value for value in graph.inputs}
+    new = {
+        tensor.name: ir.Value(
+            name=tensor.name,
+            shape=ir.Shape(tensor.shape),
+            type=ir.TensorType(ir.DataType[tensor.dtype.upper()]),
+        )
+        for tensor in BATCHED_INPUTS
+    }
+    new["input_ids"] = before["input_ids"]
+    for node in [node for node in graph if node.op_type == "GroupQueryAttention"]:
+        if len(node.inputs) > BIAS and node.inputs[BIAS] is not None:
+            return None
+        if not _batch_attention(graph, node, new):
+            return None
+    for positions in _positions(before["past_length"]):
+        positions.replace_all_uses_with(new["positions"])
+    ((slice_, _),) = before["logits_from"].uses()
+    rows = insert_node(
+        slice_, "Gather", [operand(slice_, 0), new["logits_rows"]], "logits_rows.rows",
+        slice_.outputs[0], axis=1,
+    )  # fmt: skip
+    slice_.outputs[0].replace_all_uses_with(rows)
+    passes.RemoveUnusedNodesPass()(decoder)
+    caches = [value for name, value in before.items() if str(name).startswith("past_key_values")]
+    if before["past_length"].uses() or any(node.op_type == "CumSum" for node in graph):
+        return None
+    if any(user.op_type != "GroupQueryAttention" for x in caches for user, _ in x.uses()):
+        return None
+    graph.inputs[:] = [*new.values(), *caches]
+    for value in (*caches, *graph.outputs[1:]):
+        assert value.shape is not None
+        value.shape = ir.Shape(["B", *value.shape[1:]])
+    graph.name = BATCHED
+    return decoder
+
+
+def _batch_attention(graph: ir.Graph, node: ir.Node, new: dict[str, ir.Value]) -> bool:
+    """Let an attention node read and write a block of several sequences; False if it cannot."""
+    gathers = [_through_casts(x, "Gather") for i in ROWS if (x := node.inputs[i]) is not None]
+    slice_ = _first_user(node.outputs[0])
+    if not all(gathers) or slice_ is None or slice_.op_type != "Slice":
+        return False
+    first = add_constant(graph, np.zeros(1, np.int64), f"{node.outputs[0].name}.first")
+    for gather in filter(None, gathers):
+        rows = [operand(gather, 0), new["block_rows"]]
+        name = str(gather.outputs[0].name)
+        block = insert_node(gather, "Gather", rows, f"{name}.block", axis=1)
+        block = insert_node(gather, "Squeeze", [block, first], f"{name}.sequences")
+        _clear_shapes(gather.outputs[0])
+        block.dtype = gather.outputs[0].dtype
+        gather.outputs[0].replace_all_uses_with(block)
+    _clear_shapes(node.outputs[0])
+    node.replace_input_with(LAST_POSITIONS, new["last_positions"])
+    node.resize_inputs(QUERY_LENGTHS + 1)
+    node.replace_input_with(QUERY_LENGTHS, new["query_lengths"])
+    output = slice_.outputs[0]
+    assert output.shape is not None
+    flat = add_constant(graph, np.array([1, -1, output.shape[-1]]), f"{output.name}.flat")
+    block = insert_node(slice_, "Reshape", [operand(slice_, 0), flat], f"{output.name}.block")
+    rows = [block, new["packed_rows"]]
+    packed = insert_node(slice_, "Gather", rows, f"{output.name}.packed", output, axis=1)
+    output.replace_all_uses_with(packed)
+    return True
+
+
+def _through_casts(value: ir.Value, op_type: str) -> ir.Node | None:
+    """Return the node that computes a value, apart from its type, if it has this operator type."""
+    while cast := producer(value, "Cast"):
+        value = operand(cast, 0)
+    return producer(value, op_type)
+
+
+def _first_user(value: ir.Value) -> ir.Node | None:
+    """Return the only node that reads a value, possibly in another type."""
+    while len(value.uses()) == 1:
+        ((user, _),) = value.uses()
+        if user.op_type != "Cast":
+            return user
+        value = user.outputs[0]
+    return None
+
+
+def _clear_shapes(value: ir.Value) -> None:
+    """Remove the shape of a value, and of its conversions to other types."""
+    value.shape = None
+    for user, _ in value.uses():
+        if user.op_type == "Cast":
+            _clear_shapes(user.outputs[0])
+
+
+def _positions(past_length: ir.Value) -> Iterator[ir.Value]:
+    """Yield the positions of a pass's tokens, sums of the past length and 0, 1 ... [1, T]"""
+    for unsqueezed, _ in past_length.uses():
+        if unsqueezed.op_type != "Unsqueeze":
+            continue
+        for user, _ in unsqueezed.outputs[0].uses():
+            others = [x for x in user.inputs if x is not unsqueezed.outputs[0]]
+            count = producer(others[0], "Sub") if user.op_type == "Add" and others else None
+            if count is not None and producer(count.inputs[0], "CumSum") is not None:
+                yield user.outputs[0]

@@ -1,0 +1,199 @@
+"""Slots of a model that share passes: one pass reads tokens of several sequences.
+
+The caches of all slots are one buffer per tensor, [B, H, S, D], of which each slot has a slice. A
+pass of one slot runs on the slice, and a pass of several on the whole buffers. B slots, T tokens of
+all sequences together, N rows of the block that attention reads, R rows of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from specedge.bundle import Bundle
+from specedge.bundle.batched_signature import BATCHED, BATCHED_INPUTS
+from specedge.bundle.manifest import ModelEntry
+
+from ..sampling.logits import Logits
+from .buffers import Array
+from .kv_cache import KeyValueCache, cache_arrays
+from .model_session import BoundPass, ModelSession
+from .sessions import Device
+
+
+class BatchedSession(ModelSession):
+    """Session of the batched graph; passes of one sequence are bound as with the decoder."""
+
+    def __init__(self, bundle: Bundle, model: ModelEntry, device: Device, ops: str) -> None:
+        super().__init__(bundle, model, device, ops, BATCHED)
+
+    def _constant(self, role: str, length: int, num_logits: int) -> Sequence[Any] | None:
+        values = {
+            "block_rows": [[*range(length), length - 1]],
+            "packed_rows": range(length),
+            "logits_rows": range(length - num_logits, length),
+            "query_lengths": [length + 1],
+        }
+        return values.get(role)
+
+    def _positions(self, bound: BoundPass) -> Mapping[str, Sequence[int]]:
+        start, end = bound.cache.length, bound.cache.length + bound.length
+        return {"positions": range(start, end), "last_positions": [end]}
+
+    def bind_slots(self, arrays: Mapping[str, Array]) -> Any:
+        """Return a binding of the buffers of all slots, by name."""
+        with self.translated():
+            binding = self._session.io_binding()
+            inputs = {t.name: arrays[t.buffer] for t in self._signature.inputs if t.buffer}
+            outputs = {t.name: arrays[t.buffer] for t in self._signature.outputs if t.buffer}
+            self.buffers.bind(binding, inputs, outputs)
+        return binding
+
+    def run_slots(
+        self, binding: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]
+    ) -> None:
+        """Run a pass over the sequences of all slots.
+
+        Args:
+            binding: Binding of the buffers and of inputs and outputs of earlier passes.
+            inputs: Inputs to bind again, by name.
+            outputs: Outputs to bind again, by name.
+        """
+        with self.translated():
+            self.buffers.bind(binding, inputs, outputs)
+            self.buffers.run(self._session, binding, None)
+
+
+class SlotModel(Protocol):
+    """Model of one slot."""
+
+    cache: KeyValueCache
+
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
+        """Run a pass of this slot alone."""
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Run a pass of this slot alone, without logits."""
+
+    def logits(self, rows: Array) -> Logits:
+        """Return the logits of an array of rows. [R, V]"""
+
+
+class BatchedModel:
+    """Passes over several slots of a model at once.
+
+    Attributes:
+        caches: Caches of the slots.
+        max_rows: Most rows of one pass for which every sequence's rows were bitwise equal to those
+            of the sequence alone, on this machine; 0 if they were not, or are not tested.
+    """
+
+    def __init__(self, session: BatchedSession, num_slots: int) -> None:
+        layout, buffers = session.model.cache_layout(session.ops), session.buffers
+        with session.translated():
+            arrays = cache_arrays(layout, buffers, num_slots)
+        slices = [{n: x[i : i + 1] for n, x in arrays.items()} for i in range(num_slots)]
+        self.caches = tuple(KeyValueCache(arrays, buffers) for arrays in slices)
+        self.max_rows = 0
+        self._session = session
+        self._slot_of = {cache: i for i, cache in enumerate(self.caches)}
+        self._capacity = layout.capacity
+        self._binding = session.bind_slots(arrays)
+        self._inputs = {t.name: np.zeros(0, t.dtype) for t in BATCHED_INPUTS}
+        self._rows = np.empty((1, 1, session.model.padded_vocab_size), np.float32)
+        self._logits = self._rows[:, :0]
+
+    @property
+    def is_exact(self) -> bool:
+        """True if passes of up to `max_rows` rows are exact."""
+        return self.max_rows > 0
+
+    def forward(self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]]) -> list[Logits]:
+        """Append tokens to the caches of several slots in one pass.
+
+        A slot whose context is almost full runs a pass of its own if it is beside a longer feed,
+        since attention needs room for a block of equally many rows per sequence.
+
+        Args:
+            feeds: Models of different slots, each with its new tokens, and the number of trailing
+                rows whose logits are needed, 0 for a chunk of a prompt.
+
+        Returns:
+            The logits of each feed, valid until the next call.
+        """
+        block_length = 1 + max(len(tokens) for _, tokens, _ in feeds)
+        last = self._capacity - block_length
+        together = [i for i, (model, _, _) in enumerate(feeds) if model.cache.length <= last]
+        if len(together) < 2:
+            together = []
+        rows = iter(self._run([feeds[i] for i in together], block_length) if together else ())
+        return [
+            model.logits(next(rows)) if i in together else _run_alone(model, tokens, num_rows)
+            for i, (model, tokens, num_rows) in enumerate(feeds)
+        ]
+
+    def _run(
+        self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]], block_length: int
+    ) -> list[Array]:
+        """Run one pass; return the rows of logits of each feed."""
+        num_slots = len(self.caches)
+        ids: list[int] = []
+        positions: list[int] = []
+        packed: list[int] = []
+        with_logits: list[int] = []
+        block = np.zeros((num_slots, block_length), np.int64)
+        last_positions, query_lengths = [0] * num_slots, [0] * num_slots
+        for model, tokens, num_rows in feeds:
+            slot, past = self._slot_of[model.cache], model.cache.length
+            start, length = len(ids), len(tokens)
+            end = start + length
+            ids += tokens
+            positions += range(past, past + length)
+            packed += range(slot * block_length, slot * block_length + length)
+            with_logits += range(end - num_rows, end)
+            block[slot, : length + 1] = [*range(start, end), end - 1]
+            last_positions[slot], query_lengths[slot] = past + length, length + 1
+        inputs = {
+            "input_ids": [ids],
+            "positions": [positions],
+            "block_rows": block,
+            "packed_rows": packed,
+            # ONNX Runtime 1.28 cannot multiply an empty matrix.
+            "logits_rows": with_logits or [0],
+            "last_positions": last_positions,
+            "query_lengths": query_lengths,
+        }
+        self._session.run_slots(self._binding, *self._stage(inputs))
+        rows, end = [], 0
+        for model, tokens, num_rows in feeds:
+            model.cache.extend(tokens)
+            rows.append(self._logits[0, end : end + num_rows])
+            end += num_rows
+        return rows
+
+    def _stage(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Write the inputs of a pass; return the inputs and outputs whose arrays are new."""
+        new: dict[str, Array] = {}
+        for name, values in inputs.items():
+            array = np.asarray(values, self._inputs[name].dtype)
+            if array.shape == self._inputs[name].shape:
+                self._inputs[name][...] = array
+            else:
+                self._inputs[name] = new[name] = array
+        num_rows = len(inputs["logits_rows"])
+        if num_rows == self._logits.shape[1]:
+            return new, {}
+        if num_rows > self._rows.shape[1]:
+            self._rows = np.empty((1, num_rows, self._rows.shape[2]), np.float32)
+        self._logits = self._rows[:, :num_rows]
+        return new, {"logits": self._logits}
+
+
+def _run_alone(model: SlotModel, tokens: Sequence[int], num_rows: int) -> Logits:
+    """Run a pass of one slot."""
+    if num_rows:
+        return model.forward(tokens, num_rows)
+    model.prefill(tokens)
+    return model.logits(np.empty((0, 0), np.float32))

@@ -1,0 +1,183 @@
+"""Self-test of passes over several slots, at load: bitwise equality with passes of one slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specedge.bundle import Bundle
+from specedge.bundle.batched_signature import BATCHED
+from specedge.bundle.manifest import PREFILL_LENGTH, REEXPORT_HINT, ModelEntry
+from specedge.bundle.precision import OLDEST_ONNXRUNTIME
+from specedge.diagnosis import packages
+
+from .batched_model import BatchedModel, BatchedSession
+from .buffers import Array
+from .model_session import ModelSession
+from .onnx_model import OrtModel
+from .ort import onnxruntime
+from .self_test import token_steps
+from .sessions import Device
+
+PASTS = (PREFILL_LENGTH, 7, 0)  # cache rows before the passes, by text
+CHUNKS = (PREFILL_LENGTH, PREFILL_LENGTH // 2, PREFILL_LENGTH // 4)  # tokens of prompts
+
+
+@dataclass(frozen=True)
+class SinglePasses:
+    """Passes of one slot over a text whose first `past` tokens are in the cache.
+
+    Attributes:
+        tokens: The text, which the longest pass completes.
+        past: Cache rows before each pass.
+        caches: Cache rows of the text. [H, tokens, D] each
+        logits: Logits by pass length. [T, V] each
+    """
+
+    tokens: list[int]
+    past: int
+    caches: list[Array]
+    logits: dict[int, Array]
+
+
+def share_passes(
+    bundle: Bundle, entry: ModelEntry, device: Device, models: Sequence[OrtModel]
+) -> tuple[list[OrtModel], str | None]:
+    """Let the models of all slots share passes, if these are exact on this machine.
+
+    The batched graph then runs every pass. It is opened after the decoder is closed, so that the
+    weights are in memory once; `models` are closed.
+
+    Returns:
+        The models, whose `batch` is None if requests have to take turns; and a note in that case.
+    """
+    first = models[0]
+    if obstacle := _obstacle(entry, first.ops):
+        return [*models], f"requests take turns, because {obstacle}"
+    references = run_single_passes(first, entry, bundle.num_draft_tokens + 1)
+    ops, lengths, min_length = first.ops, first.invariant_lengths, first.min_length
+    for model in models:
+        model.close()
+
+    def open_model(session: ModelSession) -> OrtModel:
+        session.min_length = min_length
+        model = OrtModel(bundle, entry, device, ops, session=session)
+        model.invariant_lengths = lengths
+        return model
+
+    session = BatchedSession(bundle, entry, device, ops)
+    batch, model = BatchedModel(session, len(models)), open_model(session)
+    slots = [model.over(cache, batch) for cache in batch.caches]
+    batch.max_rows = exact_rows(batch, slots, references)
+    model.close()
+    if batch.is_exact:
+        return slots, None
+    for model in slots:
+        model.close()
+    del session, batch
+    first = open_model(ModelSession(bundle, entry, device, ops, "decoder"))
+    return [first, *(first.with_new_cache() for _ in slots[1:])], (
+        f"{entry.source.id}: requests take turns, because on this machine passes over several "
+        "requests are not bitwise equal to those of one request "
+        f"(ONNX Runtime {onnxruntime().__version__})"
+    )
+
+
+def _obstacle(entry: ModelEntry, ops: str) -> str | None:
+    """Return the reason why a model has no passes over several slots, if any."""
+    version, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME["batched"]
+    if not entry.has(BATCHED, ops):
+        return f"the bundle has no batched graph ({REEXPORT_HINT})"
+    if packages.version_numbers(version) < packages.version_numbers(oldest):
+        return f"batched graphs need ONNX Runtime {oldest} or later, and {version} is installed"
+    return None
+
+
+def run_single_passes(model: OrtModel, entry: ModelEntry, longest: int) -> list[SinglePasses]:
+    """Run passes of several lengths over several texts with one slot; empties the cache.
+
+    Mixtures of experts also get a text of equal tokens, which select the same experts.
+    """
+    pasts = [past for past in PASTS if past + longest <= entry.context_length]
+    texts = enumerate((step, past) for step in token_steps(entry) for past in pasts)
+    references = []
+    for i, (step, past) in texts:
+        tokens = [(3 * i + step * j) % model.vocab_size for j in range(past + longest)]
+        logits = {}
+        for length in sorted({1, 2, longest}):
+            model.truncate(0)
+            model.prefill(tokens[:past])
+            logits[length] = model.forward(tokens[past : past + length]).array().copy()
+        references.append(SinglePasses(tokens, past, model.cache_rows(0, len(tokens)), logits))
+    model.truncate(0)
+    return references
+
+
+def exact_rows(
+    batch: BatchedModel, models: Sequence[OrtModel], references: Sequence[SinglePasses]
+) -> int:
+    """Return the number of rows up to which passes over slots are exact; empties their caches.
+
+    Passes vary in the slots that take part, in the number of tokens of each, and in their texts.
+
+    Args:
+        batch: The passes.
+        models: Models of the slots.
+        references: Passes of one slot.
+
+    Returns:
+        The most rows of a tested pass, 0 if the rows of a pass are not bitwise equal.
+    """
+    totals = []
+    for number, lengths in enumerate(_passes(len(models), [*references[0].logits])):
+        texts = [references[(number + i) % len(references)] for i in range(len(models))]
+        if not _is_exact(batch, models, texts, lengths):
+            return 0
+        totals.append(sum(map(abs, lengths)))
+    for model in models:
+        model.truncate(0)
+    return max(totals)
+
+
+def _passes(num_slots: int, lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the number of tokens of each slot, 0 without any, negative for chunks of a prompt."""
+    for length in lengths:
+        yield [length] * num_slots
+    for count in range(1, num_slots + 1):  # others are idle
+        some = [lengths[-1 - i % len(lengths)] for i in range(count)] + [0] * (num_slots - count)
+        yield some[-count // 2 :] + some[: -count // 2]
+    for i, chunk in enumerate(CHUNKS):
+        row = [lengths[-1 - i % len(lengths)]] * num_slots
+        row[i % num_slots] = -chunk
+        yield row
+
+
+def _is_exact(
+    batch: BatchedModel,
+    models: Sequence[OrtModel],
+    texts: Sequence[SinglePasses],
+    lengths: Sequence[int],
+) -> bool:
+    """Return True if logits and cache rows of a pass are those of passes of one slot."""
+    feeds, expected = [], []
+    for model, text, length in zip(models, texts, lengths, strict=True):
+        model.truncate(0)
+        past = 0 if length < 0 else text.past
+        for array, rows in zip(model.cache.arrays.values(), text.caches, strict=True):
+            array[0, :, :past] = rows[:, :past]
+        model.cache.extend(text.tokens[:past])
+        tokens = text.tokens[past : past + abs(length)]
+        if tokens:
+            feeds.append((model, tokens, max(length, 0)))
+            expected.append(text.logits[length] if length > 0 else None)
+    results = batch.forward(feeds)
+    return all(
+        logits is None or np.array_equal(logits, result.array())
+        for logits, result in zip(expected, results, strict=True)
+    ) and all(
+        np.array_equal(actual, rows[:, : model.length])
+        for model, text in zip(models, texts, strict=True)
+        for actual, rows in zip(model.cache_rows(0, model.length), text.caches, strict=True)
+    )

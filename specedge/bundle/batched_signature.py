@@ -1,0 +1,39 @@
+"""Signature of the batched graph, derived from the decoder's signature.
+
+A pass has T tokens of B sequences, packed without padding: first those of sequence 0, then those of
+sequence 1, and so on. Attention reads them as a padded block of N rows per sequence, in which the
+last row of each sequence is repeated, as in the decoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .signature import Signature, TensorSpec
+
+BATCHED = "batched"  # decoder over several sequences
+BATCHED_INPUTS = (
+    TensorSpec("input_ids", "tokens", None, "int64", (1, "T")),
+    TensorSpec("positions", "positions", None, "int64", (1, "T")),
+    TensorSpec("block_rows", "block_rows", None, "int64", ("B", "N")),
+    TensorSpec("packed_rows", "packed_rows", None, "int64", ("T",)),
+    TensorSpec("logits_rows", "logits_rows", None, "int64", ("R",)),
+    TensorSpec("last_positions", "last_positions", None, "int32", ("B",)),
+    TensorSpec("query_lengths", "query_lengths", None, "int32", ("B",)),
+)
+
+
+def batched(decoder: Signature) -> Signature:
+    """Return the signature of the batched graph.
+
+    `block_rows` are the packed rows of the block, `packed_rows` the rows of the flattened block
+    that are tokens, and `logits_rows` the packed rows with logits. `last_positions` is the position
+    of each sequence's last row in the block, the repeated one, and `query_lengths` their number, 0
+    for a sequence without tokens.
+    """
+    inputs = tuple(tensor for tensor in decoder.inputs if tensor.role == "cache")
+    outputs = [
+        replace(tensor, shape=(1, *tensor.shape[1:])) if tensor.role == "logits" else tensor
+        for tensor in decoder.outputs
+    ]
+    return Signature((*BATCHED_INPUTS, *inputs), tuple(outputs))
