@@ -25,7 +25,7 @@ from specedge.version import __version__
 from . import cost_estimate, mapped_memory
 from .checkpoint import checkpoints, draft_vocabulary, hub, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
-from .graph import batched, best_logits, draft_loop
+from .graph import best_logits, draft_loop
 from .graph.graphs import SOURCE
 from .model_export import REJECTION, export_model
 from .progress import Progress
@@ -35,6 +35,7 @@ from .quantization.quantizer import add_variants, quantize
 from .request import ExportRequest, PathOrName
 from .tokenizers import pair
 from .tracing import tracer
+from .verification.batched_graphs import add_batched_graphs
 
 ID_MAP_FILE = "ids.bin"
 
@@ -272,8 +273,10 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     models = [replace(m, vocab_size=size) for m, size in zip(models, sizes, strict=True)]
     if has_draft:
         models[1] = replace(models[1], acceptance=_measure_acceptance(job, *models))
-    with progress.step("Writing batched graphs"):
-        models = [batched.add_batched_graphs(model, work) for model in models]
+    models = [
+        add_batched_graphs(role, model, work, progress)
+        for role, model in zip(("target", "draft"), models, strict=False)
+    ]
     with progress.step("Writing graphs for GPUs"):
         models = [best_logits.add_best_logits(model, work) for model in models]
         if has_draft:
