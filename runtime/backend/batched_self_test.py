@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from specedge.bundle.manifest import PREFILL_LENGTH, REEXPORT_HINT, ModelEntry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME
 from specedge.diagnosis import packages
 
+from ..sampling.logits import Logits
 from .batched_model import BatchedModel, BatchedSession
 from .buffers import Array
 from .model_session import ModelSession
@@ -30,7 +32,7 @@ class SinglePasses:
     """Passes of one slot over a text whose first `past` tokens are in the cache.
 
     Attributes:
-        tokens: The text, which the longest pass completes.
+        tokens: The text.
         past: Cache rows before each pass.
         caches: Cache rows of the text. [H, tokens, D] each
         logits: Logits by pass length. [T, V] each
@@ -98,19 +100,20 @@ def _obstacle(entry: ModelEntry, ops: str) -> str | None:
 def run_single_passes(model: OrtModel, entry: ModelEntry, longest: int) -> list[SinglePasses]:
     """Run passes of several lengths over several texts with one slot; empties the cache.
 
-    Mixtures of experts also get a text of equal tokens, which select the same experts.
+    Mixtures of experts also get texts of equal tokens, which select the same experts.
     """
-    pasts = [past for past in PASTS if past + longest <= entry.context_length]
-    texts = enumerate((step, past) for step in token_steps(entry) for past in pasts)
+    size = min(max(PASTS) + longest, entry.context_length)
+    pasts = [past for past in PASTS if past + longest <= size]
     references = []
-    for i, (step, past) in texts:
-        tokens = [(3 * i + step * j) % model.vocab_size for j in range(past + longest)]
+    for i, (step, past) in enumerate(itertools.product(token_steps(entry), pasts)):
+        tokens = [(3 * i + step * j) % model.vocab_size for j in range(size)]
         logits = {}
         for length in sorted({1, 2, longest}):
             model.truncate(0)
             model.prefill(tokens[:past])
             logits[length] = model.forward(tokens[past : past + length]).array().copy()
-        references.append(SinglePasses(tokens, past, model.cache_rows(0, len(tokens)), logits))
+        model.prefill(tokens[model.length :])
+        references.append(SinglePasses(tokens, past, model.cache_rows(0, size), logits))
     model.truncate(0)
     return references
 
@@ -133,9 +136,10 @@ def exact_rows(
     totals = []
     for number, lengths in enumerate(_passes(len(models), [*references[0].logits])):
         texts = [references[(number + i) % len(references)] for i in range(len(models))]
-        if not _is_exact(batch, models, texts, lengths):
+        feeds, expected = _feeds(models, texts, lengths)
+        if not _is_exact(models, texts, expected, batch.forward(feeds)):
             return 0
-        totals.append(sum(map(abs, lengths)))
+        totals.append(sum(len(tokens) for _, tokens, _ in feeds))
     for model in models:
         model.truncate(0)
     return max(totals)
@@ -154,29 +158,36 @@ def _passes(num_slots: int, lengths: Sequence[int]) -> Iterator[list[int]]:
         yield row
 
 
-def _is_exact(
-    batch: BatchedModel,
-    models: Sequence[OrtModel],
-    texts: Sequence[SinglePasses],
-    lengths: Sequence[int],
-) -> bool:
-    """Return True if logits and cache rows of a pass are those of passes of one slot."""
+def _feeds(
+    models: Sequence[OrtModel], texts: Sequence[SinglePasses], lengths: Sequence[int]
+) -> tuple[list[tuple[OrtModel, list[int], int]], list[Array]]:
+    """Fill the caches of slots; return the feeds of a pass and the expected logits of each."""
     feeds, expected = [], []
     for model, text, length in zip(models, texts, lengths, strict=True):
-        model.truncate(0)
         past = 0 if length < 0 else text.past
+        model.truncate(0)
         for array, rows in zip(model.cache.arrays.values(), text.caches, strict=True):
             array[0, :, :past] = rows[:, :past]
         model.cache.extend(text.tokens[:past])
-        tokens = text.tokens[past : past + abs(length)]
-        if tokens:
-            feeds.append((model, tokens, max(length, 0)))
-            expected.append(text.logits[length] if length > 0 else None)
-    results = batch.forward(feeds)
-    return all(
-        logits is None or np.array_equal(logits, result.array())
+        if length:
+            feeds.append((model, text.tokens[past : past + abs(length)], max(length, 0)))
+            expected.append(text.logits[max(length, 1)][: max(length, 0)])
+    return feeds, expected
+
+
+def _is_exact(
+    models: Sequence[OrtModel],
+    texts: Sequence[SinglePasses],
+    expected: Sequence[Array],
+    results: Sequence[Logits],
+) -> bool:
+    """Return True if logits and cache rows of a pass are those of passes of one slot."""
+    is_equal = all(
+        np.array_equal(logits, result.array())
         for logits, result in zip(expected, results, strict=True)
-    ) and all(
+        if len(logits)
+    )
+    return is_equal and all(
         np.array_equal(actual, rows[:, : model.length])
         for model, text in zip(models, texts, strict=True)
         for actual, rows in zip(model.cache_rows(0, model.length), text.caches, strict=True)

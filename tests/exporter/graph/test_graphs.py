@@ -4,7 +4,7 @@ import onnx
 import pytest
 
 import traces
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
 from specedge.bundle.gpu_signatures import ONE_CALL, num_best
 from specedge.bundle.graph_scan import weights_of
 from specedge.bundle.signature import SAMPLING_SETTINGS
@@ -35,9 +35,9 @@ def test_graphs_have_only_nodes_that_gpus_run(exported):
 
 def test_inputs_and_outputs_match_the_specification(exported):
     for model, graph, proto in protos(exported):
-        length = graph.length or "T"
+        length, batch = graph.length or "T", "B" if graph.name == "batched" else 1
         caches = [
-            (f"{i}.{kind}", [1, layer.heads, model.cache.capacity, size])
+            (f"{i}.{kind}", [batch, layer.heads, model.cache.capacity, size])
             for i, layer in enumerate(model.cache.layers)
             for kind, size in (("key", layer.key_size), ("value", layer.value_size))
         ]
@@ -63,10 +63,19 @@ def test_inputs_and_outputs_match_the_specification(exported):
                 weights = ((f"step.{i}.weights", [1, size]) for i in range(k))
                 logits = [("drawn", [k, 2 * num_best(size) + 5]), *weights]
             made = [(f"step.{i}.{name}", dims) for i in range(k) for name, dims in made]
+        first = [("past_length", [1]), *chosen]
+        if graph.name == "batched":
+            first = [
+                ("positions", [1, "T"]),
+                ("block_rows", ["B", "N"]),
+                ("packed_rows", ["T"]),
+                ("logits_rows", ["R"]),
+                ("last_positions", ["B"]),
+                ("query_lengths", ["B"]),
+            ]
         assert [(v.name, shape(v)) for v in proto.graph.input] == [
             ("input_ids", [1, length]),
-            ("past_length", [1]),
-            *chosen,
+            *first,
             *((f"past_key_values.{name}", dims) for name, dims in caches),
             *told,
         ]
@@ -81,7 +90,7 @@ def test_inputs_and_outputs_match_the_specification(exported):
             (proto.graph.output, declared.outputs),
         ):
             assert [(v.name, shape(v)) for v in values] == [
-                (t.name, t.at(1, length, rows)) for t in tensors
+                (t.name, t.at(batch, length, rows, "N")) for t in tensors
             ]
             kinds = [
                 onnx.helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type) for v in values
@@ -99,6 +108,8 @@ def test_files_have_lengths_that_manifest_states(exported):
             "prefill": (64, "caches_alone"),
         }
         wanted = {(name, ops): found for name, found in lengths.items() for ops in model.parity}
+        if "gqa" in model.parity and exported.folder != store.embedded_folder():
+            wanted["batched", "gqa"] = None, "batched"
         for ops in filter(model.supports_gpu, model.parity):
             wanted["scored", ops] = None, "best_logits"
             if role == "draft":

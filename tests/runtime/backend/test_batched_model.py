@@ -1,0 +1,215 @@
+"""Passes over several slots, compared with the decoder bit by bit."""
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from specedge.bundle.batched_signature import BATCHED
+from specedge.runtime.backend.batched_model import BatchedModel
+from specedge.runtime.backend.batched_self_test import share_passes
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
+from specedge.runtime.requests import loader
+
+pytest.importorskip("onnx_ir", reason="needs the export extra")
+
+from batched import copy_with_batched_graphs
+
+NUM_SLOTS = 4
+TEXT = [7 * i % 500 for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def bundle(pipeline, tmp_path_factory):
+    return copy_with_batched_graphs(pipeline.bundle, tmp_path_factory.mktemp("batched"))
+
+
+@pytest.fixture(scope="module", params=["target", "draft"])
+def entry(request, bundle):
+    return bundle.models[request.param]
+
+
+@pytest.fixture(scope="module")
+def shared(bundle, entry):
+    """Return the models of slots that share passes."""
+    models, note = share_passes(bundle, entry, Device(), open_slots(bundle, entry))
+    assert note is None
+    return models
+
+
+@pytest.fixture(scope="module")
+def decoder(bundle, entry):
+    return OrtModel(bundle, entry, Device())
+
+
+@pytest.fixture
+def slots(shared):
+    for model in shared:
+        model.truncate(0)
+    return shared
+
+
+def open_slots(bundle, entry, count=NUM_SLOTS):
+    first = OrtModel(bundle, entry, Device())
+    return [first, *(first.with_new_cache() for _ in range(count - 1))]
+
+
+def alone(decoder, text, past, length):
+    """Return logits of the last tokens of a text, and all its cache rows, by the decoder."""
+    decoder.truncate(0)
+    decoder.prefill(text[:past])
+    logits = decoder.forward(text[past : past + length]).array().copy()
+    return logits, decoder.cache_rows(0, past + length)
+
+
+def run(slots, texts, pasts, lengths, num_rows=None):
+    """Run one pass over slots, each after its own past; return the logits of those with tokens."""
+    feeds = []
+    for i, model in enumerate(slots):
+        model.truncate(0)
+        model.prefill(texts[i][: pasts[i]])
+        if lengths[i]:
+            tokens = texts[i][pasts[i] : pasts[i] + lengths[i]]
+            feeds.append((model, tokens, lengths[i] if num_rows is None else num_rows[i]))
+    found = slots[0].batch.forward(feeds)
+    return dict(zip((i for i, n in enumerate(lengths) if n), found, strict=True))
+
+
+def texts():
+    return [TEXT[3 * i + 1 :] for i in range(NUM_SLOTS)]
+
+
+def check(decoder, slots, pasts, lengths):
+    logits = run(slots, texts(), pasts, lengths)
+    for i, model in enumerate(slots):
+        expected, rows = alone(decoder, texts()[i], pasts[i], lengths[i] or 1)
+        assert model.length == pasts[i] + lengths[i]
+        for mine, its in zip(model.cache_rows(0, model.length), rows, strict=True):
+            assert np.array_equal(mine, its[:, : model.length])
+        if lengths[i]:
+            assert np.array_equal(logits[i].array(), expected)
+
+
+@pytest.mark.parametrize(
+    ("pasts", "lengths"),
+    [
+        ((40, 7, 19, 3), (1, 1, 1, 1)),
+        ((40, 7, 19, 3), (5, 5, 5, 5)),
+        ((40, 7, 0, 3), (5, 1, 3, 0)),
+        ((0, 7, 19, 3), (0, 2, 0, 1)),
+        ((0, 90, 19, 0), (64, 1, 5, 17)),
+        ((3, 3, 3, 3), (0, 0, 1, 0)),
+    ],
+)
+def test_rows_of_each_slot_are_bitwise_those_of_the_decoder(decoder, slots, pasts, lengths):
+    check(decoder, slots, pasts, lengths)
+
+
+def test_only_requested_rows_have_logits(decoder, slots):
+    pasts, lengths, num_rows = (0, 7, 19, 3), (33, 5, 5, 1), (0, 2, 5, 1)
+    logits = run(slots, texts(), pasts, lengths, num_rows)
+    for i, count in enumerate(num_rows):
+        expected, _ = alone(decoder, texts()[i], pasts[i], lengths[i])
+        assert np.array_equal(logits[i].array(), expected[lengths[i] - count :])
+
+
+def test_rows_stay_exact_beside_a_chunk_at_the_end_of_the_context(decoder, slots, entry):
+    end = entry.context_length
+    text = [TEXT[i % len(TEXT)] for i in range(end)]
+    slots[0].prefill(text[: end - 1])
+    found = slots[0].batch.forward([(slots[0], text[end - 1 :], 1), (slots[1], TEXT[:64], 1)])
+    for logits, (tokens, past) in zip(found, [(text, end - 1), (TEXT[:64], 0)], strict=True):
+        expected, _ = alone(decoder, tokens, past, len(tokens) - past)
+        assert np.array_equal(logits.array(), expected[-1:])
+    assert [slots[0].length, slots[1].length] == [end, 64]
+
+
+def test_rollback_of_one_slot_leaves_the_others(decoder, slots):
+    a, b = texts()[:2]
+    run(slots, texts(), (10, 20, 0, 0), (5, 5, 0, 0))
+    slots[0].truncate(11)
+    found = slots[0].batch.forward([(slots[0], a[50:53], 3), (slots[1], b[25:26], 1)])
+    expected, _ = alone(decoder, a[:11] + a[50:53], 11, 3)
+    assert np.array_equal(found[0].array(), expected)
+    assert np.array_equal(found[1].array(), alone(decoder, b, 25, 1)[0])
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 18])
+def test_single_passes_of_a_slot_equal_those_of_the_decoder(decoder, slots, length):
+    slots[2].prefill(TEXT[:30])
+    found = slots[2].forward(TEXT[30 : 30 + length]).array()
+    assert np.array_equal(found, alone(decoder, TEXT, 30, length)[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["block_rows", "packed_rows", "logits_rows", "last_positions", "query_lengths"]
+)
+def test_self_test_finds_mixed_up_sequences(bundle, monkeypatch, name):
+    stage = BatchedModel._stage
+
+    def reverse(self, inputs):
+        return stage(self, inputs | {name: [*inputs[name]][::-1]})
+
+    monkeypatch.setattr(BatchedModel, "_stage", reverse)
+    models, note = share_passes(bundle, bundle.target, Device(), open_slots(bundle, bundle.target))
+    assert "take turns" in note
+    assert [model.batch for model in models] == [None] * NUM_SLOTS
+    models[1].prefill(TEXT[:3])
+    assert models[1].forward(TEXT[3:5]).array().shape == (2, bundle.target.vocab_size)
+
+
+@pytest.mark.parametrize("limit", [2, 12, 40])
+def test_self_test_finds_a_rounding_error_in_long_passes(bundle, monkeypatch, limit):
+    run_pass = BatchedModel._run
+
+    def moved(self, feeds, block_length):
+        rows = run_pass(self, feeds, block_length)
+        if sum(len(tokens) for _, tokens, _ in feeds) >= limit:
+            rows[-1][..., 3] = np.nextafter(rows[-1][..., 3], np.float32(np.inf))
+        return rows
+
+    monkeypatch.setattr(BatchedModel, "_run", moved)
+    _, note = share_passes(bundle, bundle.target, Device(), open_slots(bundle, bundle.target))
+    assert bundle.target.source.id in note
+
+
+def test_requests_take_turns_without_a_batched_graph(pipeline):
+    model = OrtModel(pipeline.bundle, pipeline.bundle.target, Device())
+    models, note = share_passes(pipeline.bundle, pipeline.bundle.target, Device(), [model])
+    assert models == [model]
+    assert "no batched graph" in note
+
+
+def test_older_onnxruntime_never_opens_the_batched_graph(bundle, monkeypatch):
+    models = open_slots(bundle, bundle.target)
+    monkeypatch.setattr(onnxruntime, "__version__", "1.31.0")
+    monkeypatch.setattr(Device, "open", None)
+    found, note = share_passes(bundle, bundle.target, Device(), models)
+    assert found == models
+    assert "1.32" in note
+
+
+def test_one_slot_opens_no_batched_graph(bundle, monkeypatch):
+    opened, open_session = [], Device.open
+
+    def recorded(device, path):
+        opened.append(path.name)
+        return open_session(device, path)
+
+    monkeypatch.setattr(Device, "open", recorded)
+    loader.load(bundle.folder).close()
+    assert not [name for name in opened if BATCHED in name]
+
+
+def test_text_does_not_depend_on_the_number_of_slots(bundle):
+    texts = []
+    for slots in (1, 3):
+        with loader.load(bundle.folder, slots=slots) as pipeline:
+            assert (pipeline.target.batch is not None) is (slots > 1)
+            texts.append(
+                [
+                    pipeline.generate("def f(", max_new_tokens=20, temperature=x, seed=1).text
+                    for x in (0, 1)
+                ]
+            )
+    assert texts[0] == texts[1]
