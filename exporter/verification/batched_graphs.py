@@ -52,7 +52,7 @@ def add_batched_graphs(
     with progress.step(f"Writing the {role}'s batched graphs"):
         changed = batched.add_batched_graphs(model, folder)
         for ops in [graph.ops for graph in changed.graphs if graph.name == BATCHED]:
-            error, bound = _measure_error(changed, folder, ops), changed.bound(ops)
+            error, bound = measure_error(changed, folder, ops), changed.bound(ops)
             if not error <= bound:
                 raise ParityError(
                     f"{role} ({ops}): the batched graph differs from the decoder by {error:.1e} of "
@@ -70,7 +70,7 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in version.split(".")[:2]]
 
 
-def _measure_error(model: ModelEntry, folder: Path, ops: str) -> float:
+def measure_error(model: ModelEntry, folder: Path, ops: str) -> float:
     """Return the largest difference of a value, relative to the largest of its tensor."""
     random = np.random.default_rng(0)
     texts = [random.integers(model.vocab_size, size=LONGEST) for _ in SEQUENCES]
