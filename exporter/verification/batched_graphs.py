@@ -29,6 +29,9 @@ def add_batched_graphs(
 ) -> ModelEntry:
     """Write the batched graphs of a model next to its decoders, and verify them.
 
+    Rows are compared with a tolerance: sessions that do not pack weights round differently for some
+    numbers of rows. The runtime tests at load whether passes are exact.
+
     Args:
         role: Role of the model, for notes.
         model: Its entry.
@@ -57,11 +60,6 @@ def add_batched_graphs(
                 raise ParityError(
                     f"{role} ({ops}): the batched graph differs from the decoder by {error:.1e} of "
                     f"the largest value, the limit is {bound:.1e}"
-                )
-            if error:
-                progress.note(
-                    f"{role} ({ops}): passes over several requests are not bitwise equal to those "
-                    "of one request, so requests take turns on this machine"
                 )
     return changed
 

@@ -260,7 +260,8 @@ def _pass_bytes(
     """Return the bytes of a pass over a chunk of a prompt.
 
     These are attention scores [heads, T, S], a layer's intermediate values, the logits of all pass
-    lengths up to the verify pass for each slot, and two distributions per row of the verify pass.
+    lengths up to the verify pass for each slot, those of a pass over several slots, and two
+    distributions per row of the verify pass.
 
     The manifest states neither the hidden size nor the number of query heads. They are derived from
     the LM head, which is assumed to be the largest matrix whose size does not occur in each layer.
@@ -274,7 +275,8 @@ def _pass_bytes(
     heads = hidden_size / model.cache.layers[0].key_size
     prompt = length * (heads * capacity + _ROW_VALUES * layer_weights**0.5)
     rows = num_draft_tokens + 1
-    logits = model.padded_vocab_size * (slots * rows * (rows + 1) // 2 + 4 * rows)
+    shared = slots * rows if slots > 1 else 0
+    logits = model.padded_vocab_size * (slots * rows * (rows + 1) // 2 + shared + 4 * rows)
     return int(4 * (prompt + logits))
 
 

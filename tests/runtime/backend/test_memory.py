@@ -133,7 +133,7 @@ def test_prefill_memory_has_attention_scores_but_no_logits():
     prompt = few - 4 * 50_000 * 35
     assert prompt == pytest.approx(4 * 256 * (8 * 1024 + 4 * 2000))
     assert few - passes(50_000, capacity=512) == pytest.approx(4 * 256 * 8 * 512)
-    assert passes(50_000, slots=3) - few == pytest.approx(4 * 50_000 * 2 * 15)
+    assert passes(50_000, slots=3) - few == pytest.approx(4 * 50_000 * (2 * 15 + 3 * 5))
 
 
 def test_large_experts_are_not_counted_as_lm_head():
