@@ -51,18 +51,16 @@ class BatchedSession(ModelSession):
             self.buffers.bind(binding, inputs, outputs)
         return binding
 
-    def run_slots(
-        self, binding: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]
-    ) -> None:
+    def run_slots(self, binding: Any, inputs: Mapping[str, Array], logits: Array) -> None:
         """Run a pass over the sequences of all slots.
 
         Args:
-            binding: Binding of the buffers and of inputs and outputs of earlier passes.
+            binding: Binding of the buffers, and of the inputs of earlier passes.
             inputs: Inputs to bind again, by name.
-            outputs: Outputs to bind again, by name.
+            logits: Array that receives the logits. [1, R, V]
         """
         with self.translated():
-            self.buffers.bind(binding, inputs, outputs)
+            self.buffers.bind(binding, inputs, {"logits": logits})
             self.buffers.run(self._session, binding, None)
 
 
@@ -81,7 +79,7 @@ class SlotModel(Protocol):
         """Return the logits of an array of rows. [R, V]"""
 
 
-class BatchedModel:
+class OrtBatchedModel:
     """Passes over several slots of a model at once.
 
     Attributes:
@@ -102,15 +100,9 @@ class BatchedModel:
         self._capacity = layout.capacity
         self._binding = session.bind_slots(arrays)
         self._inputs = {t.name: np.zeros(0, t.dtype) for t in BATCHED_INPUTS}
-        self._rows = np.empty((1, 1, session.model.padded_vocab_size), np.float32)
-        self._logits = self._rows[:, :0]
+        self._num_columns = session.model.padded_vocab_size
 
-    @property
-    def is_exact(self) -> bool:
-        """True if passes of up to `max_rows` rows are exact."""
-        return self.max_rows > 0
-
-    def forward(self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]]) -> list[Logits]:
+    def forward(self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]]) -> list[Logits | None]:
         """Append tokens to the caches of several slots in one pass.
 
         A slot whose context is almost full runs a pass of its own if it is beside a longer feed,
@@ -121,18 +113,25 @@ class BatchedModel:
                 rows whose logits are needed, 0 for a chunk of a prompt.
 
         Returns:
-            The logits of each feed, valid until the next call.
+            The logits of each feed, None for 0 rows. They stay valid, since outputs are new arrays.
         """
         block_length = 1 + max(len(tokens) for _, tokens, _ in feeds)
         last = self._capacity - block_length
         together = [i for i, (model, _, _) in enumerate(feeds) if model.cache.length <= last]
         if len(together) < 2:
             together = []
-        rows = iter(self._run([feeds[i] for i in together], block_length) if together else ())
-        return [
-            model.logits(next(rows)) if i in together else _run_alone(model, tokens, num_rows)
-            for i, (model, tokens, num_rows) in enumerate(feeds)
-        ]
+        shared = self._run([feeds[i] for i in together], block_length) if together else []
+        rows = dict(zip(together, shared, strict=True))
+        results: list[Logits | None] = []
+        for i, (model, tokens, num_rows) in enumerate(feeds):
+            if i in rows:
+                results.append(model.logits(rows[i]) if num_rows else None)
+            elif num_rows:
+                results.append(model.forward(tokens, num_rows))
+            else:
+                model.prefill(tokens)
+                results.append(None)
+        return results
 
     def _run(
         self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]], block_length: int
@@ -155,26 +154,27 @@ class BatchedModel:
             with_logits += range(end - num_rows, end)
             block[slot, : length + 1] = [*range(start, end), end - 1]
             last_positions[slot], query_lengths[slot] = past + length, length + 1
+        with_logits = with_logits or [0]  # ONNX Runtime 1.28 cannot multiply an empty matrix
         inputs = {
             "input_ids": [ids],
             "positions": [positions],
             "block_rows": block,
             "packed_rows": packed,
-            # ONNX Runtime 1.28 cannot multiply an empty matrix.
-            "logits_rows": with_logits or [0],
+            "logits_rows": with_logits,
             "last_positions": last_positions,
             "query_lengths": query_lengths,
         }
-        self._session.run_slots(self._binding, *self._stage(inputs))
+        logits = np.empty((1, len(with_logits), self._num_columns), np.float32)
+        self._session.run_slots(self._binding, self._stage(inputs), logits)
         rows, end = [], 0
         for model, tokens, num_rows in feeds:
             model.cache.extend(tokens)
-            rows.append(self._logits[0, end : end + num_rows])
+            rows.append(logits[0, end : end + num_rows])
             end += num_rows
         return rows
 
-    def _stage(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Write the inputs of a pass; return the inputs and outputs whose arrays are new."""
+    def _stage(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        """Write the inputs of a pass; return those whose arrays are new."""
         new: dict[str, Array] = {}
         for name, values in inputs.items():
             array = np.asarray(values, self._inputs[name].dtype)
@@ -182,18 +182,4 @@ class BatchedModel:
                 self._inputs[name][...] = array
             else:
                 self._inputs[name] = new[name] = array
-        num_rows = len(inputs["logits_rows"])
-        if num_rows == self._logits.shape[1]:
-            return new, {}
-        if num_rows > self._rows.shape[1]:
-            self._rows = np.empty((1, num_rows, self._rows.shape[2]), np.float32)
-        self._logits = self._rows[:, :num_rows]
-        return new, {"logits": self._logits}
-
-
-def _run_alone(model: SlotModel, tokens: Sequence[int], num_rows: int) -> Logits:
-    """Run a pass of one slot."""
-    if num_rows:
-        return model.forward(tokens, num_rows)
-    model.prefill(tokens)
-    return model.logits(np.empty((0, 0), np.float32))
+        return new

@@ -15,7 +15,7 @@ from specedge.bundle.precision import OLDEST_ONNXRUNTIME
 from specedge.diagnosis import packages
 
 from ..sampling.logits import Logits
-from .batched_model import BatchedModel, BatchedSession
+from .batched_model import BatchedSession, OrtBatchedModel
 from .buffers import Array
 from .model_session import ModelSession
 from .onnx_model import OrtModel
@@ -70,11 +70,11 @@ def share_passes(
         return model
 
     session = BatchedSession(bundle, entry, device, ops)
-    batch, model = BatchedModel(session, len(models)), open_model(session)
+    batch, model = OrtBatchedModel(session, len(models)), open_model(session)
     slots = [model.over(cache, batch) for cache in batch.caches]
     batch.max_rows = exact_rows(batch, slots, references)
     model.close()
-    if batch.is_exact:
+    if batch.max_rows:
         return slots, None
     for model in slots:
         model.close()
@@ -119,7 +119,7 @@ def run_single_passes(model: OrtModel, entry: ModelEntry, longest: int) -> list[
 
 
 def exact_rows(
-    batch: BatchedModel, models: Sequence[OrtModel], references: Sequence[SinglePasses]
+    batch: OrtBatchedModel, models: Sequence[OrtModel], references: Sequence[SinglePasses]
 ) -> int:
     """Return the number of rows up to which passes over slots are exact; empties their caches.
 
@@ -179,13 +179,12 @@ def _is_exact(
     models: Sequence[OrtModel],
     texts: Sequence[SinglePasses],
     expected: Sequence[Array],
-    results: Sequence[Logits],
+    results: Sequence[Logits | None],
 ) -> bool:
     """Return True if logits and cache rows of a pass are those of passes of one slot."""
     is_equal = all(
-        np.array_equal(logits, result.array())
+        result is None or np.array_equal(logits, result.array())
         for logits, result in zip(expected, results, strict=True)
-        if len(logits)
     )
     return is_equal and all(
         np.array_equal(actual, rows[:, : model.length])

@@ -21,7 +21,7 @@ from ..decoding.verification import Draft, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits, Row
-from .batched_model import BatchedModel
+from .batched_model import OrtBatchedModel
 from .buffers import Array
 from .cuda.device_logits import DeviceLogits
 from .cuda.draft_graphs import DraftGraph, GreedyDraftGraph, SampledDraftGraph
@@ -69,7 +69,7 @@ class OrtModel:
 
     def _reset(self, cache: KeyValueCache) -> None:
         self.cache = cache
-        self.batch: BatchedModel | None = None
+        self.batch: OrtBatchedModel | None = None
         self._passes: dict[int, BoundPass] = {}
         self._draft_graphs: list[DraftGraph] = []
 
@@ -226,7 +226,7 @@ class OrtModel:
         """Return a model with the same weights and a new cache."""
         return self.over(self._session.cache())
 
-    def over(self, cache: KeyValueCache, batch: BatchedModel | None = None) -> OrtModel:
+    def over(self, cache: KeyValueCache, batch: OrtBatchedModel | None = None) -> OrtModel:
         """Return a model with the same weights and another cache, of a slot that may share passes.
 
         Args:

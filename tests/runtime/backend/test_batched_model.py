@@ -5,7 +5,7 @@ import onnxruntime
 import pytest
 
 from specedge.bundle.batched_signature import BATCHED
-from specedge.runtime.backend.batched_model import BatchedModel
+from specedge.runtime.backend.batched_model import OrtBatchedModel
 from specedge.runtime.backend.batched_self_test import share_passes
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
@@ -108,7 +108,8 @@ def test_rows_of_each_slot_are_bitwise_those_of_the_decoder(decoder, slots, past
 def test_only_requested_rows_have_logits(decoder, slots):
     pasts, lengths, num_rows = (0, 7, 19, 3), (33, 5, 5, 1), (0, 2, 5, 1)
     logits = run(slots, texts(), pasts, lengths, num_rows)
-    for i, count in enumerate(num_rows):
+    assert logits[0] is None
+    for i, count in enumerate(num_rows[1:], 1):
         expected, _ = alone(decoder, texts()[i], pasts[i], lengths[i])
         assert np.array_equal(logits[i].array(), expected[lengths[i] - count :])
 
@@ -145,12 +146,12 @@ def test_single_passes_of_a_slot_equal_those_of_the_decoder(decoder, slots, leng
     "name", ["block_rows", "packed_rows", "logits_rows", "last_positions", "query_lengths"]
 )
 def test_self_test_finds_mixed_up_sequences(bundle, monkeypatch, name):
-    stage = BatchedModel._stage
+    stage = OrtBatchedModel._stage
 
     def reverse(self, inputs):
         return stage(self, inputs | {name: [*inputs[name]][::-1]})
 
-    monkeypatch.setattr(BatchedModel, "_stage", reverse)
+    monkeypatch.setattr(OrtBatchedModel, "_stage", reverse)
     models, note = share_passes(bundle, bundle.target, Device(), open_slots(bundle, bundle.target))
     assert "take turns" in note
     assert [model.batch for model in models] == [None] * NUM_SLOTS
@@ -160,7 +161,7 @@ def test_self_test_finds_mixed_up_sequences(bundle, monkeypatch, name):
 
 @pytest.mark.parametrize("limit", [2, 12, 40])
 def test_self_test_finds_a_rounding_error_in_long_passes(bundle, monkeypatch, limit):
-    run_pass = BatchedModel._run
+    run_pass = OrtBatchedModel._run
 
     def moved(self, feeds, block_length):
         rows = run_pass(self, feeds, block_length)
@@ -168,7 +169,7 @@ def test_self_test_finds_a_rounding_error_in_long_passes(bundle, monkeypatch, li
             rows[-1][..., 3] = np.nextafter(rows[-1][..., 3], np.float32(np.inf))
         return rows
 
-    monkeypatch.setattr(BatchedModel, "_run", moved)
+    monkeypatch.setattr(OrtBatchedModel, "_run", moved)
     _, note = share_passes(bundle, bundle.target, Device(), open_slots(bundle, bundle.target))
     assert bundle.target.source.id in note
 
