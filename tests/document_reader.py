@@ -130,7 +130,7 @@ class Model:
         self.sessions = {
             g["length"]: onnxruntime.InferenceSession(folder / g["file"], options)
             for g in graphs
-            if any(t["role"] == "logits" for t in entry["signatures"][g["signature"]]["outputs"])
+            if g["name"] in ("decoder", "step", "catchup", "verify")
         }
         (prefill,) = (g for g in graphs if g["name"] == "prefill")
         self.prefill_length = prefill["length"]

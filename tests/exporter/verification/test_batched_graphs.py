@@ -8,8 +8,10 @@ import onnxruntime
 import pytest
 
 import published
+import specedge
 from cases import exhaustive, slow
 from checkpoints import make_tokenizer
+from quantized import PROMPTS, Made
 from specedge.bundle.batched_signature import BATCHED
 from specedge.bundle.manifest import PREFILL_LENGTH
 from specedge.errors import ParityError
@@ -71,6 +73,18 @@ def test_published_families_have_batched_graphs_unless_attention_has_a_bias(
     assert has_batched(bundle.target) == ({"gqa", "gqa-kv16"} if is_batched else set())
     for ops in has_batched(bundle.target):
         check(bundle, bundle.target, ops)
+
+
+@pytest.mark.parametrize("precision", [slow("int8-block"), *map(exhaustive, ("int8", "int4"))])
+def test_quantized_models_share_passes(precision, tmp_path):
+    bundle = Made(tmp_path, "llama", draft="self:1", precision=precision, ops="gqa").bundle
+    options = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
+    with specedge.load(bundle.folder) as pipeline:
+        alone = pipeline.generate_batch(PROMPTS, **options)
+    with specedge.load(bundle.folder, slots=3) as pipeline:
+        assert pipeline.target.batch.max_rows > PREFILL_LENGTH
+        together = pipeline.generate_batch(PROMPTS, **options)
+    assert [x.tokens for x in together] == [x.tokens for x in alone]
 
 
 @pytest.fixture
