@@ -58,7 +58,8 @@ def share_passes(
     first = models[0]
     if obstacle := _obstacle(entry, first.ops):
         return [*models], f"requests take turns, because {obstacle}"
-    references = run_single_passes(first, entry, bundle.num_draft_tokens + 1)
+    longest = min(bundle.num_draft_tokens + 1, entry.context_length)
+    references = run_single_passes(first, entry, longest)
     ops, lengths, min_length = first.ops, first.invariant_lengths, first.min_length
     for model in models:
         model.close()
@@ -108,9 +109,10 @@ def run_single_passes(model: OrtModel, entry: ModelEntry, longest: int) -> list[
     for i, (step, past) in enumerate(itertools.product(token_steps(entry), pasts)):
         tokens = [(3 * i + step * j) % model.vocab_size for j in range(size)]
         logits = {}
+        model.truncate(0)
+        model.prefill(tokens[:past])
         for length in sorted({1, 2, longest}):
-            model.truncate(0)
-            model.prefill(tokens[:past])
+            model.truncate(past)
             logits[length] = model.forward(tokens[past : past + length]).array().copy()
         model.prefill(tokens[model.length :])
         references.append(SinglePasses(tokens, past, model.cache_rows(0, size), logits))
