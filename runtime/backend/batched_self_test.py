@@ -56,7 +56,7 @@ def share_passes(
         The models, whose `batch` is None if requests have to take turns; and a note in that case.
     """
     first = models[0]
-    if obstacle := _obstacle(entry, first.ops):
+    if obstacle := find_obstacle(entry, first.ops):
         return [*models], f"requests take turns, because {obstacle}"
     longest = min(bundle.num_draft_tokens + 1, entry.context_length)
     references = run_single_passes(first, entry, longest)
@@ -88,7 +88,7 @@ def share_passes(
     )
 
 
-def _obstacle(entry: ModelEntry, ops: str) -> str | None:
+def find_obstacle(entry: ModelEntry, ops: str) -> str | None:
     """Return the reason why a model has no passes over several slots, if any."""
     version, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME["batched"]
     if not entry.has(BATCHED, ops):

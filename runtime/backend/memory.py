@@ -147,6 +147,13 @@ class PairMemory:
             "while loading": self.peak - self.running,
         }
 
+    def with_slots(self, slots: int) -> PairMemory:
+        """Return the same pair with another number of slots."""
+        changed = self._each(
+            lambda model: replace(model, caches=model.caches * slots // self.slots)
+        )
+        return replace(changed, slots=slots)
+
     def with_int8_weights(self) -> PairMemory:
         """Return the same pair with weights in int8."""
         return self._each(ModelMemory.with_int8_weights)
@@ -287,18 +294,36 @@ def check_memory(need: PairMemory) -> None:
         DeviceError: It does not fit.
     """
     available = available_bytes()
-    if available is not None and SAFETY_FACTOR * (need.peak - need.process) > available:
+    if available is not None and not _fits(need, available):
         models = need.target.id if need.draft is None else f"{need.target.id} and its draft"
         raise DeviceError(
             f"not enough memory for {models}: loading needs about {format_bytes(need.peak)} "
             f"({', '.join(f'{name} {format_bytes(size)}' for name, size in need.parts.items())}), "
             f"{format_bytes(available)} are available; free memory, or "
-            f"{_advice(need, available + need.process)}"
+            f"{_advice(need, available)}"
         )
 
 
-def _advice(need: PairMemory, limit: int) -> str:
-    """Return the export options that keep the peak within a limit."""
+def fitting_slots(need: PairMemory, limit: int) -> int:
+    """Return the number of slots whose caches fit into the available memory, at most `limit`."""
+    available = available_bytes()
+    if available is None:
+        return limit
+    fitting = (n for n in range(limit, 1, -1) if _fits(need.with_slots(n), available))
+    return next(fitting, 1)
+
+
+def _fits(need: PairMemory, available: int) -> bool:
+    return SAFETY_FACTOR * (need.peak - need.process) <= available
+
+
+def _advice(need: PairMemory, available: int) -> str:
+    """Return the number of slots or the export options for which the available memory suffices."""
+    if need.slots > 1:
+        num_slots = fitting_slots(need, need.slots)
+        if _fits(need.with_slots(num_slots), available):
+            return f"use at most {num_slots} of {need.slots} slots"
+    limit = available + need.process
     quantized = need.with_int8_weights()
     smallest = quantized.with_float16_caches()
     int8, caches = "--precision int8", f"--cache fp16, for --ops {need.ops}-{CACHE_TYPES['fp16']}"

@@ -21,9 +21,9 @@ from specedge.option_specs import check_integer
 from specedge.request import DrafterName
 
 from ..backend import self_test
-from ..backend.batched_self_test import share_passes
+from ..backend.batched_self_test import find_obstacle, share_passes
 from ..backend.cuda.fixed_shapes import FixedShapeModel
-from ..backend.memory import PairMemory, check_memory, pair_memory
+from ..backend.memory import PairMemory, check_memory, fitting_slots, pair_memory
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
@@ -35,6 +35,7 @@ from ..text.tokenizer import load_tokenizer
 from .pipeline import Pipeline
 
 AUTO = "auto"
+BATCH_SLOTS = 8  # most slots for a file of prompts; each needs memory for a whole context
 EXACT_BYTES = 50_000_000  # weights up to which long passes are tested at the first load
 
 
@@ -268,6 +269,26 @@ def memory_of(
         check_integer("max_length", max_length, 2, bundle.context_length)
     chosen = {role: choose_ops(model, ops) for role, model in bundle.models.items()}
     return pair_memory(bundle, chosen, slots, max_length)
+
+
+def batch_slots(
+    bundle: str | os.PathLike[str] | None,
+    num_requests: int,
+    device: str = "cpu",
+    draft_device: str | None = None,
+    ops: str = "auto",
+) -> int:
+    """Return the number of slots for requests that are all known before the load.
+
+    They are as many as share passes and fit into the available memory, at most `BATCH_SLOTS`; 1 if
+    requests would take turns.
+    """
+    loaded = Bundle.read(store.find_bundle(bundle))
+    devices = devices_of(loaded, device, ops=ops, draft_device=draft_device)
+    for role, model in loaded.models.items():
+        if not devices[role].is_cpu or find_obstacle(model, choose_ops(model, ops)):
+            return 1
+    return fitting_slots(memory_of(loaded, ops), min(num_requests, BATCH_SLOTS))
 
 
 def _with_max_length(bundle: Bundle, max_length: int | None) -> Bundle:

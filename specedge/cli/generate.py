@@ -143,6 +143,7 @@ def _many(
     from specedge.cli.batch import NEW, OVERWRITE, RESUME, remaining
     from specedge.cli.prompts import read_prompts
     from specedge.runtime.requests.batch import item_fingerprint
+    from specedge.runtime.requests.loader import batch_slots
 
     if resume and (overwrite or output == "-"):
         raise click.UsageError("--resume requires --output and excludes --overwrite")
@@ -159,7 +160,9 @@ def _many(
     stdout = sys.stdout  # redirected while Ray is connected
     running: AbstractContextManager[Iterator[dict[str, Any]]]
     if ray is None:
-        pipeline = options.load_pipeline(**models)
+        placement = {name: models[name] for name in ("device", "draft_device", "ops")}
+        slots = batch_slots(models["bundle"], len(items), **placement)
+        pipeline = options.load_pipeline(**models, slots=slots)
         if mode == RESUME:
             batch.restore_costs(pipeline, output)
         running = nullcontext(batch.generate_results(pipeline, items))

@@ -1,5 +1,6 @@
 """Memory estimates, and refusals if memory does not suffice."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -264,3 +265,15 @@ def test_allocators_without_trim_support_are_ignored(monkeypatch):
     for failure in (AttributeError, OSError, TypeError):
         monkeypatch.setattr(memory.ctypes, "CDLL", Mock(side_effect=failure))
         memory.return_freed_memory()
+
+
+def test_slots_beyond_available_memory_are_rejected_with_a_number_that_fits(need, monkeypatch):
+    many = need.with_slots(64)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * (need.peak - need.process))
+    with pytest.raises(DeviceError, match=r"use at most (\d+) of 64 slots") as caught:
+        memory.check_memory(many)
+    count = int(re.search(r"at most (\d+)", str(caught.value)).group(1))
+    assert 1 <= count == memory.fitting_slots(need, 64) < 64
+    memory.check_memory(need.with_slots(count))
+    with pytest.raises(DeviceError):
+        memory.check_memory(need.with_slots(count + 1))
