@@ -21,6 +21,7 @@ from ..decoding.timing import Stopwatch, TimedModel
 
 PROMPT_LENGTH = 32  # tokens from which on a pass counts as one over a prompt
 MAX_DRAFT_PASSES = 16  # draft passes in a row while a request waits for its verify pass
+_IDLE_SECONDS = 0.05  # between looks at jobs whose code runs elsewhere
 CLOSED = "this pipeline is closed; load the bundle again"
 
 T = TypeVar("T")
@@ -319,6 +320,7 @@ class Engine:
                 self._leader = waiter
             else:
                 self._claims.append(waiter)
+                self._has_arrived.notify_all()
         interrupt: BaseException | None = None
         while self._leader is not waiter:
             try:
@@ -351,20 +353,22 @@ class Engine:
                 continue
             has_advanced = True
             self._wake(job)
-        if not has_advanced and (not jobs or not self._run_pass(jobs)):
-            self._wait_for_arrivals()
+        if has_advanced:
+            return
+        if not jobs:
+            self._wait_for_arrivals(_IDLE_SECONDS)
+        elif not self._run_pass(jobs):
+            # Sharing a pass saves at most a pass.
+            self._wait_for_arrivals(self._pass_seconds / 2)
 
     def _wake(self, job: Job) -> None:
         if job.is_done and job.waiter is not None and job.waiter is not self._leader:
             job.waiter.wake()
 
-    def _wait_for_arrivals(self) -> None:
-        """Wait for the next operations of jobs that took part in the last passes.
-
-        At most for half of a pass's time, since sharing a pass saves no more than a pass.
-        """
+    def _wait_for_arrivals(self, seconds: float) -> None:
+        """Wait for another thread; expect no job to be back soon if none arrives."""
         with self._lock:
-            if not self._has_arrived.wait(self._pass_seconds / 2):
+            if not self._has_arrived.wait(seconds):
                 self._absent.clear()
 
     def _run_pass(self, jobs: Sequence[Job]) -> bool:
