@@ -2,11 +2,14 @@
 
     python tools/measure_serving.py [--bundle FOLDER] [--slots N]... [--requests N]
     python tools/measure_serving.py [--bundle FOLDER] --long-prompt TOKENS
+    python tools/measure_serving.py --server NAME=COMMAND [--server NAME=COMMAND]... [--plain]
 
 Concurrent clients stream greedy and seeded requests of mixed lengths. One of 20 clients disconnects
 after its first text; every other text must be equal to that of a single request. Prints a row for
 each number of slots. With `--long-prompt` it compares short streams alone with short streams during
-the prefill of a prompt of that many tokens, with plain greedy decoding.
+the prefill of a prompt of that many tokens, with plain greedy decoding. With `--server` it compares
+the throughput of OpenAI-compatible servers, whose commands have places for {slots} and {port}, with
+1, 2, 4 and 8 clients in turn.
 """
 
 from __future__ import annotations
@@ -14,24 +17,36 @@ from __future__ import annotations
 import queue
 import random
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
 import click
-from openai import OpenAI
+from openai import APIError, OpenAI
 
 from harness import MB, bundle_option, process_memory, table_header, table_row
 
 LENGTHS = (4, 8, 16, 32, 64, 128)
 TEXTS = ("def read_config(path):", "import json", "class Parser:", "for i in range(")
+PROSE = (
+    "The capital of France is",
+    "Write a list of fruits:",
+    "Once upon a time there was",
+    "The weather in the mountains",
+    "Hello, my name is",
+    "A good way to learn a language is",
+    "In the year 1492",
+    "The best recipe for bread",
+)
 DISCONNECTED = 7  # index, modulo 20, of requests whose client disconnects
 
 
@@ -132,22 +147,101 @@ def compare_streams(bundle: str | None, long_prompt: int, repeats: int = 3) -> N
             click.echo(table_row(length, *cells))
 
 
+@contextmanager
+def running_command(command: str, slots: int) -> Iterator[OpenAI]:
+    """Run a server's command; yield a client once it answers."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = shlex.split(command.format(slots=slots, port=port))
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600)
+    with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
+        try:
+            while process.poll() is None:
+                try:
+                    client.completions.create(model="default", prompt="x", max_tokens=1)
+                    break
+                except APIError:
+                    time.sleep(0.2)
+            else:
+                raise click.ClickException(f"the server ended: {command}")
+            yield client
+        finally:
+            process.terminate()
+
+
+def time_clients(client: OpenAI, num_clients: int, length: int, plain: bool) -> float:
+    """Return the tokens per second of clients that each stream a greedy completion."""
+    extra: dict[str, Any] = {"ignore_eos": True}
+    extra |= {"speculative": {"off": True}} if plain else {}
+
+    def stream(index: int) -> None:
+        for _ in client.completions.create(
+            model="default",
+            prompt=PROSE[index % len(PROSE)],
+            max_tokens=length,
+            temperature=0,
+            stream=True,
+            extra_body=extra,
+        ):
+            pass
+
+    start = time.perf_counter()
+    threads = [threading.Thread(target=stream, args=(i,)) for i in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return num_clients * length / (time.perf_counter() - start)
+
+
+def compare_servers(servers: dict[str, str], length: int, repeats: int, plain: bool) -> None:
+    """Print the throughput of servers by number of clients, measured in turn."""
+    click.echo(table_header("clients", *(f"{name}, tokens/s" for name in servers)))
+    for num_clients in (1, 2, 4, 8):
+        with ExitStack() as stack:
+            clients = {
+                name: stack.enter_context(running_command(command, num_clients))
+                for name, command in servers.items()
+            }
+            speeds: dict[str, list[float]] = {name: [] for name in servers}
+            for repeat in range(repeats + 1):
+                for name, client in clients.items():
+                    speed = time_clients(client, num_clients, length, plain)
+                    if repeat:  # the first one is a warm-up
+                        speeds[name].append(speed)
+        cells = [f"{median(values):.1f} ({max(values):.1f})" for values in speeds.values()]
+        click.echo(table_row(num_clients, *cells))
+
+
 @click.command()
 @bundle_option
 @click.option("--slots", "all_slots", multiple=True, default=(1, 2, 4, 8), show_default=True)
 @click.option("--requests", "count", default=500, show_default=True)
 @click.option("--clients", "num_clients", default=16, show_default=True)
 @click.option("--long-prompt", type=int, help="Time short streams during a prompt of this length.")
+@click.option("--server", "servers", multiple=True, help="NAME=COMMAND of a server to compare.")
+@click.option("--tokens", default=64, show_default=True, help="Tokens per client, with --server.")
+@click.option("--repeats", default=5, show_default=True, help="Repetitions, with --server.")
+@click.option("--plain", is_flag=True, help="Do not draft, with --server.")
 def main(
     bundle: str | None,
     all_slots: tuple[int, ...],
     count: int,
     num_clients: int,
     long_prompt: int | None,
+    servers: tuple[str, ...],
+    tokens: int,
+    repeats: int,
+    plain: bool,
 ) -> None:
     """Send all requests from concurrent clients, for each number of slots."""
     import specedge
 
+    if servers:
+        named = dict(server.split("=", 1) for server in servers)
+        compare_servers(named, tokens, repeats, plain)
+        return
     if long_prompt is not None:
         compare_streams(bundle, long_prompt)
         return
