@@ -32,7 +32,7 @@ class SinglePasses:
     """Passes of one slot over a text whose first `past` tokens are in the cache.
 
     Attributes:
-        tokens: The text.
+        tokens: The text, which the longest pass completes.
         past: Cache rows before each pass.
         caches: Cache rows of the text. [H, tokens, D] each
         logits: Logits by pass length. [T, V] each
@@ -103,19 +103,18 @@ def run_single_passes(model: OrtModel, entry: ModelEntry, longest: int) -> list[
 
     Mixtures of experts also get texts of equal tokens, which select the same experts.
     """
-    size = min(max(PASTS) + longest, entry.context_length)
-    pasts = [past for past in PASTS if past + longest <= size]
+    pasts = [past for past in PASTS if past + longest <= entry.context_length]
     references = []
     for i, (step, past) in enumerate(itertools.product(token_steps(entry), pasts)):
-        tokens = [(3 * i + step * j) % model.vocab_size for j in range(size)]
+        tokens = [(3 * i + step * j) % model.vocab_size for j in range(past + longest)]
         logits = {}
         model.truncate(0)
         model.prefill(tokens[:past])
         for length in sorted({1, 2, longest}):
             model.truncate(past)
             logits[length] = model.forward(tokens[past : past + length]).array().copy()
-        model.prefill(tokens[model.length :])
-        references.append(SinglePasses(tokens, past, model.cache_rows(0, size), logits))
+        rows = model.cache_rows(0, model.length)
+        references.append(SinglePasses(tokens, past, rows, logits))
     model.truncate(0)
     return references
 
@@ -137,7 +136,11 @@ def exact_rows(
     """
     totals = []
     for number, lengths in enumerate(_passes(len(models), [*references[0].logits])):
-        texts = [references[(number + i) % len(references)] for i in range(len(models))]
+        texts = [
+            # The first text is the longest, for chunks of a prompt.
+            references[0] if length < 0 else references[(number + i) % len(references)]
+            for i, length in enumerate(lengths)
+        ]
         feeds, expected = _feeds(models, texts, lengths)
         if not _is_exact(models, texts, expected, batch.forward(feeds)):
             return 0
