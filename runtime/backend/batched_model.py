@@ -7,6 +7,9 @@ all sequences together, N rows of the block that attention reads, R rows of logi
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -91,7 +94,7 @@ class OrtBatchedModel:
     def __init__(self, session: BatchedSession, num_slots: int) -> None:
         layout, buffers = session.model.cache_layout(session.ops), session.buffers
         with session.translated():
-            arrays = cache_arrays(layout, buffers, num_slots)
+            arrays = cache_arrays(layout, _allocate, num_slots)
         slices = [{n: x[i : i + 1] for n, x in arrays.items()} for i in range(num_slots)]
         self.caches = tuple(KeyValueCache(arrays, buffers) for arrays in slices)
         self.max_rows = 0
@@ -183,3 +186,19 @@ class OrtBatchedModel:
             else:
                 self._inputs[name] = new[name] = array
         return new
+
+
+def _allocate(shape: Sequence[int], dtype: str) -> Array:
+    """Allocate zeros that take memory by the page, from its first write on.
+
+    NumPy uses huge pages for arrays from 4 MB on, of which short texts would fill all.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    options = {}
+    if sys.platform != "win32":
+        options["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        memory = mmap.mmap(-1, size, **options)
+    except OSError as error:
+        raise MemoryError from error
+    return np.frombuffer(memory, dtype).reshape(shape)

@@ -17,6 +17,7 @@ from specedge.diagnosis import packages
 from ..sampling.logits import Logits
 from .batched_model import BatchedSession, OrtBatchedModel
 from .buffers import Array
+from .kv_cache import KeyValueCache
 from .model_session import ModelSession
 from .onnx_model import OrtModel
 from .ort import onnxruntime
@@ -64,23 +65,24 @@ def share_passes(
     for model in models:
         model.close()
 
-    def open_model(session: ModelSession) -> OrtModel:
+    def create_model(session: ModelSession, cache: KeyValueCache | None = None) -> OrtModel:
         session.min_length = min_length
-        model = OrtModel(bundle, entry, device, ops, session=session)
+        model = OrtModel(bundle, entry, device, ops, session=session, cache=cache)
         model.invariant_lengths = lengths
         return model
 
     session = BatchedSession(bundle, entry, device, ops)
-    batch, model = OrtBatchedModel(session, len(models)), open_model(session)
-    slots = [model.over(cache, batch) for cache in batch.caches]
+    batch = OrtBatchedModel(session, len(models))
+    slots = [create_model(session, cache) for cache in batch.caches]
     batch.max_rows = exact_rows(batch, slots, references)
-    model.close()
     if batch.max_rows:
+        for model in slots:
+            model.batch = batch
         return slots, None
     for model in slots:
         model.close()
     del session, batch
-    first = open_model(ModelSession(bundle, entry, device, ops, "decoder"))
+    first = create_model(ModelSession(bundle, entry, device, ops, "decoder"))
     return [first, *(first.with_new_cache() for _ in slots[1:])], (
         f"{entry.source.id}: requests take turns, because on this machine passes over several "
         "requests are not bitwise equal to those of one request "

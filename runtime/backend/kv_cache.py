@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from specedge.bundle import manifest
@@ -53,12 +53,14 @@ class KeyValueCache:
 
 
 def cache_arrays(
-    layout: manifest.CacheLayout, buffers: Buffers, num_slots: int = 1
+    layout: manifest.CacheLayout,
+    allocate: Callable[[tuple[int, ...], str], Any],
+    num_slots: int = 1,
 ) -> dict[str, Any]:
     """Allocate the buffers of all slots by name. -> [num_slots, H, S, D] each"""
     arrays = {}
     for i, layer in enumerate(layout.layers):
         for name, size in (("key", layer.key_size), ("value", layer.value_size)):
             shape = (num_slots, layer.heads, layout.capacity, size)
-            arrays[f"{i}.{name}"] = buffers.persistent(shape, layout.dtype)
+            arrays[f"{i}.{name}"] = allocate(shape, layout.dtype)
     return arrays

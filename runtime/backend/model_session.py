@@ -88,7 +88,7 @@ class ModelSession:
     def cache(self) -> KeyValueCache:
         """Return an empty cache."""
         with self.translated():
-            arrays = cache_arrays(self.model.cache_layout(self.ops), self.buffers)
+            arrays = cache_arrays(self.model.cache_layout(self.ops), self.buffers.persistent)
         return KeyValueCache(arrays, self.buffers)
 
     def bind(

@@ -43,8 +43,9 @@ class OrtModel:
         ops: str = "auto",
         graph: str = "decoder",
         session: ModelSession | None = None,
+        cache: KeyValueCache | None = None,
     ) -> None:
-        """Open one of the model's graphs, or use `session`.
+        """Open one of the model's graphs, or use `session`, and create a cache or use `cache`.
 
         A fixed-shape graph runs passes of its length only.
         """
@@ -65,7 +66,7 @@ class OrtModel:
         self._chunk_length = chunk_length(model.cache.capacity)
         self._num_columns = model.num_columns
         self._longest = bundle.num_draft_tokens + 1
-        self._reset(self._session.cache())
+        self._reset(self._session.cache() if cache is None else cache)
 
     def _reset(self, cache: KeyValueCache) -> None:
         self.cache = cache
@@ -224,18 +225,8 @@ class OrtModel:
 
     def with_new_cache(self) -> OrtModel:
         """Return a model with the same weights and a new cache."""
-        return self.over(self._session.cache())
-
-    def over(self, cache: KeyValueCache, batch: OrtBatchedModel | None = None) -> OrtModel:
-        """Return a model with the same weights and another cache, of a slot that may share passes.
-
-        Args:
-            cache: The cache.
-            batch: Passes over several slots, of which this is one.
-        """
         model = copy.copy(self)
-        model._reset(cache)
-        model.batch = batch
+        model._reset(self._session.cache())
         return model
 
     def close(self) -> None:

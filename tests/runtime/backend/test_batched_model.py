@@ -1,5 +1,7 @@
 """Passes over several slots, compared with the decoder bit by bit."""
 
+import weakref
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -188,6 +190,22 @@ def test_older_onnxruntime_never_opens_the_batched_graph(bundle, monkeypatch):
     found, note = share_passes(bundle, bundle.target, Device(), models)
     assert found == models
     assert "1.32" in note
+
+
+def test_decoder_is_freed_before_the_batched_graph_opens(bundle, monkeypatch):
+    """The weights, which each session packs, are in memory once."""
+    sessions, alive, open_session = [], [], Device.open
+
+    def recorded(device, path):
+        if BATCHED in path.name:
+            alive.extend(session() for session in sessions)
+        session = open_session(device, path)
+        sessions.append(weakref.ref(session))
+        return session
+
+    monkeypatch.setattr(Device, "open", recorded)
+    share_passes(bundle, bundle.target, Device(), open_slots(bundle, bundle.target))
+    assert alive == [None]
 
 
 def test_one_slot_opens_no_batched_graph(bundle, monkeypatch):
