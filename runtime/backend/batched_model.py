@@ -102,7 +102,7 @@ class OrtBatchedModel:
         self._slot_of = {cache: i for i, cache in enumerate(self.caches)}
         self._capacity = layout.capacity
         self._binding = session.bind_slots(arrays)
-        self._inputs = {t.name: np.zeros(0, t.dtype) for t in BATCHED_INPUTS}
+        self._unbind_inputs()
         self._num_columns = session.model.padded_vocab_size
 
     def forward(self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]]) -> list[Logits | None]:
@@ -168,13 +168,21 @@ class OrtBatchedModel:
             "query_lengths": query_lengths,
         }
         logits = np.empty((1, len(with_logits), self._num_columns), np.float32)
-        self._session.run_slots(self._binding, self._stage(inputs), logits)
+        try:
+            self._session.run_slots(self._binding, self._stage(inputs), logits)
+        except BaseException:  # perhaps an interrupt, before arrays were bound
+            self._unbind_inputs()
+            raise
         rows, end = [], 0
         for model, tokens, num_rows in feeds:
             model.cache.extend(tokens)
             rows.append(logits[0, end : end + num_rows])
             end += num_rows
         return rows
+
+    def _unbind_inputs(self) -> None:
+        """Let the next pass bind all inputs."""
+        self._inputs = {tensor.name: np.zeros(0, tensor.dtype) for tensor in BATCHED_INPUTS}
 
     def _stage(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Write the inputs of a pass; return those whose arrays are new."""

@@ -1,13 +1,14 @@
 """Passes over several slots, compared with the decoder bit by bit."""
 
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import onnxruntime
 import pytest
 
 from specedge.bundle.batched_signature import BATCHED
-from specedge.runtime.backend.batched_model import OrtBatchedModel
+from specedge.runtime.backend.batched_model import BatchedSession, OrtBatchedModel
 from specedge.runtime.backend.batched_self_test import share_passes
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
@@ -135,6 +136,15 @@ def test_rollback_of_one_slot_leaves_the_others(decoder, slots):
     expected, _ = alone(decoder, a[:11] + a[50:53], 11, 3)
     assert np.array_equal(found[0].array(), expected)
     assert np.array_equal(found[1].array(), alone(decoder, b, 25, 1)[0])
+
+
+def test_pass_after_an_interrupted_one_is_exact(decoder, slots, monkeypatch):
+    lengths = (3, 3, 2, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchedSession, "run_slots", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(slots, texts(), (4, 9, 2, 6), lengths)
+    check(decoder, slots, (40, 7, 19, 3), lengths)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 18])
