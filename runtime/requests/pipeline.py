@@ -327,7 +327,7 @@ class Pipeline:
     ) -> AsyncStream:
         """Return an asynchronous iterator like `stream`; a separate thread waits and computes."""
         return AsyncStream(
-            lambda: self.stream(prompt, max_new_tokens, temperature, wait=wait, **options)
+            lambda _: self.stream(prompt, max_new_tokens, temperature, wait=wait, **options)
         )
 
     def use_chat_template(self, template: str) -> None:

@@ -67,6 +67,26 @@ class Generation:
     noise: float = 0.0
 
 
+@dataclass(frozen=True)
+class TextPiece:
+    """Piece of a text, with the tokens since the piece before.
+
+    Attributes:
+        spans: Text by token, with each token's outcome.
+        logprobs: Log-probabilities of the tokens but an end token, if they were requested.
+        tokens: Token ids.
+    """
+
+    spans: list[TextSpan]
+    logprobs: list[TokenLogprobs]
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Text of the piece."""
+        return "".join(span.text for span in self.spans)
+
+
 @dataclass
 class ActiveRequest:
     """Request that runs in a slot, and its rounds so far.
@@ -214,6 +234,21 @@ class Stream:
         for _ in self:
             yield self._text.spans[-1]
 
+    def pieces(self) -> Iterator[TextPiece]:
+        """Yield the pieces; the last one has no text if only log-probabilities are left."""
+        num_tokens = num_logprobs = 0
+        while True:
+            spans = self._text.spans[-1] if next(self, None) is not None else []
+            tokens, logprobs = self._text.tokens[num_tokens:], self.logprobs(num_logprobs)
+            if logprobs and self.finish_reason == FinishReason.END:
+                logprobs.pop()
+            if spans or logprobs:
+                yield TextPiece(spans, logprobs, tokens)
+            if not spans:
+                return
+            num_tokens += len(tokens)
+            num_logprobs += len(logprobs)
+
     def close(self) -> None:
         """Stop; `generation` has the result so far."""
         self.cancel()
@@ -275,10 +310,6 @@ class Stream:
     def logprobs(self, start: int = 0) -> list[TokenLogprobs]:
         """Return the log-probabilities of the tokens from `start` on, if they were requested."""
         return self._active.logprobs[start : len(self._text.tokens)]
-
-    def tokens(self, start: int = 0) -> list[int]:
-        """Return the tokens so far from `start` on."""
-        return self._text.tokens[start:]
 
     def _record_time(self, round_: Round, seconds: float) -> None:
         """Record the time of a planned round, without near-ties to resolve, that ran alone.

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from specedge.runtime.requests.stream import TextPiece
 from specedge.runtime.text.detokenizer import FinishReason
 
 from .choices import (
@@ -23,7 +24,6 @@ from .choices import (
 )
 from .errors import UNSUPPORTED, ApiError
 from .fields import FieldReader, IgnoredFields, excerpt
-from .job_queue import TextPiece
 from .output_parser import AnswerPart
 from .requests import ParsedRequest, ParserSettings, parse_chat
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from specedge.runtime.requests.stream import TextPiece
 from specedge.runtime.sampling.logprobs import TokenLogprobs
 from specedge.runtime.text.detokenizer import Detokenizer
 from specedge.runtime.text.tokenizer import decode
@@ -16,7 +17,6 @@ from specedge.version import __version__
 
 from .choices import OutputItem, ResponseChoice, new_id, sse_event, usage_of
 from .errors import ApiError
-from .job_queue import TextPiece
 from .logprobs import LogprobFormatter
 from .output_parser import AnswerPart
 from .reasoning import ReasoningDelta

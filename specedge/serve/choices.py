@@ -10,12 +10,11 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from specedge.runtime.requests.stream import Generation
+from specedge.runtime.requests.stream import Generation, TextPiece
 from specedge.runtime.sampling.logprobs import TokenLogprobs
 from specedge.runtime.text.detokenizer import Detokenizer, FinishReason
 
 from .errors import ApiError
-from .job_queue import TextPiece
 from .output_parser import AnswerPart, OutputParser
 from .reasoning import ReasoningDelta
 from .tools.harmony import HarmonyParser

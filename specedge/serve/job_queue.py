@@ -1,39 +1,19 @@
-"""Job queue: generations that run in the pipeline's slots, one thread each, or wait for a slot."""
+"""Job queue: generations that run in the pipeline's slots or wait for one."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import aclosing, contextmanager
 
 from specedge.errors import DrafterError, OptionError
+from specedge.runtime.requests.async_stream import AsyncStream
 from specedge.runtime.requests.stats import Stats
-from specedge.runtime.requests.stream import Generation, Stream
-from specedge.runtime.sampling.logprobs import TokenLogprobs
-from specedge.runtime.text.detokenizer import FinishReason, TextSpan
+from specedge.runtime.requests.stream import Generation, Stream, TextPiece
 
 from .errors import ApiError, busy_error, logged_error
 
-
-@dataclass(frozen=True)
-class TextPiece:
-    """Text piece: its spans, and the ids and log-probabilities of its tokens."""
-
-    spans: list[TextSpan]
-    logprobs: list[TokenLogprobs]
-    tokens: list[int] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        """Return the text of the piece."""
-        return "".join(span.text for span in self.spans)
-
-
 JobEvent = TextPiece | Generation  # pieces of a text, then the generation
-
-StreamFactory = Callable[[Callable[[], bool]], Stream]  # its argument is `is_cancelled`
 
 
 class JobQueue:
@@ -72,7 +52,9 @@ class JobQueue:
             self.num_admitted -= count
 
     async def run(
-        self, start: StreamFactory, on_end: Callable[[Stats], None]
+        self,
+        begin: Callable[[Callable[[], bool]], Stream],
+        on_end: Callable[[Stats], None],
     ) -> AsyncGenerator[JobEvent]:
         """Wait for a slot and yield the events of a stream.
 
@@ -80,82 +62,26 @@ class JobQueue:
         called with the statistics of the stream, also if it fails or is cancelled.
         """
         async with self._slots:
-            thread = _StreamThread(asyncio.get_running_loop(), start)
-            thread.start()  # before `try`: a thread that does not start must not be awaited
+            stream = AsyncStream(begin)
             self.num_running += 1
             try:
-                while True:
-                    event = await thread.events.get()
-                    if isinstance(event, BaseException):
-                        raise event
-                    yield event
-                    if isinstance(event, Generation):
-                        return
+                while (piece := await stream.next_piece()) is not None:
+                    yield piece
+                assert stream.generation is not None
+                yield stream.generation
+            except (GeneratorExit, asyncio.CancelledError):
+                raise
+            except BaseException as error:
+                is_client_error = isinstance(error, OptionError | DrafterError)
+                raise error if is_client_error else logged_error(error) from None
             finally:
-                thread.cancel()
+                stream.cancel()
                 try:
-                    await thread.ended.wait()  # the stream has released its slot
+                    await stream.wait_closed()
                 finally:
-                    if (stats := thread.stats) is not None:
-                        on_end(stats)
+                    if (generation := stream.generation) is not None:
+                        on_end(generation.stats)
                     self.num_running -= 1
-
-
-class _StreamThread:
-    """Thread that runs a stream and queues its events without waiting for the consumer."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, start: StreamFactory) -> None:
-        self.events: asyncio.Queue[JobEvent | BaseException] = asyncio.Queue()
-        self.ended = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._loop, self._start_stream = loop, start
-        self._stream: Stream | None = None
-        self._cancelled = False
-
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def stats(self) -> Stats | None:
-        """Return the statistics of the stream so far, or None before it starts."""
-        return None if self._stream is None else self._stream.stats
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        if self._stream is not None:
-            self._stream.cancel()
-
-    def _run(self) -> None:
-        try:
-            with self._start_stream(lambda: self._cancelled) as self._stream:
-                self._read(self._stream)
-        except BaseException as error:
-            is_client_error = isinstance(error, OptionError | DrafterError)
-            self._post(self.events.put_nowait, error if is_client_error else logged_error(error))
-        self._post(self.ended.set)
-
-    def _read(self, stream: Stream) -> None:
-        num_tokens, num_logprobs, pieces = 0, 0, stream.traced()
-        while not self._cancelled:
-            spans = next(pieces, None)
-            tokens, logprobs = stream.tokens(num_tokens), _new_logprobs(stream, num_logprobs)
-            num_logprobs += len(logprobs)
-            if spans or logprobs:
-                num_tokens += len(tokens)
-                self._post(self.events.put_nowait, TextPiece(spans or [], logprobs, tokens))
-            if spans is None:
-                self._post(self.events.put_nowait, stream.generation)
-                return
-
-    def _post(self, function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-
-def _new_logprobs(stream: Stream, start: int) -> list[TokenLogprobs]:
-    """Return the log-probabilities from token `start` on, except that of an end token."""
-    logprobs = stream.logprobs(start)
-    return logprobs[:-1] if stream.finish_reason == FinishReason.END else logprobs
 
 
 async def merge_events(

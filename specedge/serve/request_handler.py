@@ -17,13 +17,13 @@ from starlette.types import Receive, Scope, Send
 from specedge.errors import DrafterError, OptionError
 from specedge.request import Coupling
 from specedge.runtime.requests.pipeline import Pipeline
-from specedge.runtime.requests.stream import Generation, Stream
+from specedge.runtime.requests.stream import Generation, Stream, TextPiece
 from specedge.runtime.text.detokenizer import Detokenizer, FinishReason
 
 from . import errors
 from .choices import ReasoningCounter, ResponseChoice, ResponseShaper
 from .errors import ApiError
-from .job_queue import JobEvent, JobQueue, TextPiece, merge_events
+from .job_queue import JobEvent, JobQueue, merge_events
 from .metrics import DISCONNECTED, STATUS, ServerMetrics
 from .middleware import REPORT, shutdown_error
 from .output_parser import AnswerPart

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from specedge.runtime.requests.stream import TextPiece
 from specedge.runtime.sampling.logprobs import TokenLogprobs
 from specedge.runtime.text.detokenizer import FinishReason
 
@@ -22,7 +23,6 @@ from .choices import (
     usage_of,
 )
 from .errors import ApiError
-from .job_queue import TextPiece
 from .logprobs import LogprobFormatter, MessageLogprobs
 from .messages import call_message, encode_reasoning
 from .output_parser import AnswerPart

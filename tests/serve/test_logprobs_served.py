@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specedge.runtime.requests.stream import TextPiece
 from specedge.runtime.sampling.logprobs import TokenLogprobs
 from specedge.runtime.text.detokenizer import Detokenizer
 from specedge.serve import requests
 from specedge.serve.chat_shapes import CompletionShaper
 from specedge.serve.choices import ResponseChoice
-from specedge.serve.job_queue import TextPiece
 from specedge.serve.logprobs import (
     MIN_LOGPROB,
     LogprobFormatter,
