@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -184,10 +185,12 @@ class Engine:
 
     Attributes:
         num_passes: Number of passes so far.
+        num_passes_by_length: Number of passes but draft passes, by number of tokens.
     """
 
     def __init__(self) -> None:
         self.num_passes = 0
+        self.num_passes_by_length = Counter[int]()
         self.is_closed = False
         self._lock = threading.Lock()
         self._has_arrived = threading.Condition(self._lock)
@@ -374,7 +377,8 @@ class Engine:
     def _run_pass(self, jobs: Sequence[Job]) -> bool:
         """Run a pass; return False, without a pass, if others may share it or come first."""
         group = self._choose(jobs)
-        reads_prompt = any(job.num_tokens >= PROMPT_LENGTH for job in group)
+        lengths = [job.num_tokens for job in group]
+        reads_prompt = max(lengths) >= PROMPT_LENGTH
         if (reads_prompt or group[0].batch is not None) and self._expects_jobs():
             return False
         begin = time.perf_counter()
@@ -385,7 +389,11 @@ class Engine:
             self._run_batch(group)
         seconds = time.perf_counter() - begin
         self.num_passes += 1
-        self._num_draft_passes = self._num_draft_passes + 1 if is_draft else 0
+        if is_draft:
+            self._num_draft_passes += 1
+        else:
+            self._num_draft_passes = 0
+            self.num_passes_by_length[sum(lengths)] += 1
         self._pass_seconds = seconds
         if reads_prompt:
             self._prompt_seconds, self._other_seconds = seconds, 0.0

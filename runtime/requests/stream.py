@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,11 +76,13 @@ class TextPiece:
         spans: Text by token, with each token's outcome.
         logprobs: Log-probabilities of the tokens but an end token, if they were requested.
         tokens: Token ids.
+        time: `time.perf_counter()` when its round ended.
     """
 
     spans: list[TextSpan]
     logprobs: list[TokenLogprobs]
     tokens: list[int] = field(default_factory=list)
+    time: float = field(default_factory=time.perf_counter, compare=False)
 
     @property
     def text(self) -> str:

@@ -144,7 +144,7 @@ class _Server:
         self._pipeline, self._settings = pipeline, settings
         self._model = settings.model or pipeline.bundle.target.source.id
         self._jobs = JobQueue(len(pipeline.slots.all), settings.max_waiting)
-        self._metrics = ServerMetrics(self._jobs)
+        self._metrics = ServerMetrics(self._jobs, pipeline.slots.engine)
         self._defaults: dict[str, float] = dict(DEFAULTS)
         if settings.generation_config == "auto":
             self._defaults |= model_defaults(pipeline.bundle.default_sampling)

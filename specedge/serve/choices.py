@@ -72,6 +72,7 @@ class ResponseChoice:
         parser: Parser of the text.
         items: Text, thinking and calls so far.
         first_time: `time.perf_counter()` at the first piece.
+        last_time: `time.perf_counter()` at the last piece so far.
         logprobs: Log-probabilities of the tokens so far.
         tokens: Tokens so far.
         reasoning_counter: Counter of thinking tokens, if the model supports thinking.
@@ -84,6 +85,7 @@ class ResponseChoice:
     new_parser: Callable[[], OutputParser | HarmonyParser] = OutputParser
     items: list[OutputItem] = field(default_factory=list)
     first_time: float | None = None
+    last_time: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     reasoning_counter: ReasoningCounter | None = None

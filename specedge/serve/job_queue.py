@@ -8,7 +8,6 @@ from contextlib import aclosing, contextmanager
 
 from specedge.errors import DrafterError, OptionError
 from specedge.runtime.requests.async_stream import AsyncStream
-from specedge.runtime.requests.stats import Stats
 from specedge.runtime.requests.stream import Generation, Stream, TextPiece
 
 from .errors import ApiError, busy_error, logged_error
@@ -54,15 +53,16 @@ class JobQueue:
     async def run(
         self,
         begin: Callable[[Callable[[], bool]], Stream],
-        on_end: Callable[[Stats], None],
+        on_end: Callable[[Generation, bool], None],
     ) -> AsyncGenerator[JobEvent]:
         """Wait for a slot and yield the events of a stream.
 
         Closing the generator frees the slot after the current round or prompt chunk. `on_end` is
-        called with the statistics of the stream, also if it fails or is cancelled.
+        called with the generation so far, also if the stream was cancelled, and with True if it
+        failed.
         """
         async with self._slots:
-            stream = AsyncStream(begin)
+            stream, has_failed = AsyncStream(begin), False
             self.num_running += 1
             try:
                 while (piece := await stream.next_piece()) is not None:
@@ -72,6 +72,7 @@ class JobQueue:
             except (GeneratorExit, asyncio.CancelledError):
                 raise
             except BaseException as error:
+                has_failed = True
                 is_client_error = isinstance(error, OptionError | DrafterError)
                 raise error if is_client_error else logged_error(error) from None
             finally:
@@ -80,7 +81,7 @@ class JobQueue:
                     await stream.wait_closed()
                 finally:
                     if (generation := stream.generation) is not None:
-                        on_end(generation.stats)
+                        on_end(generation, has_failed)
                     self.num_running -= 1
 
 

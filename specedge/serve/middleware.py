@@ -179,7 +179,7 @@ class RequestLogMiddleware:
             await JSONResponse(error.body, error.status)(scope, receive, send_with_id)
         finally:
             status = scope.get(STATUS) or (str(statuses[0]) if statuses else DISCONNECTED)
-            self._metrics.requests.labels(self._path(scope), status).inc()
+            self._metrics.http_requests.labels(self._path(scope), status).inc()
             self._log(scope, id_.decode(), status, time.perf_counter() - start)
 
     def _path(self, scope: Scope) -> str:

@@ -96,7 +96,7 @@ class RequestHandler:
         try:
             async with asyncio.timeout_at(self._deadline), aclosing(self._events()) as events:
                 async for index, event in events:
-                    choice, event = self._choices[index], self._without_text(event)
+                    choice = self._choices[index]
                     self._add(choice, event, _parse(choice, event))
             return self._shaper.body(self._choices)
         except Exception as error:
@@ -166,11 +166,10 @@ class RequestHandler:
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 choice = self._choices[index]
-                event = self._without_text(event)
                 parts = _parse(choice, event)
-                piece = _EMPTY_PIECE if isinstance(event, Generation) else event
+                piece = TextPiece([], []) if isinstance(event, Generation) else event
                 lines: list[str] = []
-                if any(parts) or piece is not _EMPTY_PIECE:
+                if any(parts) or piece is event:
                     lines += self._shaper.piece(index, piece, parts, choice)
                 self._add(choice, event, parts)  # before yielding, since clients may be slow
                 if isinstance(event, Generation):
@@ -180,18 +179,8 @@ class RequestHandler:
         for line in self._shaper.finish(self._choices):
             yield line
 
-    def _without_text(self, event: JobEvent) -> JobEvent:
-        """Return an event, without its text if the request only scores the prompt."""
-        if not self._request.score_only:
-            return event
-        if isinstance(event, TextPiece):
-            return _EMPTY_PIECE
-        stats = dataclasses.replace(event.stats, num_new_tokens=0)
-        reason = FinishReason.LENGTH
-        return dataclasses.replace(event, text="", tokens=[], finish_reason=reason, stats=stats)
-
-    def _events(self) -> AsyncGenerator[tuple[int, JobEvent]]:
-        """Run each choice as a job.
+    async def _events(self) -> AsyncGenerator[tuple[int, JobEvent]]:
+        """Run each choice as a job; yield no text if the request only scores the prompt.
 
         The choices of a prompt have consecutive seeds, or with Gumbel coupling the same seed and
         consecutive values of `choice`.
@@ -199,13 +188,21 @@ class RequestHandler:
         options = dict(self._prepared.options)
         if options.get("coupling") == Coupling.GUMBEL:
             options.setdefault("seed", secrets.randbits(32))
-        starts = (partial(self._start, i, options) for i in range(len(self._choices)))
-        return merge_events([self._jobs.run(start, self._metrics.add_stats) for start in starts])
+        queued = time.perf_counter()
+        starts = (partial(self._start, i, options, queued) for i in range(len(self._choices)))
+        jobs = [self._jobs.run(start, self._metrics.add_ended) for start in starts]
+        async with aclosing(merge_events(jobs)) as events:
+            async for index, event in events:
+                if not self._request.score_only:
+                    yield index, event
+                elif isinstance(event, Generation):
+                    yield index, _without_text(event)
 
     def _start(
-        self, index: int, options: dict[str, Any], is_cancelled: Callable[[], bool]
+        self, index: int, options: dict[str, Any], queued: float, is_cancelled: Callable[[], bool]
     ) -> Stream:
         """Score the prompt if requested, and start the stream; runs in the thread of the job."""
+        self._metrics.queue_time.observe(time.perf_counter() - queued)
         choice, rules = self._choices[index], self._request.rules
         if (num_logprobs := self._request.prompt_logprobs) is not None:
             prompt = choice.prompt_tokens
@@ -229,11 +226,9 @@ class RequestHandler:
             choice.add(parts)
             choice.finished = event
             choice.count_reasoning(event.tokens[choice.num_tokens :])
-            self._metrics.add_completed(event.stats, choice.first_time)
+            self._metrics.add_completed(event, choice)
             return
-        if choice.first_time is None:
-            choice.first_time = time.perf_counter()
-            self._metrics.first_text.observe(choice.first_time - self._arrival)
+        self._metrics.add_piece(event, choice, self._arrival)
         choice.add(parts, event.logprobs)
         choice.count_reasoning(event.tokens)
         choice.tokens += event.tokens
@@ -267,7 +262,10 @@ def _report(choices: list[ResponseChoice]) -> str:
     return f", {prompt} prompt tokens ({reused} cached), {new} new{speed}{rate}"
 
 
-_EMPTY_PIECE = TextPiece([], [])  # stands for the piece at the end of a text
+def _without_text(generation: Generation) -> Generation:
+    stats = dataclasses.replace(generation.stats, num_new_tokens=0)
+    reason = FinishReason.LENGTH
+    return dataclasses.replace(generation, text="", tokens=[], finish_reason=reason, stats=stats)
 
 
 def _parse(choice: ResponseChoice, event: JobEvent) -> list[AnswerPart]:

@@ -71,6 +71,7 @@ def test_requests_that_are_ready_share_a_pass_and_get_their_own_results():
     run_all(engine, jobs)
     assert log == [[("a", 1), ("b", 1), ("c", 1)], [("a", 2), ("b", 2), ("c", 2)]]
     assert results == {name: [f"logits of {name}"] * 2 for name in "abc"}
+    assert engine.num_passes_by_length == {3: 1, 6: 1}
 
 
 def test_a_single_request_runs_its_own_graph():
@@ -117,6 +118,7 @@ def test_draft_passes_run_first_so_that_requests_verify_together():
         [("draft c", 1)],
         [("a", 2), ("b", 2), ("c", 2)],
     ]
+    assert engine.num_passes_by_length == {6: 1}
 
 
 def test_draft_passes_delay_a_verify_pass_by_a_bounded_number_of_passes():

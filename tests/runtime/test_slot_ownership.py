@@ -96,7 +96,7 @@ def test_disconnect_while_waiting_for_turn_logs_no_traceback(pipeline, caplog):
 
     async def main():
         jobs = JobQueue(num_slots=1, max_waiting=0)
-        events = jobs.run(lambda is_cancelled: begin(pipeline, PROMPTS[0]), lambda stats: None)
+        events = jobs.run(lambda is_cancelled: begin(pipeline, PROMPTS[0]), lambda *_: None)
         with pipeline.slots.engine.paused():
             reader = asyncio.create_task(anext(events))
             while not has_reader_in_line(pipeline):
