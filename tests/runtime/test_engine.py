@@ -129,24 +129,24 @@ def test_draft_passes_delay_a_verify_pass_by_a_bounded_number_of_passes():
     assert log.index([("a", 1)]) <= engine_module.MAX_DRAFT_PASSES
 
 
+@pytest.fixture
+def log(monkeypatch):
+    """Return a log of passes; for the engine, those of 64 tokens take 4 s, others 1 s."""
+    passes = []
+
+    def now():
+        return sum(4.0 if max(length for _, length in group) >= 64 else 1.0 for group in passes)
+
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=now))
+    return passes
+
+
 @pytest.mark.parametrize("is_batched", [False, True])
-def test_prompts_take_a_third_of_the_time_beside_other_requests(monkeypatch, is_batched):
-    now = [0.0]
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    log, engine = [], Engine()
+def test_prompts_take_a_third_of_the_time_beside_other_requests(log, is_batched):
+    engine = Engine()
     batch = Batch(log) if is_batched else None
-
-    class Slow(Passes):
-        def forward(self, tokens, num_rows=None):
-            now[0] += 1.0
-            return super().forward(tokens, num_rows)
-
-        def prefill(self, tokens):
-            now[0] += 4.0
-            super().prefill(tokens)
-
-    decoding = job_of(Slow(log, "text", batch), [1] * 40)
-    reading = job_of(Slow(log, "prompt"), [64] * 4)
+    decoding = job_of(Passes(log, "text", batch), [1] * 40)
+    reading = job_of(Passes(log, "prompt"), [64] * 4)
     run_all(engine, [reading, decoding])
     chunks = [i for i, group in enumerate(log) if ("prompt", 64) in group]
     assert len(chunks) == 4
@@ -162,6 +162,95 @@ def test_short_prompts_share_the_passes_of_long_ones():
     )
     run_all(engine, [long, short])
     assert log[:2] == [[("long", 64), ("short", 64)]] * 2
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_requests_wait_for_a_bounded_number_of_passes(log, is_batched):
+    """Six others are always there: a third has long prompts, and half of them draft."""
+    engine, numbers = Engine(), itertools.count()
+    target, drafter = (Batch(log, max_rows=66) if is_batched else None for _ in range(2))
+
+    def job(name, num_chunks, num_drafts, num_rounds):
+        def steps():
+            verify = TimedModel(Passes(log, name, target), Stopwatch(), "verify")
+            draft = TimedModel(Passes(log, "draft", drafter), Stopwatch(), "draft")
+            for _ in range(num_chunks):
+                yield Feed(verify, [0] * 64, 0)
+            for _ in range(num_rounds):
+                for _ in range(num_drafts):
+                    yield Feed(draft, [0], 1)
+                yield Feed(verify, [0], 1)
+                yield Round([1], 0, 0)
+
+        return Job(steps(), Stopwatch())
+
+    def other():
+        number = next(numbers)
+        return job("other", 4 * (number % 3 == 0), 3 * (number % 2), 3)
+
+    observed = [job("text", 0, 0, 50), job("prompt", 8, 0, 1)]
+    others = [other() for _ in range(6)]
+    while not all(request.has_ended for request in observed):
+        assert len(log) < 1000
+        engine.wait([request for request in (*others, *observed) if not request.has_ended])
+        for request in (*others, *observed):
+            request.take()
+        others = [other() if request.has_ended else request for request in others]
+    num_requests = len(observed) + len(others)
+    limits = {
+        "text": engine_module.MAX_DRAFT_PASSES + num_requests,
+        "prompt": (1 + 8) * num_requests,  # 8 seconds for other passes after one of a prompt
+    }
+    for name, limit in limits.items():
+        passes = [i for i, group in enumerate(log) if name in dict(group)]
+        assert len(passes) == {"text": 50, "prompt": 9}[name]
+        assert max(later - earlier for earlier, later in itertools.pairwise([-1, *passes])) <= limit
+
+
+def test_a_request_that_nobody_reads_does_not_delay_others():
+    log, engine = [], Engine()
+    unread = job_of(Passes(log, "unread"), [1, 1])
+    assert engine.next(unread)
+    run_all(engine, [job_of(Passes(log, "read"), [1] * 20)])
+    assert log == [[("unread", 1)], *[[("read", 1)]] * 20]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, None])
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_requests_go_on_after_their_leader_ends_within_a_pass(error, is_batched):
+    """It fails or is cancelled while the other threads wait for it."""
+    log, engine, results = [], Engine(), []
+    batch, begun = Batch(log) if is_batched else None, threading.Event()
+
+    class Ending(Passes):
+        def forward(self, tokens, num_rows=None):
+            begun.set()
+            while len(engine._waiters) < 3:
+                time.sleep(0.001)
+            if error is not None:
+                raise error
+            leader.is_cancelled = True
+            return super().forward(tokens, num_rows)
+
+    leader = job_of(Ending([], "leader", batch), [1, 1])
+
+    def lead():
+        try:
+            while engine.next(leader):
+                pass
+        except BaseException as raised:
+            results.append(type(raised))
+
+    def follow(name):
+        begun.wait(30)
+        job = job_of(Passes(log, name, batch), [1] * 5)
+        while engine.next(job):
+            pass
+
+    in_threads(lead, lambda: follow("a"), lambda: follow("b"))
+    assert results == ([] if error is None else [error])
+    assert sorted(itertools.chain(*log)) == [("a", 1)] * 5 + [("b", 1)] * 5
+    assert not engine.is_running
 
 
 def test_threads_share_passes():

@@ -90,6 +90,20 @@ def test_a_short_request_ends_before_a_longer_one_that_began_earlier(slots):
     assert ended == ["short", "long"]
 
 
+@pytest.mark.parametrize("num_left", [1, 20])
+def test_requests_fill_the_context_beside_others(alone, slots, num_left):
+    context = slots.bundle.context_length
+    prompts = [(alone.prompts.tokens(prompt) * context)[: context - num_left] for prompt in PROMPTS]
+
+    def request(pipeline, prompt):
+        return pipeline.generate(prompt, context, **OPTIONS)
+
+    expected = [request(alone, prompt) for prompt in prompts]
+    generations = in_threads(*(lambda p=prompt: request(slots, p) for prompt in prompts))
+    assert [g.tokens for g in generations] == [e.tokens for e in expected]
+    assert {(len(g.tokens), g.finish_reason) for g in generations} == {(num_left, "context")}
+
+
 def test_a_long_prompt_takes_turns_with_other_requests(slots):
     slots.forget()
     other = slots.stream(PROMPTS[0], 24, **OPTIONS)

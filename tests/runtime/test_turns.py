@@ -92,6 +92,18 @@ def test_async_stream_yields_same_text_without_blocking_event_loop(pipeline):
     assert len(ticks) > 3
 
 
+def test_slow_reader_of_an_async_stream_does_not_hold_its_slot(pipeline):
+    expected = [text_of(pipeline, prompt) for prompt in PROMPTS[:2]]
+
+    async def main():
+        stream = pipeline.astream(PROMPTS[0], 24, **OPTIONS)
+        piece = await anext(stream)
+        other = await asyncio.to_thread(text_of, pipeline, PROMPTS[1])
+        return ["".join([piece, *[piece async for piece in stream]]), other]
+
+    assert asyncio.run(main()) == expected
+
+
 @pytest.mark.parametrize("close", [True, False])
 def test_an_abandoned_async_stream_releases_its_turn(pipeline, close):
     async def main():

@@ -23,6 +23,7 @@ from served import (
     until,
 )
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.requests.async_stream import AsyncStream
 
 LONG = SHORT | {"max_tokens": 400, "ignore_eos": True}
 
@@ -244,6 +245,45 @@ def test_disconnect_frees_slot_and_queue_position(port, slowly, stream):
     gone[0].close()
     until(lambda: health(port)["running"] == 0, 2)
     assert answers(port)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_while_its_prompt_is_read_frees_the_slot(
+    pair, port, monkeypatch, stream
+):
+    cancel, prefill = AsyncStream.cancel, pair.target.prefill
+    chunks, has_left = [], threading.Event()
+
+    def notice(self):
+        cancel(self)
+        has_left.set()
+
+    def wait(tokens):
+        chunks.append(len(tokens))
+        has_left.wait(30)
+        prefill(tokens)
+
+    monkeypatch.setattr(AsyncStream, "cancel", notice)
+    monkeypatch.setattr(pair, "_chunk_length", 64)
+    monkeypatch.setattr(pair.target, "prefill", wait)
+    pair.forget()
+    body = json.dumps(LONG | {"prompt": [5] * 300, "max_tokens": 8, "stream": stream}).encode()
+    with socket.create_connection(("127.0.0.1", port), 30) as client:
+        client.sendall(head(len(body)) + body)
+        until(lambda: chunks)
+    until(lambda: health(port)["running"] == 0)
+    assert chunks == [64]
+    assert pair.target.length == 64
+    assert answers(port)
+
+
+@pytest.mark.parametrize("num_left", [1, 20])
+def test_request_of_maximum_length_is_answered(pair, port, num_left):
+    context = pair.bundle.context_length
+    body = LONG | {"prompt": [5] * (context - num_left), "max_tokens": context}
+    status, _, said = ask(port, "POST", "/v1/completions", body)
+    assert (status, json.loads(said)["choices"][0]["finish_reason"]) == (200, "length")
+    assert json.loads(said)["usage"]["total_tokens"] == context
 
 
 def test_request_timeout_ends_with_an_error(pair, slowly):
