@@ -6,6 +6,7 @@ B sequences, T new tokens, S rows of cache, H heads of D, V vocabulary entries.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -196,8 +197,18 @@ def _trace_first_layers(
         return graph_model
 
     num_first, num_layers = layers.num_representative, len(layers.kinds)
-    first = repeat(program.model.clone(), num_first) if num_first < num_layers else None
+    first = repeat(_clone(program.model), num_first) if num_first < num_layers else None
     return TracedModel(repeat(program.model, num_layers), first)
+
+
+def _clone(model: ir.Model) -> ir.Model:
+    """Return a clone whose values have types of their own: onnx-ir's are changed in place."""
+    clone = model.clone()
+    graph = clone.graph
+    outputs = (x for node in graph for x in node.outputs)
+    for value in (*graph.inputs, *graph.initializers.values(), *outputs):
+        value.type = copy.copy(value.type)
+    return clone
 
 
 def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgram:
