@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 from specedge.bundle.gpu_signatures import SCORED, num_best, with_best
 from specedge.bundle.manifest import GraphEntry, ModelEntry
 
 from .graphs import variant_signature
-from .nodes import MICROSOFT_DOMAIN, add_constant, producer
+from .nodes import FLOAT, MICROSOFT_DOMAIN, GraphBuilder, producer
 from .shared_bytes import share_int8_embeddings
 
 
@@ -40,27 +39,16 @@ def _append_best(decoder: ir.Model, model: ModelEntry) -> ir.Model:
 
     The flag is 0 if all logits of the row are finite. [1, R, 2 * num_best + 1]
     """
-    graph = decoder.graph
-    share_embeddings(graph)
-    logits = graph.outputs[0]
-    columns = logits
+    share_embeddings(decoder.graph)
+    nodes, count = GraphBuilder("best", decoder.graph), num_best(model.num_columns)
+    columns = decoder.graph.outputs[0]
     if model.num_columns < model.padded_vocab_size:
-        ends = [add_constant(graph, np.array([n]), f"best.{n}") for n in (0, model.num_columns, 2)]
-        columns = _append(graph, "Slice", [logits, *ends], "best.columns")
-    count = add_constant(graph, np.array([num_best(model.num_columns)]), "best.count")
-    top = ir.node("TopK", [columns, count], num_outputs=2)
-    graph.append(top)
-    for output, name in zip(top.outputs, ("values", "places"), strict=True):
-        output.name = f"best.{name}"
-    indices = _append(graph, "Cast", [top.outputs[1]], "best.numbers", to=ir.DataType.FLOAT)
-    zero = add_constant(graph, np.zeros(1, np.float32), "best.zero")
-    zeros = _append(graph, "Mul", [columns, zero], "best.zeros")
-    axis = add_constant(graph, np.array([-1]), "best.axis")
-    wrong = _append(graph, "ReduceSum", [zeros, axis], "best.wrong")
-    best = _append(graph, "Concat", [top.outputs[0], indices, wrong], "best", axis=-1)
-    best.dtype = ir.DataType.FLOAT
-    best.shape = ir.Shape([1, "R", 2 * num_best(model.num_columns) + 1])
-    graph.outputs.append(best)
+        columns = nodes("Slice", columns, [0], [model.num_columns], [2])
+    values = nodes("TopK", columns, [count], num_outputs=2)
+    (indices,) = nodes.others(values)
+    is_not_finite = nodes("ReduceSum", nodes("Mul", columns, 0.0), [-1])
+    best = nodes("Concat", values, nodes("Cast", indices, to=FLOAT), is_not_finite, axis=-1)
+    nodes.output("best", best, FLOAT, [1, "R", 2 * count + 1])
     return decoder
 
 
@@ -87,12 +75,3 @@ def _is_table(value: ir.Value) -> bool:
     cast = producer(value, "Cast")
     source = cast.inputs[0] if cast is not None else value
     return source is not None and isinstance(source.const_value, ir.ExternalTensor)
-
-
-def _append(
-    graph: ir.Graph, op_type: str, inputs: list[ir.Value], name: str, **attributes: object
-) -> ir.Value:
-    node = ir.node(op_type, inputs, attributes)
-    node.outputs[0].name = name
-    graph.append(node)
-    return node.outputs[0]

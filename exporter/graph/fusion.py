@@ -18,7 +18,15 @@ import onnx_ir.passes.common as passes
 from specedge.bundle.graph_variants import attention_ops, has_compute_type
 
 from .external_data import drop_unused, view_tensor
-from .nodes import MICROSOFT_DOMAIN, add_initializer, insert_node, operand, producer, static_shape
+from .nodes import (
+    MICROSOFT_DOMAIN,
+    add_initializer,
+    insert_node,
+    operand,
+    producer,
+    replace_output,
+    static_shape,
+)
 
 HEAD_MULTIPLE = 16  # head sizes supported by ONNX Runtime's fused rotary embedding
 COS, SIN = 7, 8  # inputs of GroupQueryAttention
@@ -206,14 +214,11 @@ def _rewrite_product(
 ) -> None:
     rows, weights, zero = product.node.inputs
     output, scales = product.columns.outputs[0], operand(product.columns, 1)
-    name = output.name
     whole = insert_node(
         product.node, "MatMulIntegerToFloat", [rows, weights, step, _flat(graph, scales), zero],
-        f"{name}.steps", output, MICROSOFT_DOMAIN,
+        f"{output.name}.steps", output, MICROSOFT_DOMAIN,
     )  # fmt: skip
-    output.name = f"{name}.unfused"
-    scaled = insert_node(product.columns, "Mul", [whole, magnitude], str(name), output)
-    output.replace_all_uses_with(scaled, replace_graph_outputs=True)
+    replace_output(output, insert_node(product.columns, "Mul", [whole, magnitude], "", output))
 
 
 def _flat(graph: ir.Graph, scales: ir.Value) -> ir.Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -60,6 +61,13 @@ def static_shape(value: ir.Value) -> list[int]:
     return [int(size) for size in value.shape]  # type: ignore[arg-type]
 
 
+def replace_output(output: ir.Value, value: ir.Value) -> None:
+    """Replace a value by another one, which takes over its readers and its name."""
+    name, output.name = output.name, f"{output.name}.replaced"
+    value.name = name
+    output.replace_all_uses_with(value, replace_graph_outputs=True)
+
+
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """Return the node that computes a value, if it has this operator type."""
     node = value.producer() if value is not None else None
@@ -72,24 +80,33 @@ Operand: TypeAlias = ir.Value | np.ndarray | Sequence[int] | int | float | None
 
 
 class GraphBuilder:
-    """Graph to which nodes are appended.
+    """Builder that appends nodes to a new graph, or to an existing one.
 
     `nodes("Add", x, 1.0)` is the sum of a value and a number: a float is float32; an int, and a
-    list of them, int64; an array keeps its type. Equal constants are shared.
+    list of them, int64; an array keeps its type. Equal constants are shared. The builder's name
+    begins the names of nodes, values and constants.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, graph: ir.Graph | None = None) -> None:
         opsets = {"": OPSET, MICROSOFT_DOMAIN: 1}
-        self.graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name=name)
+        if graph is None:
+            graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name=name)
+        self.graph = graph
+        self._name, self._numbers = name, itertools.count()
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], ir.Value] = {}
 
     def __call__(
-        self, op_type: str, *inputs: Operand, num_outputs: int = 1, **attributes: Any
+        self,
+        op_type: str,
+        *inputs: Operand,
+        num_outputs: int = 1,
+        domain: str = "",
+        **attributes: Any,
     ) -> ir.Value:
         """Append a node and return its first output; `others` returns the rest."""
         values = [x if x is None else self.constant(x) for x in inputs]
-        node = ir.node(op_type, values, attributes, num_outputs=num_outputs)
-        self.put(node, "round")
+        node = ir.node(op_type, values, attributes, num_outputs=num_outputs, domain=domain)
+        self.put(node, self._name)
         return node.outputs[0]
 
     def others(self, first: ir.Value) -> Sequence[ir.Value]:
@@ -99,13 +116,10 @@ class GraphBuilder:
         return node.outputs[1:]
 
     def put(self, node: ir.Node, prefix: str) -> None:
-        """Append a node; its outputs and their symbolic dimensions get unique names."""
-        node.name = f"{prefix}.{len(self.graph)}"
+        """Append a node, which gets a unique name, and its outputs as well."""
+        node.name = f"{prefix}.{next(self._numbers)}"
         for i, output in enumerate(node.outputs):
             output.name = f"{node.name}.{i}"
-            if output.shape is not None:
-                dims = [d if isinstance(d, int) else f"{prefix}.{d}" for d in output.shape]
-                output.shape = ir.Shape(dims)
         self.graph.append(node)
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
@@ -137,7 +151,7 @@ class GraphBuilder:
             array = np.array(x, np.int64)
         key = array.tobytes(), array.dtype.str, array.shape
         if key not in self._constants:
-            name = f"constant.{len(self._constants)}"
+            name = f"{self._name}.constant.{len(self._constants)}"
             self._constants[key] = self.stored(ir.tensor(array, name=name), name)
         return self._constants[key]
 
@@ -184,6 +198,7 @@ class GraphTemplate:
         for node in own_nodes:
             if self._reuses_cast(node):
                 continue
+            _prefix_dimensions(node, prefix)
             replacement = rewrite(node) if rewrite is not None else None
             if replacement is None:
                 nodes.put(node, prefix)
@@ -219,3 +234,11 @@ class GraphTemplate:
             name=str(value.name),
             base_dir=self._root,
         )
+
+
+def _prefix_dimensions(node: ir.Node, prefix: str) -> None:
+    """Give the symbolic dimensions of a copied node's outputs unique names."""
+    for output in node.outputs:
+        if output.shape is not None:
+            dims = [d if isinstance(d, int) else f"{prefix}.{d}" for d in output.shape]
+            output.shape = ir.Shape(dims)

@@ -7,36 +7,22 @@ matrix more than once, it keeps a copy for each product, or dequantizes the matr
 
 from __future__ import annotations
 
-from itertools import count
-
 import numpy as np
 import onnx_ir as ir
 
-from .nodes import MICROSOFT_DOMAIN, GraphBuilder, operand, producer, static_shape
-
-
-class _AppendingBuilder(GraphBuilder):
-    """Builder that appends nodes to an existing graph, which is sorted afterwards."""
-
-    def __init__(self, graph: ir.Graph, name: str) -> None:
-        self.graph, self._name = graph, name
-        self._constants = {}
-        self._numbers = count()
-
-    def put(self, node: ir.Node, prefix: str) -> None:
-        node.name = f"{self._name}.{next(self._numbers)}"
-        for i, output in enumerate(node.outputs):
-            output.name = output.name or f"{node.name}.{i}"
-        self.graph.append(node)
-
-    def stored(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-        tensor.name = f"{self._name}.{name}"
-        return super().stored(tensor, tensor.name)
+from .nodes import (
+    MICROSOFT_DOMAIN,
+    GraphBuilder,
+    operand,
+    producer,
+    replace_output,
+    static_shape,
+)
 
 
 def share_int8_embeddings(graph: ir.Graph) -> None:
     """Let lookups in a tied int8 embedding read the matrix of the LM head's product, in place."""
-    nodes = _AppendingBuilder(graph, "shared")
+    nodes = GraphBuilder("shared", graph)
     blocks = MatMulNBitsRewriter(nodes)
     lookups = [
         node for node in graph if node.op_type == "Gather" and _is_int8_table(node.inputs[0])
@@ -70,13 +56,10 @@ def _is_product_with(node: ir.Node, table: ir.Value) -> bool:
 
 
 def _replace_product(graph: ir.Graph, node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
-    output, name = node.outputs[0], node.outputs[0].name
     widened = node.inputs[1]
     product = blocks.rewrite(node)
     assert product is not None
-    output.name = f"{name}.plain"
-    product.name = name
-    output.replace_all_uses_with(product, replace_graph_outputs=True)
+    replace_output(node.outputs[0], product)
     graph.remove(node, safe=True)
     _remove_unused(graph, widened)
 
@@ -148,13 +131,13 @@ class MatMulNBitsRewriter:
                 source, scales, rows, columns, turned is None
             )
         sizes = {"K": rows, "N": columns, "bits": 8, "block_size": BLOCK}
-        inputs = [node.inputs[0], *self._matrices[source, scales]]
-        product = ir.node("MatMulNBits", inputs, sizes, domain=MICROSOFT_DOMAIN)
-        output = node.outputs[0]
-        product.outputs[0].type, product.outputs[0].shape = output.type, output.shape
+        product = self._nodes(
+            "MatMulNBits", node.inputs[0], *self._matrices[source, scales],
+            domain=MICROSOFT_DOMAIN, **sizes,
+        )  # fmt: skip
+        product.type, product.shape = node.outputs[0].type, node.outputs[0].shape
         node.replace_input_with(1, None)
-        self._nodes.put(product, str(node.name))
-        return product.outputs[0]
+        return product
 
     def _blocks(
         self, source: ir.Value, scales: ir.Value, rows: int, columns: int, turn: bool

@@ -16,10 +16,17 @@ import numpy as np
 import onnx_ir as ir
 
 from ..graph.external_data import view_tensor
-from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, insert_node, operand, producer
+from ..graph.nodes import (
+    MICROSOFT_DOMAIN,
+    add_constant,
+    insert_node,
+    operand,
+    producer,
+    replace_output,
+)
 from . import rounding
 from .experts import ExpertLayer, ExpertWeights
-from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor, replace_output
+from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor
 from .matrices import StoredTensor
 from .rounding import BLOCK_SIZE, BlockMatrix
 from .schemes import Scheme

@@ -55,10 +55,3 @@ class GraphEditor:
         if name not in self._constants:
             self._constants[name] = add_constant(self.graph, np.asarray(array), f"int8.{name}")
         return self._constants[name]
-
-
-def replace_output(output: ir.Value, value: ir.Value) -> None:
-    """Replace a value by another one, which takes over its readers and its name."""
-    name, output.name = output.name, f"{output.name}.float"
-    value.name = name
-    output.replace_all_uses_with(value, replace_graph_outputs=True)

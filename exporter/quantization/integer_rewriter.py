@@ -15,10 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from ..graph.external_data import view_tensor
-from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, insert_node
+from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, insert_node, replace_output
 from . import expert_rewriter, rounding
 from .experts import ExpertLayer
-from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor, replace_output
+from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor
 from .matrices import Matrix, MatrixGroup, StoredTensor, tensor_data
 from .rounding import BlockMatrix, IntegerMatrix
 from .schemes import Scheme

@@ -26,14 +26,14 @@ from specedge.bundle.reports import WeightType
 from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor
 from ..graph import rewrites
 from ..graph.external_data import drop_unused, view_tensor
-from ..graph.nodes import MICROSOFT_DOMAIN, add_constant
+from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, replace_output
 from . import expert_rewriter, schemes
 from .checkpoint_experts import CheckpointExperts, ExpertStack, find_experts
 from .checkpoint_matrices import CheckpointMatrix, CheckpointTensors, join_matrices
 from .expert_rewriter import StoredExperts, StoredStack
 from .experts import ExcludedWeights, ExpertLayer, ExpertWeights, expert_layers, load_graph
 from .float_model import FloatModel
-from .graph_editor import INT8_ACCURACY_LEVEL, replace_output
+from .graph_editor import INT8_ACCURACY_LEVEL
 from .integer_rewriter import IntegerRewriter, num_columns
 from .matrices import Matrix, MatrixGroup, StoredTensor, embeddings, matrix_groups, tensor_data
 from .schemes import Scheme

@@ -12,11 +12,10 @@ import onnx_ir as ir
 import torch
 
 from ..graph.external_data import view_tensor
-from ..graph.nodes import operand, producer
+from ..graph.nodes import operand, producer, replace_output
 from . import expert_rewriter, rounding
 from .dequantize_rewriter import DequantizeRewriter
 from .experts import ExpertLayer
-from .graph_editor import replace_output
 from .integer_rewriter import exponent_key, join_blocks, num_columns
 from .matrices import MatrixGroup, StoredTensor
 from .schemes import Scheme
