@@ -87,7 +87,7 @@ def _build_graph(
     for i in range(k):
         step_inputs = {"input_ids": fed, "past_length": length, "logits_from": last}
         step = decoder.copy(nodes, f"step.{i}", step_inputs | buffers, rewrite)
-        column = chooser.column(_token_columns(nodes, step.pop("logits"), draft))
+        column = chooser.column(sampling_nodes.token_logits(nodes, step.pop("logits"), draft, 1))
         fed = column if ids is None else nodes("Gather", np.array(ids), column)
         drafted.append(fed)
         buffers = {name: step[name.replace("past_key_values", "present")] for name in buffers}
@@ -151,14 +151,6 @@ def _count_tokens(nodes: GraphBuilder, tokens: ir.Value) -> ir.Value:
     """Count tokens without a Shape node, which would run on the CPU. [1, T] -> [1]"""
     numbers = nodes("CumSum", nodes("Add", nodes("Mul", tokens, 0), 1), np.array(1))
     return nodes("Reshape", nodes("Slice", numbers, [-1], [END], [1]), [1])
-
-
-def _token_columns(nodes: GraphBuilder, logits: ir.Value, draft: ModelEntry) -> ir.Value:
-    """Slice off padding columns. [1, 1, padded] -> [1, C]"""
-    row = nodes("Reshape", logits, [1, draft.padded_vocab_size])
-    if draft.num_columns == draft.padded_vocab_size:
-        return row
-    return nodes("Slice", row, [0], [draft.num_columns], [1])
 
 
 _BLOCK = 512

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from specedge.bundle.manifest import ModelEntry
+
 from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder
 
 _BUCKETS = 4096
@@ -53,6 +55,14 @@ def sampling_inputs(nodes: GraphBuilder, vocab_size: int) -> SamplingInputs:
         nodes.input("repetition_penalty", FLOAT, [1]),
         nodes.input("seen", ir.DataType.BOOL, [1, vocab_size]),
     )
+
+
+def token_logits(nodes: GraphBuilder, logits: ir.Value, model: ModelEntry, rows: int) -> ir.Value:
+    """Slice off padding columns. [1, R, padded] -> [R, V]"""
+    logits = nodes("Reshape", logits, [rows, model.padded_vocab_size])
+    if model.num_columns == model.padded_vocab_size:
+        return logits
+    return nodes("Slice", logits, [0], [model.num_columns], [1])
 
 
 def _columns_if(nodes: GraphBuilder, rows: ir.Value, condition: ir.Value) -> ir.Value:

@@ -69,7 +69,7 @@ class _RoundBuilder:
         missing = nodes("Sub", self._target_length, self._draft_length)
         fed = nodes("Slice", self._tokens, missing, [END], [1])
         outputs = self._target_pass(fed, -1)
-        logits = vocabulary_logits(nodes, outputs["logits"], target, 1)
+        logits = sampling_nodes.token_logits(nodes, outputs["logits"], target, 1)
         row = sampling_nodes.token_weights(
             nodes, logits, settings.seen, target.vocab_size, settings, is_one=True
         )
@@ -141,7 +141,7 @@ class _RoundBuilder:
         fed = nodes("Slice", self._tokens, missing, [END], [1])
         fed = nodes("Concat", fed, nodes("Reshape", tokens, [1, k]), axis=1)
         outputs = self._target_pass(fed, -1 - k)
-        logits = vocabulary_logits(nodes, outputs["logits"], target, k + 1)
+        logits = sampling_nodes.token_logits(nodes, outputs["logits"], target, k + 1)
         return sampling_nodes.token_weights(
             nodes, logits, seen, target.vocab_size, self._settings
         ), outputs
@@ -242,16 +242,6 @@ def add_round_outputs(
     nodes.output("num_accepted", accepted, INT, [1])
 
 
-def vocabulary_logits(
-    nodes: GraphBuilder, logits: ir.Value, model: ModelEntry, rows: int
-) -> ir.Value:
-    """Slice logits [1, R, C] to the vocabulary. -> [R, V]"""
-    rows_of_logits = nodes("Reshape", logits, [rows, model.padded_vocab_size])
-    if model.padded_vocab_size <= model.vocab_size:
-        return rows_of_logits
-    return nodes("Slice", rows_of_logits, [0], [model.vocab_size], [1])
-
-
 def _replace_unknown(
     nodes: GraphBuilder, tokens: ir.Value, draft: ModelEntry, vocab_size: int
 ) -> ir.Value:
@@ -266,10 +256,10 @@ def _draft_weights(
 ) -> sampling_nodes.TokenWeights:
     """Return the draft's distribution over the target's tokens. [1, 1, C]"""
     draft, size, seen = bundle.draft_model, bundle.target.vocab_size, settings.seen
+    logits = sampling_nodes.token_logits(nodes, logits, draft, 1)
     ids = bundle.ids_of(draft)
     if ids is not None:
         columns = np.array(ids)
-        logits = nodes("Reshape", logits, [1, len(ids)])
         seen = nodes("Gather", seen, columns, axis=1)
         row = sampling_nodes.token_weights(nodes, logits, seen, len(ids), settings, is_one=True)
         empty = nodes("Expand", 0.0, [1, size])
@@ -279,7 +269,6 @@ def _draft_weights(
         return sampling_nodes.TokenWeights(
             argmax, sampling_nodes.select_columns(nodes, weights, settings)
         )
-    logits = vocabulary_logits(nodes, logits, draft, 1)
     if draft.vocab_size == size:
         return sampling_nodes.token_weights(nodes, logits, seen, size, settings, is_one=True)
     seen = nodes("Slice", seen, [0], [draft.vocab_size], [1])
@@ -320,7 +309,7 @@ def accept_graph(bundle: Bundle) -> ir.Model:
     tokens = nodes("Unsqueeze", tokens, [1])
     seen = sampling_nodes.seen_before_each(nodes, tokens, settings)
     rows = sampling_nodes.token_weights(
-        nodes, vocabulary_logits(nodes, logits, model, -1), seen, size, settings
+        nodes, sampling_nodes.token_logits(nodes, logits, model, -1), seen, size, settings
     )
     weights = sampling_nodes.select_columns(nodes, weights, settings)
     tests = nodes("Slice", uniforms, [0], [-1])
