@@ -131,7 +131,7 @@ def export_model(
         written, file = write_models(parts, graph_variants)
         in_full = request.verification == FULL
         references = [
-            compute_references(part, not in_full and all(has_first.values()))
+            compute_references(part, all(has_first.values()), in_full)
             for part, has_first in zip(parts, written, strict=True)
         ]
         loaded.sources.close()  # verification reads the exported weights
@@ -309,7 +309,7 @@ class References:
 
     Attributes:
         segments: Results in float64, of the whole model or of its first layers.
-        depth: Results of all layers in float32, if `segments` are those of the first layers.
+        depth: Results of all layers, if `segments` are those of the first layers.
     """
 
     segments: list[Reference]
@@ -321,25 +321,28 @@ class References:
         return max(x.num_experts for x in (*self.segments, *self.depth))
 
 
-def compute_references(part: ModelExport, in_layers: bool) -> References:
+def compute_references(
+    part: ModelExport, has_first_layers: bool, in_full: bool = False
+) -> References:
     """Run a model in PyTorch.
 
     Args:
         part: The model.
-        in_layers: Run its first layers in float64 and all layers in float32, instead of all layers
-            in float64.
+        has_first_layers: Run its first layers in float64 and all layers in float32, instead of all
+            layers in float64.
+        in_full: Run all layers in float64 in any case.
     """
     segments = reference.compared_positions(part.shape, reference.num_parameters(part.model))
-    total = (1 + in_layers) * sum(end - start for start, end in segments)
+    total = (1 + has_first_layers) * sum(end - start for start, end in segments)
     with part.progress.step(f"Running the {part.role} in PyTorch", total) as advance:
         run = partial(
             reference.compute_references,
             part.role, part.model, part.loaded.sources, num_tokens=part.num_tokens,
             segments=segments, advance=advance,
         )  # fmt: skip
-        if not in_layers:
+        if not has_first_layers:
             return References(run(geometry=part.shape))
-        depth = run(geometry=part.shape, exact=False)
+        depth = run(geometry=part.shape, exact=in_full)
         first = part.first_layers
         restore = truncate(part.model, len(first.shape.layers))
         try:
@@ -400,7 +403,7 @@ def verify(
     if depth:
         first = part.first_layers
         runner = Runner(first.folder, first.files, first.shape, ops)
-    num_stages = runner.num_stages + (whole.num_stages if depth else 0)
+    num_stages = 2 * runner.num_stages + (whole.num_stages if depth else 0)
     with progress.step(f"Comparing the {name}", num_stages) as advance:
         report, differing = parity.verify(
             part.role, references.segments, runner, tolerance, advance

@@ -38,9 +38,9 @@ class DeepModel:
 
     @cached_property
     def references(self):
-        return model_export.compute_references(self.part, in_layers=True)
+        return model_export.compute_references(self.part, has_first_layers=True)
 
-    def verify(self, folder, ops, change, change_first=None):
+    def verify(self, folder, ops, change, change_first=None, references=None):
         """Verify the graphs after changes, as an export does; return the changed graph."""
         if ops not in self._traced:
             with patched_modules(self.model, context_of(self.model), self.part.shape.capacity):
@@ -52,7 +52,7 @@ class DeepModel:
         traced_model = tracer.TracedModel(whole, first)
         with mock.patch.object(tracer, "trace", return_value=traced_model):
             model_export.write_models([part], (ops,))
-        return model_export.verify(part, self.references, None, False, ops)
+        return model_export.verify(part, references or self.references, None, False, ops)
 
     def is_changed(self, ops, change):
         """Return True if a function changes the graph."""

@@ -138,7 +138,7 @@ def visit_inputs(
         runner = Runner(decoder.parent, [_DECODER_FILE], geometry, ops)
         actions = [PassAction("decoder", text, 0, on_outputs=accumulate) for text in texts]
         noise = FillNoise(0, geometry.capacity)
-        runner.run([], finish_part, through=[noise, *actions])
+        runner.run([noise, *actions], finish_part)
     finally:
         path.unlink()
 

@@ -325,7 +325,7 @@ def _run(
             RepeatRows(len(texts[-1]), late.start),
             PassAction("decoder", late.text, late.start, packed=True),
         ]
-    results = runner.run([], through=actions)
+    results = runner.run(actions)
     whole = results[: 3 * len(texts)]
     outputs = list(zip(whole[1::3], whole[2::3], strict=True))
     return outputs if late is None else [*outputs, (results[-1], [])]

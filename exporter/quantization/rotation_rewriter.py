@@ -515,6 +515,6 @@ def _float32_outputs(model: FloatModel, ops: str, tokens: np.ndarray) -> dict[st
         PassAction("decoder", tokens, 0),
         ReadRows(0, len(tokens)),
     ]
-    _, logits, rows = model.decoder_runner(ops).run([], through=actions)
+    _, logits, rows = model.decoder_runner(ops).run(actions)
     names = [name.replace("past_key_values", "present") for name in model.geometry.cache_names()]
     return {"logits": logits, **dict(zip(names, rows, strict=True))}

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from specedge.bundle.graph_variants import attention_ops
 from specedge.bundle.manifest import PREFILL_LENGTH, chunk_length
 
 from ..graph.graphs import GraphFile
+from ..progress import Advance
 from .reference import Reference
 from .row_errors import ErrorCheck
 from .runner import Action, FillCaches, FillNoise, PassAction, ReadRows, RepeatRows, Runner
@@ -67,101 +67,47 @@ def compared_lengths(runner: Runner) -> list[int]:
     return sorted(t for t in {*INDEPENDENT, *used} if t <= longest)
 
 
-def full_depth_check(runner: Runner, part: Reference, error_check: ErrorCheck) -> Check:
-    """Compare two passes over a segment through all layers with PyTorch."""
-    middle = max(1, 2 * len(part.tokens) // 3)
-    pieces = [(part.start, part.tokens[:middle]), (part.start + middle, part.tokens[middle:])]
-
-    def decide(results: list[Any]) -> None:
-        logits = [x for x in results[:-1] if x is not None]
-        _compare_logits(part, error_check, np.concatenate(logits), part.start)
-        _compare_caches(runner.geometry.cache_names(), part, error_check, results[-1])
-
-    actions: list[Action] = [FillCaches(part.history)]
-    for start, tokens in pieces:
-        if len(tokens):
-            actions += [
-                FillNoise(start, runner.geometry.capacity),
-                PassAction("decoder", tokens, start),
-            ]
-    return [*actions, ReadRows(part.start, part.end)], decide
-
-
-def subset_reference(runner: Runner, part: Reference) -> tuple[Reference, Check]:
-    """Return a reference of the representative layers, which the check fills in by one pass."""
-    subset = replace(
-        part,
-        history=lambda i: part.history(runner.kept[i]),
-        caches=[],
-        caches_float32=[part.caches_float32[i] for i in runner.kept],
-    )
-    actions: list[Action] = [
-        FillCaches(subset.history),
-        FillNoise(subset.start, runner.geometry.capacity),
-        PassAction(
-            "decoder",
-            subset.tokens,
-            subset.start,
-            then=functools.partial(setattr, subset, "logits"),
-        ),
-        ReadRows(subset.start, subset.end, subset.caches),
-    ]
-    return subset, (actions, lambda results: None)
-
-
 def segment_check(
-    runner: Runner,
-    part: Reference,
-    error_check: ErrorCheck,
-    fixed_shapes: list[GraphFile],
-    differing: list[str],
+    runner: Runner, part: Reference, error_check: ErrorCheck, in_two_passes: bool = False
 ) -> Check:
     """Compare passes over a segment with the reference, with rollbacks and noise.
 
-    Passes of the decoder are repeated with half of their logits. One pass of each file in
-    `fixed_shapes` is compared with the decoder, and the file is removed from the list.
+    Passes of the decoder are repeated with half of their logits. `in_two_passes` checks two passes
+    of the decoder only.
     """
-
-    def compared(start: int, length: int, keep: bool, actual: np.ndarray) -> np.ndarray | None:
-        _compare_logits(part, error_check, actual[:length], start)
-        return actual if keep else None
-
     actions: list[Action] = [
         FillCaches(part.history),
         FillNoise(part.start, runner.geometry.capacity),
     ]
-    fixed_results: list[tuple[str, int]] = []
-    for name, start, length, kept in schedule(runner, part.start, part.end):
+    passes = _two_passes(part) if in_two_passes else schedule(runner, part.start, part.end)
+    for name, start, length, kept in passes:
         tokens = part.tokens[start - part.start :][:length]
         tokens = np.pad(tokens, (0, (runner.files[name].length or length) - length))
-        # Not at position 0, where a single row attends only to itself.
-        first = start > 0 and runner.files[name] in fixed_shapes
-        after = functools.partial(compared, start, length, first)
-        if first:
-            fixed_shapes.remove(runner.files[name])
-            fixed_results.append((name, len(actions)))
-            actions += _paired_passes(name, tokens, start, after)
-        else:
-            actions.append(PassAction(name, tokens, start, packed=name == "decoder", then=after))
-        if name == "decoder":
-            half = length // 2
-            after = functools.partial(compared, start + half, length - half, False)
-            actions.append(PassAction(name, tokens, start, half, packed=True, then=after))
+        is_decoder = name == "decoder" and not in_two_passes
+        for row in (0, length // 2) if is_decoder else (0,):
+            after = functools.partial(_compare_logits, part, error_check, start + row, length - row)
+            actions.append(PassAction(name, tokens, start, row, packed=is_decoder, then=after))
         actions.append(FillNoise(start + kept, start + len(tokens)))
     actions.append(ReadRows(part.start, part.end))
 
     def decide(results: list[Any]) -> None:
-        differing.extend(name for name, i in fixed_results if not _are_equal(results[i:]))
-        names = runner.geometry.cache_names()
-        _compare_caches([names[i] for i in runner.kept], part, error_check, results[-1])
+        _compare_caches(runner.geometry.cache_names(), part, error_check, results[-1])
 
     return actions, decide
 
 
+def _two_passes(part: Reference) -> Iterator[tuple[str, int, int, int]]:
+    """Yield two passes of the decoder over a segment, as `schedule` does."""
+    middle = part.start + max(1, 2 * len(part.tokens) // 3)
+    for start, end in ((part.start, middle), (middle, part.end)):
+        if start < end:
+            yield "decoder", start, end - start, end - start
+
+
 def _compare_logits(
-    part: Reference, error_check: ErrorCheck, actual: np.ndarray, start: int
+    part: Reference, error_check: ErrorCheck, start: int, length: int, actual: np.ndarray
 ) -> None:
-    rows = slice(start - part.start, start - part.start + len(actual))
+    actual, rows = actual[:length], slice(start - part.start, start - part.start + length)
     largest = float(np.abs(part.logits).max())
     expected, float32 = part.logits[rows], part.logits_float32[rows]
     error_check.compare("logits", "logits", actual, expected, float32, start, largest)
@@ -215,7 +161,7 @@ def _window_check(
     """
     end = past + len(tokens)
     starts_of = {length: _starts(length, len(tokens), runner.in_parts) for length in lengths}
-    every_pass = len(runner.kept) <= 2 or not runner.in_parts
+    every_pass = len(runner.geometry.layers) == 1 or not runner.in_parts
     first_rows = {
         (length, start): start + max(0, length - LONGEST_DRAFT)
         for length, starts in starts_of.items()
@@ -270,66 +216,47 @@ def _starts(length: int, num_rows: int, in_parts: bool) -> range:
     return range(max(last % step, last - count * step), last + 1, step)
 
 
-def check_standalone(runner: Runner, tokens: np.ndarray) -> tuple[tuple[int, ...], list[str]]:
-    """Return a graph's invariant pass lengths, and the files that differ from its decoder."""
+def check_standalone(
+    runner: Runner, tokens: np.ndarray, advance: Advance = lambda amount: None
+) -> tuple[tuple[int, ...], list[str]]:
+    """Return a graph's invariant pass lengths, and the files that differ from its decoder.
+
+    A large model runs one layer of each form.
+    """
     tokens = tokens[: runner.geometry.context_length]
     invariance: dict[int, bool] = {}
     differing: list[str] = []
     all_checks = [invariance_check(runner, tokens, invariance)]
     all_checks += [
-        fixed_shape_check(
-            file, tokens, lambda start: PassAction("decoder", tokens[:start], 0), differing
-        )
+        _fixed_shape_check(file, tokens, differing)
         for file in runner.files.values()
         if file.length is not None
     ]
-    results = iter(runner.run([action for actions, _ in all_checks for action in actions]))
-    for actions, decide in all_checks:
-        decide(list(itertools.islice(results, len(actions))))
+    run_checks(functools.partial(runner.run, advance=advance, only_representative=True), all_checks)
     return tuple(length for length, same in invariance.items() if same), differing
 
 
-def fixed_shape_check(
-    file: GraphFile, tokens: np.ndarray, begin: Callable[[int], Action], differing: list[str]
-) -> Check:
-    """Compare a fixed-shape file that did not fit into a segment with the decoder.
+def run_checks(run: Callable[[list[Action]], list[Any]], checks: Sequence[Check]) -> None:
+    """Run all actions in a single run, as each loads all subgraphs of a large model."""
+    results = iter(run([action for actions, _ in checks for action in actions]))
+    for actions, decide in checks:
+        decide(list(itertools.islice(results, len(actions))))
 
-    `begin` returns the action that fills the rows before the pass, if there is room for any.
-    """
+
+def _fixed_shape_check(file: GraphFile, tokens: np.ndarray, differing: list[str]) -> Check:
+    """Compare a pass of a fixed-shape file with the decoder, after a few rows if there is room."""
     assert file.length is not None
     size = file.length
     start = max(0, min(8, len(tokens) - size))
-    real_tokens = tokens[start:][:size]
-    tokens = np.pad(real_tokens, (0, size - len(real_tokens)))
-    stale = FillNoise(start, start + size)
+    padded = np.pad(tokens[start:][:size], (0, max(0, size - len(tokens) + start)))
+    rows, stale = ReadRows(start, start + size), FillNoise(start, start + size)
+    first = PassAction("decoder", tokens[:start], 0) if start else stale
 
     def decide(results: list[Any]) -> None:
-        if not _are_equal(results[2:]):
+        logits, expected_rows, _, actual, actual_rows = results[2:]
+        same = all(map(np.array_equal, actual_rows, expected_rows))
+        if not same or not (actual is None or np.array_equal(actual, logits)):  # or without logits
             differing.append(file.name)
 
-    first = begin(start) if start else stale
-    return [first, stale, *_paired_passes(file.name, tokens, start)], decide
-
-
-def _paired_passes(
-    name: str,
-    tokens: np.ndarray,
-    start: int,
-    after: Callable[[np.ndarray], np.ndarray | None] | None = None,
-) -> list[Action]:
-    """Return a pass of the decoder, followed by the same pass of a fixed-shape file."""
-    rows, stale = ReadRows(start, start + len(tokens)), FillNoise(start, start + len(tokens))
-    return [
-        PassAction("decoder", tokens, start),
-        rows,
-        stale,
-        PassAction(name, tokens, start, then=after),
-        rows,
-    ]
-
-
-def _are_equal(results: list[Any]) -> bool:
-    """Return True if `_paired_passes` are bitwise equal; a file may have no logits."""
-    expected, expected_rows, _, logits, rows = results[:5]
-    same = all(map(np.array_equal, rows, expected_rows))
-    return same and (logits is None or np.array_equal(logits, expected))
+    passes = [PassAction(name, padded, start) for name in ("decoder", file.name)]
+    return [first, stale, passes[0], rows, stale, passes[1], rows], decide

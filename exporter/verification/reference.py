@@ -58,6 +58,7 @@ class Reference:
         logits_float32: Float32 errors of logits relative to their row, [n].
         caches_float32: Float32 errors of caches relative to their row, [H, n] each.
         logits_pytorch: Absolute errors of PyTorch's float32 logits, [n].
+        is_exact: True if the results are computed in float64.
         num_experts: Number of experts per layer.
         left_out: Number of tokens that were sampled again because of routing near-ties.
     """
@@ -70,6 +71,7 @@ class Reference:
     logits_float32: np.ndarray
     caches_float32: list[np.ndarray]
     logits_pytorch: np.ndarray
+    is_exact: bool = True
     num_experts: int = 0
     left_out: int = 0
 
@@ -216,6 +218,7 @@ def _compute_segment(
             for a, b in zip(rounded_caches, caches, strict=True)
         ],
         np.concatenate(pytorch_errors),
+        exact,
         choices.num_experts,
     )
     return reference, near_routing_ties(choices, rounded, len(tokens))

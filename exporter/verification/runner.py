@@ -72,11 +72,10 @@ class RepeatRows:
 
 @dataclass(frozen=True)
 class ReadRows:
-    """Copy rows of the caches, [H, end - start, D] each, to the list `into`, or to a new one."""
+    """Copy rows of the caches, [H, end - start, D] each."""
 
     start: int
     end: int
-    into: list[np.ndarray] | None = None
 
 
 Action = PassAction | FillCaches | FillNoise | RepeatRows | ReadRows
@@ -117,55 +116,40 @@ class Runner:
         """Selection of subgraphs that represent all forms of a large model."""
         return find_representatives(self._splits) if self.in_parts else None
 
-    @functools.cached_property
-    def kept(self) -> list[int]:
-        """Indices of the caches that the representative subgraphs read."""
-        names = list(self._shapes)
-        if self.representatives is None:
-            return list(range(len(names)))
-        decoder = self._splits["decoder"].parts
-        kept = [*decoder[: self.representatives.end], *decoder[self.representatives.start :]]
-        return [i for i, name in enumerate(names) if any(name in part.inputs for part in kept)]
-
     def path(self, name: str) -> Path:
         """Return the path of a graph's file."""
         return self.folder / self.files[name].file_name(self.ops)
 
     def run(
         self,
-        actions: list[Action],
+        actions: Sequence[Action],
         advance: Advance = lambda amount: None,
-        through: Sequence[Action] = (),
+        only_representative: bool = False,
     ) -> list[Any]:
         """Run actions and return their results in order.
 
         Args:
-            actions: Actions that run representative subgraphs only.
+            actions: Passes, and changes and copies of cache rows.
             advance: Called after each subgraph.
-            through: Actions that run before, through all subgraphs.
+            only_representative: Run representative subgraphs only, and the caches that they read.
 
         Raises:
             ExportError: ONNX Runtime cannot load or run a graph.
         """
-        actions = [*through, *actions]
         passes = {i: _inputs(a) for i, a in enumerate(actions) if isinstance(a, PassAction)}
-        results: list[Any] = [_empty_result(action) for action in actions]
+        results: list[Any] = [[] if isinstance(action, ReadRows) else None for action in actions]
         index = {name: i for i, name in enumerate(self._shapes)}
-        kept = {at: i for i, at in enumerate(self.kept)}
-        with contextlib.closing(self._stages()) as sessions:
-            for number, session in enumerate(sessions):
-                skipped = self.representatives is not None and self.representatives.skips(number)
-                for i in _order_actions(through if skipped else actions, bool(session.caches)):
-                    action, is_partial = actions[i], i >= len(through)
+        chosen = self.representatives if only_representative else None
+        with contextlib.closing(self._stages(chosen)) as sessions:
+            for number, session in sessions:
+                for i in _order_actions(actions, bool(session.caches)):
+                    action = actions[i]
                     if isinstance(action, PassAction):
                         outputs = session.run(action.name, action.packed, passes[i])
                         if action.on_outputs:
                             action.on_outputs(outputs)
-                        if self.representatives is not None and is_partial:
-                            replacements = self.representatives.names[action.name]
-                            outputs |= {
-                                name: outputs[x] for name, x in replacements.items() if x in outputs
-                            }
+                        names = chosen.names[action.name] if chosen else {}
+                        outputs |= {new: outputs[x] for new, x in names.items() if x in outputs}
                         passes[i] = self._readable(action.name, number, passes[i] | outputs)
                         if (logits := outputs.get("logits")) is None:
                             continue
@@ -177,9 +161,7 @@ class Runner:
                     elif isinstance(action, RepeatRows):
                         session.repeat(action.length, action.end)
                     else:
-                        at = {name: index[name] for name in session.caches}
-                        indices = {n: kept[i] for n, i in at.items()} if is_partial else at
-                        session.fill({name: action.history(i) for name, i in indices.items()})
+                        session.fill({n: action.history(index[n]) for n in session.caches})
                 advance(1)
         return results
 
@@ -214,19 +196,23 @@ class Runner:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         self._load(name, options)
 
-    def _stages(self) -> Generator[SubgraphSession, None, None]:
+    def _stages(
+        self, chosen: RepresentativeParts | None
+    ) -> Generator[tuple[int, SubgraphSession], None, None]:
         if not self.in_parts:
-            yield self._whole
+            yield 0, self._whole
             return
         decoder, memory = self._splits["decoder"], BufferPool()
         for i, part in enumerate(decoder.parts):
+            if chosen and chosen.skips(i):
+                continue
             caches = {n: shape for n, shape in self._shapes.items() if n in part.inputs}
             with decoder.computed(i, memory) as constants:
                 values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in constants.items()}
                 open_ = functools.partial(self._open_part, i, values)
                 session = SubgraphSession(caches, self._dtype, open_)
                 try:
-                    yield session
+                    yield i, session
                 finally:
                     session.close()
 
@@ -250,12 +236,6 @@ class Runner:
     ) -> ort.InferenceSession:
         with translate_errors(ExportError, f"ONNX Runtime cannot load {self.path(name).name}: "):
             return open_session(part or self.path(name), options)
-
-
-def _empty_result(action: Action) -> Any:
-    if not isinstance(action, ReadRows):
-        return None
-    return [] if action.into is None else action.into
 
 
 def _inputs(action: PassAction) -> Values:

@@ -7,6 +7,7 @@ operator's definition, on the inputs of this pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def check_structure(
     role: str,
     path: Path,
     geometry: Geometry,
-    parts: list[Reference],
+    parts: Sequence[Reference],
     tolerance: float | None = None,
 ) -> tuple[float, float]:
     """Compare the decoder with the model, row by row of logits and of every cache.

@@ -78,10 +78,10 @@ class Model:
         )
         self.late, self.actions, self.num_runs = late, [], 0
 
-    def run(self, actions, through):
-        self.actions = through
+    def run(self, actions):
+        self.actions = actions
         self.num_runs += 1
-        return [self.of(action) for action in through]
+        return [self.of(action) for action in actions]
 
     def of(self, action):
         if not isinstance(action, PassAction):

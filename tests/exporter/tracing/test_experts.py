@@ -203,7 +203,7 @@ def test_partitioned_experts_equal_whole_graph(whole_model, ops, in_parts, monke
     monkeypatch.setattr(runner, "WHOLE_BYTES", 1 << 40)
     zeros = [np.zeros(dims[1:], np.float32) for dims in whole_model.shape.cache_shapes()]
     actions = [FillCaches(zeros.__getitem__), PassAction("decoder", np.arange(5), 2, packed=True)]
-    found, wanted = split.run([], through=actions), Runner(*given).run(actions)
+    found, wanted = split.run(actions), Runner(*given).run(actions)
     assert split.num_stages > 3
     assert np.array_equal(found[1], wanted[1])
 

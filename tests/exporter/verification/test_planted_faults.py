@@ -17,6 +17,7 @@ from checkpoints import make_model
 from comparing import CONTEXT, DeepModel
 from faults import FAULTS, attention_nodes, insert_before, set_attribute, swapped_heads
 from specedge.errors import ParityError
+from specedge.exporter import model_export
 from specedge.exporter.graph.nodes import add_constant, insert_node
 
 LAYERS, MIDDLE = 12, 7
@@ -45,9 +46,9 @@ def exchange(graph, op_type):
     first.const_value, second.const_value = second.const_value, first.const_value
 
 
-def scaled_norm(graph):
+def scaled_norm(graph, factor=1.001):
     value = operand_after(graph, MIDDLE, "RMSNormalization")
-    array = 1.001 * value.const_value.numpy()
+    array = factor * value.const_value.numpy()
     value.const_value = ir.tensor(array.astype(np.float32), name=value.name)
 
 
@@ -151,6 +152,18 @@ def test_deep_model_without_faults_passes(ops, deep, tmp_path):
     report = gemma.verify(tmp_path, ops, lambda graph: None)
     assert report.structure_error < 1e-10
     assert report.error_ratio < 16
+
+
+@pytest.mark.slow
+def test_full_verification_compares_all_layers_in_float64(deep, tmp_path):
+    """A difference of a few roundings in one middle layer, which float32 hides."""
+    gemma = deep("gemma2")
+    change = functools.partial(scaled_norm, factor=1 + 5e-7)
+    gemma.verify(tmp_path, "gqa", change)
+    references = model_export.compute_references(gemma.part, True, in_full=True)
+    gemma.verify(tmp_path, "gqa", lambda graph: None, references=references)
+    with pytest.raises(ParityError, match="both in float64"):
+        gemma.verify(tmp_path, "gqa", change, references=references)
 
 
 @pytest.mark.parametrize("num_dense", [1, slow(2), slow(3)])
