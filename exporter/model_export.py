@@ -207,7 +207,7 @@ def write_models(
         the entry of the weights file.
     """
     first = parts[0]
-    with WeightsFile(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
+    with WeightsFile(first.folder, first.loaded.dtype) as stored:
         written = [
             _for_each_variant(p, graph_variants, partial(_write_graphs, p, stored)) for p in parts
         ]
@@ -251,7 +251,7 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
                 raise ExportError(reason)
     patched = patched_modules(part.model, part.shape.context_length, part.shape.capacity)
     with part.progress.step(f"Tracing the {part.role}"), patched:
-        traced = tracer.trace(part.model, part.shape, ops, part.layers)
+        traced = tracer.trace(part.model, part.shape, ops, part.layers, part.loaded.sources)
     with part.progress.step(f"Writing the {part.role}"):
         for whole, files in ((traced.model, part.files), (traced.first, part.first_layers.files)):
             if whole is not None:

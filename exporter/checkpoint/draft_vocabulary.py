@@ -40,7 +40,7 @@ def prune_head(loaded: LoadedCheckpoint, ids: Sequence[int]) -> LoadedCheckpoint
     stored = loaded.sources.stored_matrix(head.weight)
     weight = materialize(head.weight.detach() if stored is None else stored)[rows]
     smaller = nn.Linear(head.in_features, len(ids), head.bias is not None, device="meta")
-    smaller.weight = nn.Parameter(loaded.sources.placeholder(weight), requires_grad=False)
+    smaller.weight = loaded.sources.parameter(weight)
     if head.bias is not None:
         smaller.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
     loaded.model.set_output_embeddings(smaller.eval())  # type: ignore[operator]

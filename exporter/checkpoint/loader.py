@@ -170,8 +170,7 @@ def _insert_placeholders(model: torch.nn.Module, sources: WeightSources) -> None
         for name, parameter in module._parameters.items():
             if isinstance(parameter, LazyTensor):
                 if id(parameter) not in replacements:
-                    tensor = sources.placeholder(in_stored_type(parameter))
-                    replacements[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
+                    replacements[id(parameter)] = sources.parameter(in_stored_type(parameter))
                 module._parameters[name] = replacements[id(parameter)]
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
@@ -214,8 +213,9 @@ def _note_gguf(role: str, main_type: str, num_unused: int, progress: Progress) -
 def _tie(model: Any, sources: WeightSources) -> None:
     """Tie an LM head that equals the embedding but is stored separately."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if getattr(head, "weight", None) is getattr(table, "weight", None):
+    a, b = (getattr(module, "weight", None) for module in (table, head))
+    if a is None or b is None or a is b:
         return
-    a, b = (sources.stored_matrix(getattr(module, "weight", None)) for module in (table, head))
-    if a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b):
+    a, b = (x if (y := sources.stored_matrix(x)) is None else y for x in (a, b))
+    if a.dtype == b.dtype and torch.equal(a, b):
         head.weight = table.weight

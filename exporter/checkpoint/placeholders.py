@@ -1,25 +1,19 @@
 """Placeholders of large matrices, whose values remain in the checkpoint's files.
 
-A placeholder [R, C] is a strided view of about R + C NaNs, so that accidental reads are detected.
-Its address identifies the matrix, and the strides of a view identify the matrix's axes: views are
-resolved even if axes are split or permuted, or one of them is sliced.
+A placeholder [R, C] is a view of a single NaN, so that accidental reads are detected.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
-
-from specedge.errors import ExportError
 
 from .lazy_tensors import LazyTensor, materialize
 
@@ -27,55 +21,44 @@ SMALLEST = 1 << 20  # bytes in float32; smaller weights are loaded eagerly
 HUGE = 1 << 26  # elements; larger matrices are cast in chunks of rows
 PIECE = 1 << 20  # elements of a chunk; larger ones are allocated anew each time
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_NAN = 0x7FC00000
 _WIDTHS: dict[type, str] = {nn.Linear: "out_features", nn.Embedding: "embedding_dim", Conv1D: "nf"}
 
 
 class WeightSources:
-    """Map from placeholders to stored matrices, by address."""
+    """Map from placeholders to stored matrices."""
 
     def __init__(self) -> None:
-        self._addresses: list[int] = []  # sorted
-        self._matrices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._matrices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of the first
+
+    def parameter(self, matrix: torch.Tensor) -> nn.Parameter:
+        """Return a parameter whose value is a placeholder, or a copy of a small matrix. [R, C]"""
+        parameter = nn.Parameter(self.placeholder(matrix), requires_grad=False)
+        if _is_large(matrix):
+            self._matrices[id(parameter)] = parameter, matrix
+        return parameter
 
     def placeholder(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the float32 placeholder of a stored matrix, or a copy of a small one. [R, C]"""
-        if matrix.ndim < 2 or matrix.dtype not in FLOATS or 4 * matrix.numel() < SMALLEST:
+        if not _is_large(matrix):
             return materialize(matrix).to(torch.float32, copy=True)
-        strides = _placeholder_strides(matrix.shape)
-        size = _num_elements(matrix.shape, strides)
-        # Different NaN payloads, so that no optimizer deduplicates two placeholders.
-        bits = torch.full((size,), _NAN + len(self._matrices) + 1, dtype=torch.int32)
-        tensor = bits.view(torch.float32).as_strided(matrix.shape, strides)
-        bisect.insort(self._addresses, tensor.data_ptr())
-        self._matrices[tensor.data_ptr()] = (tensor, matrix)
+        tensor = torch.full((1,), math.nan).expand(matrix.shape)
+        self._matrices[id(tensor)] = tensor, matrix
         return tensor
+
+    def view(
+        self, tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a view of a tensor; of a placeholder, that of a view of its matrix."""
+        matrix = self.stored_matrix(tensor)
+        return function(tensor.detach()) if matrix is None else self.placeholder(function(matrix))
 
     def close(self) -> None:
         """Release the files; the model cannot be used afterwards."""
-        self._addresses.clear()
         self._matrices.clear()
 
-    def find(self, array: np.ndarray) -> torch.Tensor | None:
-        """Return the matrix of a placeholder, or of a view of one; None for other arrays.
-
-        Raises ExportError for a view that cannot be resolved.
-        """
-        index = bisect.bisect_right(self._addresses, array.ctypes.data) - 1
-        start = self._addresses[index] if index >= 0 else 0
-        placeholder, matrix = self._matrices.get(start, (None, None))
-        offset = (array.ctypes.data - start) // 4
-        if placeholder is None or matrix is None:
-            return None
-        if offset >= _num_elements(placeholder.shape, placeholder.stride()):
-            return None
-        return _resolve_view(array, offset, placeholder, matrix)
-
-    def stored_matrix(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the stored matrix of a model's parameter; None if it has no placeholder."""
-        if parameter is None or parameter.dtype != torch.float32:
-            return None
-        return self.find(parameter.detach().numpy())
+    def stored_matrix(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the matrix of a parameter or placeholder; None for another tensor."""
+        return self._matrices.get(id(tensor), (None, None))[1]
 
     @contextlib.contextmanager
     def materialized(
@@ -117,65 +100,8 @@ class WeightSources:
             yield
 
 
-def _num_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements of memory that a strided tensor spans."""
-    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-
-
-def _placeholder_strides(shape: torch.Size) -> list[int]:
-    """Return strides of a placeholder that identify its axes; the largest axis has stride 1.
-
-    Parts of a split axis of size n have its stride times divisors of n. Therefore each stride is
-    coprime to the strides and sizes of all larger axes.
-    """
-    strides, multiples = [0] * len(shape), 1
-    for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
-        larger = (n for n in itertools.count(2) if math.gcd(n, multiples) == 1)
-        strides[axis] = next(larger) if multiples > 1 else 1
-        multiples *= strides[axis] * shape[axis]
-    return strides
-
-
-def _resolve_view(
-    array: np.ndarray, offset: int, placeholder: torch.Tensor, matrix: torch.Tensor
-) -> torch.Tensor:
-    """Return the part of a matrix that corresponds to a view of its placeholder.
-
-    `offset` is that of the view, in elements. Raises ExportError if the part is ambiguous.
-    """
-    strides = placeholder.stride()
-    smallest_first = sorted(range(matrix.ndim), key=lambda axis: -strides[axis])
-    axes_of: list[list[int]] = [[] for _ in strides]  # axes of the array, by axis of the matrix
-    for i in sorted(range(array.ndim), key=lambda i: -array.strides[i]):
-        if array.shape[i] > 1:
-            steps = array.strides[i] // 4
-            axes_of[next(axis for axis in smallest_first if steps % strides[axis] == 0)].append(i)
-    lengths = [math.prod(array.shape[i] for i in axes) for axes in axes_of]
-    sliced = [axis for axis, n in enumerate(matrix.shape) if lengths[axis] != n]
-    axis = sliced[0] if sliced else 0
-    first, rest = divmod(offset, strides[axis])
-    expected = [
-        math.prod([4 * strides[axis], *(array.shape[j] for j in axes[position + 1 :])])
-        for axis, axes in enumerate(axes_of)
-        for position in range(len(axes))
-    ]
-    order = [i for axes in axes_of for i in axes]
-    if (
-        [array.strides[i] for i in order] != expected
-        or len(sliced) > 1
-        or rest
-        or (offset and not sliced)
-        or first + lengths[axis] > matrix.shape[axis]
-    ):
-        raise ExportError(
-            f"its graph reads a view {list(array.shape)} of a matrix {list(matrix.shape)} that "
-            "cannot be resolved to the checkpoint"
-        )
-    part = matrix.narrow(axis, first, lengths[axis]).reshape([array.shape[i] for i in order])
-    part = part.permute([order.index(i) for i in sorted(order)])
-    for i in range(array.ndim):
-        part = part if i in order else part.unsqueeze(i)
-    return part
+def _is_large(matrix: torch.Tensor) -> bool:
+    return matrix.ndim > 1 and matrix.dtype in FLOATS and 4 * matrix.numel() >= SMALLEST
 
 
 _NUMPY_DTYPES = {

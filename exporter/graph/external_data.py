@@ -8,19 +8,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import TorchTensor
 
 from specedge.bundle.manifest import FileEntry
 from specedge.errors import ExportError
 
 from .. import mapped_memory
 from ..checkpoint.lazy_tensors import materialize
-from ..checkpoint.placeholders import WeightSources
 from ..progress import Advance
-from .nodes import add_constant, insert_node, producer
+from ..tracing.named_weights import StoredMatrix
+from .nodes import add_initializer, insert_node, producer
 
 FILE = "weights.bin"
 SMALLEST = 1024  # bytes; smaller tensors are stored in the graph
@@ -45,10 +45,9 @@ class WeightsFile:
     loads a graph.
     """
 
-    def __init__(self, folder: Path, dtype: str, sources: WeightSources | None = None) -> None:
+    def __init__(self, folder: Path, dtype: str) -> None:
         self.folder = folder
         self._dtype = STORED[dtype][0]
-        self._sources = sources or WeightSources()
         self._locations: dict[Any, ir.ExternalTensor] = {}
         self.size = 0  # size of the complete file
         self._thread = ThreadPoolExecutor(1)
@@ -77,14 +76,13 @@ class WeightsFile:
         """Move a graph's large float tensors to the file, in place."""
         graph = model.graph
         fold_transposes(graph)
-        share_tied_embedding(graph)
         stored: dict[ir.ExternalTensor, ir.Value] = {}
         for value in list(_large_initializers(graph)):
-            location = self._put(_array(value), value.name or "")
+            location = self._put(value)
             if location in stored:
                 value.replace_all_uses_with(stored[location])
             else:
-                shape = ir.Shape(_array(value).shape)
+                shape = ir.Shape(_tensor(value).shape)
                 stored[location] = _externalize(
                     graph, value, view_tensor(location, shape, value.name)
                 )
@@ -92,15 +90,13 @@ class WeightsFile:
         cast_gathered_rows(graph)
         drop_unused(graph)
 
-    def _put(self, array: np.ndarray, name: str) -> ir.ExternalTensor:
+    def _put(self, value: ir.Value) -> ir.ExternalTensor:
         """Schedule a tensor for writing, unless the file has it, and return its location."""
-        source = self._sources.find(array)
-        owned = array if array.flags.writeable or source is not None else array.copy()
-        tensor = torch.from_numpy(owned) if source is None else source
+        tensor, name = _tensor(value), value.name or ""
         dtype = self._dtype if _represents(self._dtype, tensor) else torch.float32
         shape = tuple(tensor.shape)
         key: Any = (tensor.data_ptr(), shape, tensor.stride())
-        if source is None:
+        if not isinstance(value.const_value, StoredMatrix):
             digest = hashlib.sha256()
             for piece in chunks(tensor, dtype):
                 digest.update(_as_bytes(piece))
@@ -174,8 +170,11 @@ def fold_transposes(graph: ir.Graph) -> None:
         source, output = node.inputs[0], node.outputs[0]
         if source is None or source.name not in graph.initializers or len(source.uses()) > 1:
             continue
-        array = _array(source).transpose(node.attributes["perm"].as_ints())
-        output.replace_all_uses_with(add_constant(graph, array, f"{output.name}.stored"))
+        name = f"{output.name}.stored"
+        turned = _tensor(source).permute(*node.attributes["perm"].as_ints())
+        is_stored = isinstance(source.const_value, StoredMatrix)
+        tensor = StoredMatrix(turned, name) if is_stored else TorchTensor(turned, name)
+        output.replace_all_uses_with(add_initializer(graph, tensor, name))
         graph.remove(node, safe=True)
     drop_unused(graph)
 
@@ -229,19 +228,6 @@ def view_tensor(
     )  # fmt: skip
 
 
-def share_tied_embedding(graph: ir.Graph) -> None:
-    """Let a tied LM head read the embedding, transposed in the graph."""
-    for table in [n.inputs[0] for n in graph if n.op_type == "Gather"]:
-        if table is None or not table.is_initializer():
-            continue
-        for other in list(_large_initializers(graph)):
-            if other is not table and _is_transposed(_array(other), _array(table)):
-                name = f"{table.name}.transposed"
-                shared = insert_node(graph[0], "Transpose", [table], name, other, perm=[1, 0])
-                other.replace_all_uses_with(shared)
-    drop_unused(graph)
-
-
 def drop_unused(graph: ir.Graph) -> None:
     """Remove initializers that nothing reads."""
     for name, value in list(graph.initializers.items()):
@@ -257,17 +243,14 @@ def _large_initializers(graph: ir.Graph) -> Iterator[ir.Value]:
             yield value
 
 
-def _array(value: ir.Value) -> np.ndarray:
-    assert value.const_value is not None
-    return value.const_value.numpy()
-
-
-def _is_transposed(other: np.ndarray, table: np.ndarray) -> bool:
-    """Return True for a transposed matrix; placeholders, which are NaN, by their address."""
-    if other.ndim != 2 or other.shape != table.shape[::-1]:
-        return False
-    same = (other.ctypes.data, other.strides) == (table.ctypes.data, table.strides[::-1])
-    return same or (other[0, 0] == table[0, 0] and np.array_equal(table.T, other))
+def _tensor(value: ir.Value) -> torch.Tensor:
+    """Return the values of an initializer, those of a stored matrix in its own type."""
+    tensor = value.const_value
+    assert tensor is not None
+    if isinstance(tensor, StoredMatrix | TorchTensor):
+        return tensor.raw.detach()
+    array = tensor.numpy()
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _represents(dtype: torch.dtype, tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from specedge.errors import ExportError
 
+from ..checkpoint.placeholders import WeightSources
 from .attention import current_pass
 
 _FIRST, _LAST = "experts_first", "experts_last"
@@ -55,12 +56,18 @@ class ExpertsModule:
         self._alternating: bool = not module.is_concatenated
         self._first = "gate_up_proj" if self.gated else "up_proj"
 
-    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the matrices. [E, I, 2 or 1, H], [E, H, I]"""
+    def matrices(self, sources: WeightSources | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the matrices. [E, I, 2 or 1, H], [E, H, I]
+
+        With `sources` views of placeholders are placeholders.
+        """
+        sources = sources or WeightSources()
+
+        def turned(matrices: torch.Tensor) -> torch.Tensor:
+            return matrices.transpose(1, 2) if self._module.is_transposed else matrices
+
         first, last = getattr(self._module, self._first), self._module.down_proj
-        if self._module.is_transposed:
-            first, last = first.transpose(1, 2), last.transpose(1, 2)
-        return self._in_turn(first), last
+        return sources.view(first, lambda x: self._in_turn(turned(x))), sources.view(last, turned)
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the biases, if any. [E, I, 2 or 1], [E, H]"""
@@ -108,7 +115,9 @@ def find_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def prepare_experts(
-    model: torch.nn.Module, stack: contextlib.ExitStack
+    model: torch.nn.Module,
+    stack: contextlib.ExitStack,
+    sources: WeightSources | None = None,
 ) -> Callable[..., torch.Tensor]:
     """Return the experts function of a traced pass, to register with transformers.
 
@@ -118,8 +127,8 @@ def prepare_experts(
     for module in find_experts(model):
         experts = ExpertsModule(module)
         swiglus[module] = experts.swiglu()
-        for name, matrices in zip((_FIRST, _LAST), experts.matrices(), strict=True):
-            module.register_buffer(name, matrices.detach(), persistent=False)
+        for name, matrices in zip((_FIRST, _LAST), experts.matrices(sources), strict=True):
+            module.register_buffer(name, matrices, persistent=False)
             stack.callback(delattr, module, name)
 
     def forward(

@@ -16,6 +16,7 @@ import torch
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from .. import internals
+from ..checkpoint.placeholders import WeightSources
 from . import experts
 from .attention import attention, attention_mask, current_pass
 
@@ -23,11 +24,16 @@ NAME = "specedge"
 
 
 @contextlib.contextmanager
-def registered_functions(model: torch.nn.Module) -> Iterator[None]:
-    """Make the model use this package's attention, masks and experts while the context lasts."""
+def registered_functions(
+    model: torch.nn.Module, sources: WeightSources | None = None
+) -> Iterator[None]:
+    """Make the model use this package's attention, masks and experts while the context lasts.
+
+    `sources` have the values of placeholders, if it is traced.
+    """
     with contextlib.ExitStack() as stack:
         internals.register_functions(
-            NAME, attention, attention_mask, experts.prepare_experts(model, stack)
+            NAME, attention, attention_mask, experts.prepare_experts(model, stack, sources)
         )
         for function in ("attn", "experts"):
             stack.enter_context(internals.implementation(model, function, NAME))

@@ -56,17 +56,25 @@ def patched_modules(
 
 
 def _replacement(module: nn.Module) -> nn.Module | None:
-    if isinstance(module, Conv1D):  # a transposed Linear: MatMul and Add
-        linear = nn.Linear(module.nx, module.nf, device="meta")
-        linear.weight = nn.Parameter(module.weight.T, requires_grad=False)
-        linear.bias = module.bias
-        return linear
+    if isinstance(module, Conv1D):
+        return _Product(module.weight, module.bias)
     if list(module.parameters()) or list(module.children()):
         return _rms_norm(module)
     # A tanh GELU in single steps becomes one node.
     gelu = nn.GELU("tanh")
     is_gelu = "GELU" in type(module).__name__
     return gelu if is_gelu and _is_equal(module, gelu, torch.linspace(-8, 8, 4001)) else None
+
+
+class _Product(nn.Module):
+    """Product with a matrix, and a bias: MatMul and Add."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(x, self.weight) + self.bias
 
 
 class _RmsNorm(nn.Module):

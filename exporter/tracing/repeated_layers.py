@@ -21,13 +21,13 @@ from typing import Any
 import onnx_ir as ir
 import torch
 import torch.onnx.ops
-from onnx_ir.tensor_adapters import TorchTensor
 from torch import nn
 
 from specedge.errors import ExportError
 
 from ..checkpoint.decoder_layers import layer_list, per_layer_values
 from .attention import LayerAttention
+from .named_weights import register_weight, restore_weights
 
 DOMAIN, BEGIN, END = "specedge", "BeginLayer", "EndLayer"
 _SHARED, _AFTER = -1, -2  # owners of values outside of layers
@@ -226,27 +226,21 @@ def _mark(op_type: str, index: int, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def expose_weights(model: ir.Model, prefix: str, weights: Mapping[str, torch.Tensor]) -> None:
-    """Make the weights of layers inputs of their graph, so that an optimizer folds none of them.
+def check_constants(graph: ir.Graph, prefix: str, weights: Mapping[str, ir.Tensor]) -> None:
+    """Check that layers have no constants that may be derived from their weights.
 
     Args:
-        model: Traced graph.
+        graph: Traced graph.
         prefix: Name of the list of layers, before the index in a weight's name.
         weights: Weights and buffers of the whole model, by name.
 
     Raises:
-        NotRepeatableError: A layer has a constant that may be derived from its weights.
+        NotRepeatableError: A layer has such a constant.
     """
-    graph = model.graph
-    for name, value in list(graph.initializers.items()):
-        tensor = value.const_value
-        assert tensor is not None
-        if name.startswith(f"{prefix}.") and name in weights:
-            del graph.initializers[name]
-            value.shape, value.dtype = ir.Shape(tensor.shape), tensor.dtype
-            value.const_value = None
-            graph.inputs.append(value)
-        elif name.startswith(f"{prefix}.") and tensor.size > 1:
+    for name, value in graph.initializers.items():
+        assert value.const_value is not None
+        is_constant = name.startswith(f"{prefix}.") and name not in weights
+        if is_constant and value.const_value.size > 1:
             raise NotRepeatableError(f"a layer has the constant {name}")
 
 
@@ -254,20 +248,17 @@ class LayerGraph:
     """Optimized graph of the first layers of a model, which is extended by copies of their nodes.
 
     Args:
-        model: Graph with marked layers, after `expose_weights`.
+        model: Graph with marked layers, whose weights are hidden.
         prefix: Name of the list of layers.
         weights: Weights and buffers of the whole model, by name.
     """
 
-    def __init__(self, model: ir.Model, prefix: str, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: ir.Model, prefix: str, weights: Mapping[str, ir.Tensor]) -> None:
         self.graph, self.weights, self._prefix = model.graph, weights, f"{prefix}."
         self._nodes: dict[int, list[ir.Node]] = {}
         self._begins: dict[int, ir.Node] = {}
         self._ends: dict[int, ir.Node] = {}
-        for value in list(self.graph.inputs):
-            if self._is_weight(value):
-                self.graph.inputs.remove(value)
-                self._register(value)
+        restore_weights(self.graph, weights)
 
     def repeat(self, kinds: Sequence[int], cache_names: Sequence[str]) -> None:
         """Add the layers that were not traced, and remove the marks.
@@ -382,15 +373,9 @@ class LayerGraph:
         if value is not None and value not in copies and self._is_weight(value):
             rest = (value.name or "").removeprefix(f"{self._prefix}{source}.")
             new = _set_like(ir.Value(name=f"{self._prefix}{layer}.{rest}"), value)
-            self._register(new)
+            register_weight(self.graph, new, self.weights)
             copies[value] = new
         return copies.get(value, value)
-
-    def _register(self, value: ir.Value) -> None:
-        assert value.name is not None
-        tensor = self.weights[value.name].detach()
-        value.const_value = TorchTensor(tensor, name=value.name)
-        self.graph.register_initializer(value)
 
 
 def _set_like(new: ir.Value, old: ir.Value) -> ir.Value:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,16 +23,24 @@ from specedge.errors import ExportError, SpecEdgeError
 
 from .. import internals
 from ..checkpoint.decoder_layers import layer_list, truncate
+from ..checkpoint.placeholders import WeightSources
 from ..libraries import quiet
 from . import experts, geometry
 from .attention import OPSET, LayerAttention, TracedPass, active_pass, buffer_cache
 from .families import registered_functions
 from .geometry import Geometry
+from .named_weights import (
+    StoredMatrix,
+    hide_weights,
+    named_weights,
+    reads_stored_matrix,
+    restore_weights,
+)
 from .repeated_layers import (
     LayerCalls,
     LayerGraph,
     NotRepeatableError,
-    expose_weights,
+    check_constants,
     find_kinds,
     marked_layers,
 )
@@ -146,31 +154,37 @@ def trace(
     geometry: Geometry,
     ops: str,
     layers: ObservedLayers,
+    sources: WeightSources | None = None,
 ) -> TracedModel:
     """Trace the model as a graph with T symbolic, whose initializers share the model's memory.
 
-    Uses torch 2.13's `dynamo` exporter, and optimizes the graph with onnxscript.
+    Uses torch 2.13's `dynamo` exporter, and optimizes the graph with onnxscript. `sources` have the
+    values of placeholders.
     """
-    with quiet(), registered_functions(model), internals.reuse_operator_registry():
+    sources = sources or WeightSources()
+    with quiet(), registered_functions(model, sources), internals.reuse_operator_registry():
+        weights = named_weights(model, sources)
         if layers.num_traced < len(layers.kinds):
             # Errors that have another cause are raised again by the trace of the whole model.
             with contextlib.suppress(Exception):
-                return _trace_first_layers(model, geometry, ops, layers)
+                return _trace_first_layers(model, geometry, ops, layers, weights)
         whole = TraceableModel(model, geometry.context_length, ops, layers.attention)
         program = translate(whole, geometry)
+    graph = program.model.graph
+    hide_weights(graph, lambda name: isinstance(weights.get(name), StoredMatrix))
     program.optimize()
+    restore_weights(graph, weights)
     return TracedModel(program.model)
 
 
 def _trace_first_layers(
-    model: torch.nn.Module, geometry: Geometry, ops: str, layers: ObservedLayers
+    model: torch.nn.Module,
+    geometry: Geometry,
+    ops: str,
+    layers: ObservedLayers,
+    weights: Mapping[str, ir.Tensor],
 ) -> TracedModel:
     """Trace the first layers of each kind, and repeat them. Raises NotRepeatableError."""
-    tensors = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    weights = {f"model.{name}": tensor for name, tensor in tensors}
     name, all_layers = layer_list(model)
     prefix = f"model.{name}"
     for layer, kind in zip(all_layers, layers.kinds, strict=True):  # whose modules are patched now
@@ -184,13 +198,24 @@ def _trace_first_layers(
         program = translate(whole, traced)
     finally:
         restore()
-    expose_weights(program.model, prefix, weights)
+    check_constants(program.model.graph, prefix, weights)
+    hide_weights(
+        program.model.graph,
+        lambda name: (
+            name in weights
+            and (name.startswith(f"{prefix}.") or isinstance(weights[name], StoredMatrix))
+        ),
+    )
     program.optimize()
 
     def repeat(graph_model: ir.Model, num_layers: int) -> ir.Model:
         names = geometry.cache_names()[: 2 * num_layers]
         LayerGraph(graph_model, prefix, weights).repeat(layers.kinds[:num_layers], names)
-        onnxscript.optimizer.fold_constants(graph_model, onnx_shape_inference=False)
+        onnxscript.optimizer.fold_constants(
+            graph_model,
+            onnx_shape_inference=False,
+            should_fold=lambda node: False if reads_stored_matrix(node) else None,
+        )
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(graph_model)
         passes.DeduplicateInitializersPass()(graph_model)
         passes.CommonSubexpressionEliminationPass()(graph_model)
