@@ -6,13 +6,10 @@ import threading
 import pytest
 
 import specedge
+from specedge.bundle import store
 from specedge.runtime.backend import memory
 from specedge.runtime.requests import loader
 from threads import in_threads
-
-pytest.importorskip("onnx_ir", reason="needs the export extra")
-
-from batched import copy_with_batched_graphs
 
 NUM_SLOTS = 8
 PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range(", "# x"]
@@ -29,18 +26,13 @@ OPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def bundle(pipeline, tmp_path_factory):
-    return copy_with_batched_graphs(pipeline.bundle, tmp_path_factory.mktemp("shared"))
+def alone():
+    return specedge.load(store.embedded_folder())
 
 
 @pytest.fixture(scope="module")
-def alone(bundle):
-    return specedge.load(bundle.folder)
-
-
-@pytest.fixture(scope="module")
-def shared(bundle):
-    loaded = specedge.load(bundle.folder, slots=NUM_SLOTS)
+def shared():
+    loaded = specedge.load(store.embedded_folder(), slots=NUM_SLOTS)
     assert not loaded.notes
     return loaded
 
@@ -125,10 +117,10 @@ def test_requests_that_run_together_take_fewer_passes(alone, shared, temperature
     assert num_shared < num_alone / 2.5
 
 
-def test_files_of_prompts_get_slots_only_where_passes_are_shared(bundle, pipeline, monkeypatch):
-    assert loader.batch_slots(bundle.folder, 3) == 3
-    assert loader.batch_slots(bundle.folder, 500) == loader.BATCH_SLOTS
-    assert loader.batch_slots(bundle.folder, 500, ops="onnx") == 1
-    assert loader.batch_slots(pipeline.bundle.folder, 500) == 1  # no batched graphs
+def test_files_of_prompts_get_slots_only_where_passes_are_shared(monkeypatch):
+    folder = store.embedded_folder()
+    assert loader.batch_slots(folder, 3) == 3
+    assert loader.batch_slots(folder, 500) == loader.BATCH_SLOTS
+    assert loader.batch_slots(folder, 500, ops="onnx") == 1
     monkeypatch.setattr(memory, "available_bytes", lambda: 0)
-    assert loader.batch_slots(bundle.folder, 500) == 1
+    assert loader.batch_slots(folder, 500) == 1

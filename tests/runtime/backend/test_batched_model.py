@@ -1,5 +1,6 @@
 """Passes over several slots, compared with the decoder bit by bit."""
 
+import shutil
 import weakref
 from unittest.mock import Mock
 
@@ -7,6 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from specedge.bundle import Bundle
 from specedge.bundle.batched_signature import BATCHED
 from specedge.runtime.backend.batched_model import BatchedSession, OrtBatchedModel
 from specedge.runtime.backend.batched_self_test import share_passes
@@ -14,17 +16,13 @@ from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.requests import loader
 
-pytest.importorskip("onnx_ir", reason="needs the export extra")
-
-from batched import copy_with_batched_graphs
-
 NUM_SLOTS = 4
 TEXT = [7 * i % 500 for i in range(300)]
 
 
 @pytest.fixture(scope="module")
-def bundle(pipeline, tmp_path_factory):
-    return copy_with_batched_graphs(pipeline.bundle, tmp_path_factory.mktemp("batched"))
+def bundle(pipeline):
+    return pipeline.bundle
 
 
 @pytest.fixture(scope="module", params=["target", "draft"])
@@ -186,9 +184,9 @@ def test_self_test_finds_a_rounding_error_in_long_passes(bundle, monkeypatch, li
     assert bundle.target.source.id in note
 
 
-def test_requests_take_turns_without_a_batched_graph(pipeline):
-    model = OrtModel(pipeline.bundle, pipeline.bundle.target, Device())
-    models, note = share_passes(pipeline.bundle, pipeline.bundle.target, Device(), [model])
+def test_requests_take_turns_without_a_batched_graph(bundle):
+    model = OrtModel(bundle, bundle.target, Device(), "onnx")
+    models, note = share_passes(bundle, bundle.target, Device(), [model])
     assert models == [model]
     assert "no batched graph" in note
 
@@ -202,8 +200,10 @@ def test_older_onnxruntime_never_opens_the_batched_graph(bundle, monkeypatch):
     assert "1.32" in note
 
 
-def test_decoder_is_freed_before_the_batched_graph_opens(bundle, monkeypatch):
+def test_decoder_is_freed_before_the_batched_graph_opens(bundle, tmp_path, monkeypatch):
     """The weights, which each session packs, are in memory once."""
+    # Tests share the sessions of the embedded pair itself.
+    bundle = Bundle.read(shutil.copytree(bundle.folder, tmp_path / "bundle"))
     sessions, alive, open_session = [], [], Device.open
 
     def recorded(device, path):
