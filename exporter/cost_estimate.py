@@ -200,7 +200,7 @@ def estimate_costs(config: Any, context_length: int, num_draft_tokens: int) -> C
 
 
 def _llama4_experts(module: Any) -> ExpertDimensions:
-    """Return Llama 4's experts, which bypass transformers' interface (5.17 to 5.23)."""
+    """Return Llama 4's experts, which bypass transformers' interface."""
     number, row_size, width = module.experts.gate_up_proj.shape
     return ExpertDimensions(number, module.top_k, width // 2, 2, row_size, (), as_stored=True)
 

@@ -1,8 +1,8 @@
 """Undocumented interfaces of other libraries that the exporter depends on.
 
-Each is one function, with the tested versions, of transformers unless noted. The replacements in
-tracing/families.py and the trace patterns in graph/graphs.py are documented there. `TESTED` are the
-versions that pyproject.toml allows.
+Each is one function, of transformers unless noted, in all versions that pyproject.toml allows
+(`TESTED`). The replacements in tracing/families.py and the trace patterns in graph/graphs.py are
+documented there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -32,7 +33,7 @@ from .libraries import first_line, quiet, translate_errors
 
 # The tree functions are torch's (2.13), the caches transformers'.
 __all__ = ["Cache", "DynamicLayer", "tree_any", "tree_map", "tree_map_only"]
-TESTED = {"transformers": ("5.17", "5.23"), "torch": ("2.13", "2.13"), "onnxscript": ("0.7", "0.7")}
+TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.13", "2.13"), "onnxscript": ("0.7", "0.7")}
 
 
 def describe_error(error: BaseException) -> str:
@@ -95,7 +96,7 @@ def make_wrapper_tensor(subclass: type[torch.Tensor], like: torch.Tensor) -> Any
 
 
 def register_functions(name: str, attention: Any, mask: Any, experts: Any) -> None:
-    """Register attention, mask and expert functions with transformers by name (5.17 to 5.23)."""
+    """Register attention, mask and expert functions with transformers by name."""
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
     ALL_EXPERTS_FUNCTIONS.register(name, experts)
@@ -110,7 +111,7 @@ def is_meta_error(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def implementation(model: torch.nn.Module, function: str, name: str) -> Iterator[None]:
-    """Select the registered "attn" or "experts" function, by the configs' fields (5.17 to 5.23)."""
+    """Select the registered "attn" or "experts" function, by the configs' fields."""
     field = f"_{function}_implementation"
     configs = (getattr(module, "config", None) for module in model.modules())
     before = {id(c): (c, getattr(c, field)) for c in configs if hasattr(c, field)}
@@ -124,7 +125,7 @@ def implementation(model: torch.nn.Module, function: str, name: str) -> Iterator
 
 
 class FixedCacheLayer(CacheLayerMixin):
-    """Cache layer with fixed buffers: the abstract methods of 5.17 to 5.23 except `update`."""
+    """Cache layer with fixed buffers: the abstract methods except `update`."""
 
     is_compileable = True
     is_sliding = False
@@ -152,13 +153,18 @@ class FixedCacheLayer(CacheLayerMixin):
         return self.keys.shape[2], 0
 
 
+def cache_name(model: torch.nn.Module) -> str:
+    """Return the name of the cache in a model's arguments and outputs, which 5.24 changed."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def is_stateful(model: torch.nn.Module) -> bool:
-    """Return True if transformers marks a model as recurrent (5.17 to 5.23)."""
+    """Return True if transformers marks a model as recurrent."""
     return bool(getattr(model, "_is_stateful", False))
 
 
 def has_recurrent_state(layer: Any) -> bool:
-    """Return True if a cache layer keeps a recurrent or convolution state (5.17 to 5.23)."""
+    """Return True if a cache layer keeps a recurrent or convolution state."""
     return hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states")
 
 
@@ -171,7 +177,7 @@ def has_key_values(layer: Any) -> bool:
 def dynamic_rotary_modules(model: torch.nn.Module) -> Iterator[tuple[Any, str | None]]:
     """Yield rotary modules whose frequencies depend on the sequence length, with the layer type.
 
-    They are recognized by `rope_type`, a string or a dictionary by layer type (5.17 to 5.23).
+    They are recognized by `rope_type`, a string or a dictionary by layer type.
     """
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
@@ -187,7 +193,7 @@ def inverse_frequencies(module: Any, layer_type: str | None) -> torch.Tensor:
 
 
 def freeze_frequencies(module: Any, layer_type: str | None) -> None:
-    """Keep a rotary module's current frequencies in every pass (5.17 to 5.23)."""
+    """Keep a rotary module's current frequencies in every pass."""
     if layer_type is None:
         module.rope_type = "fixed"
     else:
@@ -195,12 +201,12 @@ def freeze_frequencies(module: Any, layer_type: str | None) -> None:
 
 
 def rotary_functions(code: ModuleType) -> list[str]:
-    """Return the names of a module's functions that apply rotary embeddings (5.17 to 5.23)."""
+    """Return the names of a module's functions that apply rotary embeddings."""
     return [name for name in vars(code) if name.startswith("apply_") and "rotary" in name]
 
 
 def rename_keys(config: PreTrainedConfig, keys: list[str]) -> dict[str, str]:
-    """Map a multimodal checkpoint's tensor names to those of transformers' model (5.17 to 5.23)."""
+    """Map a multimodal checkpoint's tensor names to those of transformers' model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -212,12 +218,12 @@ def rename_keys(config: PreTrainedConfig, keys: list[str]) -> dict[str, str]:
 
 
 def decoder_class(config: PreTrainedConfig) -> type[Any] | None:
-    """Return the class that AutoModelForCausalLM uses for a config, if any (5.17 to 5.23)."""
+    """Return the class that AutoModelForCausalLM uses for a config, if any."""
     return auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def build_decoder(config: PreTrainedConfig) -> Any:
-    """Build a text decoder from its config on the meta device (5.17 to 5.23)."""
+    """Build a text decoder from its config on the meta device."""
     copied = copy.deepcopy(config)
     options = {"dtype": torch.float32, "trust_remote_code": False}
     with torch.device("meta"), quiet():
@@ -225,7 +231,7 @@ def build_decoder(config: PreTrainedConfig) -> Any:
 
 
 def build_multimodal_model(config: PreTrainedConfig) -> Any:
-    """Build the multimodal model of a config on the meta device (5.17 to 5.23)."""
+    """Build the multimodal model of a config on the meta device."""
     model_class = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise CheckpointError(
@@ -239,7 +245,7 @@ def build_multimodal_model(config: PreTrainedConfig) -> Any:
 def gguf_tensor_mapping(
     model: torch.nn.Module, architecture: str, permutation: str
 ) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
-    """Return model names by GGUF tensor name, and a function that permutes values (5.17 to 5.23).
+    """Return model names by GGUF tensor name, and a function that permutes values.
 
     The function takes an array and its name in the file, and permutes as for the architecture
     `permutation`; it does not support stacked experts.

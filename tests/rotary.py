@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, Phi3Config, PreTrainedConfig
 
 from checkpoints import VOCAB_SIZE, make_model
-from specedge.exporter import Progress, model_export
+from specedge.exporter import Progress, internals, model_export
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
 from specedge.exporter.checkpoint.placeholders import WeightSources
 from specedge.exporter.tracing.geometry import Geometry
@@ -68,9 +68,8 @@ def config_of(kind: str) -> PreTrainedConfig:
 def in_transformers(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
     """Logits [n, V] of a whole text at once, by its own rule for factors."""
     with torch.no_grad():
-        return (
-            model(torch.from_numpy(tokens)[None], past_key_values=DynamicCache()).logits[0].numpy()
-        )
+        caches = {internals.cache_name(model): DynamicCache()}
+        return model(torch.from_numpy(tokens)[None], **caches).logits[0].numpy()
 
 
 def in_the_graph(folder: Path, shape: Geometry, tokens: np.ndarray) -> np.ndarray:

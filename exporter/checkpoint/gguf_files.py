@@ -133,7 +133,7 @@ class GgufCheckpoint:
             return gguf_architectures.build_config(self.architecture, self.fields, shapes)
 
     def complete_config(self, config: Any) -> None:
-        """Set fields of a config that transformers does not read from the header (5.17 to 5.23).
+        """Set fields of a config that transformers does not read from the header.
 
         It ignores rotary scaling, Phi-3's rotary size, the query scale of Gemma 2 and 3 and all but
         one part of a split file. Files may be truncated at `header_size`. Raises CheckpointError

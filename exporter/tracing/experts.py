@@ -44,7 +44,7 @@ class Swiglu:
 
 
 class ExpertsModule:
-    """Experts module of transformers, by its private attributes (5.17 to 5.23).
+    """Experts module of transformers, by its private attributes.
 
     Gate and up projections are one matrix per expert, concatenated or interleaved. Here they are
     interleaved, [I, 2], or [I, 1] without gates.

@@ -1,7 +1,8 @@
 """Minimal adaptations of a few model families for tracing.
 
 Most decoders use transformers' attention interface. The families below have attention code of their
-own, which is replaced. Class names, methods and arguments are those of transformers 5.17 to 5.23.
+own, which is replaced. Class names, methods and arguments are those of the tested versions of
+transformers.
 """
 
 from __future__ import annotations

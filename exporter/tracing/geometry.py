@@ -53,7 +53,7 @@ def measure_geometry(
     The capacity includes a padded pass at the end, and the row that `gqa` writes after it.
     """
     output = _run_pass(model)
-    kept = getattr(getattr(output, "past_key_values", None), "layers", ())
+    kept = getattr(getattr(output, internals.cache_name(model), None), "layers", ())
     if all(map(internals.has_recurrent_state, kept)):  # none, or none with keys and values
         recurrent = f": they are recurrent, with {_STATE}" if internals.is_stateful(model) else ""
         raise ExportError(

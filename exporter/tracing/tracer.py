@@ -81,8 +81,8 @@ class TraceableModel(torch.nn.Module):
                 input_ids=input_ids,
                 # Padding rows may lie beyond the last position, which Gather rejects.
                 position_ids=torch.clamp(now.positions, max=self.last),
-                past_key_values=cache,
                 use_cache=True,
+                **{internals.cache_name(self.model): cache},
             )
         self.layers = now.layers
         return output.logits.float(), *(t for x in cache.layers for t in (x.keys, x.values))

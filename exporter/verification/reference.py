@@ -24,6 +24,7 @@ from transformers import DynamicCache
 from specedge.bundle.precision import FLOAT32
 from specedge.errors import ParityError
 
+from .. import internals
 from ..checkpoint.placeholders import WeightSources
 from ..internals import DynamicLayer
 from ..libraries import quiet
@@ -263,13 +264,12 @@ def _run_passes(
         _ContinuedCacheLayer(history, start, layer)
         for layer in range(len(geometry.layers) if start else 0)
     ]
+    caches = {internals.cache_name(model): cache}
     for ids in torch.from_numpy(tokens).expand(batch, -1).split(chunk_length(geometry), 1):
         at = cache.get_seq_length()
         positions = torch.arange(at, at + ids.shape[1])[None]
         choices.positions = slice(at - start, at - start + ids.shape[1])
-        on_logits(
-            model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits.numpy()
-        )
+        on_logits(model(ids, position_ids=positions, use_cache=True, **caches).logits.numpy())
     return [t.numpy() for x in cache.layers for t in (x.keys, x.values)]
 
 

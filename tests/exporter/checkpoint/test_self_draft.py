@@ -19,7 +19,7 @@ from specedge import bundle_library
 from specedge.bundle import Bundle, store
 from specedge.cli.inspect import inspect
 from specedge.errors import CheckpointError, ExportError
-from specedge.exporter import Progress, export, model_export
+from specedge.exporter import Progress, export, internals, model_export
 from specedge.exporter.checkpoint import self_draft
 from specedge.exporter.checkpoint.decoder_layers import layer_list
 from specedge.exporter.checkpoint.loader import LoadedCheckpoint
@@ -233,7 +233,7 @@ def test_truncated_model_equals_early_exit_of_full_model(name):
         wanted = model(tokens).logits
         output = twin(tokens, use_cache=True)
     assert torch.equal(output.logits, wanted)
-    assert len(output.past_key_values.layers) == num_layers
+    assert len(output[internals.cache_name(model)].layers) == num_layers
     ours = {id(parameter) for parameter in model.parameters()}
     assert {id(parameter) for parameter in twin.parameters()} < ours
 
