@@ -213,6 +213,7 @@ def _check(
             request.draft_vocab, (calibration.name, calibration.text), work / pair.TOKENIZER_FILE,
             pair.end_tokens(target), min(text.num_tokens, rows), progress,
         )  # fmt: skip
+    progress.predicted = cost_estimate.predict_seconds(models.separate, request)
     hub.check_space([remote for c in models.separate for remote in c.remotes], work)
     return _Job(request, models, calibration, work, progress, text, lengths, ids)
 

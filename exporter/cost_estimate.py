@@ -1,12 +1,14 @@
-"""Memory and compute estimates of mixture-of-experts models, from the config alone.
+"""Estimates from the config alone: an export's time, and the costs of mixtures of experts.
 
-Only matrices are counted, in float32. H: hidden size; E: experts of intermediate size I, of which
-each token uses k.
+Of mixtures of experts only matrices are counted, in float32. H: hidden size; E: experts of
+intermediate size I, of which each token uses k.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.manifest import chunk_length
+from specedge.bundle.precision import KEEP, QUANTIZED_DTYPES
 from specedge.errors import ExportError
 
 from .checkpoint.checkpoints import Checkpoint
@@ -21,6 +24,7 @@ from .graph.graphs import GraphFile, graph_files
 from .libraries import quiet
 from .mapped_memory import system_memory
 from .progress import Progress
+from .request import ExportRequest
 from .tracing import geometry, tracer
 from .tracing.experts import ExpertsModule, find_experts
 from .tracing.families import count_experts
@@ -28,6 +32,35 @@ from .tracing.geometry import Geometry
 
 _FLOAT, _DOUBLE = 4, 8  # bytes
 _PROCESS = 500_000_000  # resident bytes of Python and its libraries (measured: 0.44 GB)
+
+
+# Seconds of a model's steps on two cores, and seconds per billion parameters, in order
+# (tools/measure_memory.py export).
+_FLOAT_STEPS = {
+    "Loading the {role}": (1.0, 2.0),
+    "Tracing the {role}": (3.0, 8.0),
+    "Writing the {role}": (1.0, 17.0),
+    "Running the {role} in PyTorch": (1.0, 25.0),
+    "Comparing the {role} with PyTorch": (4.0, 17.0),
+}
+_QUANTIZED_STEPS = {
+    "Rotating the {role}": (2.0, 40.0),
+    "Calibrating the {role}": (5.0, 90.0),
+    "Quantizing the {role}": (2.0, 10.0),
+    "Comparing the {role} in {precision}": (5.0, 60.0),
+}
+_KEPT_STEPS = {
+    "Reading the {role}'s quantized weights": (0.5, 5.0),
+    "Quantizing the {role}": (1.0, 10.0),
+    "Comparing the {role} in {precision}": (5.0, 60.0),
+}
+_ACCEPTANCE_SECONDS = 10.0
+_FINAL_STEPS = {
+    "Writing the target's batched graphs": 1.0,
+    "Writing the draft's batched graphs": 1.0,
+    "Writing graphs for GPUs": 1.0,
+    "Hashing": 0.5,
+}
 
 
 @dataclass(frozen=True)
@@ -124,6 +157,31 @@ class CostEstimate:
         logits = rows * self.shape.padded_vocab_size if graph.logits and graph.length else 0
         scores = (rows + 1) * self.num_heads * self.shape.capacity
         return max(logits, scores, *(m.num_activations(rows, ops) for m in self.expert_layers))
+
+
+def predict_seconds(checkpoints: Sequence[Checkpoint], request: ExportRequest) -> dict[str, float]:
+    """Predict the seconds of an export's steps on two cores, in order.
+
+    Downloads, additional graph variants and the steps of a self-draft are not included.
+
+    Args:
+        checkpoints: Checkpoints with separate weights.
+        request: The export, with its precisions.
+    """
+    seconds: dict[str, float] = {}
+    for checkpoint in checkpoints:
+        precision, billions = request.precision_of(checkpoint.role), 0.0
+        with contextlib.suppress(ExportError):  # loading the model reports the error
+            model = tracer.meta_model(checkpoint.config)
+            billions = sum(p.numel() for p in model.parameters()) / 1e9
+        quantized_steps = _KEPT_STEPS if precision == KEEP else _QUANTIZED_STEPS
+        steps = _FLOAT_STEPS | (quantized_steps if precision in QUANTIZED_DTYPES else {})
+        for name, (fixed, rate) in steps.items():
+            description = name.format(role=checkpoint.role, precision=precision)
+            seconds[description] = fixed + rate * billions
+    if request.draft_name is not None:
+        seconds["Measuring the draft's acceptance rate"] = _ACCEPTANCE_SECONDS
+    return seconds | _FINAL_STEPS
 
 
 def check_costs(

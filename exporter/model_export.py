@@ -404,7 +404,7 @@ def verify(
         first = part.first_layers
         runner = Runner(first.folder, first.files, first.shape, ops)
     num_stages = 2 * runner.num_stages + (whole.num_stages if depth else 0)
-    with progress.step(f"Comparing the {name}", num_stages) as advance:
+    with progress.step(f"Comparing the {part.role} with PyTorch", num_stages) as advance:
         report, differing = parity.verify(
             part.role, references.segments, runner, tolerance, advance
         )

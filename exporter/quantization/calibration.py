@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
@@ -13,22 +12,15 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
-from specedge.bundle.precision import GPTQ
-
 from ..graph.external_data import drop_unused
 from ..graph.graphs import GraphFile
 from ..tracing.geometry import Geometry
 from ..verification.runner import FillNoise, PassAction, Runner
 from ..verification.subgraph import Values
 from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, load_graph
-from .float_model import FloatModel
 from .matrices import matrix_groups
-from .texts import CalibrationTexts
 
 NUM_SAMPLE_ROWS = 48  # rows of the texts used to measure errors
-_TIMED_SIZE = 1024  # size of the matrices of the timed product
-_PASS_EFFICIENCY = 0.5  # throughput of passes relative to the timed product
-_GPTQ_EFFICIENCY = 0.4  # throughput of GPTQ relative to the timed product
 _DECODER_FILE = GraphFile("decoder", None, prefix="calibration-")
 
 
@@ -141,27 +133,3 @@ def visit_inputs(
         runner.run([noise, *actions], finish_part)
     finally:
         path.unlink()
-
-
-def predict_seconds(model: FloatModel, texts: CalibrationTexts, rounding: str) -> float:
-    """Estimate the time of calibration, rounding and report from the time of a matrix product."""
-    graph = load_graph(model.decoder(model.ops[0])).graph
-    calibrated, compared = (sum(map(len, part)) for part in (texts.calibration, texts.evaluation))
-    work = 0.0
-    for group in matrix_groups(graph):
-        shapes = [matrix.stored.data().shape for matrix in group.matrices]
-        size, width = float(shapes[0][-2]), float(sum(shape[-1] for shape in shapes))
-        work += 2 * size * width * (calibrated + 2 * compared) / _PASS_EFFICIENCY
-        if rounding == GPTQ:
-            work += 2 * size * size * (calibrated + (width + size) / _GPTQ_EFFICIENCY)
-    return work / _measure_speed()
-
-
-def _measure_speed() -> float:
-    x = torch.ones(_TIMED_SIZE, _TIMED_SIZE)
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        x @ x
-        best = min(best, time.perf_counter() - start)
-    return 2 * _TIMED_SIZE**3 / best

@@ -105,8 +105,7 @@ def quantize(
             excluded = _find_excluded(parts)
     if precision == "int8-block":
         rounding = NEAREST
-    minutes = max(1, round(calibration.predict_seconds(parts[0], texts, rounding) / 60))
-    with progress.step(f"Calibrating the {first} (about {minutes} min up to its report)"):
+    with progress.step(f"Calibrating the {first}"):
         graphs = (_load(part, ops, excluded).graph for part in parts for ops in part.ops)
         channels = smoothing.shared_channels(graphs, excluded.offsets)
         selector = SchemeSelector(precision, rounding, bits, texts, channels, excluded, work)
@@ -146,7 +145,7 @@ def _keep(
     graph_variants = {part.role: part.reduced_variants(KEEP, suffixes) for part in parts}
     with progress.step(f"Reading the {first.role}'s quantized weights"):
         kept = CheckpointMatrices(tensors)
-    with WeightsWriter(folder) as store, progress.step(f"Writing the {first.role}"):
+    with WeightsWriter(folder) as store, progress.step(f"Quantizing the {first.role}"):
         written = keep(parts, graph_variants, kept, excluded, folder, store)
     if kept.offset_error:
         progress.note(
@@ -225,10 +224,10 @@ def add_variants(
     for part in parts:
         dtype = part.model.weights_dtype
         graph_variants = part.reduced_variants(dtype, suffixes)
-        with progress.step(f"Writing the {part.role}"):
+        with progress.step(f"Adding graph variants of the {part.role}"):
             for ops in graph_variants:
                 part.write(ir.load(part.decoder(ops)), folder, ops)
-        with progress.step(f"Comparing the {part.role}"):
+        with progress.step(f"Comparing graph variants of the {part.role}"):
             measured = measure_variants(
                 part, folder, {ops: {} for ops in graph_variants}, texts, progress
             )

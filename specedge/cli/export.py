@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from specedge.bundle.precision import GPTQ, PRECISION_CHOICES, ROUNDINGS
 from specedge.cli import options
 from specedge.cli.embed import add_graphs
 from specedge.cli.inspect import license
-from specedge.cli.terminal import sanitize, sanitize_line
+from specedge.cli.terminal import progress_bar, sanitize, sanitize_line
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 
 
@@ -133,7 +134,7 @@ def export(draft: str, target: str, output: str | None, hosts: bool, **request: 
     _limit_threads()
     with options.usage_errors():
         export_request = ExportRequest(draft, target, output, **request)
-    with _bars() as progress:
+    with _progress() as progress:
         bundle = run(export_request, progress=progress)
     for note in progress.notes:
         click.echo(sanitize_line(f"note: {note}"), err=True)
@@ -172,20 +173,36 @@ def _summary(bundle: Bundle, role: str, model: ModelEntry) -> str:
 
 
 @contextlib.contextmanager
-def _bars() -> Iterator[Any]:
-    """Yield a `Progress` that draws a bar for each step on stderr."""
-    from rich.console import Console
-    from rich.progress import Progress as Bars
+def _progress() -> Iterator[Any]:
+    """Yield a `Progress` shown on stderr: a bar, or a line per step without a terminal."""
+    from rich.progress import ProgressColumn, Task
+    from rich.text import Text
 
     from specedge.exporter import Progress
 
-    class Drawn(Progress):
+    class RemainingColumn(ProgressColumn):
+        """Remaining time; also moves the bar while no step reports progress."""
+
+        def render(self, task: Task) -> Text:
+            task.completed = progress.fraction()
+            seconds = progress.remaining()
+            return Text("" if seconds is None else _format_remaining(seconds))
+
+    class ShownProgress(Progress):
         @contextlib.contextmanager
         def shown(self, description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-            task = bars.add_task(description, total=total)
-            yield lambda amount: bars.advance(task, amount)
-            bars.update(task, total=1, completed=1)
+            update(description=sanitize_line(description))
+            start = time.perf_counter()
+            yield lambda amount: None
+            if hidden:
+                seconds = time.perf_counter() - start
+                click.echo(sanitize_line(f"{description}: {seconds:.1f} s"), err=True)
 
-    console = Console(stderr=True)
-    with Bars(console=console, transient=True, disable=not console.is_terminal) as bars:
-        yield Drawn()
+    progress = ShownProgress()
+    with progress_bar("Checking the models", 1.0, RemainingColumn()) as (update, hidden):
+        yield progress
+
+
+def _format_remaining(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"about {minutes}:{rest:02} left"

@@ -6,6 +6,7 @@ Whole exports take seconds, so most of these are forks that only write: real pro
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -137,12 +138,13 @@ def test_interrupted_replacement_keeps_existing_bundle(place, number, code):
 
 
 @pytest.mark.slow
-def test_terminated_export_is_silent_and_keeps_existing_bundle(options, place):
+def test_terminated_export_shows_no_error_and_keeps_existing_bundle(options, place):
     command = [*COMMAND, *options, "--output", place / "bundle"]
     exporting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for(place / ".bundle.specedge-export/new/target/weights.bin")
     exporting.terminate()
-    assert exporting.communicate(timeout=60)[1] == ""
+    lines = exporting.communicate(timeout=60)[1].splitlines()
+    assert all(re.fullmatch(r"[\w ]+: \d+\.\d s", line) for line in lines)
     assert exporting.returncode == 143
     assert context(place) == 256
 
@@ -230,10 +232,9 @@ def test_full_disk_keeps_existing_bundle(options, place, tmp_path):
     command = (*COMMAND, *options, "--output", disk / "bundle")
     result = mounted(script, disk, old, used + 200_000, *command)
     assert (result.returncode, result.stdout) == (0, "bundle\n"), result.stderr
-    assert result.stderr == (
+    assert result.stderr.splitlines()[-1] == (
         f"specedge: no space left for {disk / 'bundle'}; free disk space, or specify another "
-        "disk with "
-        "--output\n"
+        "disk with --output"
     )
 
 

@@ -1,5 +1,9 @@
 """`specedge export` as a user runs it."""
 
+import contextlib
+import os
+import re
+import subprocess
 from dataclasses import replace
 from functools import partial
 
@@ -7,8 +11,9 @@ import pytest
 
 import installed
 from specedge.errors import ExportError
-from specedge.exporter import export
+from specedge.exporter import Progress, export
 from specedge.exporter.request import ExportRequest
+from traces import WITH_TRACES
 
 run = partial(installed.run, "export")
 run_process = partial(installed.run_process, "export")
@@ -50,6 +55,41 @@ def test_invalid_combination_of_options_is_usage_error(tmp_path, options, reason
     assert result.returncode == 1
     assert reason in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX terminal")
+def test_export_in_a_terminal_shows_one_bar_with_the_remaining_time(pairs, tmp_path):
+    import pty
+
+    ours, theirs = pty.openpty()
+    command = [*WITH_TRACES, "export", "--target", pairs.checkpoint("gpt2")[1], "--ops", "onnx"]
+    process = subprocess.Popen(
+        [*command, "--max-length", "32", "--output", tmp_path / "bundle"],
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "120"}, stderr=theirs, stdout=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while block := os.read(ours, 4096):
+            shown += block
+    os.close(ours)
+    assert process.wait() == 0
+    during, _, end = re.sub(r"\x1b\[[\d;?]*\w", "", shown.decode()).partition("target: ")
+    frames = [frame.strip() for frame in during.split("\r") if frame.strip()]
+    assert any(re.search(r"Tracing the target .* about 0:\d\d left", frame) for frame in frames)
+    assert len({*frames}) > len(frames) / 2 > 2
+    assert re.search(r"\d+\.\d s: loading the target .* hashing \d", end)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_all_steps_are_predicted(pairs, tmp_path, precision):
+    progress = Progress()
+    draft, target = pairs.checkpoint("gpt2")
+    options = {"max_length": 32, "ops": "onnx", "precision": precision, "rounding": "nearest"}
+    export(draft, target, tmp_path / "bundle", progress=progress, **options)
+    assert [*progress.seconds] == [*progress.predicted]
+    assert min(progress.predicted.values()) > 0
 
 
 def test_compute_type_of_float_checkpoint_is_refused_in_one_line(pairs, tmp_path):

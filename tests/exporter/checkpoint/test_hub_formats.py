@@ -61,6 +61,7 @@ def export_by_command(endpoint, output, tmp_path):
     assert done.stdout == f"{output}\n"
     assert "float32 error: logits" in done.stderr
     assert re.search(r"^\d+\.\d s: .*loading the target .* hashing \d", done.stderr, re.MULTILINE)
+    assert re.search(r"^Tracing the target: \d+\.\d s$", done.stderr, re.MULTILINE)
     assert "Warning" not in done.stderr
     assert "Traceback" not in done.stderr
 
