@@ -285,5 +285,6 @@ def _externalize(graph: ir.Graph, value: ir.Value, tensor: ir.ExternalTensor) ->
     cast = wide.producer()
     assert cast is not None
     cast.replace_input_with(0, value)  # its only reader
-    value.const_value, value.dtype = tensor, tensor.dtype
+    value.const_value = tensor
+    value.type = ir.TensorType(tensor.dtype)  # not in place: clones of a graph share types
     return wide

@@ -12,7 +12,7 @@ from specedge.exporter import Progress, export
 
 
 def saved(folder, change=lambda model: model):
-    model = change(make_model(make_config("llama", kv_heads=2, context=96)))
+    model = change(make_model(make_config("llama", kv_heads=2, context=96, layers=7)))
     return model, save(model, make_tokenizer(folder / "tokenizer"), folder / "model")
 
 
