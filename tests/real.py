@@ -60,10 +60,9 @@ class Real:
     def prompts(self) -> list[list[int]]:
         """Return prompts of prose, code and dialogue, as token ids."""
         prose = (TEXTS / "prose.txt").read_text("utf-8").split("\n\n")
-        dialogues = json.loads((TEXTS / "chat.json").read_text("utf-8"))
         code = reference.code().split("\n\n\n")
         texts = [*[p[:200] for p in prose[:4]], *[p[:200] for p in code[1:5]]]
-        for dialogue in dialogues[:4]:
+        for dialogue in reference.dialogues()[:4]:
             texts.append(
                 self.tokenizer.apply_chat_template(
                     dialogue[:1], tokenize=False, add_generation_prompt=True
@@ -108,9 +107,7 @@ class Real:
             "prose": (TEXTS / "prose.txt").read_text("utf-8"),
             "code": reference.code(),
             "chat": "\n".join(
-                message["content"]
-                for dialogue in json.loads((TEXTS / "chat.json").read_text("utf-8"))
-                for message in dialogue
+                message["content"] for dialogue in reference.dialogues() for message in dialogue
             ),
         }
         plain = {

@@ -3,7 +3,6 @@
     pytest -m gpu tests/gpu --gpu-report gpu.json
     python tools/gpu_report.py prepare FOLDER [--shape 1.5b]
     python tools/gpu_report.py run FOLDER [--device cuda] [--report gpu.json]
-    python tools/gpu_report.py show gpu.json
 
 `prepare` needs no GPU: it expands SmolLM2-135M to a larger target (tools/grow.py) and exports the
 pair; copy FOLDER to the machine with the GPU. `run` takes about 8 minutes. If PyTorch supports
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -290,22 +288,9 @@ def bench_table(bench: dict[str, Any]) -> str:
     return "\n".join([*lines, f"transformers, float16: {bench['transformers']}"])
 
 
-def tests_summary(tests: dict[str, Any]) -> str:
-    """Return the outcomes of tests, their measured properties and their first errors."""
-    counts = Counter(test["outcome"] for test in tests.values())
-    lines = [", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))]
-    for name, test in sorted(tests.items()):
-        measured = ", ".join(f"{key} {value}" for key, value in test["measured"].items())
-        errors = [line[1:].strip() for line in test["why"].splitlines() if line.startswith("E ")]
-        reason = errors[0] if errors else test["why"].strip().rpartition("\n")[2]
-        if measured or reason:
-            lines.append(f"{test['outcome']} {name} ({measured}) {reason}")
-    return "\n".join(lines)
-
-
 @click.group()
 def main() -> None:
-    """Prepare a pair for a GPU, measure it, and show a report."""
+    """Prepare a pair for a GPU, and measure it."""
 
 
 @main.command()
@@ -364,20 +349,6 @@ def run(folder: Path, device: str, path: Path | None) -> None:
         if report is not None:
             report.put("bench", {device: bench})
     click.echo(f"{device}: {speed / 1e9:.0f} GB/s; milliseconds are medians\n{bench_table(bench)}")
-
-
-@main.command()
-@click.argument("report", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def show(report: Path) -> None:
-    """Print the tests and the measurements of a report."""
-    try:
-        content = read_report(report)
-    except ReportError as error:
-        raise click.ClickException(str(error)) from error
-    if tests := content.get("tests"):
-        click.echo(tests_summary(tests))
-    for device, bench in content.get("bench", {}).items():
-        click.echo(f"{device}: {bench['bytes_per_second'] / 1e9:.0f} GB/s\n{bench_table(bench)}")
 
 
 if __name__ == "__main__":

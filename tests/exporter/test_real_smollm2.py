@@ -15,7 +15,7 @@ from real import LENGTH
 pytestmark = pytest.mark.slow
 
 INT8_DIVERGENCE = 0.005  # mean KL of prose, chat and code
-DIALOGUES = json.loads((reference.TEXTS / "chat.json").read_text("utf-8"))
+DIALOGUES = reference.dialogues()
 CHATS = DIALOGUES[:2] + DIALOGUES[3:]
 # Of the tokens that llama-cpp-python 0.3.36 has of `split_text`.
 LLAMA_CPP_SHA256 = "c37b99988b267aed39044ee5e6fd7a4a312cc725e5900b9a7d7f402df175a008"

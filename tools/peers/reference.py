@@ -81,10 +81,9 @@ class Reference:
 
     def windows(self) -> Path:
         """Write the windows of token ids by text to a file; return its path."""
-        dialogues = json.loads((TEXTS / "chat.json").read_text("utf-8"))
         texts = {
             "prose": self._plain((TEXTS / "prose.txt").read_text("utf-8")),
-            "chat": [token for dialogue in dialogues for token in self._dialogue(dialogue)],
+            "chat": [token for dialogue in dialogues() for token in self._dialogue(dialogue)],
             "code": self._plain(code()),
         }
         bos = self._bos()
@@ -135,6 +134,11 @@ class Reference:
         text = "\n".join(PLAIN_ROLES[message["role"]] + message["content"] for message in messages)
         text += "\nAnswer:" if add_generation_prompt else "\n\n"
         return (self._bos() if add_generation_prompt else []) + self._plain(text)
+
+
+def dialogues() -> list[list[dict[str, str]]]:
+    """Return the messages of each dialogue."""
+    return list(map(json.loads, (TEXTS / "chat.jsonl").read_text("utf-8").splitlines()))
 
 
 def code() -> str:

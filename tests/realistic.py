@@ -1,6 +1,4 @@
-"""Random checkpoints with the magnitudes of trained ones, for tests of exports.
-
-    python tools/realistic.py FAMILY FOLDER [--layers N] [--hidden H] [--seed S]
+"""Random models with the magnitudes of trained ones.
 
 A random model is initialized layer by layer during one pass over random tokens (Mishkin and Matas
 2016, "All you need is a good init"), so that each layer gets realistic inputs. H hidden size, d
@@ -13,16 +11,12 @@ import inspect
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import click
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-from corpus import END, train_tokenizer
+from transformers import AutoModelForCausalLM
 
 EMBEDDING = 0.1  # standard deviation of an ordinary channel
 SPREAD = 3.0  # standard deviation of a row of logits
@@ -306,26 +300,3 @@ def make_model(
     with torch.no_grad():
         Calibration(model, FAMILIES[family], seed).run()
     return model
-
-
-@click.command()
-@click.argument("family", type=click.Choice(list(FAMILIES)))
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--layers", default=2, show_default=True)
-@click.option("--hidden", default=64, show_default=True)
-@click.option("--heads", default=4, show_default=True)
-@click.option("--vocab", default=512, show_default=True)
-@click.option("--context", default=256, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-def main(family: str, folder: Path, **sizes: int) -> None:
-    """Write a random bfloat16 checkpoint with the magnitudes of trained ones."""
-    model = make_model(family, **sizes)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer = train_tokenizer([inspect.getsource(inspect)], min(512, sizes["vocab"]))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END
-    ).save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    main()
