@@ -35,7 +35,7 @@ _PROCESS = 500_000_000  # resident bytes of Python and its libraries (measured: 
 
 
 # Seconds of a model's steps on two cores, and seconds per billion parameters, in order
-# (tools/measure_memory.py export).
+# (tools/measure_export.py --steps).
 _FLOAT_STEPS = {
     "Loading the {role}": (1.0, 2.0),
     "Tracing the {role}": (3.0, 8.0),

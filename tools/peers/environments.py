@@ -1,8 +1,8 @@
 """Compared libraries, and a virtual environment for each, created when it is first needed.
 
 llama.cpp is built once from the source distribution of llama-cpp-python: the libraries that the
-Python package loads, and llama-server. Compiler options of the environment (CFLAGS, CXXFLAGS)
-apply.
+Python package loads, llama-server and llama-quantize. Compiler options of the environment (CFLAGS,
+CXXFLAGS) apply.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ BUILD = {
     "LLAMA_BUILD_EXAMPLES": "OFF",
     "LLAMA_USE_PREBUILT_UI": "OFF",  # a download
 }
+TARGETS = ("llama-server", "llama-quantize")
 
 
 class UnavailableError(Exception):
@@ -71,6 +72,15 @@ PEERS = {
         Peer("genai", "onnxruntime-genai", ("int4",)),
     )
 }
+EXPORTERS = {
+    peer.name: peer
+    for peer in (
+        Peer("specedge", "specedge", PRECISIONS),
+        Peer("llamacpp", "llama.cpp", ("f16", "Q8_0", "Q4_K_M")),
+        Peer("genai", "onnxruntime-genai", ("fp32", "int4")),
+        Peer("optimum", "optimum", ("fp32",)),
+    )
+}
 PAIR_PEERS = {
     peer.name: peer
     for peer in (
@@ -101,9 +111,9 @@ def python_of(peer: Peer, cache: Path, pythons: dict[str, str]) -> str:
 
 
 def llama_cpp(cache: Path) -> Path:
-    """Return the folder of llama.cpp's libraries and llama-server, built on the first call."""
+    """Return the folder of llama.cpp's libraries and programs, built on the first call."""
     requirement = PEERS["llamacpp"].requirements.read_text("utf-8").split()[0]
-    digest = hashlib.sha256(repr((requirement, BUILD)).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(repr((requirement, BUILD, TARGETS)).encode()).hexdigest()[:12]
     folder = cache / f"llama.cpp-{digest}"
     programs, complete = folder / "build" / "bin", folder / "complete"
     if complete.exists():
@@ -117,7 +127,7 @@ def llama_cpp(cache: Path) -> Path:
     source, build = next(folder.glob("*/vendor/llama.cpp")), str(folder / "build")
     options = (f"-D{name}={value}" for name, value in BUILD.items())
     _run(["cmake", "-S", str(source), "-B", build, *options])
-    _run(["cmake", "--build", build, "--target", "llama-server", f"-j{os.cpu_count()}"])
+    _run(["cmake", "--build", build, "--target", *TARGETS, f"-j{os.cpu_count()}"])
     complete.touch()
     return programs
 

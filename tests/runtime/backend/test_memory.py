@@ -217,7 +217,7 @@ def test_cgroup_page_cache_counts_as_available_memory(tmp_path):
 @pytest.mark.usefixtures("pipeline", "shared_costs")  # the first load measures costs, too
 def test_the_peak_is_predicted():
     folder = str(store.embedded_folder())
-    command = [sys.executable, measure_memory.__file__, "bundle", "--fill", folder]
+    command = [sys.executable, measure_memory.__file__, "--fill", folder]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     measured = int(said.stdout.split()[-1])
     need = loader.memory_of(Bundle.read(store.embedded_folder()))
