@@ -1,21 +1,12 @@
-"""Text and tokenizer of the embedded pair: CPython's standard library and its tests (PSF license).
-
-    python tools/corpus.py > held_out.jsonl
-    specedge bench --prompts held_out.jsonl
-
-prints prompts from modules on which the embedded pair was not trained, two from each, so that
-`bench` predicts and measures with the same modules.
-"""
+"""Corpus and tokenizer of the embedded pair: CPython's standard library (PSF license)."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END = "<|endoftext|>"
@@ -51,16 +42,13 @@ def is_held_out(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % 40 == 0
 
 
-def held_out_prompts(
-    tokenizer: Tokenizer, positions: tuple[float, ...] = (1 / 2,)
-) -> Iterator[list[int]]:
-    """Yield the tokens up to each relative position of each held-out module that is long enough."""
+def held_out_prompts(tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Yield the tokens up to the middle of each held-out module that is long enough."""
     for name, text in library_files():
         tokens = tokenizer.encode(text).ids if is_held_out(name) else []
-        if len(tokens) >= 2 * len(positions) * PROMPT_LENGTH:
-            for position in positions:
-                end = int(position * len(tokens))
-                yield tokens[end - PROMPT_LENGTH : end]
+        if len(tokens) >= 2 * PROMPT_LENGTH:
+            end = len(tokens) // 2
+            yield tokens[end - PROMPT_LENGTH : end]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
@@ -76,20 +64,3 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-@click.command()
-@click.option("--bundle", help="Bundle whose tokenizer counts tokens. [default: the embedded pair]")
-@click.option("--modules", "count", default=40, show_default=True, help="Number of modules.")
-def main(bundle: str | None, count: int) -> None:
-    """Print prompts from held-out modules, one JSON object a line."""
-    from specedge import load
-
-    tokenizer = load(bundle).tokenizer
-    prompts = held_out_prompts(tokenizer, (1 / 3, 2 / 3))
-    for _, prompt in zip(range(2 * count), prompts, strict=False):
-        click.echo(json.dumps({"prompt": tokenizer.decode(prompt)}))
-
-
-if __name__ == "__main__":
-    main()

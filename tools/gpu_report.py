@@ -299,9 +299,7 @@ def main() -> None:
 @click.option("--noise", default=0.02, show_default=True, help="Noise of the target's weights.")
 def prepare(folder: Path, shape: str, noise: float) -> None:
     """Grow the target and export the pair in each precision."""
-    import torch
-
-    from grow import NUM_LAYERS, SHAPES, grow
+    from grow import grow
     from specedge.exporter import export
 
     sys.path[:0] = [str(Path(__file__).with_name("peers"))]
@@ -313,8 +311,7 @@ def prepare(folder: Path, shape: str, noise: float) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as cache:
             Path(Reference(gguf, Path(cache)).checkpoint).rename(folder / "draft")
     if not (folder / "target").exists():
-        sizes = {**SHAPES[shape], "num_hidden_layers": NUM_LAYERS}
-        grow(folder / "draft", folder / "target", sizes, noise, 0, torch.float16)
+        grow(folder / "draft", folder / "target", shape, noise)
     for precision in PRECISIONS:
         if not (folder / precision).exists():
             options = {"precision": precision, "draft_precision": precision, "compute": "fp16"}

@@ -34,6 +34,7 @@ SHAPES = {
     "7b": {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128, **_HEADS},
 }
 NUM_LAYERS = 32
+SEED = 0  # of random weights and noise
 
 
 class Growth:
@@ -43,12 +44,8 @@ class Growth:
     pair of index tensors: entry `source[i]` of a small axis becomes entry `target[i]`.
     """
 
-    def __init__(
-        self, weights: dict[str, Tensor], small: Any, large: Any, noise: float, seed: int
-    ) -> None:
-        self.weights, self.small, self.large, self.noise, self.seed = (
-            weights, small, large, noise, seed
-        )  # fmt: skip
+    def __init__(self, weights: dict[str, Tensor], small: Any, large: Any, noise: float) -> None:
+        self.weights, self.small, self.large, self.noise = weights, small, large, noise
         h, size, d, head_dim = (
             small.hidden_size, large.hidden_size, small.head_dim, large.head_dim
         )  # fmt: skip
@@ -136,7 +133,7 @@ class Growth:
         return None if layer is None else self.weights[name.replace(number[0], f".{layer}.", 1)]
 
     def _random(self, name: str, shape: torch.Size) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {name}".encode()))
         return torch.randn(shape, generator=generator)
 
     def _noise(self, name: str, shape: torch.Size, fan_in: int) -> Tensor:
@@ -178,19 +175,18 @@ class Growth:
         return matrix
 
 
-def grow(
-    source: Path, folder: Path, shape: dict[str, int], noise: float, seed: int, dtype: torch.dtype
-) -> None:
-    """Write a checkpoint of a shape with the logits of a small one, one shard per layer."""
+def grow(source: Path, folder: Path, shape: str, noise: float) -> None:
+    """Write a float16 checkpoint of a shape with the logits of a small one, a shard per layer."""
     small = AutoConfig.from_pretrained(source)
     if small.model_type != "llama":
         raise click.ClickException(f"the source must be a llama, not a {small.model_type}")
-    raw = {**small.to_dict(), **shape, "dtype": str(dtype).removeprefix("torch.")}
+    sizes = {**SHAPES[shape], "num_hidden_layers": NUM_LAYERS}
+    raw = {**small.to_dict(), **sizes, "dtype": "float16"}
     large = AutoConfig.for_model(**raw)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(large)
     weights = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
-    growth = Growth(weights, small, large, noise, seed)
+    growth = Growth(weights, small, large, noise)
     folder.mkdir(parents=True)
     shards: dict[str, list[tuple[str, torch.Size]]] = {}
     for name, parameter in model.named_parameters():
@@ -198,7 +194,7 @@ def grow(
         file = f"model-{int(number[1]) + 1 if number else 0:05}.safetensors"
         shards.setdefault(file, []).append((name, parameter.shape))
     for file, tensors in shards.items():
-        values = {n: growth.tensor(n, size).to(dtype).contiguous() for n, size in tensors}
+        values = {n: growth.tensor(n, size).half().contiguous() for n, size in tensors}
         save_file(values, folder / file, {"format": "pt"})
     index = {name: file for file, tensors in shards.items() for name, _ in tensors}
     text = json.dumps({"metadata": {}, "weight_map": index}, indent=1)
@@ -211,18 +207,12 @@ def grow(
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("folder", type=click.Path(exists=False, path_type=Path))
 @click.option("--shape", type=click.Choice(list(SHAPES)), required=True)
-@click.option("--layers", default=NUM_LAYERS, show_default=True)
 @click.option("--noise", type=click.FloatRange(0), default=0.0, show_default=True)
-@click.option("--seed", default=0, show_default=True, help="Seed of random weights and noise.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float16")
-def main(
-    checkpoint: Path, folder: Path, shape: str, layers: int, noise: float, seed: int, dtype: str
-) -> None:
+def main(checkpoint: Path, folder: Path, shape: str, noise: float) -> None:
     """Write FOLDER: a checkpoint of a larger shape with the text of CHECKPOINT."""
     if folder.exists():
         raise click.ClickException(f"{folder} exists; name another folder")
-    sizes = {**SHAPES[shape], "num_hidden_layers": layers}
-    grow(checkpoint, folder, sizes, noise, seed, getattr(torch, dtype))
+    grow(checkpoint, folder, shape, noise)
     click.echo(folder)
 
 

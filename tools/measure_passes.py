@@ -1,12 +1,11 @@
 """Measure passes of T tokens relative to the memory bandwidth, and the share of each kernel.
 
-    python tools/measure_passes.py BUNDLE [BUNDLE ...] [--role target] [--threads N] [--unsigned]
-        [--ops NAME ...] [--past N]
+    python tools/measure_passes.py BUNDLE [BUNDLE ...] [--threads N] [--ops NAME ...]
 
-Milliseconds are the minimum and the median of passes after 100 cached tokens, or `--past`; bundles,
-graph variants and T alternate. The bound is the time to read the weights at the memory bandwidth of
-the same number of threads. Shares of kernel time are from a separate profile, which adds a few
-microseconds to each node.
+Milliseconds are the minimum and the median of passes of the target after 100 cached tokens;
+bundles, graph variants and T alternate. The bound is the time to read the weights at the memory
+bandwidth of the same number of threads. Shares of kernel time are from a separate profile, which
+adds a few microseconds to each node.
 """
 
 from __future__ import annotations
@@ -29,9 +28,12 @@ from specedge.bundle import Bundle
 from specedge.cpu_count import cpu_count
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
 
 LENGTHS = (*range(1, 10), 96)
+REPEATS = 20  # passes of each length
+PAST = 100  # cached tokens
 MATRICES = ("MatMul", "FusedMatMul", "Gemm")
 KERNELS = {
     "matrices": (*MATRICES, "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits"),
@@ -40,30 +42,26 @@ KERNELS = {
 }
 
 
-def pass_seconds(
-    models: dict[str, OrtModel], repeats: int, past: int
-) -> dict[tuple[str, int], list[float]]:
+def pass_seconds(models: dict[str, OrtModel]) -> dict[tuple[str, int], list[float]]:
     """Return the seconds of alternating passes by model and length."""
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for model in models.values():
-        model.prefill([0] * past)
-    for i in range(repeats + 1):
+        model.prefill([0] * PAST)
+    for i in range(REPEATS + 1):
         for name, model in models.items():
             for length in LENGTHS:
                 start = time.perf_counter()
                 model.forward([0] * length)
                 elapsed = time.perf_counter() - start
-                model.truncate(past)
+                model.truncate(PAST)
                 if i:  # the first binds buffers
                     seconds[name, length].append(elapsed)
     return seconds
 
 
-def kernel_shares(
-    bundle: Bundle, role: str, ops: str, length: int, device: Device, past: int
-) -> dict[str, float]:
+def kernel_shares(bundle: Bundle, ops: str, length: int, device: Device) -> dict[str, float]:
     """Return the share of each group of kernels in a decoder pass with in-place caches."""
-    model = bundle.models[role]
+    model = bundle.target
     entry = model.graph("decoder", ops)
     signature = model.signatures[entry.signature]
     options = ort.SessionOptions()
@@ -79,7 +77,7 @@ def kernel_shares(
         for tensor in signature.inputs:
             array = np.zeros(tensor.at(1, length, length), tensor.dtype)
             if tensor.role == "past_length":
-                array[:] = past
+                array[:] = PAST
             values[tensor.buffer] = ort.OrtValue.ortvalue_from_numpy(array)
             binding.bind_ortvalue_input(tensor.name, values[tensor.buffer])
         for tensor in signature.outputs:
@@ -103,36 +101,25 @@ def kernel_shares(
 
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--role", type=click.Choice(["target", "draft"]), default="target")
 @click.option("--threads", type=int, default=cpu_count(), show_default=True)
-@click.option("--repeats", default=20, show_default=True)
-@click.option("--unsigned", is_flag=True, help="Multiply unsigned bytes, for CPUs without VNNI.")
 @click.option("--ops", multiple=True, help="Graph variants to compare. [default: the CPU's]")
-@click.option("--past", default=100, show_default=True, help="Cached tokens.")
-def main(
-    folders: tuple[Path, ...],
-    role: str,
-    threads: int,
-    repeats: int,
-    unsigned: bool,
-    ops: tuple[str, ...],
-    past: int,
-) -> None:
+def main(folders: tuple[Path, ...], threads: int, ops: tuple[str, ...]) -> None:
     """Measure passes of bundles and print two tables."""
-    device = Device("cpu", threads, unsigned=unsigned)
-    bundles, models = {}, {}
+    bundles, models, devices = {}, {}, {}
     for folder in folders:
         bundle = Bundle.read(folder)
-        model = bundle.models[role]
+        device = exact_device([bundle.target], Device("cpu", threads))
+        model = bundle.target
         for name in ops or (choose_ops(model),):
             label = f"{folder.name} {name}" if ops else folder.name
-            bundles[label], models[label] = bundle, OrtModel(bundle, model, device, name)
+            bundles[label], devices[label] = bundle, device
+            models[label] = OrtModel(bundle, model, device, name)
     bandwidth = memory_bandwidth(threads)
-    seconds = pass_seconds(models, repeats, past)
-    click.echo(f"{role}, {threads} threads, {bandwidth / 1e9:.1f} GB/s, ORT {ort.__version__}; ms")
+    seconds = pass_seconds(models)
+    click.echo(f"{threads} threads, {bandwidth / 1e9:.1f} GB/s, ORT {ort.__version__}; ms")
     click.echo(table_header("bundle", "weights", "bound", *(f"T={t}" for t in LENGTHS), "v"))
     for label, bundle in bundles.items():
-        size = bundle.files[bundle.models[role].weights].size
+        size = bundle.files[bundle.target.weights].size
         times = [seconds[label, length] for length in LENGTHS]
         cells = [f"{1e3 * min(some):.1f} ({1e3 * median(some):.1f})" for some in times]
         verify_cost = f"{min(seconds[label, 5]) / min(seconds[label, 1]):.2f}"
@@ -141,7 +128,7 @@ def main(
     click.echo("\n" + table_header("bundle", "T", *KERNELS))
     for label, bundle in bundles.items():
         for length in (1, 5):
-            shares = kernel_shares(bundle, role, models[label].ops, length, device, past)
+            shares = kernel_shares(bundle, models[label].ops, length, devices[label])
             click.echo(table_row(label, length, *(f"{share:.0%}" for share in shares.values())))
 
 

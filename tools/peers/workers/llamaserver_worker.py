@@ -6,14 +6,14 @@ A server has one setting, so each has a server of its own. They map the same fil
 from __future__ import annotations
 
 import atexit
-import http.client
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
+import urllib.request
+from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class LlamaServer(LlamaCpp):
             "cache_prompt": False, "return_tokens": True,
         }  # fmt: skip
         start = time.perf_counter()
-        answer = _post(self._ports[setting], "/completion", request)
+        answer = json.loads(_request(self._ports[setting], "/completion", request))
         seconds = time.perf_counter() - start
         times = answer["timings"]
         prefill = times["prompt_ms"] / 1000
@@ -102,32 +102,22 @@ class LlamaServer(LlamaCpp):
         process = subprocess.Popen(list(map(str, command)), stdout=sys.stderr)
         atexit.register(process.kill)
         end = time.monotonic() + LOADING
-        while not _is_healthy(port):
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"llama-server did not load with {drafter or 'no drafter'}")
+        while process.poll() is None and time.monotonic() < end:
+            with suppress(OSError):  # it does not answer yet
+                _request(port, "/health")
+                return port
             time.sleep(0.2)
-        return port
+        raise RuntimeError(f"llama-server did not load with {drafter or 'no drafter'}")
 
 
-def _is_healthy(port: int) -> bool:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-
-
-def _post(port: int, path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", path, json.dumps(fields), headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-    if response.status != 200:
-        raise RuntimeError(f"llama-server answered {response.status}: {text}")
-    answer: dict[str, Any] = json.loads(text)
-    return answer
+def _request(port: int, path: str, fields: dict[str, Any] | None = None) -> bytes:
+    """Return the answer to a GET request, or to a POST request with fields."""
+    data = None if fields is None else json.dumps(fields).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data)
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request) as answer:
+        content: bytes = answer.read()
+    return content
 
 
 if __name__ == "__main__":
