@@ -32,6 +32,7 @@ from environments import (
     DEFAULT_GGUF_TYPES,
     GGUF_TYPES,
     KEEP,
+    PAIR_PEERS,
     PEERS,
     UnavailableError,
     llama_cpp,
@@ -261,23 +262,43 @@ def _processor() -> str:
     return f"{fields.get('model name', platform.machine())} ({', '.join(extensions)})"
 
 
-def _names(choices: Sequence[str]) -> Callable[[Any, click.Parameter, str], list[str]]:
-    """Return the callback of an option with comma-separated choices."""
+def names_option(
+    flag: str, choices: Sequence[str], default: Sequence[str] = (), **options: Any
+) -> Callable[[Any], Any]:
+    """Return an option with comma-separated choices, by default all."""
 
-    def parse(_: Any, parameter: click.Parameter, value: str) -> list[str]:
+    def parse(_: Any, __: Any, value: str) -> list[str]:
         names = [part.strip() for part in value.split(",")]
         if unknown := [name for name in names if name not in choices]:
             raise click.BadParameter(f"no {unknown[0]}; choose from {', '.join(choices)}")
         return names
 
-    return parse
+    options |= {"default": ",".join(default or choices), "callback": parse, "show_default": True}
+    return click.option(flag, **options)
 
 
 def _pythons(_: Any, __: Any, values: tuple[str, ...]) -> dict[str, str]:
     pythons = dict(value.partition("=")[::2] for value in values)
-    if unknown := [name for name in pythons if name not in PEERS]:
-        raise click.BadParameter(f"no library {unknown[0]}; choose from {', '.join(PEERS)}")
+    if unknown := pythons.keys() - PEERS.keys() - PAIR_PEERS.keys():
+        raise click.BadParameter(f"no library {', '.join(unknown)}")
     return pythons
+
+
+def timing_options(command: Any) -> Any:
+    """Add the options of measured rounds to a command."""
+    for option in (
+        click.option(
+            "--minutes", default=60.0, show_default=True, help="Time limit of a file's rounds."
+        ),
+        click.option("--rounds", type=click.IntRange(1), default=3, show_default=True),
+        click.option("--threads", type=click.IntRange(1), default=2, show_default=True),
+        click.option(
+            "--python", "pythons", multiple=True, metavar="LIBRARY=PATH", callback=_pythons,
+            help="Python of an environment with the library.",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
 
 
 @click.command()
@@ -288,25 +309,13 @@ def _pythons(_: Any, __: Any, values: tuple[str, ...]) -> dict[str, str]:
     default=ROOT / "docs/benchmarks",
     help="Folder of the results.  [default: docs/benchmarks]",
 )
-@click.option("--steps", default=",".join(STEPS), callback=_names(STEPS), show_default=True)
-@click.option("--peers", default=",".join(PEERS), callback=_names(PEERS), show_default=True)
-@click.option(
-    "--types", default=",".join(DEFAULT_GGUF_TYPES), callback=_names(GGUF_TYPES), show_default=True,
-    help=f"GGUF types to compare, of {', '.join(GGUF_TYPES)}.",
-)  # fmt: skip
-@click.option(
-    "--minutes", type=float, default=60.0, show_default=True, help="Time limit of a file's rounds."
-)
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@names_option("--steps", STEPS)
+@names_option("--peers", [*PEERS])
+@names_option("--types", GGUF_TYPES, DEFAULT_GGUF_TYPES, help="GGUF types to compare.")
 @click.option(
     "--tokens", type=click.IntRange(2), default=48, show_default=True, help="New tokens per prompt."
 )
-@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
-@click.option(
-    "--python", "pythons", multiple=True, metavar="PEER=PATH", callback=_pythons,
-    help="Python of an environment with the library.",
-)  # fmt: skip
-@click.option("--cache", type=click.Path(path_type=Path), help="Folder of environments and models.")
+@timing_options
 def main(
     files: tuple[Path, ...],
     output: Path,
@@ -318,10 +327,9 @@ def main(
     tokens: int,
     threads: int,
     pythons: dict[str, str],
-    cache: Path | None,
 ) -> None:
     """Compare libraries on GGUF FILES, by default SmolLM2-135M-Instruct and Gemma-3-270M."""
-    cache = (cache or Path(platformdirs.user_cache_dir("specedge"))).absolute()
+    cache = Path(platformdirs.user_cache_dir("specedge")).absolute()
     if not files:
         files = tuple(map(real_weights.path_of, (real_weights.SMOLLM2, real_weights.GEMMA)))
     comparison = Comparison(output, cache, peers, types, pythons, threads)

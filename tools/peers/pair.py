@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -30,7 +30,7 @@ from environments import PAIR_PEERS, UnavailableError
 from measuring import AUTO, Acceptance, Figures, Run, Variant
 from processes import WorkerError
 from reference import Reference
-from reporting import TEXTS, mean_kl, request_ms
+from reporting import quality_cells, request_ms
 
 sys.path.append(str(compare.ROOT / "tools"))
 
@@ -246,22 +246,11 @@ def _acceptance(models: Sequence[Figures]) -> list[str]:
 
 def _quality(models: Sequence[Figures]) -> list[str]:
     """Return the table of sizes and KL divergences."""
-    columns = ("MB", "KL prose / chat / code", "mean KL", "top-1 prose / chat / code")
-    lines = [table_header("", *columns)]
-    for figures in models:
-        for variant in figures.variants.values():
-            if not variant.quality:
-                continue
-            texts = [variant.quality[name] for name in TEXTS]
-            lines.append(
-                table_row(
-                    variant.name,
-                    f"{variant.num_bytes / 1e6:.0f}",
-                    " / ".join(f"{text['kl']:.4f}" for text in texts),
-                    f"{mean_kl(variant):.4f}",
-                    " / ".join(f"{text['top1']:.1%}" for text in texts),
-                )
-            )
+    lines = [table_header("", "MB", "KL prose / chat / code", "mean KL", "top-1", "perplexity")]
+    variants = [v for figures in models for v in figures.variants.values() if v.quality]
+    for variant in variants:
+        size = f"{variant.num_bytes / 1e6:.0f}"
+        lines.append(table_row(variant.name, size, *quality_cells(variant)))
     return lines
 
 
@@ -290,12 +279,6 @@ def _bundles(_: Any, __: Any, values: tuple[str, ...]) -> dict[str, Path]:
     return bundles
 
 
-def _choices(names: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of an option with comma-separated choices, by default all."""
-    callback: Callable[..., list[str]] = compare._names(names)
-    return {"default": ",".join(names), "callback": callback, "show_default": True}
-
-
 @click.group()
 def main() -> None:
     """Measure a pair of real models and render the tables."""
@@ -304,8 +287,8 @@ def main() -> None:
 @main.command()
 @click.option("--target", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--draft", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--variants", "names", **_choices(VARIANTS))
-@click.option("--steps", **_choices(STEPS))
+@compare.names_option("--variants", VARIANTS)
+@compare.names_option("--steps", STEPS)
 @click.option(
     "--bundle", "bundles", multiple=True, metavar="VARIANT=FOLDER", callback=_bundles,
     help="Existing bundle of a variant, such as 'specedge int8=FOLDER'.",
@@ -316,18 +299,11 @@ def main() -> None:
 )  # fmt: skip
 @click.option("--prompts", "num_prompts", default=4, show_default=True, help="Of each kind.")
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--minutes", default=60.0, show_default=True, help="Time limit of the rounds.")
-@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
-@click.option(
-    "--python", "pythons", multiple=True, metavar="LIBRARY=PATH",
-    callback=lambda _, __, values: dict(value.partition("=")[::2] for value in values),
-    help="Python of an environment with the library.",
-)  # fmt: skip
+@compare.timing_options
 def measure(
     target: Path | None,
     draft: Path | None,
-    names: list[str],
+    variants: list[str],
     steps: list[str],
     bundles: dict[str, Path],
     output: Path | None,
@@ -347,7 +323,7 @@ def measure(
             (draft, real_weights.QWEN_DRAFT),
         )
     )
-    names = list(dict.fromkeys([*names, *bundles])) if bundles else names
+    names = list(dict.fromkeys([*variants, *bundles]))
     comparison = PairComparison(
         drafts, names, bundles, num_prompts, output or cache / "pair", cache, pythons, threads
     )

@@ -83,7 +83,7 @@ def _table(model: Figures) -> list[str]:
         cells = [
             _label(variant),
             f"{variant.num_bytes / 1e6:.0f}",
-            *_quality(variant),
+            *quality_cells(variant),
             *(f"{min(times):.1f} ({median(times):.1f})" if times else "" for times in passes),
             *map(_time, runs),
             *(_ratio(model, some) for some in runs),
@@ -98,7 +98,8 @@ def _passes(model: Figures, variant: str, index: int) -> list[float]:
     return [1000 * seconds for times in rounds for seconds in times[index]]
 
 
-def _quality(variant: Variant) -> list[str]:
+def quality_cells(variant: Variant) -> list[str]:
+    """Return KL, mean KL, top-1 agreement and perplexity of a variant."""
     texts = [variant.quality[name] for name in TEXTS if name in variant.quality]
     if not texts:
         return ["", "", "", ""]
