@@ -4,7 +4,7 @@ import onnx
 import pytest
 
 import traces
-from specedge.bundle import Bundle, store
+from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import ONE_CALL, num_best
 from specedge.bundle.graph_scan import weights_of
 from specedge.bundle.signature import SAMPLING_SETTINGS
@@ -108,7 +108,7 @@ def test_files_have_lengths_that_manifest_states(exported):
             "prefill": (64, "caches_alone"),
         }
         wanted = {(name, ops): found for name, found in lengths.items() for ops in model.parity}
-        if "gqa" in model.parity and exported.folder != store.embedded_folder():
+        if "gqa" in model.parity:
             wanted["batched", "gqa"] = None, "batched"
         for ops in filter(model.supports_gpu, model.parity):
             wanted["scored", ops] = None, "best_logits"
