@@ -306,8 +306,9 @@ def target_cache_one_row_short(original, self, *args):
 
 @mutant(DECODER + "_prefill", "decoding/test_decoding.py")
 def prefill_of_the_whole_prompt(original, self, tokens, num_draft_tokens):
-    yield from original(self, tokens, num_draft_tokens)
+    num_unread = yield from original(self, tokens, num_draft_tokens)
     self.target.prefill(tokens[-1:])
+    return num_unread
 
 
 @mutant(DECODER + "_prefill", "decoding/test_first_passes.py")

@@ -105,26 +105,29 @@ class SpeculativeDecoder:
         self.plan.truncate(0)
         end = len(prompt) + max_new_tokens
         stream = Uniforms(seed)
-        is_first = True
+        num_unread = 0
         while (num_left := end - len(history.tokens)) > 0:
             round_plan = self.plan.next(history, num_left)
             numbers = stream.take(2 * round_plan.num_draft_tokens + 1)
-            if is_first:
-                yield from self._prefill(prompt, round_plan.num_draft_tokens)
-                is_first = False
-            yield (
-                yield from self._round(
-                    round_plan, history, sampling, numbers, num_left, num_logprobs
-                )
+            if num_unread:
+                num_unread = 1
+            else:
+                num_unread = yield from self._prefill(prompt, round_plan.num_draft_tokens)
+            round_ = yield from self._round(
+                round_plan, history, sampling, numbers, num_left, num_logprobs, num_unread
             )
+            yield round_
 
-    def _prefill(self, tokens: Sequence[int], num_draft_tokens: int) -> Operations[None]:
-        """Prefill the prompt, except for the tokens that the first verify pass includes."""
+    def _prefill(self, tokens: Sequence[int], num_draft_tokens: int) -> Operations[int]:
+        """Prefill the prompt; return the number of tokens that the first verify pass includes."""
         num_cached = self.target.reuse(tokens[:-1])
-        if len(tokens) - num_cached + num_draft_tokens > self.max_first_length:
+        num_unread = len(tokens) - num_cached
+        if num_unread + num_draft_tokens > self.max_first_length:
             yield Feed(self.target, tokens[num_cached:-1], 0)
+            num_unread = 1
         if self.resolver:
             self.resolver.begin(self.target.length)
+        return num_unread
 
     def _round(
         self,
@@ -134,8 +137,9 @@ class SpeculativeDecoder:
         numbers: Floats,
         num_left: int,
         num_logprobs: int | None,
+        num_unread: int,
     ) -> Operations[Round]:
-        """Commit 1 to K + 1 tokens to `history`, the last of which the target has not read.
+        """Commit 1 to K + 1 tokens to `history`; the target has not read its last `num_unread`.
 
         At most `num_left` tokens are drafted. If the target's choice is deterministic, one fewer
         suffices, as the verify pass yields the last token. When sampling, the last token must not
@@ -148,8 +152,8 @@ class SpeculativeDecoder:
         if k and (limit := min(k, num_left - 1 if sampling.chooses else num_left)):
             with self.stopwatch.part("sampling"):
                 draft = yield from propose(drafter, history, limit, sampling, draft_uniforms)
-        unread = history.last(history.length - self.target.length)
-        logits = yield Feed(self.target, [*unread, *draft.tokens], len(draft.tokens) + 1)
+        tokens = [*history.last(num_unread), *draft.tokens]
+        logits = yield Feed(self.target, tokens, len(draft.tokens) + 1)
         with self.stopwatch.part("sampling"):
             verdict = self.accept_rule(
                 draft, logits, sampling, history, accept_uniforms, last_uniform
