@@ -19,7 +19,7 @@ REPLAYS = {
     "unknown": ('{"plan": [["tables", 2, 30]]}', "rounds of 'tables'"),
 }
 FILES = {
-    "README.md": "text\n", "prompts.txt": "a\n", "words.txt": "def f(x):\n", "latin": b"caf\xe9",
+    "README.md": "text\n", "prompts.txt": "a\n", "words.txt": "def f(x):\n", "latin": b"a\ncaf\xe9",
     "blank": "\n \n", "empty": "", "long.jsonl": json.dumps({"prompt": "word " * 5000}) + "\n",
     "folder/a": "", **{f"{name}.json": content for name, (content, _) in REPLAYS.items()},
 }  # fmt: skip
@@ -83,7 +83,7 @@ BAD = [
     ("generate --prompts prompts.txt --resume", "--resume"),
     ("generate --prompts prompts.txt --output ''", "--output needs a file name"),
     ("generate --prompts none --output out", "No such file"),
-    ("generate --prompts latin --output out", "not UTF-8"),
+    ("generate --prompts latin --output out", "latin, line 2: not UTF-8 text"),
     ("generate --prompts blank --output out", "has no prompts"),
     ("generate --prompts prompts.txt --output folder", "is a folder"),
     ("generate --prompts prompts.txt --output no/out", "does not exist"),
@@ -127,7 +127,7 @@ BAD = [
     (BUILD, "--output"),
     ("ngram build none --output out", "none: No such file"),
     ("ngram build folder --output out", "Is a directory"),
-    (f"{BUILD} latin --output out", "latin is not UTF-8 text"),
+    (f"{BUILD} latin --output out", "latin, line 2: not UTF-8 text"),
     ("ngram build empty --output out", "the texts have no tokens"),
     (f"{BUILD} --output folder", "is a folder; specify a file"),
     (f"{BUILD} --output no/out", "does not exist"),

@@ -248,7 +248,8 @@ def _text(file: IO[bytes], name: str, max_bytes: int) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"{name} is not UTF-8 text: {error}") from error
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise click.UsageError(f"{name}, line {line}: not UTF-8 text ({error.reason})") from error
 
 
 def check_output(
