@@ -10,7 +10,7 @@ import numpy as np
 
 from specedge.bundle import Bundle
 from specedge.bundle.batched_signature import BATCHED
-from specedge.bundle.manifest import PREFILL_LENGTH, REEXPORT_HINT, ModelEntry
+from specedge.bundle.manifest import PREFILL_LENGTH, ModelEntry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME
 from specedge.diagnosis import packages
 
@@ -94,7 +94,7 @@ def find_obstacle(entry: ModelEntry, ops: str) -> str | None:
     """Return the reason why a model has no passes over several slots, if any."""
     version, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME["batched"]
     if not entry.has(BATCHED, ops):
-        return f"the bundle has no batched graph ({REEXPORT_HINT})"
+        return f"the bundle has no batched graph for the graph variant '{ops}'"
     if packages.version_numbers(version) < packages.version_numbers(oldest):
         return f"batched graphs need ONNX Runtime {oldest} or later, and {version} is installed"
     return None

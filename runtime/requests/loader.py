@@ -115,6 +115,8 @@ def load(
             drafts, note = share_passes(loaded, loaded.draft_model, draft_on, models)
             notes.append(note)
         (target, draft), *more_models = zip(targets, drafts, strict=True)
+    elif slots > 1:
+        notes.append("requests take turns, because passes on GPUs are not shared")
     if draft is not None and not draft_on.is_cpu and not draft_on.supports_engines:
         for model in [draft] if target_on.is_cpu else [target, draft]:
             model.read_longest()

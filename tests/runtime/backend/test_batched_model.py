@@ -1,5 +1,7 @@
 """Passes over several slots, compared with the decoder bit by bit."""
 
+import dataclasses
+import json
 import shutil
 import weakref
 from unittest.mock import Mock
@@ -8,8 +10,10 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from specedge.bundle import Bundle
+from specedge.bundle import MANIFEST, Bundle
 from specedge.bundle.batched_signature import BATCHED
+from specedge.bundle.integrity import file_entry
+from specedge.errors import BundleError
 from specedge.runtime.backend.batched_model import BatchedSession, OrtBatchedModel
 from specedge.runtime.backend.batched_self_test import share_passes
 from specedge.runtime.backend.onnx_model import OrtModel
@@ -242,3 +246,48 @@ def test_text_does_not_depend_on_the_number_of_slots(bundle):
                 ]
             )
     assert texts[0] == texts[1]
+
+
+def remove_input(tensors):
+    del tensors[1]
+
+
+def change_role(tensors):
+    tensors[1]["role"] = "unknown"
+
+
+def change_shape(tensors):
+    tensors[1]["shape"] = ["T", 1]
+
+
+@pytest.mark.parametrize("change", [remove_input, change_role, change_shape])
+def test_inconsistent_signature_is_refused(bundle, tmp_path, change):
+    manifest = json.loads((bundle.folder / MANIFEST).read_text("utf-8"))
+    change(manifest["target"]["signatures"][BATCHED]["inputs"])
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    with pytest.raises(
+        BundleError, match=f"{MANIFEST}: key 'target': batched's signature"
+    ) as error:
+        Bundle.read(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ("target/decoder-gqa.onnx", "block_rows is missing"),
+        ("draft/batched-gqa.onnx", "past_key_values.0.key is"),
+        (MANIFEST, "not an ONNX graph"),
+    ],
+)
+def test_other_file_than_the_batched_graph_is_refused(bundle, tmp_path, other, problem):
+    folder = shutil.copytree(bundle.folder, tmp_path / "copy")
+    file = bundle.target.graph(BATCHED, "gqa").file
+    shutil.copy(folder / other, folder / file)
+    files = bundle.files | {file: file_entry(folder / file)}
+    text = dataclasses.replace(bundle, files=files).to_json()
+    (folder / MANIFEST).write_text(text, "utf-8")
+    with pytest.raises(BundleError, match=problem) as error:
+        loader.load(folder, slots=2)
+    assert str(error.value).startswith(f"{folder / file}: ")
+    assert "\n" not in str(error.value)
