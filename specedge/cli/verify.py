@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 @click.option("--prompts", metavar="FILE", help="File of additional prompts; `-` is stdin.")
 @options.prompt_format
 @options.request_option("special_tokens")
-@click.option(
-    "--self-test", is_flag=True, help="Inject five defects; exit 2 if one is not detected."
-)
+@click.option("--self-test", is_flag=True, help="Inject defects; exit 2 if one is not detected.")
 @options.threads
 @options.ops
 @options.as_json
@@ -139,11 +137,18 @@ def _first_verdict(report: AuditReport, budget: Budget) -> str:
 
 
 def _test_self(bundle: Bundle, settings: ExecutionSettings, minutes: float, as_json: bool) -> None:
-    from specedge.verification.audit import built_in_prompts, make_audited_pair, self_test
+    from specedge.verification.audit import (
+        built_in_prompts,
+        make_audited_pair,
+        make_batched_check,
+        self_test,
+    )
 
     with _timed(minutes) as (budget, on_progress):
-        pair = make_audited_pair(bundle, settings, built_in_prompts(bundle))
-        result = self_test(pair, budget, on_progress)
+        prompts = built_in_prompts(bundle)
+        pair = make_audited_pair(bundle, settings, prompts)
+        batched = make_batched_check(bundle, settings, prompts)
+        result = self_test(pair, budget, on_progress, batched)
     document = _as_dict(result)
     click.echo(json.dumps(document, indent=1) if as_json else "\n".join(_lines(result)))
     if result.false_alarms:
@@ -158,7 +163,12 @@ def _test_self(bundle: Bundle, settings: ExecutionSettings, minutes: float, as_j
 
 
 def _lines(result: SelfTest) -> Iterator[str]:
+    from specedge.verification.report import SKIPPED
+
     yield f"no defect: {_alarms(result)}"
+    for finding in result.control:
+        if finding.status == SKIPPED:
+            yield f"{finding.check}: {finding.status}: {finding.summary}"
     for defect, checks in result.caught:
         outcome = f"detected by {', '.join(checks)}" if checks else "MISSED"
         yield f"{defect.name}: {outcome} ({defect.description})"

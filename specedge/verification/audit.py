@@ -18,13 +18,16 @@ from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.self_test import exact_device, verify_lengths
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.decoding.invariance import longest_invariant
+from specedge.runtime.requests.loader import load
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.prompts import Prompts, UserPrompt
 from specedge.runtime.text.tokenizer import encode, load_tokenizer
 
 from . import decoding_checks, graph_checks, joint_distribution, sampled_text
-from .audited_pair import AuditedPair, AuditPrompt, SubstituteDraft
+from .audited_pair import AuditedPair, AuditPrompt, DecoderParts, SubstituteDraft
+from .batched_check import BatchedCheck
 from .budget import Budget
-from .defects import DEFECTS, Defect
+from .defects import BATCHED_DEFECT, DEFECTS, Defect
 from .noise import CachedModel
 from .report import FAILED, SKIPPED, AuditReport, CheckResult, machine
 from .statistics import CONFIDENCE, POWER
@@ -58,6 +61,7 @@ SHARES = {
     "greedy": 0.05,
     "coupled": 0.05,
     "graphs": 0.2,
+    "batched": 0.05,
     "joint": 0.3,
 }
 GREEDY_SHARE, GREEDY_SECONDS = 0.25, 30.0  # a larger share if little time remains
@@ -85,6 +89,15 @@ class ExecutionSettings:
         """Open one graph of a model."""
         device = exact_device([model], self.device_of(bundle, model))
         return OrtModel(bundle, model, device, ops, graph)
+
+    def load(self, bundle: Bundle, slots: int, max_length: int) -> Pipeline:
+        """Load a bundle with several slots."""
+        device = self.device
+        draft_device = self.draft_device.name if self.draft_device and bundle.draft else None
+        return load(
+            *(bundle.folder, device.name, device.threads, device.share_threads),
+            *(self.ops, draft_device, slots, max_length),
+        )
 
     def device_of(self, bundle: Bundle, model: ModelEntry) -> Device:
         """Return the device of a model."""
@@ -157,6 +170,8 @@ def audit(
     del pair  # graphs are compared one at a time
     share = budget.share(SHARES["graphs"])
     if step("graphs", lambda: graphs_of(bundle, settings, share)):
+        batched = make_batched_check(bundle, settings, texts)
+        findings.append(_run_batched(batched, budget, on_progress))
         pair = dataclasses.replace(make_audited_pair(bundle, settings, texts), **measured)
         findings += _checks(STATISTICAL, pair, budget, on_progress)
     return report()
@@ -177,7 +192,7 @@ def unreadable(folder: Path, error: SpecEdgeError, budget: Budget) -> AuditRepor
 
 def _with_skipped(findings: list[CheckResult]) -> tuple[CheckResult, ...]:
     names = {finding.check for finding in findings}
-    all_names = ("files", *DETERMINISTIC, "graphs", *STATISTICAL)
+    all_names = ("files", *DETERMINISTIC, "graphs", "batched", *STATISTICAL)
     skipped = (name for name in all_names if name not in names)
     return (*findings, *(CheckResult(name, SKIPPED, "an earlier check failed") for name in skipped))
 
@@ -212,15 +227,23 @@ def self_test(
     pair: AuditedPair,
     budget: Budget,
     on_progress: OnProgress = lambda check: None,
+    batched: BatchedCheck | None = None,
     defects: Sequence[Defect] = DEFECTS,
 ) -> SelfTest:
     """Run the decoding checks without a defect, then with each defect until one check fails.
 
-    Each defect gets little time first, then more; unused time is available to later defects.
+    Each defect gets little time first, then more; unused time is available to later defects. The
+    defect of shared passes is injected where requests share passes.
     """
     pair.time_passes(budget.clock)
     control = _loop_checks(pair, budget.share(CONTROL), on_progress, "no defect: ")
     results: list[tuple[Defect, list[CheckResult]]] = []
+    if batched is not None:
+        run = partial(_run_batched, batched, budget, on_progress)
+        control.append(run("no defect: "))
+        if control[-1].status != SKIPPED:
+            finding = run(f"{BATCHED_DEFECT.name}: ", BATCHED_DEFECT.parts)
+            results.append((BATCHED_DEFECT, [finding]))
     for i, defect in enumerate(defects):
         defective = dataclasses.replace(pair, parts=defect.parts)
         share = budget.share(1 / (len(defects) - i))
@@ -267,6 +290,13 @@ def make_audited_pair(
     return AuditedPair(target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first)
 
 
+def make_batched_check(
+    bundle: Bundle, settings: ExecutionSettings, prompts: Sequence[AuditPrompt]
+) -> BatchedCheck:
+    """Return the check of requests that share passes, which loads the bundle itself."""
+    return BatchedCheck(bundle, settings.ops, partial(settings.load, bundle), prompts)
+
+
 def _open(bundle: Bundle, settings: ExecutionSettings) -> tuple[OrtModel, CachedModel]:
     """Load the target, self-test it, and load the draft model or a substitute."""
     models = {role: settings.open(bundle, m, settings.ops) for role, m in bundle.models.items()}
@@ -309,6 +339,19 @@ def _checks(
         if until_caught and findings[-1].status == FAILED:
             break
     return findings
+
+
+def _run_batched(
+    check: BatchedCheck,
+    budget: Budget,
+    on_progress: OnProgress,
+    prefix: str = "",
+    parts: DecoderParts | None = None,
+) -> CheckResult:
+    """Run the batched check with passes over several slots of these parts."""
+    on_progress(f"{prefix}batched")
+    share = budget.share(SHARES["batched"])
+    return _guarded("batched", lambda: check.run(share, parts))
 
 
 def _share(check: str, seconds_left: float) -> float:
@@ -379,8 +422,8 @@ def _confidence_notes(bundle: Bundle) -> tuple[str, ...]:
     )
     return (
         *([] if bundle.draft else [substitute]),
-        "files, graphs, caches, self-draft, greedy and coupled are deterministic, and cover only "
-        "the texts that were run",
+        "files, graphs, caches, self-draft, greedy, coupled and batched are deterministic, and "
+        "cover only the texts that were run",
         f"sampled and joint are {NUM_TESTS} tests; each fails a correct bundle with probability "
         f"about {ALPHA:.1e}, all together {FALSE_ALARM:.0e} (chi-square is an approximation)",
         f"'detectable' is the smallest total variation over the cells that the test detects with "

@@ -31,11 +31,15 @@ MAX_K = 8  # every K up to this one is tested, and the largest that may be plann
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """Parts of a decoder; an injected defect replaces one."""
+    """Parts of a decoder; an injected defect replaces one.
+
+    `batch` replaces the passes over several slots, which the batched check runs.
+    """
 
     decoder: type[SpeculativeDecoder] = SpeculativeDecoder
     target: Callable[[Any], Any] = lambda model: model
     drafter: Callable[[Drafter], Drafter] = lambda drafter: drafter
+    batch: Callable[[Any], Any] = lambda batch: batch
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,21 @@
-"""Injected defects: five bugs found in real decoders, each of which the audit must detect."""
+"""Injected defects: bugs found in real decoders, each of which the audit must detect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from specedge.runtime.backend.batched_model import OrtBatchedModel, SlotModel
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.decoding.verification import Draft, Verdict, verify
 from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.logits import Logits
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
 
@@ -86,6 +89,23 @@ class _OneRowTooMany:
         self._model.truncate(min(length + 1, self._model.length) if length else 0)
 
 
+class _ExchangedRows:
+    """Passes over several slots in which each slot's first logits are those of the next slot."""
+
+    def __init__(self, batch: OrtBatchedModel) -> None:
+        self.max_rows = batch.max_rows
+        self._batch = batch
+
+    def forward(self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]]) -> list[Logits | None]:
+        results = self._batch.forward(feeds)
+        rows = [result.array() for result in results if result is not None]
+        others = itertools.cycle([*rows[1:], *rows[:1]])
+        return [
+            result and model.logits(np.concatenate([next(others)[:1], result.array()[1:]]))
+            for (model, _, _), result in zip(feeds, results, strict=True)
+        ]
+
+
 DEFECTS = (
     Defect(
         "accept rule",
@@ -116,4 +136,9 @@ DEFECTS = (
             )
         ),
     ),
+)
+BATCHED_DEFECT = Defect(
+    "rows of another request",
+    "the first logits of a request are those of the next request in its pass",
+    DecoderParts(batch=_ExchangedRows),
 )

@@ -36,11 +36,11 @@ class AuditReport:
 
     @property
     def result(self) -> str:
-        """PASSED if every check ran and passed."""
+        """PASSED if every check that applies passed."""
         statuses = {finding.status for finding in self.findings}
         if FAILED in statuses:
             return "FAILED"
-        return "PASSED" if statuses == {PASSED} else "INCOMPLETE"
+        return "INCOMPLETE" if SHORT in statuses else "PASSED"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
