@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +27,59 @@ MXFP4_INTEGERS = (
 )
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _IQ4_INTEGERS = np.array(_IQ4_VALUES, np.int8).view(np.uint8) ^ _ZERO_POINT
+
+
+_Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # integers, scales and minima of blocks
+
+
+@dataclass(frozen=True)
+class GgmlType:
+    """Quantization type: values are scale * (integer - zero_point), or scale * integer + minimum.
+
+    Attributes:
+        layout: Layout in a bundle.
+        split: Return the integers, scales and minima of blocks of the file.
+        zero_point: Zero point of integers without minima.
+        largest: Largest integer with a minimum, if zero points are rounded from minima.
+    """
+
+    layout: BlockLayout
+    split: Callable[[np.ndarray], _Parts]
+    zero_point: int = 0
+    largest: int | None = None
+
+    def dequantize(self, blocks: np.ndarray, values: np.ndarray) -> None:
+        """Dequantize blocks of the file, [N, blocks, bytes], to `values`, [N, K]."""
+        integers, scales, minima = self._parts(blocks)
+        wide = values.reshape(integers.shape)
+        wide[:] = (integers - np.uint8(self.zero_point)).view(np.int8)
+        wide *= scales[..., None]
+        if minima is not None:
+            wide += minima[..., None]
+
+    def unpack(self, blocks: np.ndarray) -> IntegerBlocks:
+        """Return blocks of the file, [N, blocks, bytes], in the layout of a bundle."""
+        integers, scales, minima = self._parts(blocks)
+        middle = 2 ** (self.layout.bits - 1)
+        if minima is None:
+            return IntegerBlocks(integers + np.uint8(middle - self.zero_point), scales)
+        points = np.full(scales.shape, middle, np.uint8)
+        if self.largest is not None:
+            ratio = np.divide(-minima, scales, out=np.zeros_like(scales), where=scales != 0)
+            points = np.rint(ratio).clip(0, self.largest).astype(np.uint8)
+        offsets = points * scales + minima
+        if self.layout.has_zero_points:
+            return IntegerBlocks(integers, scales, offsets, points)
+        return IntegerBlocks(integers + (middle - points)[..., None], scales, offsets)
+
+    def _parts(self, blocks: np.ndarray) -> _Parts:
+        """Return integers, [N, blocks, block_size], and scales and minima, [N, blocks]."""
+        integers, scales, minima = self.split(blocks)
+        return (
+            integers.reshape(len(blocks), -1, self.layout.block_size),
+            scales.reshape(len(blocks), -1),
+            None if minima is None else minima.reshape(len(blocks), -1),
+        )
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
@@ -48,103 +103,78 @@ def _fifth_bits(blocks: np.ndarray, start: int) -> np.ndarray:
     return np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little") << 4
 
 
-def _unpack_q4_0(blocks: np.ndarray) -> IntegerBlocks:
-    return IntegerBlocks(_nibbles(blocks[..., 2:]), _halves(blocks, 0))
+def _split_q4_0(blocks: np.ndarray) -> _Parts:
+    return _nibbles(blocks[..., 2:]), _halves(blocks, 0), None
 
 
-def _unpack_q4_1(blocks: np.ndarray) -> IntegerBlocks:
-    scale, minimum = _halves(blocks, 0), _halves(blocks, 2)
-    points = _zero_points(scale, minimum, 15)
-    return IntegerBlocks(_nibbles(blocks[..., 4:]), scale, points * scale + minimum, points)
+def _split_q4_1(blocks: np.ndarray) -> _Parts:
+    return _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2)
 
 
-def _unpack_q5_0(blocks: np.ndarray) -> IntegerBlocks:
-    integers = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)
-    return IntegerBlocks(integers + np.uint8(_ZERO_POINT - 16), _halves(blocks, 0))
+def _split_q5_0(blocks: np.ndarray) -> _Parts:
+    return _nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2), _halves(blocks, 0), None
 
 
-def _unpack_q5_1(blocks: np.ndarray) -> IntegerBlocks:
+def _split_q5_1(blocks: np.ndarray) -> _Parts:
     integers = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4)
-    scale, minimum = _halves(blocks, 0), _halves(blocks, 2)
-    points = _zero_points(scale, minimum, 31)
-    return IntegerBlocks(integers + (_ZERO_POINT - points), scale, points * scale + minimum)
+    return integers, _halves(blocks, 0), _halves(blocks, 2)
 
 
-def _unpack_q8_0(blocks: np.ndarray) -> IntegerBlocks:
-    return IntegerBlocks(blocks[..., 2:] ^ np.uint8(_ZERO_POINT), _halves(blocks, 0))
+def _split_q8_0(blocks: np.ndarray) -> _Parts:
+    return blocks[..., 2:] ^ np.uint8(_ZERO_POINT), _halves(blocks, 0), None
 
 
-def _unpack_q6_k(blocks: np.ndarray) -> IntegerBlocks:
+def _split_q6_k(blocks: np.ndarray) -> _Parts:
     low = _nibbles_of_halves(blocks[..., :128], 64)
     high = _bits(blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 32), 2)
-    integers = low | (high.reshape(low.shape) << 4)
     scales = blocks[..., 192:208].view(np.int8).astype(np.float32) * _halves(blocks, 208)
-    shifted = integers + np.uint8(_ZERO_POINT - 32)
-    return IntegerBlocks(shifted.reshape(*blocks.shape[:-1], 16, 16), scales)
+    return low | (high.reshape(low.shape) << 4), scales, None
 
 
-def _unpack_q2_k(blocks: np.ndarray) -> IntegerBlocks:
+def _split_q2_k(blocks: np.ndarray) -> _Parts:
     scales = _halves(blocks, 80) * (blocks[..., :16] & 15).astype(np.float32)
-    minimum = _halves(blocks, 82) * (blocks[..., :16] >> 4).astype(np.float32)
-    integers = _bits(blocks[..., 16:80].reshape(*blocks.shape[:-1], 2, 32), 2)
-    points = _zero_points(scales, -minimum, 3)
-    shifted = integers.reshape(*blocks.shape[:-1], 16, 16) + (np.uint8(8) - points)[..., None]
-    return IntegerBlocks(shifted, scales, points * scales - minimum)
+    minima = _halves(blocks, 82) * (blocks[..., :16] >> 4).astype(np.float32)
+    return _bits(blocks[..., 16:80].reshape(*blocks.shape[:-1], 2, 32), 2), scales, -minima
 
 
-def _unpack_q3_k(blocks: np.ndarray) -> IntegerBlocks:
+def _split_q3_k(blocks: np.ndarray) -> _Parts:
     low = _bits(blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 32), 2)
     high = _bits(blocks[..., :32], 1).reshape(low.shape)
-    integers = (low | (high << 2)) + np.uint8(8 - 4)
     high_bits = _bits(blocks[..., 104:108], 2).reshape(*blocks.shape[:-1], 16)
     scales = (_nibbles(blocks[..., 96:104]) | (high_bits << 4)).astype(np.float32) - 32
-    return IntegerBlocks(integers, _halves(blocks, 108) * scales)
+    return low | (high << 2), _halves(blocks, 108) * scales, None
 
 
-def _unpack_q4_k(blocks: np.ndarray) -> IntegerBlocks:
-    scales, minimum = _scales_and_minima(blocks)
-    integers = _nibbles_of_halves(blocks[..., 16:], 32)
-    return IntegerBlocks(
-        integers.reshape(*blocks.shape[:-1], 8, 32), scales, np.float32(8) * scales - minimum
-    )
+def _split_q4_k(blocks: np.ndarray) -> _Parts:
+    return _nibbles_of_halves(blocks[..., 16:], 32), *_scales_and_minima(blocks)
 
 
-def _unpack_q5_k(blocks: np.ndarray) -> IntegerBlocks:
-    scales, minimum = _scales_and_minima(blocks)
+def _split_q5_k(blocks: np.ndarray) -> _Parts:
     low = _nibbles_of_halves(blocks[..., 48:], 32).reshape(*blocks.shape[:-1], 8, 32)
-    integers = low | (_bits(blocks[..., 16:48], 1) << 4)
-    points = _zero_points(scales, -minimum, 31)
-    shifted = integers + (_ZERO_POINT - points)[..., None]
-    return IntegerBlocks(shifted, scales, points * scales - minimum)
+    return low | (_bits(blocks[..., 16:48], 1) << 4), *_scales_and_minima(blocks)
 
 
-def _unpack_iq4_nl(blocks: np.ndarray) -> IntegerBlocks:
-    return IntegerBlocks(_IQ4_INTEGERS[_nibbles(blocks[..., 2:])], _halves(blocks, 0))
+def _split_iq4_nl(blocks: np.ndarray) -> _Parts:
+    return _IQ4_INTEGERS[_nibbles(blocks[..., 2:])], _halves(blocks, 0), None
 
 
-def _unpack_iq4_xs(blocks: np.ndarray) -> IntegerBlocks:
+def _split_iq4_xs(blocks: np.ndarray) -> _Parts:
     low, high = (
         _bits(blocks[..., at], width).swapaxes(-1, -2).reshape(*blocks.shape[:-1], 8)
         for at, width in ((slice(4, 8), 4), (slice(2, 4), 2))
     )
     scales = _halves(blocks, 0) * ((low | (high << 4)).astype(np.float32) - 32)
-    return IntegerBlocks(_IQ4_INTEGERS[_nibbles_of_halves(blocks[..., 8:], 16)], scales)
+    return _IQ4_INTEGERS[_nibbles_of_halves(blocks[..., 8:], 16)], scales, None
 
 
-def _unpack_mxfp4(blocks: np.ndarray) -> IntegerBlocks:
-    """Unpack twice the e2m1 numbers, which are integers, with half the e8m0 scale."""
-    return IntegerBlocks(MXFP4_INTEGERS[_nibbles(blocks[..., 1:])], mxfp4_scales(blocks[..., :1]))
+def _split_mxfp4(blocks: np.ndarray) -> _Parts:
+    """Return twice the e2m1 numbers, which are integers, with half the e8m0 scale."""
+    return MXFP4_INTEGERS[_nibbles(blocks[..., 1:])], mxfp4_scales(blocks[..., :1]), None
 
 
 def mxfp4_scales(exponents: np.ndarray) -> np.ndarray:
     """Return half of e8m0 numbers, the scales of `MXFP4_INTEGERS`."""
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
-
-
-def _zero_points(scales: np.ndarray, minima: np.ndarray, largest: int) -> np.ndarray:
-    """Return the integer of each block whose value is nearest to 0, at most `largest`."""
-    ratio = np.divide(-minima, scales, out=np.zeros_like(scales), where=scales != 0)
-    return np.rint(ratio).clip(0, largest).astype(np.uint8)
 
 
 def _nibbles_of_halves(packed: np.ndarray, size: int) -> np.ndarray:
@@ -162,59 +192,48 @@ def _scales_and_minima(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     shape = (*blocks.shape[:-1], 8)
     return (
         _halves(blocks, 0) * scales.reshape(shape).astype(np.float32),
-        _halves(blocks, 2) * minimum.reshape(shape).astype(np.float32),
+        -_halves(blocks, 2) * minimum.reshape(shape).astype(np.float32),
     )
 
 
-_UNPACK: dict[str, Callable[[np.ndarray], IntegerBlocks]] = {
-    "Q4_0": _unpack_q4_0,
-    "Q4_1": _unpack_q4_1,
-    "Q5_0": _unpack_q5_0,
-    "Q5_1": _unpack_q5_1,
-    "Q8_0": _unpack_q8_0,
-    "Q6_K": _unpack_q6_k,
-    "Q2_K": _unpack_q2_k,
-    "Q3_K": _unpack_q3_k,
-    "Q4_K": _unpack_q4_k,
-    "Q5_K": _unpack_q5_k,
-    "IQ4_NL": _unpack_iq4_nl,
-    "IQ4_XS": _unpack_iq4_xs,
-    "MXFP4": _unpack_mxfp4,
+TYPES = {
+    "Q4_0": GgmlType(BlockLayout(4, 32), _split_q4_0, 8),
+    "Q4_1": GgmlType(BlockLayout(4, 32, True, True), _split_q4_1, largest=15),
+    "Q5_0": GgmlType(BlockLayout(8, 32), _split_q5_0, 16),
+    "Q5_1": GgmlType(BlockLayout(8, 32, True), _split_q5_1, largest=31),
+    "Q8_0": GgmlType(BlockLayout(8, 32), _split_q8_0, _ZERO_POINT),
+    "Q6_K": GgmlType(BlockLayout(8, 16), _split_q6_k, 32),
+    "Q2_K": GgmlType(BlockLayout(4, 16, True), _split_q2_k, largest=3),
+    "Q3_K": GgmlType(BlockLayout(4, 16), _split_q3_k, 4),
+    "Q4_K": GgmlType(BlockLayout(4, 32, True), _split_q4_k),
+    "Q5_K": GgmlType(BlockLayout(8, 32, True), _split_q5_k, largest=31),
+    "IQ4_NL": GgmlType(BlockLayout(8, 32), _split_iq4_nl, _ZERO_POINT),
+    "IQ4_XS": GgmlType(BlockLayout(8, 32), _split_iq4_xs, _ZERO_POINT),
+    "MXFP4": GgmlType(MXFP4_LAYOUT, _split_mxfp4, _ZERO_POINT),
 }
-LAYOUTS = {
-    "Q4_0": BlockLayout(4, 32),
-    "Q4_1": BlockLayout(4, 32, has_offsets=True, has_zero_points=True),
-    "Q5_0": BlockLayout(8, 32),
-    "Q5_1": BlockLayout(8, 32, has_offsets=True),
-    "Q8_0": BlockLayout(8, 32),
-    "Q6_K": BlockLayout(8, 16),
-    "Q2_K": BlockLayout(4, 16, has_offsets=True),
-    "Q3_K": BlockLayout(4, 16),
-    "Q4_K": BlockLayout(4, 32, has_offsets=True),
-    "Q5_K": BlockLayout(8, 32, has_offsets=True),
-    "IQ4_NL": BlockLayout(8, 32),
-    "IQ4_XS": BlockLayout(8, 32),
-    "MXFP4": MXFP4_LAYOUT,
-}
+LAYOUTS = {name: ggml_type.layout for name, ggml_type in TYPES.items()}
 
 
 def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
-    """Dequantize to float32 as gguf-py does. [..., bytes] -> [..., K]
+    """Dequantize to the values of gguf-py, in float32. [..., bytes] -> [..., K]
 
-    gguf-py processes 16 rows at a time, whose overhead dominates for narrow or memory-mapped rows;
-    here it gets each strip as a single row, in as many threads as there are CPUs.
+    Types without a layout are dequantized by gguf-py, which processes 16 rows at a time, whose
+    overhead dominates for narrow or memory-mapped rows; it gets each strip as a single row.
     """
     import gguf
 
-    quantization_type = gguf.GGMLQuantizationType[type_name]
+    quantization_type, ggml_type = gguf.GGMLQuantizationType[type_name], TYPES.get(type_name)
     rows = data.view(np.ndarray).reshape(-1, data.shape[-1])
     shape = gguf.quants.quant_shape_from_byte_shape(data.shape, quantization_type)
     values = np.empty((len(rows), shape[-1]), np.float32)
 
     def convert(at: slice) -> None:
         with np.errstate(over="ignore", invalid="ignore"):  # such weights are rejected later
-            part = gguf.quants.dequantize(rows[at].reshape(1, -1), quantization_type)
-        values[at] = part.reshape(-1, shape[-1])
+            if ggml_type is not None:
+                ggml_type.dequantize(_blocks(rows[at], quantization_type), values[at])
+            else:
+                part = gguf.quants.dequantize(rows[at].reshape(1, -1), quantization_type)
+                values[at] = part.reshape(-1, shape[-1])
 
     pieces = list(strips(*values.shape))
     if len(pieces) == 1:
@@ -229,18 +248,12 @@ def unpack(rows: np.ndarray, type_name: str) -> IntegerBlocks:
     """Unpack rows of a quantization type in `LAYOUTS`. [N, bytes] of uint8"""
     import gguf
 
-    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
-    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, num_bytes)
-    unpacked = _UNPACK[type_name](blocks)
-    size = LAYOUTS[type_name].block_size
-    return IntegerBlocks(
-        unpacked.integers.reshape(len(rows), -1, size),
-        unpacked.scales.reshape(len(rows), -1),
-        _flat(unpacked.offsets),
-        _flat(unpacked.zero_points),
-    )
+    return TYPES[type_name].unpack(_blocks(rows, gguf.GGMLQuantizationType[type_name]))
 
 
-def _flat(numbers: np.ndarray | None) -> np.ndarray | None:
-    """Return numbers of blocks as rows. [N, ...] -> [N, blocks]"""
-    return None if numbers is None else numbers.reshape(len(numbers), -1)
+def _blocks(rows: np.ndarray, quantization_type: Any) -> np.ndarray:
+    """Split rows into blocks of the file. [N, bytes] -> [N, blocks, bytes of a block]"""
+    import gguf
+
+    _, num_bytes = gguf.GGML_QUANT_SIZES[quantization_type]
+    return np.ascontiguousarray(rows).reshape(len(rows), -1, num_bytes)

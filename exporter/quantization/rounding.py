@@ -133,7 +133,10 @@ def _search_scales(strip: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Ten
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack unsigned integers to bytes, two 4-bit integers in one."""
     unsigned = values.to(torch.uint8)
-    return unsigned if bits == 8 else unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
+    if bits == 8:
+        return unsigned
+    pairs = unsigned.contiguous().numpy().view(np.uint16)  # little-endian
+    return torch.from_numpy((pairs | pairs >> 4).astype(np.uint8))
 
 
 def to_signed(blocks_: BlockMatrix, bits: int, size: int) -> IntegerMatrix:
