@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from specedge.version import __version__
 from . import cost_estimate, mapped_memory
 from .checkpoint import checkpoints, draft_vocabulary, hub, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
+from .checkpoint.quantized_rows import QuantizedRows
 from .graph import best_logits, draft_loop
 from .graph.graphs import SOURCE
 from .model_export import REJECTION, export_model
@@ -82,8 +83,8 @@ def export(
                 job = _check(_resolve(request, models), models, calibration, work, progress)
                 entries, hashes = list[ModelEntry](), dict[str, FileEntry]()
                 for checkpoint, length in job.exports():
-                    traced, weights = _trace_and_verify(job, checkpoint, length)
-                    quantized, weights = _quantize(job, checkpoint, traced, weights)
+                    traced, weights, kept = _trace_and_verify(job, checkpoint, length)
+                    quantized, weights = _quantize(job, checkpoint, traced, weights, kept)
                     entries += quantized
                     hashes[quantized[0].weights] = weights
                 _write(job, entries, hashes)
@@ -220,8 +221,10 @@ def _check(
 
 def _trace_and_verify(
     job: _Job, checkpoint: Checkpoint, length: int
-) -> tuple[list[ModelEntry], FileEntry]:
+) -> tuple[list[ModelEntry], FileEntry, dict[int, QuantizedRows]]:
     """Write a checkpoint's graphs in float32, compare them with PyTorch, and hash its weights.
+
+    The result is that of `export_model`.
 
     The attention operators "auto" are GroupQueryAttention if all models support it and its passes
     are batch-invariant, else standard ONNX.
@@ -247,6 +250,7 @@ def _quantize(
     checkpoint: Checkpoint,
     traced: list[ModelEntry],
     weights: FileEntry,
+    kept: Mapping[int, QuantizedRows],
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Convert a checkpoint's models to the requested precision, and add further graph variants."""
     request, progress, ids = job.request, job.progress, job.ids_of(checkpoint)
@@ -258,7 +262,7 @@ def _quantize(
     if precision in QUANTIZED_DTYPES:
         return quantize(
             roles, folder, precision, job.calibration_texts(traced[0]), ids, progress, suffixes,
-            request.rounding, request.average_bits, tensors,
+            request.rounding, request.average_bits, tensors, kept,
         )  # fmt: skip
     if suffixes:
         pieces = job.calibration_texts(traced[0])

@@ -20,7 +20,7 @@ from specedge.bundle.manifest import (
     ModelEntry,
     signatures,
 )
-from specedge.bundle.precision import FLOAT32
+from specedge.bundle.precision import FLOAT32, KEEP
 from specedge.bundle.reports import ParityReport
 from specedge.errors import ExportError
 
@@ -29,6 +29,7 @@ from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.decoder_layers import truncate
 from .checkpoint.loader import LoadedCheckpoint
 from .checkpoint.placeholders import WeightSources
+from .checkpoint.quantized_rows import QuantizedRows
 from .graph import graphs, rewrites
 from .graph.external_data import FILE, WeightsFile
 from .graph.lm_head import add_logits_from
@@ -40,7 +41,7 @@ from .tracing import geometry, tracer
 from .tracing.geometry import Geometry
 from .tracing.module_patches import freeze_rotary, patched_modules
 from .tracing.tracer import ObservedLayers
-from .verification import checks, parity, reference
+from .verification import checks, parity, reference, runner
 from .verification.reference import Reference
 from .verification.runner import Runner
 
@@ -50,7 +51,11 @@ REJECTION = "; it cannot be exported in "
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Model that is being exported; rows of its vocabulary from `num_tokens` on are padding."""
+    """Model that is being exported; rows of its vocabulary from `num_tokens` on are padding.
+
+    `quantized` are the weights that its precision keeps, by offset in the weights file, which lacks
+    those of a large model; None if it keeps none.
+    """
 
     role: str
     loaded: LoadedCheckpoint
@@ -60,6 +65,7 @@ class ModelExport:
     num_tokens: int
     folder: Path
     progress: Progress
+    quantized: dict[int, QuantizedRows] | None = None
 
     @property
     def first_layers(self) -> ModelExport:
@@ -88,7 +94,7 @@ def export_model(
     draft_ids: Sequence[int] | None = None,
     graph_variants: Sequence[str] = OPS,
     requires_invariance: bool = False,
-) -> tuple[list[ModelEntry], FileEntry]:
+) -> tuple[list[ModelEntry], FileEntry, dict[int, QuantizedRows]]:
     """Write one checkpoint's graphs and weights to a new folder and verify them against PyTorch.
 
     A self-draft becomes a second model in the folder, whose graphs read the same weights.
@@ -106,7 +112,8 @@ def export_model(
             batch-invariant.
 
     Returns:
-        The models' manifest entries, and the entry of the weights file.
+        The models' manifest entries, the entry of the weights file, and the weights that the
+        precision keeps, by offset in that file, which lacks those of a large model.
 
     Raises:
         ExportError: The model cannot be exported, or its graphs differ from it.
@@ -127,6 +134,9 @@ def export_model(
         if num_draft_layers is not None:
             parts.append(cut_draft(parts[0], num_draft_layers, k, draft_ids))
             sources.append(self_draft.source(checkpoint.source, num_draft_layers))
+        if request.precision_of(role) == KEEP:
+            quantized = dict[int, QuantizedRows]()
+            parts = [replace(part, quantized=quantized) for part in parts]
         sizes = [reference.num_parameters(part.model) for part in parts]
         written, file = write_models(parts, graph_variants)
         in_full = request.verification == FULL
@@ -145,7 +155,8 @@ def export_model(
         ]
     experts = [results.num_experts for results in references]
     model_types = [checkpoint.model_type] * len(parts)
-    return list(map(_model_entry, parts, sources, model_types, sizes, experts, reports)), file
+    entries = list(map(_model_entry, parts, sources, model_types, sizes, experts, reports))
+    return entries, file, parts[0].quantized or {}
 
 
 def measure_model(
@@ -207,12 +218,12 @@ def write_models(
         the entry of the weights file.
     """
     first = parts[0]
-    with WeightsFile(first.folder, first.loaded.dtype) as stored:
+    with WeightsFile(first.folder, first.loaded.dtype, first.quantized) as stored:
         written = [
             _for_each_variant(p, graph_variants, partial(_write_graphs, p, stored)) for p in parts
         ]
         with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
-            stored.finish(advance)
+            stored.finish(advance, is_sparse=stored.size > runner.WHOLE_BYTES)
     return written, stored.file
 
 
@@ -399,22 +410,20 @@ def verify(
         ExportError: The graphs differ from the model, or are rejected.
     """
     name, progress, depth = f"{part.role} ({ops})", part.progress, references.depth
-    whole = runner = Runner(part.folder, part.files, part.shape, ops)
+    whole = first = Runner(part.folder, part.files, part.shape, ops, part.quantized)
     if depth:
-        first = part.first_layers
-        runner = Runner(first.folder, first.files, first.shape, ops)
-    num_stages = 2 * runner.num_stages + (whole.num_stages if depth else 0)
+        layers = part.first_layers
+        first = Runner(layers.folder, layers.files, layers.shape, ops, part.quantized)
+    num_stages = 2 * first.num_stages + (whole.num_stages if depth else 0)
     with progress.step(f"Comparing the {part.role} with PyTorch", num_stages) as advance:
-        report, differing = parity.verify(
-            part.role, references.segments, runner, tolerance, advance
-        )
+        report, differing = parity.verify(part.role, references.segments, first, tolerance, advance)
         if depth:
             report = parity.verify_depth(
-                part.role, depth, whole, runner, part.layers.kinds, report, tolerance, advance
+                part.role, depth, whole, first, part.layers.kinds, report, tolerance, advance
             )
     if differing:
         progress.note(f"{name}: {', '.join(differing)} are not bitwise equal to the decoder")
-    expected = checks.compared_lengths(runner)
+    expected = checks.compared_lengths(first)
     missing = sorted({*expected} - {*report.invariant_lengths})
     if missing == [1]:
         progress.note(

@@ -9,15 +9,12 @@ middle zero point: it is as accurate as llama.cpp without the memory of 4-bit ze
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from specedge.cpu_count import cpu_count
-
-from .quantized_tensors import BlockLayout, IntegerBlocks, strips
+from .quantized_tensors import BlockLayout, IntegerBlocks, map_strips
 
 _ZERO_POINT = 128  # zero point of 8-bit integers
 MXFP4_LAYOUT = BlockLayout(8, 32)
@@ -235,12 +232,7 @@ def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
                 part = gguf.quants.dequantize(rows[at].reshape(1, -1), quantization_type)
                 values[at] = part.reshape(-1, shape[-1])
 
-    pieces = list(strips(*values.shape))
-    if len(pieces) == 1:
-        convert(pieces[0])
-    else:
-        with ThreadPoolExecutor(cpu_count()) as pool:
-            list(pool.map(convert, pieces))
+    map_strips(convert, *values.shape)
     return values.reshape(shape)
 
 

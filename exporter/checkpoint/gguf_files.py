@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from ..internals import gguf_tensor_mapping
 from ..libraries import translate_errors
 from . import ggml_types, gguf_architectures, gguf_header
 from .gguf_header import GgufHeader
-from .lazy_tensors import LazyTensor
+from .lazy_tensors import LazyTensor, lazy_rows
 from .quantized_tensors import QuantizedTensor
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -163,7 +161,7 @@ class GgufCheckpoint:
         factors = {
             tensor.name: np.array(tensor.data, np.float64).reshape(-1)
             for tensor in self.tensors
-            if _is_rotary_factor(tensor)
+            if _is_rotary_factor(tensor.name)
         }
         fields = {
             key.partition(".rope.")[2]: value
@@ -213,30 +211,29 @@ class GgufCheckpoint:
         parts: dict[str, torch.Tensor] = {}
         state: dict[str, torch.Tensor] = {}
         num_unused = 0
-        tensors = (part for t in self.tensors for part in _split_projections(t, names, expected))
-        for tensor in tensors:
-            if tensor.name in is_part:
-                shape = torch.Size(map(int, reversed(tensor.shape)))
-                parts[tensor.name] = _lazy(tensor, shape, None)
+        tensors = (p for t in self.tensors for p in _split_projections(t, names, expected).items())
+        for stored_name, values in tensors:
+            if stored_name in is_part:
+                parts[stored_name] = values
                 continue
-            name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
+            name = names.get(stored_name) or names.get(stored_name.removesuffix(".weight"))
             if name not in expected:
-                num_unused += 0 if _is_rotary_factor(tensor) else _num_weights(tensor)
-                layer = _LAYER.match(tensor.name)
+                num_unused += 0 if _is_rotary_factor(stored_name) else values.numel()
+                layer = _LAYER.match(stored_name)
                 if relation and layer and int(layer[1]) < model.config.num_hidden_layers:
                     raise CheckpointError(
                         f"{self.where}: its model type, {model.config.model_type}, has no "
-                        f"{tensor.name}; specify the original checkpoint"
+                        f"{stored_name}; specify the original checkpoint"
                     )
                 continue
             assert name is not None
             shape = expected[name].shape
-            if shape.numel() != _num_weights(tensor):
+            if shape.numel() != values.numel():
                 raise CheckpointError(
-                    f"{self.where}: {tensor.name} is {[*map(int, reversed(tensor.shape))]} in its "
-                    f"file and {[*shape]} by its header; download it again"
+                    f"{self.where}: {stored_name} is {[*values.shape]} in its file and {[*shape]} "
+                    "by its header; download it again"
                 )
-            state[name] = _lazy(tensor, shape, process)
+            state[name] = _arrange(values, shape, process, stored_name)
         for name, stored in part_names.items():
             if parts.keys() >= set(stored):
                 try:
@@ -297,7 +294,9 @@ def header_size(file: Path) -> float:
     except (OSError, ValueError):  # the file is zero after the downloaded bytes
         return math.inf
     ends = [
-        tensor.offset + tensor.n_bytes for tensor in header.tensors if _is_rotary_factor(tensor)
+        tensor.offset + tensor.n_bytes
+        for tensor in header.tensors
+        if _is_rotary_factor(tensor.name)
     ]
     return max(header.data_offset, *ends, 0)
 
@@ -308,35 +307,23 @@ def _num_weights(tensor: Any) -> int:
 
 def _split_projections(
     tensor: Any, names: Mapping[str, str], expected: Mapping[str, torch.Tensor]
-) -> list[Any]:
-    """Split fused projections: query, key and value of attention, gate and up of experts."""
-    if ".ffn_gate_up_exps." in tensor.name and len(tensor.shape) > 1:
-        size = int(tensor.shape[-2]) // 2
-        return [
-            SimpleNamespace(
-                name=tensor.name.replace("gate_up", part),
-                tensor_type=tensor.tensor_type,
-                data=tensor.data[:, rows],
-                shape=[*tensor.shape[:-2], size, tensor.shape[-1]],
-            )
-            for part, rows in (("gate", slice(size)), ("up", slice(size, None)))
-        ]
+) -> dict[str, torch.Tensor]:
+    """Return a tensor's values by name; fused projections are split.
+
+    These are query, key and value of attention, and gate and up of experts.
+    """
+    values = _values(tensor)
+    if ".ffn_gate_up_exps." in tensor.name and values.ndim > 1:
+        gate, up = values.chunk(2, 1)
+        return {tensor.name.replace("gate_up", part): v for part, v in (("gate", gate), ("up", up))}
     stem, _, suffix = tensor.name.partition("attn_qkv.")
     parts = [f"{stem}attn_{part}.{suffix}" for part in "qkv"]
     if tensor.name in names or not all(names.get(part) in expected for part in parts):
-        return [tensor]
-    ends = [*itertools.accumulate(expected[names[part]].shape[0] for part in parts)]
-    if ends[-1] != len(tensor.data):
-        return [tensor]
-    return [
-        SimpleNamespace(
-            name=part,
-            tensor_type=tensor.tensor_type,
-            data=tensor.data[start:end],
-            shape=[*tensor.shape[:-1], end - start],
-        )
-        for part, start, end in zip(parts, [0, *ends], ends, strict=False)
-    ]
+        return {tensor.name: values}
+    sizes = [expected[names[part]].shape[0] for part in parts]
+    if sum(sizes) != len(values):
+        return {tensor.name: values}
+    return dict(zip(parts, values.split(sizes), strict=True))
 
 
 def _quantized_tensor(tensor: Any) -> QuantizedTensor:
@@ -353,33 +340,44 @@ def _quantized_tensor(tensor: Any) -> QuantizedTensor:
     )
 
 
-def _lazy(tensor: Any, shape: torch.Size, process: Any) -> torch.Tensor:
-    """Return a tensor of the file; a matrix is read lazily."""
+def _values(tensor: Any) -> torch.Tensor:
+    """Return the values of a tensor of the file; those of a matrix are read lazily."""
     import gguf
 
-    tensor_type = tensor.tensor_type
-    dtype = getattr(torch, FLOATS.get(tensor_type.name, "float32"))
-    is_matrix = min(len(shape), len(tensor.shape)) > 1
-
-    def read() -> torch.Tensor:
-        if is_matrix and tensor_type.name in FLOATS:
-            data = tensor.data.view(np.int16) if tensor_type.name == "BF16" else tensor.data
-        elif tensor_type.name in FLOATS:
-            data = gguf.quants.dequantize(tensor.data, tensor_type)
-        else:
-            data = ggml_types.dequantize(tensor.data, tensor_type.name)
-        if process is not None:
-            data = process(data, tensor.name)
-        values = torch.from_numpy(np.ascontiguousarray(data))
-        return values.view(dtype).reshape(shape) if is_matrix else values.reshape(shape)
-
-    if not is_matrix:
-        return read().clone()
-    return LazyTensor(torch.empty(shape, dtype=dtype, device="meta"), read)
+    shape, dtype_name = torch.Size(map(int, reversed(tensor.shape))), tensor.tensor_type.name
+    if len(shape) < 2:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        return torch.from_numpy(np.array(values)).reshape(shape)
+    if dtype_name not in FLOATS:
+        return lazy_rows(_quantized_tensor(tensor), shape)
+    dtype = getattr(torch, FLOATS[dtype_name])
+    data = tensor.data.view(np.int16) if dtype == torch.bfloat16 else tensor.data
+    return LazyTensor(
+        torch.empty(shape, dtype=dtype, device="meta"),
+        lambda: torch.from_numpy(data).view(dtype).reshape(shape),
+    )
 
 
-def _is_rotary_factor(tensor: Any) -> bool:
-    return "rope_freqs" in tensor.name or "rope_factors" in tensor.name
+def _arrange(
+    values: torch.Tensor, shape: torch.Size, process: Callable[[Any, str], Any], name: str
+) -> torch.Tensor:
+    """Return values in a parameter's shape and order; those of a matrix are read lazily."""
+
+    def arrange(values: torch.Tensor) -> torch.Tensor:
+        is_bfloat16 = values.dtype == torch.bfloat16
+        data = process((values.view(torch.int16) if is_bfloat16 else values).numpy(), name)
+        return torch.from_numpy(data).view(values.dtype).reshape(shape)
+
+    if not isinstance(values, LazyTensor):
+        return arrange(values).clone()
+    if len(shape) < 2:
+        return arrange(values.read().float()).clone()
+    like = torch.empty(shape, dtype=values.dtype, device="meta")
+    return LazyTensor(like, arrange, parts=(values,))
+
+
+def _is_rotary_factor(name: str) -> bool:
+    return "rope_freqs" in name or "rope_factors" in name
 
 
 def _head_size(config: Any) -> int:

@@ -7,6 +7,7 @@ format is specified in ggml's docs/gguf.md, versions 2 and 3.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import mmap
@@ -82,10 +83,19 @@ def is_gguf(name: str) -> bool:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read and validate a header. Raises ValueError with the fault and advice."""
-    size = path.stat().st_size
-    if size == 0:
+    """Read and validate a header. Raises ValueError with the fault and advice.
+
+    The last headers are remembered: an export opens a file several times.
+    """
+    stat = path.stat()
+    if stat.st_size == 0:
         raise ValueError("it is empty; download it again")
+    return _read_header(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_header(path: Path, size: int, *version: int) -> GgufHeader:
+    """Read the header of a file in a version, by time and number."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         start = data[:64].lstrip().lower()
         for beginning, explanation in _OTHER_FILES.items():

@@ -22,8 +22,8 @@ import torch
 
 from specedge.errors import CheckpointError
 
-from .lazy_tensors import LazyTensor
-from .quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor, strips
+from .lazy_tensors import lazy_rows
+from .quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor
 
 BITSANDBYTES_INT8 = "bitsandbytes-int8"
 NAMES = {
@@ -133,7 +133,7 @@ def dequantize_state(
     for module, tensor in tensors.items():
         for part in _parts(module, result):
             del result[f"{module}.{part}"]
-        matrix = _lazy(tensor)
+        matrix = lazy_rows(tensor)
         is_transposed = module.rpartition(".")[2] in transposed
         result[f"{module}.weight"] = matrix.T if is_transposed else matrix
     for key in result:
@@ -438,7 +438,7 @@ class _Reader:
                 zero_points=zeros[rows][:, of_blocks] if zeros is not None and has_zeros else None,
             )
 
-        def dequantize(rows: slice) -> np.ndarray:
+        def dequantize(rows: slice | np.ndarray) -> np.ndarray:
             blocks = unpack(rows)
             points = middle if blocks.zero_points is None else blocks.zero_points[..., None]
             values = (blocks.integers.astype(np.float32) - np.float32(points)) * blocks.scales[
@@ -484,15 +484,3 @@ def _unpack_awq(words: np.ndarray) -> np.ndarray:
     """Unpack AWQ's words of eight outputs, transposed. [n, N / 8] -> [N, n]"""
     integers = _unpack(words, 4).reshape(*words.shape, 8)[..., _AWQ_ORDER]
     return integers.reshape(len(words), -1).T
-
-
-def _lazy(tensor: QuantizedTensor) -> torch.Tensor:
-    """Return a float32 matrix that is dequantized when it is read. [N, K]"""
-
-    def read() -> torch.Tensor:
-        values = np.empty(tensor.shape, np.float32)
-        for rows in strips(*tensor.shape):
-            values[rows] = tensor.dequantize(rows)
-        return torch.from_numpy(values)
-
-    return LazyTensor(torch.empty(tensor.shape, dtype=torch.float32, device="meta"), read)

@@ -1,13 +1,14 @@
 """Lazy tensors whose values stay in files: views and concatenations are recorded, not computed.
 
 transformers renames, transposes and concatenates matrices when it loads a checkpoint. Lazy tensors
-pass through that without being read; their values are in memory only during a computation.
+pass through that without being read; their values are in memory only during a computation. The
+recorded views also show which rows of a checkpoint's quantized tensors a tensor consists of.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from specedge.errors import CheckpointError
 
 from ..internals import make_wrapper_tensor, tree_map_only
+from .quantized_tensors import QuantizedTensor
 
 _aten = torch.ops.aten
 _VIEWS = {
@@ -41,26 +43,38 @@ class LazyTensor(torch.Tensor):
     Operators without a lazy implementation read the values.
     """
 
-    read: Callable[[], torch.Tensor]
+    compute: Callable[..., torch.Tensor]  # returns the values from those of `parts`
+    parts: tuple[torch.Tensor, ...]
     stored: torch.dtype
     origin: int
     mapped: bool  # True if reading is free: the values are an existing tensor or a view of one
+    quantized: QuantizedTensor | None  # the quantized tensor whose rows it has, in order
 
     @staticmethod
     def __new__(
         cls,  # noqa: ANN001
         like: torch.Tensor,
-        read: Callable[[], torch.Tensor],
+        compute: Callable[..., torch.Tensor],
         stored: torch.dtype | None = None,
         origin: int | None = None,
         mapped: bool = False,
+        parts: tuple[torch.Tensor, ...] = (),
+        quantized: QuantizedTensor | None = None,
     ) -> LazyTensor:
-        """Create a tensor with the shape, strides and type of `like`, possibly a meta tensor."""
+        """Create a tensor with the shape, strides and type of `like`, possibly a meta tensor.
+
+        With `parts`, `compute` only moves their values.
+        """
         result: LazyTensor = make_wrapper_tensor(cls, like)
-        result.read, result.stored, result.mapped = read, stored or like.dtype, mapped
+        result.compute, result.parts, result.quantized = compute, parts, quantized
+        result.stored, result.mapped = stored or like.dtype, mapped
         # Larger than any real address.
         result.origin = next(_origins) << 48 if origin is None else origin
         return result
+
+    def read(self) -> torch.Tensor:
+        """Return the values in type `stored`."""
+        return self.compute(*map(materialize, self.parts))
 
     def data_ptr(self) -> int:
         """Return an identity in place of an address, equal for equal values."""
@@ -86,21 +100,42 @@ class LazyTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
+def lazy_rows(
+    tensor: QuantizedTensor,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> LazyTensor:
+    """Return the values of a quantized tensor, in another shape with equal rows."""
+    like = torch.empty(shape or tensor.shape, dtype=dtype, device="meta")
+
+    def read() -> torch.Tensor:
+        return torch.from_numpy(tensor.values()).to(dtype).reshape(like.shape)
+
+    return LazyTensor(like, read, quantized=tensor)
+
+
 def as_lazy(tensor: torch.Tensor) -> LazyTensor:
     """Wrap a memory-mapped or resident tensor."""
     return LazyTensor(_meta(tensor), lambda: tensor, mapped=True)
 
 
-def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a lazy tensor's values in their stored type; another tensor unchanged."""
+def materialize(tensor: Any) -> Any:
+    """Return a lazy tensor's values in their stored type; another value unchanged."""
     return tensor.read() if isinstance(tensor, LazyTensor) else tensor
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Return True if the values are moved from quantized tensors."""
+    return isinstance(tensor, LazyTensor) and (
+        tensor.quantized is not None or any(map(is_quantized, tensor.parts))
+    )
 
 
 def in_stored_type(tensor: LazyTensor) -> torch.Tensor:
     """Return the tensor in its stored type, as a plain tensor if reading it is free."""
     if tensor.mapped:
         return tensor.read()
-    return LazyTensor(_meta(tensor).to(tensor.stored), tensor.read, origin=tensor.origin)
+    return _same(tensor, _meta(tensor).to(tensor.stored), tensor.origin)
 
 
 def cast_lazily(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
@@ -130,14 +165,19 @@ def _cast(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
     dtype = dtype or tensor.dtype
     if torch.promote_types(tensor.stored, dtype) != dtype:
         return tensor.read().to(dtype)
-    like = _meta(tensor).to(dtype)
-    return LazyTensor(like, tensor.read, tensor.stored, tensor.origin, tensor.mapped)
+    return _same(tensor, _meta(tensor).to(dtype), tensor.origin)
 
 
 def _copy(tensor: LazyTensor) -> LazyTensor:
     """Return the same values with contiguous strides."""
-    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return LazyTensor(like, tensor.read, tensor.stored, mapped=tensor.mapped)
+    return _same(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+
+def _same(tensor: LazyTensor, like: torch.Tensor, origin: int | None = None) -> LazyTensor:
+    """Return the same values with the strides and the visible type of `like`."""
+    return LazyTensor(
+        like, lambda values: values, tensor.stored, origin, tensor.mapped, parts=(tensor,)
+    )
 
 
 def _join(func: Any, args: Any, kwargs: Any) -> LazyTensor:
@@ -147,9 +187,14 @@ def _join(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     dtype = next(iter(dtypes)) if len(dtypes) == 1 else like.dtype
     # One part that is not a float is sufficient for `weight_files.check_types` to reject the whole.
     stored = next((dtype for dtype in dtypes if not dtype.is_floating_point), dtype)
-    return LazyTensor(
-        like, lambda: func([materialize(part).to(dtype) for part in parts], *rest, **kwargs), stored
-    )
+
+    def join(*values: torch.Tensor) -> torch.Tensor:
+        if len(dtypes) > 1:
+            values = tuple(value.to(dtype) for value in values)
+        joined: torch.Tensor = func(list(values), *rest, **kwargs)
+        return joined
+
+    return LazyTensor(like, join, stored, parts=tuple(parts))
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -160,12 +205,12 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     mapped = tensor.mapped and func in _VIEWS
 
     def view(like: torch.Tensor, index: int | None = None) -> LazyTensor:
-        def read() -> torch.Tensor:
-            result = do(tensor.read(), *rest, **kwargs)
+        def select(values: torch.Tensor) -> torch.Tensor:
+            result = do(values, *rest, **kwargs)
             part: torch.Tensor = result if index is None else result[index]
             return part
 
-        return LazyTensor(like, read, tensor.stored, tensor.origin, mapped)
+        return LazyTensor(like, select, tensor.stored, tensor.origin, mapped, parts=(tensor,))
 
     if isinstance(views, torch.Tensor):
         return view(views)

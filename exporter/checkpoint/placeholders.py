@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .lazy_tensors import LazyTensor, materialize
+from .lazy_tensors import LazyTensor, is_quantized, materialize
 
-SMALLEST = 1 << 20  # bytes in float32; smaller weights are loaded eagerly
+SMALLEST = 1 << 20  # bytes in float32; smaller weights that are not quantized are loaded eagerly
 HUGE = 1 << 26  # elements; larger matrices are cast in chunks of rows
 PIECE = 1 << 20  # elements of a chunk; larger ones are allocated anew each time
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -101,7 +101,8 @@ class WeightSources:
 
 
 def _is_large(matrix: torch.Tensor) -> bool:
-    return matrix.ndim > 1 and matrix.dtype in FLOATS and 4 * matrix.numel() >= SMALLEST
+    is_small = 4 * matrix.numel() < SMALLEST and not is_quantized(matrix)
+    return matrix.ndim > 1 and matrix.dtype in FLOATS and not is_small
 
 
 _NUMPY_DTYPES = {

@@ -7,7 +7,6 @@ name. Matrices are dequantized exactly, one at a time. R rows and C columns of a
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Collection, Mapping
@@ -21,7 +20,7 @@ from specedge.errors import CheckpointError
 
 from ..libraries import translate_errors
 from . import folders, ggml_types, group_quantized
-from .lazy_tensors import LazyTensor
+from .lazy_tensors import LazyTensor, lazy_rows
 from .quantized_tensors import IntegerBlocks, QuantizedTensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -200,10 +199,19 @@ def _dequantize_all_mxfp4(where: str, state: dict[str, torch.Tensor]) -> dict[st
     result = dict(state)
     for name, (blocks, scales) in _mxfp4_parts(where, state).items():
         del result[f"{name}_blocks"], result[f"{name}_scales"]
-        matrix = dequantize_mxfp4(blocks, scales)
+        matrix = dequantize_mxfp4(name, blocks, scales)
         # gpt-oss multiplies by experts from the right: its parameters are [E, C, R].
         result[name] = matrix.transpose(1, 2) if matrix.ndim == 3 else matrix
     return result
+
+
+def dequantize_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Dequantize blocks of 32 four-bit numbers with shared exponents, exactly, to bfloat16.
+
+    [..., R, G, 16] and [..., R, G] -> [..., R, 32 G]
+    """
+    tensor = _mxfp4_tensor(name, blocks, scales)
+    return lazy_rows(tensor, (*scales.shape[:-1], tensor.shape[1]), torch.bfloat16)
 
 
 def _mxfp4_tensor(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedTensor:
@@ -223,7 +231,7 @@ def _mxfp4_tensor(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> Quan
         integers = ggml_types.MXFP4_INTEGERS[codes(rows)]
         return IntegerBlocks(integers, ggml_types.mxfp4_scales(exponents[rows]))
 
-    def dequantize(rows: slice) -> np.ndarray:
+    def dequantize(rows: slice | np.ndarray) -> np.ndarray:
         values = numbers[codes(rows)]
         factors = _to_float(torch.from_numpy(exponents[rows])).numpy()
         return (values * factors[..., None]).reshape(-1, shape[1])
@@ -232,24 +240,6 @@ def _mxfp4_tensor(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> Quan
     return QuantizedTensor(
         name, "mxfp4", shape, num_bytes, ggml_types.MXFP4_LAYOUT, dequantize, unpack
     )
-
-
-def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Dequantize blocks of 32 four-bit numbers with shared exponents to bfloat16.
-
-    [..., R, G, 16] and [..., R, G] -> [..., R, 32 G]
-    """
-    table = torch.tensor([*_E2M1, *(-n for n in _E2M1)], dtype=torch.bfloat16)
-    shape = (*scales.shape[:-1], 32 * scales.shape[-1])
-
-    def read() -> torch.Tensor:
-        wide = torch.empty(shape, dtype=torch.bfloat16)
-        for index in itertools.product(*map(range, shape[:-2])):
-            codes = torch.stack((blocks[index] & 15, blocks[index] >> 4), -1).flatten(-2)
-            wide[index] = (table[codes.int()] * _to_float(scales[index])[..., None]).flatten(-2)
-        return wide
-
-    return LazyTensor(torch.empty(shape, dtype=torch.bfloat16, device="meta"), read)
 
 
 _STATE = ".quant_state.bitsandbytes__"

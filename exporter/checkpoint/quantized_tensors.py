@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+
+from specedge.cpu_count import cpu_count
 
 _STRIP_SIZE = 1 << 18  # elements that are dequantized at a time, to stay in the CPU's cache
 
@@ -50,7 +53,7 @@ class QuantizedTensor:
         shape: N and K.
         num_bytes: Size in the checkpoint.
         layout: Layout of its blocks; None for types without one, which are dequantized.
-        dequantize: Return a slice of rows in float32, [n, K].
+        dequantize: Return rows by slice or index in float32, [n, K].
         unpack: Return rows by index as integers, with the inputs in `order`.
         order: Permutation of the inputs that sorts them by block, [K]; None for the identity.
     """
@@ -60,12 +63,32 @@ class QuantizedTensor:
     shape: tuple[int, int]
     num_bytes: int
     layout: BlockLayout | None
-    dequantize: Callable[[slice], np.ndarray]
+    dequantize: Callable[[slice | np.ndarray], np.ndarray]
     unpack: Callable[[np.ndarray], IntegerBlocks]
     order: np.ndarray | None = None
+
+    def values(self) -> np.ndarray:
+        """Return all values in float32, [N, K]."""
+        values = np.empty(self.shape, np.float32)
+
+        def write(at: slice) -> None:
+            values[at] = self.dequantize(at)
+
+        map_strips(write, *self.shape)
+        return values
 
 
 def strips(num_rows: int, size: int) -> Iterator[slice]:
     """Yield slices of rows of bounded size. `size` is that of a row."""
     step = max(1, _STRIP_SIZE // size)
     return (slice(at, at + step) for at in range(0, num_rows, step))
+
+
+def map_strips(function: Callable[[slice], None], num_rows: int, size: int) -> None:
+    """Call a function for all strips of rows, in as many threads as there are CPUs."""
+    pieces = list(strips(num_rows, size))
+    if len(pieces) == 1:
+        function(pieces[0])
+    else:
+        with ThreadPoolExecutor(cpu_count()) as pool:
+            list(pool.map(function, pieces))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from specedge.errors import ExportError
 
 from .. import mapped_memory
 from ..checkpoint.lazy_tensors import materialize
+from ..checkpoint.quantized_rows import QuantizedRows, find_rows
 from ..progress import Advance
 from ..tracing.named_weights import StoredMatrix
 from .nodes import add_initializer, insert_node, producer
@@ -38,27 +40,31 @@ _PIECE = 8 << 20  # bytes per chunk of reading, conversion and writing
 class WeightsFile:
     """Writer of `folder`/weights.bin for several graphs, with deduplicated tensors.
 
-    A background thread writes while further graphs are traced; `finish` waits for it.
-
     A tensor that `dtype` cannot represent exactly stays in float32, and half-precision tensors are
     cast to float32 in the graph. ONNX Runtime folds casts and transpositions of constants when it
     loads a graph.
+
+    Args:
+        folder: Folder of the file.
+        dtype: Type of most weights.
+        quantized: Receives the tensors that are rows of block-wise quantized tensors, by offset.
     """
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, quantized: dict[int, QuantizedRows] | None = None
+    ) -> None:
         self.folder = folder
+        self._quantized = quantized
         self._dtype = STORED[dtype][0]
         self._locations: dict[Any, ir.ExternalTensor] = {}
         self.size = 0  # size of the complete file
-        self._thread = ThreadPoolExecutor(1)
-        self._writing: list[Future[int]] = []
+        self._tensors: list[tuple[torch.Tensor, ir.ExternalTensor]] = []
         self._file = HashedFile(folder / FILE)
 
     def __enter__(self) -> WeightsFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
         self._file.close()
 
     @property
@@ -66,10 +72,18 @@ class WeightsFile:
         """The complete file's size and hash."""
         return FileEntry(self._file.size, self._file.digest.hexdigest())
 
-    def finish(self, advance: Advance = lambda amount: None) -> None:
-        """Wait until all tensors are written; `advance` gets byte counts."""
-        for written in self._writing:
-            advance(written.result())
+    def finish(self, advance: Advance = lambda amount: None, is_sparse: bool = False) -> None:
+        """Write all tensors, or with `is_sparse` all but the quantized ones.
+
+        `advance` gets byte counts.
+        """
+        for tensor, location in self._tensors:
+            self._file.align(ALIGNMENT)
+            if is_sparse and location.offset in (self._quantized or {}):
+                self._file.skip(location.nbytes)
+            else:
+                self._write(tensor, TORCH_TYPES[location.dtype.value], location.name or "")
+            advance(location.nbytes)
         self._file.close()
 
     def attach(self, model: ir.Model) -> None:
@@ -91,7 +105,7 @@ class WeightsFile:
         drop_unused(graph)
 
     def _put(self, value: ir.Value) -> ir.ExternalTensor:
-        """Schedule a tensor for writing, unless the file has it, and return its location."""
+        """Add a tensor, unless the file has it, and return its location."""
         tensor, name = _tensor(value), value.name or ""
         dtype = self._dtype if _represents(self._dtype, tensor) else torch.float32
         shape = tuple(tensor.shape)
@@ -99,7 +113,7 @@ class WeightsFile:
         if not isinstance(value.const_value, StoredMatrix):
             digest = hashlib.sha256()
             for piece in chunks(tensor, dtype):
-                digest.update(_as_bytes(piece))
+                digest.update(as_bytes(piece))
             key = (digest.digest(), dtype, shape)
         if key not in self._locations:
             stored = next(k for d, k in STORED.values() if d == dtype)
@@ -109,18 +123,20 @@ class WeightsFile:
                 FILE, offset, size, stored, shape=ir.Shape(shape), name=name, base_dir=self.folder
             )
             self.size = offset + size
-            self._writing.append(self._thread.submit(self._write, tensor, dtype, name))
+            self._tensors.append((tensor, self._locations[key]))
+            if self._quantized is not None:
+                rows = find_rows(tensor)
+                if rows is not None and rows.can_be_kept:
+                    self._quantized[offset] = rows
         return self._locations[key]
 
-    def _write(self, tensor: torch.Tensor, dtype: torch.dtype, name: str) -> int:
-        start = self._file.align(ALIGNMENT)
+    def _write(self, tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
         for piece in chunks(tensor, dtype):
             if torch.isnan(piece).any():
                 raise ExportError(
                     f"{name} has NaN values; the checkpoint is damaged: download it again"
                 )
-            self._file.write(_as_bytes(piece))
-        return self._file.size - start
+            self._file.write(as_bytes(piece))
 
 
 class HashedFile:
@@ -140,6 +156,11 @@ class HashedFile:
         self._file.write(data)
         self.size += data.nbytes
 
+    def skip(self, size: int) -> None:
+        """Leave a hole in the file, which the hash does not include."""
+        self._file.truncate(self._file.seek(size, os.SEEK_CUR))
+        self.size += size
+
     def flush(self) -> None:
         """Make the written bytes readable from the file."""
         self._file.flush()
@@ -156,11 +177,15 @@ class HashedFile:
         self._file.close()
 
 
-def map_tensor(tensor: onnx.TensorProto, folder: Path) -> torch.Tensor:
-    """Memory-map a tensor in its stored type."""
+def map_tensor(
+    tensor: onnx.TensorProto, folder: Path, quantized: Mapping[int, QuantizedRows] | None = None
+) -> torch.Tensor:
+    """Memory-map a tensor in its stored type; a quantized one is lazy, in float32."""
     where = {entry.key: entry.value for entry in tensor.external_data}
-    size = int(where["length"])
-    data = mapped_memory.map_file(folder / where["location"], int(where["offset"]), size)
+    offset, size = int(where["offset"]), int(where["length"])
+    if quantized and offset in quantized:
+        return quantized[offset].lazy().reshape(tuple(tensor.dims))
+    data = mapped_memory.map_file(folder / where["location"], offset, size)
     return torch.from_numpy(data).view(TORCH_TYPES[tensor.data_type]).reshape(tuple(tensor.dims))
 
 
@@ -269,7 +294,8 @@ def chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         yield strip.contiguous().to(dtype)
 
 
-def _as_bytes(piece: torch.Tensor) -> memoryview:
+def as_bytes(piece: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor."""
     return memoryview(piece.reshape(-1).view(torch.uint8).numpy())
 
 

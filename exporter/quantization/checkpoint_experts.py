@@ -11,16 +11,17 @@ with the n whose zero point is most accurate. Differences within a block stay ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 
+from ..checkpoint.quantized_rows import QuantizedRows
 from ..checkpoint.quantized_tensors import BlockLayout, IntegerBlocks
 from . import rounding
-from .checkpoint_matrices import CheckpointMatrix, CheckpointTensors
+from .checkpoint_matrices import CheckpointMatrix, find_matrix
 from .experts import ExpertWeights
 from .rounding import BlockMatrix
 from .schemes import NUM_SAMPLED_EXPERTS
@@ -103,13 +104,19 @@ class CheckpointExperts:
         return max(stack.offset_error(self.layout) for stack in self.stacks)
 
 
-def find_experts(tensors: CheckpointTensors, experts: ExpertWeights) -> CheckpointExperts | None:
+def find_experts(
+    quantized: Mapping[int, QuantizedRows], experts: ExpertWeights
+) -> CheckpointExperts | None:
     """Return the checkpoint's matrices of experts; None if QMoE does not support one."""
     stacks = []
     for stored, num_parts in ((experts.first, 2), (experts.last, 1)):
         matrices = []
-        for weights in stored.data():
-            parts = [tensors.find(weights[i::num_parts].T) for i in range(num_parts)]
+        rows = quantized.get(stored.offset)
+        if rows is None or stored.order != (0, 1, 2) or rows.rows.ndim != 2:
+            return None
+        for expert in range(len(rows.rows)):
+            slices = (slice(i, None, num_parts) for i in range(num_parts))
+            parts = [find_matrix(rows, (expert, at)) for at in slices]
             kept = tuple(part for part in parts if part is not None and part.tensor.order is None)
             if len(kept) < num_parts:
                 return None

@@ -1,21 +1,15 @@
-"""Matrices of a graph that are rows of a checkpoint's quantized tensors.
-
-Matrices are matched with the checkpoint by fingerprints of their dequantized rows. The rows may be
-in another order or tensor than in the checkpoint, and a matrix that was modified, for example by an
-adapter, does not match.
-"""
+"""Matrices of a graph that are rows of a checkpoint's quantized tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from specedge.cpu_count import cpu_count
-
+from ..checkpoint.quantized_rows import QuantizedRows
 from ..checkpoint.quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor, strips
 from . import rounding
 from .rounding import BlockMatrix
@@ -67,31 +61,12 @@ class CheckpointMatrix:
         return strips(len(self.rows), self.tensor.shape[1])
 
 
-class CheckpointTensors:
-    """Quantized tensors of a checkpoint, with fingerprints of their rows."""
-
-    def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
-        self._prints = [(t, _sorted_prints(t)) for t in tensors if t.layout is not None]
-        self._last = 0  # index of the last match, near which the next one is
-
-    def find(self, weights: torch.Tensor) -> CheckpointMatrix | None:
-        """Return the rows of a tensor that are a matrix's columns, [K, N]; None without a match."""
-        size, width = weights.shape
-        pieces = (weights[:, at].T.float().contiguous().numpy() for at in strips(width, size))
-        prints = np.concatenate([_row_prints(piece) for piece in pieces])
-        for i in range(len(self._prints)):
-            index = (self._last + i) % len(self._prints)
-            tensor, (ordered, order) = self._prints[index]
-            if tensor.shape[1] != size:
-                continue
-            indices = np.minimum(np.searchsorted(ordered, prints[:1]), len(ordered) - 1)
-            if ordered[indices[0]] != prints[0]:
-                continue
-            indices = np.minimum(np.searchsorted(ordered, prints), len(ordered) - 1)
-            if np.array_equal(ordered[indices], prints):
-                self._last = index
-                return CheckpointMatrix(tensor, order[indices])
+def find_matrix(rows: QuantizedRows, at: Any = slice(None)) -> CheckpointMatrix | None:
+    """Return some rows as a matrix's columns; None if they are of several tensors."""
+    sources = rows.sources[at]
+    if (sources != sources[0]).any():
         return None
+    return CheckpointMatrix(rows.tensors[sources[0]], rows.rows[at])
 
 
 def join_matrices(blocks: Iterable[BlockMatrix]) -> BlockMatrix:
@@ -103,19 +78,3 @@ def join_matrices(blocks: Iterable[BlockMatrix]) -> BlockMatrix:
         np.concatenate([piece.values for piece in pieces]),
         np.concatenate([piece.scales for piece in pieces]),
     )
-
-
-def _sorted_prints(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted fingerprints of a tensor's rows, and the rows in that order."""
-    with ThreadPoolExecutor(cpu_count()) as pool:
-        pieces = pool.map(lambda at: _row_prints(tensor.dequantize(at)), strips(*tensor.shape))
-        prints = np.concatenate(list(pieces))
-    order = np.argsort(prints, kind="stable")
-    return prints[order], order
-
-
-def _row_prints(rows: np.ndarray) -> np.ndarray:
-    """Return a fingerprint of each row: a multilinear hash modulo 2 ** 64. [n, K] -> [n]"""
-    factors = np.random.default_rng(0).integers(1 << 62, size=rows.shape[1], dtype=np.uint64)
-    words = np.ascontiguousarray(rows, np.float32).view(np.uint32)
-    return (words * (factors * np.uint64(2) + np.uint64(1))).sum(1, dtype=np.uint64)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from specedge.bundle.graph_variants import (
 from specedge.bundle.manifest import ModelEntry, signatures
 from specedge.bundle.reports import QuantizationReport
 
+from ..checkpoint.quantized_rows import QuantizedRows
 from ..graph import fusion, graphs, rewrites
 from ..graph.external_data import STORED
 from ..graph.graphs import GraphFile, variant_signature
@@ -41,6 +42,8 @@ class FloatModel:
         head: Tokens of its logits if reduced, [n].
         original: Folder of the graphs before a change of basis.
         is_self_draft: True if it is a target's first layers.
+        quantized: Weights that a precision keeps, by offset in the weights file, which lacks those
+            of a large model.
     """
 
     role: str
@@ -49,6 +52,7 @@ class FloatModel:
     head: np.ndarray | None = None
     original: Path | None = None
     is_self_draft: bool = False
+    quantized: Mapping[int, QuantizedRows] = field(default_factory=dict)
 
     @property
     def geometry(self) -> Geometry:
@@ -90,7 +94,7 @@ class FloatModel:
     def decoder_runner(self, ops: str) -> Runner:
         """Return a runner of the source graph of a graph variant."""
         files = [file.source for file in self.files if file.length is None]
-        return Runner(self.folder, files, self.geometry, ops)
+        return Runner(self.folder, files, self.geometry, ops, self.quantized)
 
     def decoder(self, ops: str) -> Path:
         """Return the path of a graph variant's source graph, for any pass length."""

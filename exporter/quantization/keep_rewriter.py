@@ -23,19 +23,20 @@ import onnx_ir.passes.common as passes
 from specedge.bundle.graph_variants import has_compute_type
 from specedge.bundle.reports import WeightType
 
+from ..checkpoint.quantized_rows import QuantizedRows
 from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor
 from ..graph import rewrites
 from ..graph.external_data import drop_unused, view_tensor
 from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, replace_output
 from . import expert_rewriter, schemes
 from .checkpoint_experts import CheckpointExperts, ExpertStack, find_experts
-from .checkpoint_matrices import CheckpointMatrix, CheckpointTensors, join_matrices
+from .checkpoint_matrices import CheckpointMatrix, find_matrix, join_matrices
 from .expert_rewriter import StoredExperts, StoredStack
 from .experts import ExcludedWeights, ExpertLayer, ExpertWeights, expert_layers, load_graph
 from .float_model import FloatModel
 from .graph_editor import INT8_ACCURACY_LEVEL
 from .integer_rewriter import IntegerRewriter, num_columns
-from .matrices import Matrix, MatrixGroup, StoredTensor, embeddings, matrix_groups, tensor_data
+from .matrices import Matrix, MatrixGroup, StoredTensor, embeddings, matrix_groups
 from .schemes import Scheme
 from .weights_writer import WeightsWriter
 
@@ -43,13 +44,19 @@ _FLOAT_BITS = 32  # bits of scales, offsets and dequantized weights
 
 
 class CheckpointMatrices:
-    """Matrices of graphs that are quantized tensors of the checkpoint, by offset."""
+    """Matrices of graphs that are quantized tensors of the checkpoint, by offset.
 
-    def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
-        self._tensors = CheckpointTensors(tensors)
+    Args:
+        tensors: Quantized tensors of the checkpoint.
+        quantized: Tensors of the weights file by offset.
+    """
+
+    def __init__(
+        self, tensors: Sequence[QuantizedTensor], quantized: Mapping[int, QuantizedRows]
+    ) -> None:
+        self._tensors, self.quantized = tensors, quantized
         self._matrices: dict[int, CheckpointMatrix | None] = {}
         self._experts: dict[tuple[int, ...], CheckpointExperts | None] = {}
-        self._sizes = {tensor.name: tensor for tensor in tensors}
 
     def __contains__(self, offset: int) -> bool:
         return self._matrices.get(offset) is not None
@@ -73,20 +80,24 @@ class CheckpointMatrices:
         """Match the matrices, tables and experts of a graph."""
         for group in matrix_groups(graph, excluded.offsets):
             for matrix in group.matrices:
-                if len(matrix.stored.order) == 2 and matrix.offset not in self._matrices:
-                    self._matrices[matrix.offset] = self._tensors.find(matrix.stored.data())
+                self._add(matrix.offset, matrix.stored.order == (0, 1))
         for _, stored in embeddings(graph):
-            if stored.offset not in self._matrices:
-                self._matrices[stored.offset] = self._tensors.find(tensor_data(stored.tensor).T)
+            self._add(stored.offset, is_transposed=False)
         for experts in excluded.experts:
             if experts.key not in self._experts:
-                self._experts[experts.key] = find_experts(self._tensors, experts)
+                self._experts[experts.key] = find_experts(self.quantized, experts)
+
+    def _add(self, offset: int, is_transposed: bool) -> None:
+        """Add a tensor of two axes, of which the last one has the rows if it is transposed."""
+        rows = self.quantized.get(offset)
+        if rows is not None and rows.rows.ndim == 1 and rows.is_transposed == is_transposed:
+            self._matrices[offset] = find_matrix(rows)
 
     def types(self) -> dict[str, WeightType]:
         """Return the quantization types of the checkpoint, with their sizes."""
         layouts = self._layouts()
         sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for tensor in self._sizes.values():
+        for tensor in self._tensors:
             count = tensor.shape[0] * tensor.shape[1]
             bits = bits_per_weight(layouts.get(tensor.name))
             sizes[tensor.type_name].update(
@@ -159,7 +170,7 @@ def keep(
             rewrites.fuse_sigmoids(model)
             passes.RemoveUnusedNodesPass()(model)
             drop_unused(model.graph)
-            store.adopt(model.graph)
+            store.adopt(model.graph, kept.quantized)
             part.write(model, folder, ops)
     return written
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from specedge.bundle.manifest import FileEntry, ModelEntry
 from specedge.bundle.precision import BLOCK_BITS, GPTQ, KEEP, NEAREST
 from specedge.errors import ExportError, ParityError
 
+from ..checkpoint.quantized_rows import QuantizedRows
 from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..graph import rewrites
 from ..graph.external_data import FILE, drop_unused
@@ -41,6 +43,7 @@ ROTATED_PRECISIONS = ("int8", "int4")  # precisions that a rotation makes more a
 # KL divergence in nats per token above which a target is refused; SmolLM2-135M has 0.0034 in int8
 # and 0.085 in int4.
 MAX_DIVERGENCE = {"int8": 0.2, "int8-block": 0.2, KEEP: 0.2, "int4": 2.0}
+NO_ROWS: Mapping[int, QuantizedRows] = MappingProxyType({})
 Schemes = dict[tuple[int, ...], Scheme]
 ChannelMaps = dict[tuple[int, ...], np.ndarray]  # channels of groups that can be smoothed, by key
 
@@ -56,6 +59,7 @@ def quantize(
     rounding: str = GPTQ,
     bits: float = 4.0,
     tensors: Sequence[QuantizedTensor] = (),
+    quantized: Mapping[int, QuantizedRows] = NO_ROWS,
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Quantize models that share a folder.
 
@@ -73,6 +77,7 @@ def quantize(
         rounding: One of `specedge.bundle.precision.ROUNDINGS`; int8-block always rounds to nearest.
         bits: Average bits per weight of int4 in layers.
         tensors: The checkpoint's quantized weights, for the precision "keep".
+        quantized: Those in the weights file by offset, which lacks those of a large model.
 
     Returns:
         The entries, and the entry of the weights file.
@@ -84,7 +89,7 @@ def quantize(
         if path.suffix != ".onnx" and path.name != FILE:
             shutil.copy2(path, folder)
     parts = [
-        FloatModel(role, model, before, is_self_draft=i > 0)
+        FloatModel(role, model, before, is_self_draft=i > 0, quantized=quantized)
         for i, (role, model) in enumerate(models.items())
     ]
     parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
@@ -143,8 +148,7 @@ def _keep(
     """Write models with the checkpoint's quantized weights; return the same as `quantize`."""
     first, excluded = parts[0], _find_excluded(parts)
     graph_variants = {part.role: part.reduced_variants(KEEP, suffixes) for part in parts}
-    with progress.step(f"Reading the {first.role}'s quantized weights"):
-        kept = CheckpointMatrices(tensors)
+    kept = CheckpointMatrices(tensors, first.quantized)
     with WeightsWriter(folder) as store, progress.step(f"Quantizing the {first.role}"):
         written = keep(parts, graph_variants, kept, excluded, folder, store)
     if kept.offset_error:

@@ -278,7 +278,7 @@ def measure_distances(
     for at in range(0, len(texts), size):
         part = texts[at : at + size]
         late = window if at + size >= len(texts) else None
-        expected = _run(original, part, late)
+        expected = _run(original, part, late, packed=False)
         for name, candidate in candidates.items():
             total, results = totals[name], _run(candidate.runner, part, late)
             for text, (logits, caches), (exact, exact_caches) in zip(
@@ -306,24 +306,27 @@ def compute_logits(runner: Runner, texts: Sequence[np.ndarray]) -> list[np.ndarr
 
 
 def _run(
-    runner: Runner, texts: Sequence[np.ndarray], late: LateWindow | None = None
+    runner: Runner,
+    texts: Sequence[np.ndarray],
+    late: LateWindow | None = None,
+    packed: bool = True,
 ) -> list[tuple[np.ndarray, list[np.ndarray]]]:
     """Return logits [T, V] and caches [H, T, D] of each text, and logits of a late window.
 
-    Cache rows before the window are each model's own. Weights are prepacked: without that ONNX
-    Runtime does not quantize the inputs of MatMulNBits.
+    Cache rows before the window are each model's own. Weights are prepacked, without which ONNX
+    Runtime does not quantize the inputs of MatMulNBits; those of a float graph need not be.
     """
     actions: list[Action] = []
     for text in texts:
         actions += [
             FillNoise(0, runner.geometry.capacity),
-            PassAction("decoder", text, 0, packed=True),
+            PassAction("decoder", text, 0, packed=packed),
         ]
         actions.append(ReadRows(0, len(text)))
     if late is not None:
         actions += [
             RepeatRows(len(texts[-1]), late.start),
-            PassAction("decoder", late.text, late.start, packed=True),
+            PassAction("decoder", late.text, late.start, packed=packed),
         ]
     results = runner.run(actions)
     whole = results[: 3 * len(texts)]

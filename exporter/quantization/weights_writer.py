@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +12,8 @@ import torch
 
 from specedge.bundle.manifest import FileEntry
 
-from ..graph.external_data import ALIGNMENT, FILE, HashedFile
+from ..checkpoint.quantized_rows import QuantizedRows
+from ..graph.external_data import ALIGNMENT, FILE, TORCH_TYPES, HashedFile, as_bytes
 from . import rounding
 from .matrices import tensor_data
 from .rounding import BlockMatrix, IntegerMatrix
@@ -102,11 +104,19 @@ class WeightsWriter:
         values, scales = self._tensors[key]
         return values, scales
 
-    def copy(self, tensor: ir.ExternalTensor) -> ir.ExternalTensor:
-        """Copy a tensor of the float model's file."""
+    def copy(
+        self, tensor: ir.ExternalTensor, quantized: Mapping[int, QuantizedRows]
+    ) -> ir.ExternalTensor:
+        """Copy a tensor of the float model's file, which may lack quantized ones."""
         key = ("as it is", tensor.offset, tuple(tensor.shape))
         if key not in self._tensors:
-            data = np.memmap(tensor.path, np.uint8, "r", tensor.offset or 0, (tensor.length or 0,))
+            if (rows := quantized.get(tensor.offset or 0)) is not None:
+                values = rows.lazy().read().to(TORCH_TYPES[tensor.dtype.value])
+                data = np.frombuffer(as_bytes(values), np.uint8)
+            else:
+                data = np.memmap(
+                    tensor.path, np.uint8, "r", tensor.offset or 0, (tensor.length or 0,)
+                )
             self._tensors[key] = (self._append(data, tensor.dtype, tensor.name, tensor.shape),)
         return self._tensors[key][0]
 
@@ -122,12 +132,17 @@ class WeightsWriter:
             self._tensors[key] = (self._append(make(), dtype, name),)
         return self._tensors[key][0]
 
-    def adopt(self, graph: ir.Graph) -> None:
-        """Copy all tensors that a graph reads from another weights file."""
+    def adopt(
+        self, graph: ir.Graph, quantized: Mapping[int, QuantizedRows] = MappingProxyType({})
+    ) -> None:
+        """Copy all tensors that a graph reads from another weights file.
+
+        That file may lack `quantized` ones, which are dequantized.
+        """
         for value in graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) != self.folder:
-                value.const_value = self.copy(tensor)
+                value.const_value = self.copy(tensor, quantized)
 
     def _append(
         self,

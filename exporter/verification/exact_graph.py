@@ -8,7 +8,7 @@ large matrices are memory-mapped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import onnx
 import torch
 from onnx.reference import ReferenceEvaluator
 
+from ..checkpoint.lazy_tensors import materialize
+from ..checkpoint.quantized_rows import QuantizedRows
 from ..graph.external_data import map_tensor
 from ..tracing.experts import moe_reference
 from .exact_nodes import IMPLEMENTATIONS, Array
@@ -33,9 +35,9 @@ class ExactGraph:
     The result is the exact result of the float32 model, whose tables and scalars are float32.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, quantized: Mapping[int, QuantizedRows] | None = None) -> None:
         self._model = onnx.load(path, load_external_data=False)
-        self._folder = path.parent
+        self._folder, self._quantized = path.parent, quantized
         self._opset = {x.domain: x.version for x in self._model.opset_import}
         self._evaluators: dict[int | None, ReferenceEvaluator] = {}
 
@@ -46,7 +48,7 @@ class ExactGraph:
     def _constant(self, tensor: onnx.TensorProto) -> Value:
         if not tensor.external_data:
             return onnx.numpy_helper.to_array(tensor)
-        stored = map_tensor(tensor, self._folder)
+        stored = map_tensor(tensor, self._folder, self._quantized)
         return stored.float().numpy() if stored.ndim < 2 else stored
 
     def run(
@@ -150,7 +152,7 @@ def inputs_by_name(node: onnx.NodeProto, inputs: list[Array | None]) -> dict[str
 
 def _to_array(value: Value) -> Array:
     """Return a value as an array; a stored matrix becomes a float32 constant."""
-    return value.float().numpy() if isinstance(value, torch.Tensor) else value
+    return materialize(value).float().numpy() if isinstance(value, torch.Tensor) else value
 
 
 def _apply_lazily(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None:
@@ -175,7 +177,8 @@ def _apply_lazily(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | N
         return _matrix_product(torch.from_numpy(first).double(), last).numpy()
     if node.op_type == "MoE":
         logits, *matrices = (
-            torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in more_inputs
+            torch.from_numpy(x) if isinstance(x, np.ndarray) else materialize(x)
+            for x in more_inputs
         )
         a, a_bias, b, b_bias = (*matrices, None)[:4]
         rows = torch.from_numpy(first).double()
@@ -197,6 +200,7 @@ def cast_arrays(arrays: list[Array | None], old: type, new: type) -> list[Array 
 
 def _matrix_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Multiply [..., T, R] by [R, C] or [E, R, C], casting a few columns at a time."""
+    matrix = materialize(matrix)
     if matrix.ndim == 3:
         parts = zip(x.expand(len(matrix), *x.shape[-2:]), matrix, strict=True)
         return torch.stack([_matrix_product(rows, part) for rows, part in parts])

@@ -54,7 +54,7 @@ def verify(
     """
     runner.check_files()
     difference, ratio = structure.check_structure(
-        role, runner.path("decoder"), runner.geometry, parts, tolerance
+        role, runner.path("decoder"), runner.geometry, parts, tolerance, runner.quantized
     )
     error_check = ErrorCheck(role, "the exact result", tolerance, ratio=ratio)
     segments = [checks.segment_check(runner, part, error_check) for part in parts]

@@ -24,7 +24,9 @@ import torch
 
 from specedge.errors import ParityError
 
+from ..checkpoint.lazy_tensors import LazyTensor
 from ..checkpoint.placeholders import BufferPool
+from ..checkpoint.quantized_rows import QuantizedRows
 from ..graph.external_data import FILE, TORCH_TYPES, chunks, map_tensor
 
 PART_BYTES = 200_000_000  # maximum float32 weights of a subgraph
@@ -56,12 +58,18 @@ class PartitionedGraph:
             to sessions. False where ONNX Runtime adds casts, which it would fold with the
             placeholder of a passed constant. Int8 weights, which it may convert to unsigned ones,
             are never passed.
+        quantized: Weights by offset that are passed as well.
     """
 
     def __init__(
-        self, path: Path, first: list[str] | None = None, passes_constants: bool = True
+        self,
+        path: Path,
+        first: list[str] | None = None,
+        passes_constants: bool = True,
+        quantized: Mapping[int, QuantizedRows] | None = None,
     ) -> None:
         self.folder, self._passes_constants = path.parent, passes_constants
+        self._quantized = quantized
         self._model = onnx.load(path, load_external_data=False)
         graph = self._model.graph
         self._stored = {tensor.name: tensor for tensor in graph.initializer}
@@ -114,8 +122,10 @@ class PartitionedGraph:
         with contextlib.ExitStack() as stack:
             for name in self.parts[index].constants:
                 if self._is_passed(name):
-                    value = self.compute(name)
-                    dtype = self._type(name)
+                    value, dtype = self.compute(name), self._type(name)
+                    if isinstance(value, LazyTensor) and dtype == torch.float32:
+                        values[name] = value.read().contiguous().numpy()
+                        continue
                     buffer = stack.enter_context(memory.borrow(value.numel(), dtype))
                     rows = buffer.view(value.shape)
                     for piece in chunks(value, dtype):
@@ -126,13 +136,15 @@ class PartitionedGraph:
 
     def _is_passed(self, name: str) -> bool:
         """Return True if a constant is computed once and passed to sessions."""
+        if self._quantized and self._is_large(name) and isinstance(self.compute(name), LazyTensor):
+            return True
         return self._passes_constants and name in self._computed and self._type(name) != torch.int8
 
     def compute(self, name: str) -> torch.Tensor:
         """Return a constant, memory-mapped and without its casts."""
         node = self._computed.get(name)
         if node is None:
-            return map_tensor(self._stored[name], self.folder)
+            return map_tensor(self._stored[name], self.folder, self._quantized)
         value = self.compute(node.input[0])
         if node.op_type == "Cast":
             return value  # `computed` casts it
@@ -322,37 +334,42 @@ def _forms_by_layer(split: PartitionedGraph) -> list[list[tuple[object, object]]
 
 @dataclass(frozen=True)
 class RepresentativeParts:
-    """Subgraphs to run: all before `end`, and from `start` on.
+    """Subgraphs that are skipped by passes through representative ones only.
 
     `names` map, by file, values of skipped subgraphs to the values that replace them.
     """
 
-    end: int
-    start: int
+    skipped: frozenset[int]
     names: Mapping[str, Mapping[str, str]]
-
-    def skips(self, index: int) -> bool:
-        """Return True if a subgraph is skipped."""
-        return self.end <= index < self.start
 
 
 def find_representatives(splits: Mapping[str, PartitionedGraph]) -> RepresentativeParts | None:
-    """Select subgraphs that include all forms, skipping some in the middle; None if impossible.
+    """Select subgraphs that include all forms; None if none of them can be skipped.
 
-    `splits` are the files of one graph variant, the decoder first, split at the same values.
+    After a subgraph, those up to another one of its form are skipped, if the results of the first
+    one can replace those of the last. `splits` are the files of one graph variant, the decoder first, split at the same values.
     """
     count = len(next(iter(splits.values())).parts)
-    forms = [_form_in_all_files(splits, index) for index in range(count)]
-    for end in range(1, count):
-        for start in range(count - 1, end, -1):
-            if forms[end - 1] != forms[start - 1]:
+    numbers: dict[object, int] = {}
+    forms = [numbers.setdefault(_form_in_all_files(splits, index), index) for index in range(count)]
+    skipped = set[int]()
+    names: dict[str, dict[str, str]] = {file: {} for file in splits}
+    index = 0
+    while index < count:
+        seen = {form for i, form in enumerate(forms[: index + 1]) if i not in skipped}
+        for last in range(count - 1, index, -1):
+            between = {*forms[index + 1 : last + 1]}
+            if forms[last] != forms[index] or not between <= seen | {*forms[last + 1 :]}:
                 continue
-            if {*forms[end:start]} <= {*forms[:end], *forms[start:]}:
-                mappings = {file: _map_names(split, end, start) for file, split in splits.items()}
-                names = {file: mapping for file, mapping in mappings.items() if mapping is not None}
-                if names.keys() == mappings.keys():
-                    return RepresentativeParts(end, start, names)
-    return None
+            maps = {file: _map_names(split, index, last) for file, split in splits.items()}
+            if all(mapping is not None for mapping in maps.values()):
+                skipped |= {*range(index + 1, last + 1)}
+                for file, mapping in maps.items():
+                    names[file] |= mapping or {}
+                index = last
+                break
+        index += 1
+    return RepresentativeParts(frozenset(skipped), names) if skipped else None
 
 
 def _form_in_all_files(splits: Mapping[str, PartitionedGraph], index: int) -> tuple[object, ...]:
@@ -368,13 +385,16 @@ def _form_in_all_files(splits: Mapping[str, PartitionedGraph], index: int) -> tu
     return tuple(forms)
 
 
-def _map_names(split: PartitionedGraph, end: int, start: int) -> dict[str, str] | None:
-    """Map values of skipped subgraphs that later ones read to the values that replace them."""
-    if start >= len(split.parts):
+def _map_names(split: PartitionedGraph, index: int, last: int) -> dict[str, str] | None:
+    """Map values that are read after a subgraph `last` to those of subgraph `index` of its form.
+
+    None if values of subgraphs between them are read as well.
+    """
+    if last >= len(split.parts):
         return {}
-    skipped = {name for part in split.parts[end:start] for name in part.outputs}
-    read = {name for part in split.parts[start:] for name in part.inputs} & skipped
-    before, after = (split.form(index - 1)[1] for index in (end, start))
+    skipped = {name for part in split.parts[index + 1 : last + 1] for name in part.outputs}
+    read = {name for part in split.parts[last + 1 :] for name in part.inputs} & skipped
+    before, after = (split.form(i)[1] for i in (index, last))
     if not read <= {*after}:
         return None
     return {name: before[after.index(name)] for name in read}

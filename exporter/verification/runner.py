@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from specedge.bundle.graph_variants import cache_dtype
 from specedge.errors import ExportError
 
 from ..checkpoint.placeholders import BufferPool
+from ..checkpoint.quantized_rows import QuantizedRows
 from ..graph.external_data import FILE
 from ..graph.graphs import GraphFile
 from ..libraries import translate_errors
@@ -82,12 +83,21 @@ Action = PassAction | FillCaches | FillNoise | RepeatRows | ReadRows
 
 
 class Runner:
-    """Runner of one graph variant of a model over caches [1, H, S, D]."""
+    """Runner of one graph variant of a model over caches [1, H, S, D].
+
+    `quantized` are weights of a large model by offset, which its weights file may lack.
+    """
 
     def __init__(
-        self, folder: Path, files: list[GraphFile], geometry: Geometry, ops: str = "onnx"
+        self,
+        folder: Path,
+        files: list[GraphFile],
+        geometry: Geometry,
+        ops: str = "onnx",
+        quantized: Mapping[int, QuantizedRows] | None = None,
     ) -> None:
         self.folder, self.geometry, self.ops = folder, geometry, ops
+        self.quantized = quantized
         self.files = {file.name: file for file in files}
         self.in_parts = (folder / FILE).stat().st_size > WHOLE_BYTES
         self._dtype = cache_dtype(ops)
@@ -98,11 +108,13 @@ class Runner:
             # ONNX Runtime adds casts around operators without 16-bit CPU kernels.
             passes_constants = self._dtype == "float32"
             first = partition.PartitionedGraph(
-                self.path("decoder"), passes_constants=passes_constants
+                self.path("decoder"), passes_constants=passes_constants, quantized=quantized
             )
             names = (name for name in self.files if name != "decoder")
             self._splits = {"decoder": first} | {
-                name: partition.PartitionedGraph(self.path(name), first.first, passes_constants)
+                name: partition.PartitionedGraph(
+                    self.path(name), first.first, passes_constants, quantized
+                )
                 for name in names
             }
             self.num_stages = len(first.parts)
@@ -204,7 +216,7 @@ class Runner:
             return
         decoder, memory = self._splits["decoder"], BufferPool()
         for i, part in enumerate(decoder.parts):
-            if chosen and chosen.skips(i):
+            if chosen and i in chosen.skipped:
                 continue
             caches = {n: shape for n, shape in self._shapes.items() if n in part.inputs}
             with decoder.computed(i, memory) as constants:

@@ -7,7 +7,7 @@ operator's definition, on the inputs of this pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import onnxruntime as ort
 
 from specedge.errors import ExportError
 
+from ..checkpoint.quantized_rows import QuantizedRows
 from ..libraries import translate_errors
 from ..tracing.geometry import Geometry
 from .exact_graph import ExactGraph, attributes, cast_arrays, inputs_by_name, visible_inputs
@@ -34,6 +35,7 @@ def check_structure(
     geometry: Geometry,
     parts: Sequence[Reference],
     tolerance: float | None = None,
+    quantized: Mapping[int, QuantizedRows] | None = None,
 ) -> tuple[float, float]:
     """Compare the decoder with the model, row by row of logits and of every cache.
 
@@ -44,7 +46,7 @@ def check_structure(
     Raises:
         ParityError: The graph differs from the model.
     """
-    graph = ExactGraph(path)
+    graph = ExactGraph(path, quantized)
     size = max(map(math.prod, geometry.cache_shapes()))
     noise = NOISE * np.random.default_rng(0).standard_normal(size)
     error_check = ErrorCheck(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)

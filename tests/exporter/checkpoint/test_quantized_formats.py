@@ -60,7 +60,7 @@ def test_mxfp4_dequantization_matches_transformers():
     scales = torch.arange(1, 253, dtype=torch.uint8)
     blocks = codes.repeat(2, 1, 1)[:, None].expand(2, 252, 16, 16).contiguous()
     scales = scales[None, :, None].expand(2, 252, 16).contiguous()
-    found = quantized_formats.dequantize_mxfp4(blocks, scales)
+    found = quantized_formats.dequantize_mxfp4("experts", blocks, scales)
     wanted = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
     assert found.dtype == torch.bfloat16
     assert torch.equal(materialize(found), wanted)

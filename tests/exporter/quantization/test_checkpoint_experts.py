@@ -10,6 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from ggml_rows import random_rows, random_weights
+from kept_rows import match_rows
 from mixtures import CHOSEN, E, Model, dense, error, run, sparse
 from specedge.exporter.checkpoint import ggml_types
 from specedge.exporter.checkpoint.quantized_tensors import (
@@ -131,7 +132,8 @@ class Rewritten:
         folder.mkdir()
         excluded = find_excluded([Model(folder / "float", weights, sparse).graph], E)
         self.model = Model(folder / "float", weights, nodes)
-        self.kept = CheckpointMatrices(tensors)
+        rows = match_rows(self.model.graph, tensors)
+        self.kept = CheckpointMatrices(tensors, rows)
         self.kept.add(self.model.graph, excluded)
         (layer,) = expert_layers(self.model.graph, excluded)
         self.experts = self.kept.experts(layer.experts)

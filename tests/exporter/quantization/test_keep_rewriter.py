@@ -11,14 +11,17 @@ from gguf import GGMLQuantizationType as Kind
 from onnx import TensorProto, helper
 
 from ggml_rows import random_rows
+from kept_rows import match_rows
 from specedge.exporter.checkpoint import ggml_types
+from specedge.exporter.checkpoint.lazy_tensors import LazyTensor, as_lazy, lazy_rows
+from specedge.exporter.checkpoint.quantized_rows import find_rows
 from specedge.exporter.checkpoint.quantized_tensors import (
     BlockLayout,
     IntegerBlocks,
     QuantizedTensor,
 )
 from specedge.exporter.quantization import rounding
-from specedge.exporter.quantization.checkpoint_matrices import CheckpointTensors
+from specedge.exporter.quantization.checkpoint_matrices import CheckpointMatrix, find_matrix
 from specedge.exporter.quantization.experts import NO_EXCLUSIONS
 from specedge.exporter.quantization.keep_rewriter import CheckpointMatrices, KeepRewriter
 from specedge.exporter.quantization.matrices import embeddings, matrix_groups
@@ -117,7 +120,8 @@ def write_float(folder, table, matrices, last=None):
 def rewrite(path, folder, tensors, is_float=True):
     """Return the rewritten model, in a folder of its own, and what was kept."""
     folder.mkdir()
-    model, kept = ir.load(path), CheckpointMatrices(tensors)
+    model = ir.load(path)
+    kept = CheckpointMatrices(tensors, match_rows(model.graph, tensors))
     kept.add(model.graph, NO_EXCLUSIONS)
     tables = dict(embeddings(model.graph))
     with WeightsWriter(folder) as store:
@@ -227,7 +231,7 @@ def test_products_whose_inputs_are_reordered_share_one_gather(tmp_path):
 @pytest.mark.parametrize("name", ggml_types.LAYOUTS)
 def test_kept_blocks_dequantize_to_the_checkpoints_values(name):
     tensor = quantized(name, V)
-    (kept,) = (CheckpointTensors([tensor]).find(torch.from_numpy(values(tensor)).T),)
+    kept = CheckpointMatrix(tensor, np.arange(V))
     whole = rounding.dequantize(kept.blocks(), kept.layout.bits).numpy().T
     if not kept.layout.has_offsets:
         assert np.array_equal(whole, values(tensor))
@@ -244,11 +248,36 @@ def test_kept_blocks_dequantize_to_the_checkpoints_values(name):
 def test_reordered_rows_and_tensor_slices_are_recognized():
     tensor = quantized("Q4_0", V)
     rows = np.random.default_rng(1).permutation(V)[:N]
-    kept = CheckpointTensors([quantized("Q6_K", V), tensor]).find(
-        torch.from_numpy(values(tensor)[rows]).T
-    )
+    matrix = torch.cat([lazy_rows(tensor)[i : i + 1] for i in rows]).T
+    kept = find_matrix(find_rows(matrix))
     assert kept.tensor is tensor
     assert kept.rows.tolist() == rows.tolist()
+    assert torch.equal(find_rows(matrix).lazy().read(), matrix.read())
+
+
+def test_rows_of_several_tensors_are_recognized():
+    tensors = [quantized("Q4_0", 2 * N), quantized("Q8_0", 2 * N)]
+    gate, up = (lazy_rows(tensor, (2, N, K)) for tensor in tensors)
+    experts = torch.stack((gate, up), 2).reshape(2, 2 * N, K)
+    rows = find_rows(experts)
+    assert torch.equal(rows.lazy().read(), experts.read())
+    assert find_matrix(rows, (1, slice(1, None, 2))).rows.tolist() == [*range(N, 2 * N)]
+    assert find_matrix(rows, (1, slice(4))) is None
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda matrix: matrix.flip(1),
+        lambda matrix: matrix[:, 1:],
+        lambda matrix: matrix + 1,
+        lambda matrix: LazyTensor(matrix, matrix.read),
+        lambda matrix: torch.cat((matrix, as_lazy(torch.zeros(1, K)))),
+        lambda matrix: matrix.reshape(-1, 2 * K),
+    ],
+)
+def test_other_values_are_no_rows(compute):
+    assert find_rows(compute(lazy_rows(quantized("Q4_0", N)))) is None
 
 
 def test_modified_matrix_stays_in_float(tmp_path):
@@ -269,9 +298,7 @@ def test_modified_matrix_stays_in_float(tmp_path):
 
 def test_types_report_bits_in_file_and_bundle():
     tensors = [quantized("Q4_K", V), quantized("Q6_K", N)]
-    kept = CheckpointMatrices(tensors)
-    kept._matrices = {
-        i: kept._tensors.find(torch.from_numpy(values(t)).T) for i, t in enumerate(tensors)
-    }
+    kept = CheckpointMatrices(tensors, {})
+    kept._matrices = {i: CheckpointMatrix(t, np.arange(t.shape[0])) for i, t in enumerate(tensors)}
     sizes = {name: (t.num_weights, t.file_bits, t.bundle_bits) for name, t in kept.types().items()}
     assert sizes == {"Q4_K": (V * K, 4.5, 6.0), "Q6_K": (N * K, 6.5625, 10.0)}

@@ -104,9 +104,9 @@ def test_values_are_released_after_their_last_reader(tmp_path, in_parts, monkeyp
 )
 def test_only_representative_layers_are_run(kind, ops, tmp_path, in_parts):
     runner = traced(model_of(kind, layers=6), tmp_path, ops)
-    assert runner.representatives.start - runner.representatives.end >= 3
+    assert len(runner.representatives.skipped) >= 3
     rows = runner.run([ReadRows(0, 1)], only_representative=True)[0]
-    assert 6 <= len(rows) <= 8
+    assert 4 <= len(rows) <= 8
 
 
 def test_start_and_end_of_large_models_are_compared():
