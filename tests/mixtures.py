@@ -136,10 +136,7 @@ def rewritten(tmp_path, weights, given, nodes, bits=8, kind=IntegerRewriter):
     made.folder.mkdir()
     with WeightsWriter(made.folder) as store:
         kind(made.graph, store, {}).experts(mixture, choice)
-        for value in made.graph.initializers.values():
-            tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor) and tensor.base_dir != made.folder:
-                value.const_value = store.copy(tensor)
+        store.adopt(made.graph)
     return made.session(), choice
 
 

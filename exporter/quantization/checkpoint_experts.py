@@ -21,10 +21,9 @@ import torch
 from ..checkpoint.quantized_rows import QuantizedRows
 from ..checkpoint.quantized_tensors import BlockLayout, IntegerBlocks
 from . import rounding
-from .checkpoint_matrices import CheckpointMatrix, find_matrix
-from .experts import ExpertWeights
+from .block_sources import CheckpointMatrix, find_matrix
+from .experts import NUM_SAMPLED_EXPERTS, ExpertWeights
 from .rounding import BlockMatrix
-from .schemes import NUM_SAMPLED_EXPERTS
 
 _SMALLEST_BLOCK = 16  # of QMoE
 _LARGEST_INTEGER, _MIDDLE = 255, 128

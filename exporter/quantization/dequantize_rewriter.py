@@ -14,6 +14,7 @@ from ..graph.external_data import view_tensor
 from ..graph.nodes import static_shape
 from . import expert_rewriter
 from .experts import ExpertLayer
+from .graph_editor import INT8_ACCURACY_LEVEL
 from .integer_rewriter import IntegerRewriter
 from .schemes import Scheme
 
@@ -25,11 +26,14 @@ class DequantizeRewriter(IntegerRewriter):
     DequantizeLinear and MatMul.
     """
 
+    has_float_inputs = True
+
     def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:
         """Replace experts by a MoE node of dequantized weights."""
         if choice.num_parts:
             stored = expert_rewriter.store_experts(self, mixture.experts, choice)
-            expert_rewriter.dequantize_experts(self, mixture, stored)
+            level = INT8_ACCURACY_LEVEL if choice.experts is None else 0
+            expert_rewriter.dequantize_experts(self, mixture, stored, level)
 
     def _quantize_input(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
         return (value,)

@@ -8,6 +8,7 @@ kernel for a single row; there each row is passed twice.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..checkpoint.quantized_tensors import BlockLayout
 from ..graph.external_data import view_tensor
 from ..graph.nodes import (
     MICROSOFT_DOMAIN,
@@ -25,6 +27,7 @@ from ..graph.nodes import (
     replace_output,
 )
 from . import rounding
+from .checkpoint_experts import ExpertStack
 from .experts import ExpertLayer, ExpertWeights
 from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor
 from .matrices import StoredTensor
@@ -94,7 +97,14 @@ def dequantize_experts(
 
 
 def store_experts(editor: GraphEditor, experts: ExpertWeights, choice: Scheme) -> StoredExperts:
-    """Quantize and store both matrices of experts."""
+    """Quantize and store both matrices of experts, or store those of a checkpoint."""
+    if choice.experts is not None:
+        layout = choice.experts.layout
+        kept = [
+            _store_kept(editor, offset, stack, layout)
+            for offset, stack in zip(experts.key, choice.experts.stacks, strict=True)
+        ]
+        return StoredExperts(layout.bits, layout.block_size, *kept)
     stacks = []
     for matrices, weight in ((experts.first, choice.importance), (experts.last, None)):
         number, width, size = matrices.data().shape
@@ -107,6 +117,23 @@ def store_experts(editor: GraphEditor, experts: ExpertWeights, choice: Scheme) -
         scales = view_tensor(scales, ir.Shape(groups), scales.name)
         stacks.append(StoredStack(view_tensor(values, bytes_, values.name), scales))
     return StoredExperts(choice.bits, BLOCK_SIZE, *stacks)
+
+
+def _store_kept(
+    editor: GraphEditor, offset: int, stack: ExpertStack, layout: BlockLayout
+) -> StoredStack:
+    """Store the matrices of all experts of a checkpoint."""
+    key, convert = ("kept experts", offset), functools.cache(lambda: stack.blocks(layout))
+    values, scales = editor.store.blocks(key, lambda: convert()[0])
+    if not stack.has_zero_points:
+        return StoredStack(values, scales)
+    points = editor.store.array(
+        ("zero points", key),
+        lambda: convert()[1],
+        f"{values.name}.zero_points",
+        ir.DataType.UINT8,
+    )
+    return StoredStack(values, scales, points)
 
 
 def _quantize_experts(

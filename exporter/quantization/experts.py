@@ -25,6 +25,7 @@ from .matrices import (
     underlying_tensor,
 )
 
+NUM_SAMPLED_EXPERTS = 4  # experts per layer used to measure errors
 _FIRST, _BIAS, _LAST = 2, 3, 4  # inputs of a MoE node
 _BOUNDARY_OPS = {*NORMS, *PRODUCT_INPUTS, "Attention", "GroupQueryAttention", "TensorScatter"}
 

@@ -4,23 +4,34 @@ Per-channel products are standard ONNX operators: inputs x [..., T, K] are quant
 one scale per row, once for all matrices that read them, and accumulated in int32, which is exact in
 any order. Block-wise products are ONNX Runtime's MatMulNBits, which at accuracy level 4 quantizes x
 with one scale per block.
+
+For blocks with offsets, which only checkpoints have, the sums of the input over each block of B are
+multiplied by the matrix of offsets:
+
+    x W = x Q + sums(x) O    x [T, K], Q [K, N], sums(x) [T, K / B], O [K / B, N]
+
+If blocks permute the inputs (act-order), x is permuted once for all products with the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
 
+from ..checkpoint.quantized_tensors import BlockLayout
 from ..graph.external_data import view_tensor
 from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, insert_node, replace_output
 from . import expert_rewriter, rounding
+from .block_sources import BlockSource, CheckpointMatrix, RoundedMatrix, join_matrices
 from .experts import ExpertLayer
 from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor
 from .matrices import Matrix, MatrixGroup, StoredTensor, tensor_data
-from .rounding import BlockMatrix, IntegerMatrix
+from .rounding import IntegerMatrix
 from .schemes import Scheme
 
 _ZERO_POINT = 128  # zero point of x as unsigned bytes
@@ -33,12 +44,19 @@ class IntegerRewriter(GraphEditor):
     Attributes:
         tables: Smoothing exponents of embeddings, [H] or None, by offset.
         block_tables: Offsets of embeddings in 8-bit blocks.
+        kept_tables: Embeddings of a checkpoint whose integers are kept, by offset; None if this
+            model is rounded.
         column_exponents: Exponents that smoothing adds to the columns of a product, [N].
     """
 
+    has_float_inputs: ClassVar = False
+
     tables: Mapping[int, np.ndarray | None]
     block_tables: Container[int] = ()
+    kept_tables: Mapping[int, CheckpointMatrix] | None = None
     column_exponents: dict[ir.Node, np.ndarray] = field(default_factory=dict)
+    _sums: dict[tuple[ir.Value, int], ir.Value] = field(default_factory=dict)
+    _ordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict)
 
     def group(self, group: MatrixGroup, choice: Scheme) -> None:
         """Replace the products of a group."""
@@ -48,7 +66,7 @@ class IntegerRewriter(GraphEditor):
                 self._scale_float_columns(matrix)
             return
         if choice.bits:
-            self._insert_block_product(first, group, choice)
+            self._insert_block_products(first, group, choice)
             return
         pieces = [
             self._quantize_input(first, part)
@@ -66,7 +84,12 @@ class IntegerRewriter(GraphEditor):
 
     def embedding(self, node: ir.Node, stored: StoredTensor) -> None:
         """Replace a lookup in a table, [V, H]."""
-        output, exponents = node.outputs[0], self.tables[stored.offset]
+        output = node.outputs[0]
+        if self.kept_tables is not None:
+            if (source := self.kept_tables.get(stored.offset)) is not None:
+                replace_output(output, self._insert_kept_lookup(node, stored, source))
+            return
+        exponents = self.tables[stored.offset]
         if stored.offset in self.block_tables:
             replace_output(output, self._insert_block_lookup(node, stored))
             return
@@ -123,6 +146,38 @@ class IntegerRewriter(GraphEditor):
                 value.shape = ir.Shape([*output.shape[:-1], groups, last])
         dims = self.constant("row", np.array([1, -1, groups * size], np.int64))
         return self.node(node, "Reshape", [whole, dims], f"{name}.whole", output)
+
+    def _insert_kept_lookup(
+        self, node: ir.Node, stored: StoredTensor, source: CheckpointMatrix
+    ) -> ir.Value:
+        """Insert a lookup in a checkpoint's table, [V, H], which is shared with a tied LM head."""
+        output, ids, layout = node.outputs[0], node.inputs[1], source.layout
+        name, key = f"{output.name}.int{layout.bits}", ((stored.offset,), layout.bits, None)
+        values, scales = self.store.blocks(key, source.blocks)
+        num_rows, num_blocks, num_bytes = values.shape.numpy()
+        table = view_tensor(values, ir.Shape([num_rows, num_blocks * num_bytes]), f"{name}.table")
+        inputs = [self.external(table), ids, self.external(scales)]
+        inputs += self._zero_points(key, [source], values.name)
+        rows = self.node(
+            node, "GatherBlockQuantized", inputs, f"{name}.rows", output,
+            domain=MICROSOFT_DOMAIN, bits=layout.bits, block_size=layout.block_size,
+            gather_axis=0, quantize_axis=1,
+        )  # fmt: skip
+        if layout.has_offsets:
+            offsets = self.store.array(
+                ("offsets of rows", key),
+                lambda: source.offsets()[..., None],
+                f"{values.name}.row_offsets",
+            )
+            added = self.node(node, "Gather", [self.external(offsets), ids], f"{name}.offsets",
+                              output)  # fmt: skip
+            split = self._split_blocks(node, rows, layout, num_blocks)
+            whole = self.node(node, "Add", [split, added], f"{name}.blocks", split)
+            if output.shape is not None:
+                added.shape = ir.Shape([*output.shape[:-1], num_blocks, 1])
+            dims = self.constant("row", np.array([1, -1, num_blocks * layout.block_size], np.int64))
+            rows = self.node(node, "Reshape", [whole, dims], f"{name}.whole", output)
+        return rows
 
     def _split_input(self, before: ir.Node, value: ir.Value, choice: Scheme) -> list[ir.Value]:
         """Split x along K."""
@@ -191,22 +246,122 @@ class IntegerRewriter(GraphEditor):
         rows = self.node(before, "Mul", [wide, scale], f"{name}.rows", like, width)
         return self.node(before, "Mul", [rows, scales], f"{name}.whole", like, width)
 
-    def _insert_block_product(self, before: ir.Node, group: MatrixGroup, choice: Scheme) -> None:
-        """Insert the product of a group's matrices, joined along N, in blocks."""
-        matrices = group.matrices
+    def _insert_block_products(self, before: ir.Node, group: MatrixGroup, choice: Scheme) -> None:
+        """Insert products in blocks; those of equal layout and order of inputs are joined."""
+        joined: defaultdict[tuple[BlockLayout, bytes], dict[Matrix, BlockSource]]
+        joined = defaultdict(dict)
+        for matrix in group.matrices:
+            if (source := self._block_source(matrix, choice)) is not None:
+                order = b"" if source.order is None else source.order.tobytes()
+                joined[source.layout, order][matrix] = source
+        for sources in joined.values():
+            self._insert_block_product(before, group.value, sources, choice)
+
+    def _block_source(self, matrix: Matrix, choice: Scheme) -> BlockSource | None:
+        """Return the block-wise integers of a matrix; None if it stays in float."""
+        if choice.kept is not None:
+            return choice.kept.get(matrix.offset)
+        integers = choice.integers.get(matrix.offset)
+        assert not isinstance(integers, IntegerMatrix)
+        exponents = self.column_exponents.get(matrix.node)
+        return RoundedMatrix(
+            matrix.stored.data(), choice.bits, choice.importance, integers, exponents
+        )
+
+    def _store_blocks(
+        self, sources: Mapping[Matrix, BlockSource]
+    ) -> tuple[Hashable, tuple[ir.ExternalTensor, ir.ExternalTensor]]:
+        """Store the integers and scales of matrices, joined along N; return their key as well."""
+        exponents = [exponent_key(self.column_exponents.get(m.node)) for m in sources]
+        bits = next(iter(sources.values())).layout.bits
+        key = (tuple(matrix.offset for matrix in sources), bits, *exponents)
+        return key, self.store.blocks(
+            key, lambda: join_matrices(source.blocks() for source in sources.values())
+        )
+
+    def _insert_block_product(
+        self,
+        before: ir.Node,
+        x: ir.Value,
+        sources: Mapping[Matrix, BlockSource],
+        choice: Scheme,
+    ) -> None:
+        """Insert the product of x with matrices of a layout, joined along N."""
+        matrices, first = [*sources], next(iter(sources.values()))
+        layout, size = first.layout, int(matrices[0].stored.data().shape[0])
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
-        exponents = [self.column_exponents.get(m.node) for m in matrices]
-        key = (tuple(m.offset for m in matrices), choice.bits, *map(exponent_key, exponents))
-        stored = self.store.blocks(key, lambda: join_blocks(matrices, exponents, choice))
-        inputs = [group.value, *map(self.external, stored)]
-        name = f"{like.name}.int{choice.bits}"
-        size = matrices[0].stored.data().shape[0]
-        sizes = {"K": size, "N": width, "bits": choice.bits, "block_size": rounding.BLOCK_SIZE}
+        name, (key, stored) = f"{like.name}.int{layout.bits}", self._store_blocks(sources)
+        x = self._in_order(before, x, first.order)
+        inputs = [x, *map(self.external, stored)]
+        inputs += self._zero_points(key, [*sources.values()], stored[0].name)
+        is_float = self.has_float_inputs and choice.kept is not None
+        level = {} if is_float else {"accuracy_level": INT8_ACCURACY_LEVEL}
         whole = self.node(
             before, "MatMulNBits", inputs, f"{name}.whole", like, width,
-            domain=MICROSOFT_DOMAIN, accuracy_level=INT8_ACCURACY_LEVEL, **sizes,
+            domain=MICROSOFT_DOMAIN, **level, K=size, N=width, bits=layout.bits,
+            block_size=layout.block_size,
         )  # fmt: skip
+        if layout.has_offsets:
+            offsets = self.store.array(
+                ("offsets", key),
+                lambda: np.concatenate([source.offsets() for source in sources.values()]).T,
+                f"{stored[0].name}.offsets",
+            )
+            sums = self._block_sums(before, x, layout, size)
+            factors = [sums, self.external(offsets)]
+            added = self.node(before, "MatMul", factors, f"{name}.offsets", like, width)
+            whole = self.node(before, "Add", [whole, added], f"{name}.sum", like, width)
         self._replace_outputs(before, matrices, whole, name)
+
+    def _zero_points(
+        self, key: Hashable, sources: Sequence[BlockSource], name: str | None
+    ) -> list[ir.Value]:
+        """Return the zero points of joined matrices as an input, if they have any. [N, bytes]"""
+        if not sources[0].layout.has_zero_points:
+            return []
+        points = self.store.array(
+            ("zero points", key),
+            lambda: np.concatenate([source.zero_points() for source in sources]),
+            f"{name}.zero_points",
+            ir.DataType.UINT8,
+        )
+        return [self.external(points)]
+
+    def _in_order(self, before: ir.Node, x: ir.Value, order: np.ndarray | None) -> ir.Value:
+        """Return x with its last axis permuted. [..., K]"""
+        if order is None:
+            return x
+        key = x, order.tobytes()
+        if key not in self._ordered:
+            name = f"{x.name}.ordered{len(self._ordered)}"
+            indices = add_constant(self.graph, order.astype(np.int64), f"{name}.order")
+            self._ordered[key] = self.node(before, "Gather", [x, indices], name, x, axis=-1)
+        return self._ordered[key]
+
+    def _block_sums(self, before: ir.Node, x: ir.Value, layout: BlockLayout, size: int) -> ir.Value:
+        """Return the sums of x over blocks along K. [..., T, K] -> [..., T, K / block_size]"""
+        key = x, layout.block_size
+        if key not in self._sums:
+            num_blocks = size // layout.block_size
+            split = self._split_blocks(before, x, layout, num_blocks)
+            axis = self.constant("axis", np.array([-1], np.int64))
+            name, inputs = f"{x.name}.sums_of_{layout.block_size}", [split, axis]
+            self._sums[key] = self.node(
+                before, "ReduceSum", inputs, name, x, num_blocks, keepdims=0
+            )
+        return self._sums[key]
+
+    def _split_blocks(
+        self, before: ir.Node, x: ir.Value, layout: BlockLayout, num_blocks: int
+    ) -> ir.Value:
+        """Reshape rows to blocks. [1, T, K] -> [1, T, K / block_size, block_size]"""
+        dims = np.array([1, -1, num_blocks, layout.block_size], np.int64)
+        shape = self.constant(f"blocks.{num_blocks}.{layout.block_size}", dims)
+        name = f"{x.name}.blocks_of_{layout.block_size}"
+        split = self.node(before, "Reshape", [x, shape], name, x)
+        if x.shape is not None:
+            split.shape = ir.Shape([*x.shape[:-1], num_blocks, layout.block_size])
+        return split
 
     def _replace_outputs(
         self, before: ir.Node, matrices: Sequence[Matrix], total: ir.Value, name: str
@@ -315,22 +470,4 @@ def _join_columns(
     return IntegerMatrix(
         np.concatenate([piece.values for piece in pieces], -1),
         np.concatenate([piece.scales for piece in pieces], -1),
-    )
-
-
-def join_blocks(
-    matrices: Sequence[Matrix], column_exponents: Sequence[np.ndarray | None], choice: Scheme
-) -> BlockMatrix:
-    """Join block-wise quantized matrices along N, with smoothing exponents applied."""
-    pieces = []
-    for matrix, columns in zip(matrices, column_exponents, strict=True):
-        piece = choice.integers.get(matrix.offset)
-        if piece is None:
-            piece = rounding.quantize_blocks(matrix.stored.data(), choice.bits, choice.importance)
-        assert isinstance(piece, BlockMatrix)
-        factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)[:, None]
-        pieces.append(BlockMatrix(piece.values, piece.scales * factors))
-    return BlockMatrix(
-        np.concatenate([piece.values for piece in pieces]),
-        np.concatenate([piece.scales for piece in pieces]),
     )

@@ -6,6 +6,7 @@ Block-wise weights are stored a second time, as signed integers in the matrix's 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -14,10 +15,11 @@ import torch
 from ..graph.external_data import view_tensor
 from ..graph.nodes import operand, producer, replace_output
 from . import expert_rewriter, rounding
+from .block_sources import BlockSource
 from .dequantize_rewriter import DequantizeRewriter
 from .experts import ExpertLayer
-from .integer_rewriter import exponent_key, join_blocks, num_columns
-from .matrices import MatrixGroup, StoredTensor
+from .integer_rewriter import num_columns
+from .matrices import Matrix, StoredTensor
 from .schemes import Scheme
 
 
@@ -62,17 +64,24 @@ class QdqRewriter(DequantizeRewriter):
             before, table, self.external(flat), f"{table.name}.wide", axis=0
         )
 
-    def _insert_block_product(self, before: ir.Node, group: MatrixGroup, choice: Scheme) -> None:
-        """Insert the product of a group's matrices, joined along N, in blocks."""
-        matrices = group.matrices
+    def _insert_block_product(
+        self,
+        before: ir.Node,
+        x: ir.Value,
+        sources: Mapping[Matrix, BlockSource],
+        choice: Scheme,
+    ) -> None:
+        """Insert the product of x with matrices, joined along N, in blocks."""
+        if choice.kept is not None:
+            super()._insert_block_product(before, x, sources, choice)
+            return
+        matrices, bits = [*sources], choice.bits
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
-        exponents = [self.column_exponents.get(m.node) for m in matrices]
-        key = (tuple(m.offset for m in matrices), choice.bits, *map(exponent_key, exponents))
-        size, bits = int(matrices[0].stored.data().shape[0]), choice.bits
-        blocks = self.store.blocks(key, lambda: join_blocks(matrices, exponents, choice))
-        stored = self.store.signed_blocks(blocks, bits, (size, width))
+        _, blocks = self._store_blocks(sources)
+        shape = int(matrices[0].stored.data().shape[0]), width
         name = f"{like.name}.int{bits}"
-        whole = self._insert_signed_product(before, group.value, stored, name, like)
+        stored = self.store.signed_blocks(blocks, bits, shape)
+        whole = self._insert_signed_product(before, x, stored, name, like)
         self._replace_outputs(before, matrices, whole, name)
 
     def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:

@@ -30,7 +30,7 @@ from .dequantize_rewriter import DequantizeRewriter
 from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_excluded, load_graph
 from .float_model import FloatModel
 from .integer_rewriter import IntegerRewriter, num_columns
-from .keep_rewriter import CheckpointMatrices, keep
+from .kept_schemes import KeptWeights
 from .matrices import MatrixGroup, embeddings, matrix_groups, stored_tensor, ungrouped_weights
 from .qdq_rewriter import QdqRewriter
 from .report import measure_variants
@@ -93,13 +93,59 @@ def quantize(
         for i, (role, model) in enumerate(models.items())
     ]
     parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
-    if precision == KEEP:
-        return _keep(parts, folder, tensors, texts, progress, suffixes)
     first = parts[0].role
-    group_schemes: Schemes = {}
     work = folder.with_name(f"{folder.name}.transformed")
     work.mkdir()
     excluded = _find_excluded(parts)
+    kept = KeptWeights(tensors, quantized) if precision == KEEP else None
+    group_schemes: Schemes = {}
+    if kept is not None:
+        for part in parts:
+            graph = _load(part, part.ops[0], excluded).graph
+            group_schemes |= kept.select(graph, excluded)
+    else:
+        parts, excluded, group_schemes = _calibrate(
+            parts, work, excluded, precision, texts, rounding, bits, progress
+        )
+    with WeightsWriter(folder) as store, progress.step(f"Quantizing the {first}"):
+        for part in parts:
+            for ops in part.reduced_variants(precision, suffixes):
+                _write_graphs(part, ops, precision, group_schemes, excluded, store, folder, kept)
+    if kept is not None and kept.offset_error:
+        progress.note(
+            f"{first}: QMoE has no offsets; offsets of experts are rounded to zero points, with a "
+            f"relative error of the weights of up to {kept.offset_error:.2%}"
+        )
+    entries = []
+    fields = {"bits_per_weight": 8 * store.file.size / parts[0].model.num_parameters}
+    for part in parts:
+        with progress.step(f"Comparing the {part.role} in {precision}"):
+            choices = {
+                ops: group_schemes | _unquantized_schemes(part, ops, excluded)
+                for ops in part.reduced_variants(precision, suffixes)
+            }
+            types = {} if kept is None else kept.types()
+            entry = _compare(
+                part, precision, folder, choices, texts, progress, types=types, **fields
+            )
+        entries.append(entry)
+    shutil.rmtree(work)
+    shutil.rmtree(before)
+    return entries, store.file
+
+
+def _calibrate(
+    parts: list[FloatModel],
+    work: Path,
+    excluded: ExcludedWeights,
+    precision: str,
+    texts: CalibrationTexts,
+    rounding: str,
+    bits: float,
+    progress: Progress,
+) -> tuple[list[FloatModel], ExcludedWeights, Schemes]:
+    """Rotate models and select their schemes; return both, and the weights in no group."""
+    first, group_schemes = parts[0].role, Schemes()
     if precision in ROTATED_PRECISIONS and parts[0].model.num_experts:
         progress.note(f"{first}: it is a mixture of experts, so it is not rotated")
     elif precision in ROTATED_PRECISIONS:
@@ -116,61 +162,7 @@ def quantize(
         selector = SchemeSelector(precision, rounding, bits, texts, channels, excluded, work)
         for part in parts:
             group_schemes |= selector.select(part, group_schemes)
-    with WeightsWriter(folder) as store, progress.step(f"Quantizing the {first}"):
-        for part in parts:
-            for ops in part.reduced_variants(precision, suffixes):
-                _write_graphs(part, ops, precision, group_schemes, excluded, store, folder)
-    entries = []
-    bits_per_weight = _bits_per_weight(parts[0], store.file)
-    for part in parts:
-        with progress.step(f"Comparing the {part.role} in {precision}"):
-            choices = {
-                ops: group_schemes | _unquantized_schemes(part, ops, excluded)
-                for ops in part.reduced_variants(precision, suffixes)
-            }
-            entry = _compare(
-                part, precision, folder, choices, texts, progress, bits_per_weight=bits_per_weight
-            )
-        entries.append(entry)
-    shutil.rmtree(work)
-    shutil.rmtree(before)
-    return entries, store.file
-
-
-def _keep(
-    parts: Sequence[FloatModel],
-    folder: Path,
-    tensors: Sequence[QuantizedTensor],
-    texts: CalibrationTexts,
-    progress: Progress,
-    suffixes: Sequence[str],
-) -> tuple[list[ModelEntry], FileEntry]:
-    """Write models with the checkpoint's quantized weights; return the same as `quantize`."""
-    first, excluded = parts[0], _find_excluded(parts)
-    graph_variants = {part.role: part.reduced_variants(KEEP, suffixes) for part in parts}
-    kept = CheckpointMatrices(tensors, first.quantized)
-    with WeightsWriter(folder) as store, progress.step(f"Quantizing the {first.role}"):
-        written = keep(parts, graph_variants, kept, excluded, folder, store)
-    if kept.offset_error:
-        progress.note(
-            f"{first.role}: QMoE has no offsets; offsets of experts are rounded to zero points, "
-            f"with a relative error of the weights of up to {kept.offset_error:.2%}"
-        )
-    types, entries = kept.types(), []
-    bits_per_weight = _bits_per_weight(first, store.file)
-    for part in parts:
-        with progress.step(f"Comparing the {part.role} in {KEEP}"):
-            choices = {
-                ops: written[part.role, ops] | _unquantized_schemes(part, ops, excluded)
-                for ops in graph_variants[part.role]
-            }
-            entry = _compare(
-                part, KEEP, folder, choices, texts, progress,
-                bits_per_weight=bits_per_weight, types=types,
-            )  # fmt: skip
-        entries.append(entry)
-    shutil.rmtree(first.folder)
-    return entries, store.file
+    return parts, excluded, group_schemes
 
 
 def _find_excluded(parts: Sequence[FloatModel]) -> ExcludedWeights:
@@ -204,10 +196,6 @@ def _compare(
         ops: (replace(report, **fields), invariant) for ops, (report, invariant) in measured.items()
     }
     return part.with_reports(reports, precision)
-
-
-def _bits_per_weight(model: FloatModel, weights: FileEntry) -> float:
-    return 8 * weights.size / model.model.num_parameters
 
 
 def add_variants(
@@ -446,6 +434,7 @@ def _write_graphs(
     excluded: ExcludedWeights,
     store: WeightsWriter,
     folder: Path,
+    kept: KeptWeights | None,
 ) -> None:
     """Write a model's quantized graphs in one variant."""
     graph_model = _load(model, ops, excluded)
@@ -466,7 +455,10 @@ def _write_graphs(
             for table in tables.values()
             if table.tensor.shape.numpy()[1] % BLOCK_SIZE == 0
         }
-    rewriter = rewriter_class(graph, store, table_exponents, blocks & {*table_exponents})
+    kept_tables = None if kept is None else kept.tables(graph)
+    rewriter = rewriter_class(
+        graph, store, table_exponents, blocks & {*table_exponents}, kept_tables
+    )
     for group in all_groups:
         if (exponents := group_schemes[group.key].exponents) is not None:
             path = smoothing.smoothing_path(group)
@@ -483,5 +475,5 @@ def _write_graphs(
     rewrites.fuse_sigmoids(graph_model)
     passes.RemoveUnusedNodesPass()(graph_model)
     drop_unused(graph)
-    store.adopt(graph)
+    store.adopt(graph, model.quantized)
     model.write(graph_model, folder, ops)

@@ -10,8 +10,10 @@ import onnx_ir as ir
 import torch
 
 from . import rounding
+from .block_sources import CheckpointMatrix
 from .calibration import InputStatistics
-from .experts import ExpertWeights
+from .checkpoint_experts import CheckpointExperts
+from .experts import NUM_SAMPLED_EXPERTS, ExpertWeights
 from .matrices import MatrixGroup
 from .rounding import BlockMatrix, IntegerMatrix
 from .smoothing import smoothing_exponents
@@ -28,7 +30,6 @@ MAX_ERROR = 0.2  # product error above which a group is not quantized
 # KL divergence in nats per token above which the LM head is per-channel int8 instead of int4.
 MAX_HEAD_DIVERGENCE = 0.01
 NUM_SAMPLED_COLUMNS = 512  # columns per matrix used to measure errors
-NUM_SAMPLED_EXPERTS = 4  # experts per layer used to measure errors
 MAX_NAMES = 3  # names of matrices listed per group in the report
 
 
@@ -45,6 +46,8 @@ class Scheme:
         importance: Mean square of the input by channel, [K], for block-wise scales.
         reason: Explanation of a deviation from the precision's default scheme.
         integers: Matrices rounded by GPTQ, by offset; others are rounded to nearest.
+        kept: The checkpoint's integers of matrices, by offset, if they are kept; others stay float.
+        experts: The checkpoint's integers of experts, if they are kept.
     """
 
     exponents: np.ndarray | None
@@ -55,6 +58,8 @@ class Scheme:
     importance: np.ndarray | None = None
     reason: str = ""
     integers: Mapping[int, IntegerMatrix | BlockMatrix] = field(default_factory=dict)
+    kept: Mapping[int, CheckpointMatrix] | None = None
+    experts: CheckpointExperts | None = None
 
 
 def per_channel_scheme(

@@ -347,7 +347,8 @@ def find_representatives(splits: Mapping[str, PartitionedGraph]) -> Representati
     """Select subgraphs that include all forms; None if none of them can be skipped.
 
     After a subgraph, those up to another one of its form are skipped, if the results of the first
-    one can replace those of the last. `splits` are the files of one graph variant, the decoder first, split at the same values.
+    one can replace those of the last. `splits` are the files of one graph variant, the decoder
+    first, split at the same values.
     """
     count = len(next(iter(splits.values())).parts)
     numbers: dict[object, int] = {}

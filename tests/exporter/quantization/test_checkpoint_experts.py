@@ -18,10 +18,12 @@ from specedge.exporter.checkpoint.quantized_tensors import (
     IntegerBlocks,
     QuantizedTensor,
 )
+from specedge.exporter.quantization.block_sources import CheckpointMatrix
 from specedge.exporter.quantization.checkpoint_experts import ExpertStack, convert
-from specedge.exporter.quantization.checkpoint_matrices import CheckpointMatrix
+from specedge.exporter.quantization.dequantize_rewriter import DequantizeRewriter
 from specedge.exporter.quantization.experts import expert_layers, find_excluded
-from specedge.exporter.quantization.keep_rewriter import CheckpointMatrices, KeepRewriter
+from specedge.exporter.quantization.integer_rewriter import IntegerRewriter
+from specedge.exporter.quantization.kept_schemes import KeptWeights
 from specedge.exporter.quantization.weights_writer import WeightsWriter
 
 SIZE = INNER = 256
@@ -133,15 +135,16 @@ class Rewritten:
         excluded = find_excluded([Model(folder / "float", weights, sparse).graph], E)
         self.model = Model(folder / "float", weights, nodes)
         rows = match_rows(self.model.graph, tensors)
-        self.kept = CheckpointMatrices(tensors, rows)
-        self.kept.add(self.model.graph, excluded)
+        self.kept = KeptWeights(tensors, rows)
         (layer,) = expert_layers(self.model.graph, excluded)
-        self.experts = self.kept.experts(layer.experts)
+        scheme = self.kept.select(self.model.graph, excluded)[layer.experts.key]
+        self.experts = scheme.experts
         self.model.folder = folder / "kept"
         self.model.folder.mkdir()
+        rewriter_class = DequantizeRewriter if is_float else IntegerRewriter
         with WeightsWriter(self.model.folder) as store:
-            rewriter = KeepRewriter(self.model.graph, store, {}, kept=self.kept, is_float=is_float)
-            rewriter.keep_experts(layer)
+            rewriter = rewriter_class(self.model.graph, store, {})
+            rewriter.experts(layer, scheme)
             store.adopt(self.model.graph)
         self.session = self.model.session()
 

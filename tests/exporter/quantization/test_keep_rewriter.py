@@ -21,9 +21,11 @@ from specedge.exporter.checkpoint.quantized_tensors import (
     QuantizedTensor,
 )
 from specedge.exporter.quantization import rounding
-from specedge.exporter.quantization.checkpoint_matrices import CheckpointMatrix, find_matrix
+from specedge.exporter.quantization.block_sources import CheckpointMatrix, find_matrix
+from specedge.exporter.quantization.dequantize_rewriter import DequantizeRewriter
 from specedge.exporter.quantization.experts import NO_EXCLUSIONS
-from specedge.exporter.quantization.keep_rewriter import CheckpointMatrices, KeepRewriter
+from specedge.exporter.quantization.integer_rewriter import IntegerRewriter
+from specedge.exporter.quantization.kept_schemes import KeptWeights
 from specedge.exporter.quantization.matrices import embeddings, matrix_groups
 from specedge.exporter.quantization.weights_writer import WeightsWriter
 from specedge.exporter.verification.subgraph import open_session
@@ -121,16 +123,16 @@ def rewrite(path, folder, tensors, is_float=True):
     """Return the rewritten model, in a folder of its own, and what was kept."""
     folder.mkdir()
     model = ir.load(path)
-    kept = CheckpointMatrices(tensors, match_rows(model.graph, tensors))
-    kept.add(model.graph, NO_EXCLUSIONS)
+    kept = KeptWeights(tensors, match_rows(model.graph, tensors))
+    schemes = kept.select(model.graph, NO_EXCLUSIONS)
     tables = dict(embeddings(model.graph))
+    rewriter_class = DequantizeRewriter if is_float else IntegerRewriter
     with WeightsWriter(folder) as store:
-        rewriter = KeepRewriter(model.graph, store, {}, kept=kept, is_float=is_float)
+        rewriter = rewriter_class(model.graph, store, {}, (), kept.tables(model.graph))
         for group in matrix_groups(model.graph):
-            rewriter.keep_group(group)
+            rewriter.group(group, schemes[group.key])
         for node, stored in tables.items():
-            if stored.offset in kept:
-                rewriter.keep_table(node, stored)
+            rewriter.embedding(node, stored)
         from onnx_ir.passes.common import RemoveUnusedNodesPass
 
         RemoveUnusedNodesPass()(model)
@@ -296,9 +298,9 @@ def test_modified_matrix_stays_in_float(tmp_path):
         assert np.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_types_report_bits_in_file_and_bundle():
+def test_types_report_bits_in_file_and_bundle(tmp_path):
     tensors = [quantized("Q4_K", V), quantized("Q6_K", N)]
-    kept = CheckpointMatrices(tensors, {})
-    kept._matrices = {i: CheckpointMatrix(t, np.arange(t.shape[0])) for i, t in enumerate(tensors)}
+    path = write_float(tmp_path / "float", tensors[0], [values(tensors[1])])
+    _, kept = rewrite(path, tmp_path / "kept", tensors)
     sizes = {name: (t.num_weights, t.file_bits, t.bundle_bits) for name, t in kept.types().items()}
     assert sizes == {"Q4_K": (V * K, 4.5, 6.0), "Q6_K": (N * K, 6.5625, 10.0)}

@@ -63,10 +63,7 @@ def rounded(weights, x, folder):
     with WeightsWriter(folder / "int8") as store:
         IntegerRewriter(model.graph, store, {}).group(group, choice)
         drop_unused(model.graph)
-        for value in model.graph.initializers.values():
-            tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor) and tensor.base_dir != folder / "int8":
-                value.const_value = store.copy(tensor)
+        store.adopt(model.graph)
     ir.save(model, folder / "int8" / "m.onnx")
     session = open_session(folder / "int8" / "m.onnx", ort.SessionOptions())
     return choice, session.run(None, {"x": x})[0]

@@ -1,10 +1,10 @@
-"""Matrices of a graph that are rows of a checkpoint's quantized tensors."""
+"""Block-wise integers of matrices: rounded ones, and those of a checkpoint's quantized tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,62 @@ from ..checkpoint.quantized_rows import QuantizedRows
 from ..checkpoint.quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor, strips
 from . import rounding
 from .rounding import BlockMatrix
+
+
+class BlockSource(Protocol):
+    """Block-wise integers of a matrix, [K, N], with the inputs in `order`, [K], if it has one."""
+
+    @property
+    def layout(self) -> BlockLayout: ...
+
+    @property
+    def order(self) -> np.ndarray | None: ...
+
+    def blocks(self) -> BlockMatrix:
+        """Return integers and scales in the layout of MatMulNBits."""
+
+    def offsets(self) -> np.ndarray:
+        """Return the offsets of blocks, [N, K / block_size]."""
+
+    def zero_points(self) -> np.ndarray:
+        """Return the packed zero points of blocks, [N, bytes]."""
+
+
+@dataclass(frozen=True)
+class RoundedMatrix:
+    """Matrix [K, N] that is rounded, or was rounded by GPTQ.
+
+    Attributes:
+        weights: Values.
+        bits: Bits of an integer.
+        importance: Mean square of the input by channel, [K].
+        integers: Result of GPTQ, if it was used.
+        exponents: Exponents that smoothing adds to the columns, [N].
+    """
+
+    weights: torch.Tensor
+    bits: int
+    importance: np.ndarray | None
+    integers: BlockMatrix | None = None
+    exponents: np.ndarray | None = None
+    order = None
+
+    @property
+    def layout(self) -> BlockLayout:
+        return BlockLayout(self.bits, rounding.BLOCK_SIZE)
+
+    def blocks(self) -> BlockMatrix:
+        """Return integers and scales in the layout of MatMulNBits."""
+        blocks = self.integers or rounding.quantize_blocks(self.weights, self.bits, self.importance)
+        if self.exponents is None:
+            return blocks
+        factors = np.exp2(self.exponents).astype(np.float32)[:, None]
+        return BlockMatrix(blocks.values, blocks.scales * factors)
+
+    def offsets(self) -> np.ndarray:
+        raise NotImplementedError
+
+    zero_points = offsets
 
 
 @dataclass(frozen=True)
@@ -26,6 +82,10 @@ class CheckpointMatrix:
     def layout(self) -> BlockLayout:
         assert self.tensor.layout is not None
         return self.tensor.layout
+
+    @property
+    def order(self) -> np.ndarray | None:
+        return self.tensor.order
 
     def blocks(self) -> BlockMatrix:
         """Return integers and scales in the layout of MatMulNBits."""
