@@ -72,9 +72,6 @@ class QdqRewriter(DequantizeRewriter):
         choice: Scheme,
     ) -> None:
         """Insert the product of x with matrices, joined along N, in blocks."""
-        if choice.kept is not None:
-            super()._insert_block_product(before, x, sources, choice)
-            return
         matrices, bits = [*sources], choice.bits
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
         _, blocks = self._store_blocks(sources)

@@ -184,7 +184,7 @@ def _window_check(
         actions.append(FillNoise(past + starts[0], end))
         for start in starts:
             part, row = tokens[start:][:length], first_rows.get((length, start))
-            logits_from = length - 1 if row is None else row - start
+            logits_from = length if row is None else row - start
             after = functools.partial(same_logits, row)
             action = PassAction("decoder", part, past + start, logits_from, True, after)
             actions.append(action)

@@ -11,18 +11,22 @@ from ggufs import Kind, write
 from quantized import PROMPTS, check_greedy
 from specedge.bundle import Bundle
 from specedge.errors import ExportError
-from specedge.exporter import Progress, export
+from specedge.exporter import Progress, bundle_export, export
+from specedge.exporter.quantization.quantizer import quantize
 from specedge.exporter.request import ExportRequest
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
+
+OPTIONS = {"ops": "gqa", "compute": "fp32"}
 
 
 class KeptBundle:
     def __init__(self, folder):
         self.path, self.progress = folder / "model.gguf", Progress()
         self.numbers = write(self.path, Kind.Q4_1, folder, "llama", context=96)
-        options = {"ops": "gqa", "compute": "fp32", "progress": self.progress}
-        self.bundle = export("self:1", self.path, folder / "bundle", **{"ops": "all"} | options)
+        self.bundle = export(
+            "self:1", self.path, folder / "bundle", progress=self.progress, **OPTIONS
+        )
         self.pipeline = specedge.load(self.bundle.folder)
 
     def logits(self, ops, tokens):
@@ -68,6 +72,22 @@ def test_passes_of_two_or_more_tokens_are_batch_invariant(made):
     for model in made.bundle.models.values():
         lost = {1, 2, 3, 5, 9, 18, 36, 64} - {*model.parity["gqa"].invariant_lengths}
         assert lost <= {1}
+
+
+@pytest.mark.slow
+def test_weights_of_large_models_are_not_written_in_float(made, in_parts, tmp_path, monkeypatch):
+    sizes = []
+
+    def measured(models, folder, *args):
+        weights = (folder / "weights.bin").stat()
+        sizes.append((weights.st_size, 512 * weights.st_blocks))
+        return quantize(models, folder, *args)
+
+    monkeypatch.setattr(bundle_export, "quantize", measured)
+    bundle = export("self:1", made.path, tmp_path / "bundle", **OPTIONS)
+    ((size, stored),) = sizes
+    assert stored < size / 8
+    assert bundle.files["target/weights.bin"] == made.bundle.files["target/weights.bin"]
 
 
 def test_keeping_weights_that_are_not_quantized_is_refused(pairs, tmp_path):
