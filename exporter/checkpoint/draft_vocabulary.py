@@ -18,7 +18,6 @@ from torch import nn
 from specedge.errors import ExportError
 
 from ..progress import Progress
-from .lazy_tensors import materialize
 from .loader import LoadedCheckpoint
 
 
@@ -38,7 +37,7 @@ def prune_head(loaded: LoadedCheckpoint, ids: Sequence[int]) -> LoadedCheckpoint
     head = lm_head(loaded.model)
     rows = torch.tensor(ids)
     stored = loaded.sources.stored_matrix(head.weight)
-    weight = materialize(head.weight.detach() if stored is None else stored)[rows]
+    weight = (head.weight.detach() if stored is None else stored).index_select(0, rows)
     smaller = nn.Linear(head.in_features, len(ids), head.bias is not None, device="meta")
     smaller.weight = loaded.sources.parameter(weight)
     if head.bias is not None:

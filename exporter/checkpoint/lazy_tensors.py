@@ -33,6 +33,7 @@ _VIEWS = {
     _aten.unsqueeze.default,
 }
 _SHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+_COPIES = {_aten.index_select.default}
 _JOINS = {_aten.cat.default, _aten.stack.default}
 _origins = itertools.count(1)
 
@@ -92,7 +93,7 @@ class LazyTensor(torch.Tensor):
             return _copy(args[0])
         if func in _JOINS:
             return _join(func, args, kwargs)
-        if func in _VIEWS or func in _SHAPES:
+        if func in _VIEWS or func in _SHAPES or func in _COPIES:
             return _view(func, args, kwargs)
         if func._schema.is_mutable and isinstance(args[0], LazyTensor):
             raise RuntimeError(f"{func} would write to a matrix of the checkpoint")
@@ -199,10 +200,11 @@ def _join(func: Any, args: Any, kwargs: Any) -> LazyTensor:
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
-    views = func(_meta(tensor), *rest, **kwargs)
+    views = func(*tree_map_only(torch.Tensor, _meta, args), **kwargs)
     # After a lazy clone the stored values may not have the strides that a view requires.
     do = _aten.reshape.default if func in _SHAPES else func
     mapped = tensor.mapped and func in _VIEWS
+    origin = None if func in _COPIES else tensor.origin
 
     def view(like: torch.Tensor, index: int | None = None) -> LazyTensor:
         def select(values: torch.Tensor) -> torch.Tensor:
@@ -210,7 +212,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
             part: torch.Tensor = result if index is None else result[index]
             return part
 
-        return LazyTensor(like, select, tensor.stored, tensor.origin, mapped, parts=(tensor,))
+        return LazyTensor(like, select, tensor.stored, origin, mapped, parts=(tensor,))
 
     if isinstance(views, torch.Tensor):
         return view(views)
