@@ -6,7 +6,7 @@ the model's tensor. A tensor that was computed, for example by an adapter, has n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,6 +41,10 @@ class QuantizedRows:
         """Shape of the model's tensor."""
         size = self.tensors[0].shape[1]
         return (size, *self.rows.shape) if self.is_transposed else (*self.rows.shape, size)
+
+    def reshape(self, shape: tuple[int, ...]) -> QuantizedRows:
+        """Return the same rows in another shape."""
+        return replace(self, sources=self.sources.reshape(shape), rows=self.rows.reshape(shape))
 
     def lazy(self) -> LazyTensor:
         """Return the model's tensor in float32, which is dequantized when it is read."""

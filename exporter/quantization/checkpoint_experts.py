@@ -111,8 +111,9 @@ def find_experts(
     for stored, num_parts in ((experts.first, 2), (experts.last, 1)):
         matrices = []
         rows = quantized.get(stored.offset)
-        if rows is None or stored.order != (0, 1, 2) or rows.rows.ndim != 2:
+        if rows is None or stored.order != (0, 1, 2):
             return None
+        rows = rows.reshape(stored.tensor.shape.numpy()[:2])
         for expert in range(len(rows.rows)):
             slices = (slice(i, None, num_parts) for i in range(num_parts))
             parts = [find_matrix(rows, (expert, at)) for at in slices]
