@@ -89,6 +89,7 @@ class OrtBatchedModel:
         caches: Caches of the slots.
         max_rows: Most rows of one pass for which every sequence's rows were bitwise equal to those
             of the sequence alone, on this machine; 0 if they were not, or are not tested.
+        max_logits: Most rows of logits of such a pass.
     """
 
     def __init__(self, session: BatchedSession, num_slots: int) -> None:
@@ -97,7 +98,7 @@ class OrtBatchedModel:
             arrays = cache_arrays(layout, _allocate, num_slots)
         slices = [{n: x[i : i + 1] for n, x in arrays.items()} for i in range(num_slots)]
         self.caches = tuple(KeyValueCache(arrays, buffers) for arrays in slices)
-        self.max_rows = 0
+        self.max_rows = self.max_logits = 0
         self._session = session
         self._slot_of = {cache: i for i, cache in enumerate(self.caches)}
         self._capacity = layout.capacity

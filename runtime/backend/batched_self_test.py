@@ -13,6 +13,7 @@ from specedge.bundle.batched_signature import BATCHED
 from specedge.bundle.manifest import PREFILL_LENGTH, ModelEntry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME
 from specedge.diagnosis import packages
+from specedge.errors import DeviceError
 
 from ..sampling.logits import Logits
 from .batched_model import BatchedSession, OrtBatchedModel
@@ -71,23 +72,29 @@ def share_passes(
         model.invariant_lengths = lengths
         return model
 
-    session = BatchedSession(bundle, entry, device, ops)
-    batch = OrtBatchedModel(session, len(models))
-    slots = [create_model(session, cache) for cache in batch.caches]
-    batch.max_rows = exact_rows(batch, slots, references)
-    if batch.max_rows:
-        for model in slots:
-            model.batch = batch
-        return slots, None
-    for model in slots:
-        model.close()
-    del session, batch
-    first = create_model(ModelSession(bundle, entry, device, ops, "decoder"))
-    return [first, *(first.with_new_cache() for _ in slots[1:])], (
-        f"{entry.source.id}: requests take turns, because on this machine passes over several "
-        "requests are not bitwise equal to those of one request "
-        f"(ONNX Runtime {onnxruntime().__version__})"
+    num_slots = len(models)
+    reason = (
+        "on this machine passes over several requests are not bitwise equal to those of one "
+        f"request (ONNX Runtime {onnxruntime().__version__})"
     )
+    try:
+        session = BatchedSession(bundle, entry, device, ops)
+    except DeviceError as error:
+        reason = str(error)
+    else:
+        batch = OrtBatchedModel(session, num_slots)
+        slots = [create_model(session, cache) for cache in batch.caches]
+        batch.max_rows, batch.max_logits = exact_rows(batch, slots, references)
+        if batch.max_rows:
+            for model in slots:
+                model.batch = batch
+            return slots, None
+        for model in slots:
+            model.close()
+        del session, batch
+    first = create_model(ModelSession(bundle, entry, device, ops, "decoder"))
+    models = [first, *(first.with_new_cache() for _ in range(num_slots - 1))]
+    return models, f"{entry.source.id}: requests take turns, because {reason}"
 
 
 def find_obstacle(entry: ModelEntry, ops: str) -> str | None:
@@ -123,8 +130,8 @@ def run_single_passes(model: OrtModel, entry: ModelEntry, longest: int) -> list[
 
 def exact_rows(
     batch: OrtBatchedModel, models: Sequence[OrtModel], references: Sequence[SinglePasses]
-) -> int:
-    """Return the number of rows up to which passes over slots are exact; empties their caches.
+) -> tuple[int, int]:
+    """Return the sizes up to which passes over slots are exact; empties their caches.
 
     Passes vary in the slots that take part, in the number of tokens of each, and in their texts.
 
@@ -134,9 +141,10 @@ def exact_rows(
         references: Passes of one slot.
 
     Returns:
-        The most rows of a tested pass, 0 if the rows of a pass are not bitwise equal.
+        The most tokens and the most rows of logits of a tested pass; 0 if the rows of a pass are
+        not bitwise equal.
     """
-    totals = []
+    max_tokens = max_logits = 0
     for number, lengths in enumerate(_passes(len(models), [*references[0].logits])):
         texts = [
             # The first text is the longest, for chunks of a prompt.
@@ -145,17 +153,19 @@ def exact_rows(
         ]
         feeds, expected = _feeds(models, texts, lengths)
         if not _is_exact(models, texts, expected, batch.forward(feeds)):
-            return 0
-        totals.append(sum(len(tokens) for _, tokens, _ in feeds))
+            return 0, 0
+        max_tokens = max(max_tokens, sum(len(tokens) for _, tokens, _ in feeds))
+        max_logits = max(max_logits, sum(num_rows for *_, num_rows in feeds))
     for model in models:
         model.truncate(0)
-    return max(totals)
+    return max_tokens, max_logits
 
 
 def _passes(num_slots: int, lengths: Sequence[int]) -> Iterator[list[int]]:
     """Yield the number of tokens of each slot, 0 without any, negative for chunks of a prompt."""
     for length in lengths:
         yield [length] * num_slots
+        yield [length] + [0] * (num_slots - 1)
     for count in range(1, num_slots + 1):  # others are idle
         some = [lengths[-1 - i % len(lengths)] for i in range(count)] + [0] * (num_slots - count)
         yield some[-count // 2 :] + some[: -count // 2]

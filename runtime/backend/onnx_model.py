@@ -63,7 +63,7 @@ class OrtModel:
         # On CUDA, 8-bit MatMulNBits dequantizes the whole matrix for more than 5 rows.
         is_limited = not device.is_cpu and dtype in ("int8", "int8-block")
         self.fast_length = 5 if is_limited else sys.maxsize
-        self._chunk_length = chunk_length(model.cache.capacity)
+        self.chunk_length = chunk_length(model.cache.capacity)
         self._num_columns = model.num_columns
         self._longest = bundle.num_draft_tokens + 1
         self._reset(self._session.cache() if cache is None else cache)
@@ -77,6 +77,11 @@ class OrtModel:
     @property
     def length(self) -> int:
         return self.cache.length
+
+    @property
+    def has_draft_graphs(self) -> bool:
+        """True if it drafts by a multi-step graph for some requests."""
+        return bool(self._draft_graphs)
 
     @property
     def min_length(self) -> int:
@@ -134,7 +139,7 @@ class OrtModel:
     def read_longest(self) -> None:
         """Allocate the memory of long prompts before other sessions do; empties the cache."""
         self.truncate(0)
-        self.prefill([0] * min(self._chunk_length, self._session.model.context_length))
+        self.prefill([0] * min(self.chunk_length, self._session.model.context_length))
         self.truncate(0)
 
     def unroll(self, bundle: Bundle, model: ModelEntry, device: Device) -> str | None:
@@ -204,8 +209,8 @@ class OrtModel:
         return None
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        for start in range(0, len(tokens), self._chunk_length):
-            chunk = tokens[start : start + self._chunk_length]
+        for start in range(0, len(tokens), self.chunk_length):
+            chunk = tokens[start : start + self.chunk_length]
             length = max(len(chunk), self._session.min_length)
             # One row of unused logits: ONNX Runtime 1.28 cannot multiply an empty matrix.
             self._session.run(self._session.bind(self.cache, length, 1), chunk)

@@ -123,7 +123,8 @@ class SpeculativeDecoder:
         num_cached = self.target.reuse(tokens[:-1])
         num_unread = len(tokens) - num_cached
         if num_unread + num_draft_tokens > self.max_first_length:
-            yield Feed(self.target, tokens[num_cached:-1], 0)
+            if num_unread > 1:
+                yield Feed(self.target, tokens[num_cached:-1], 0)
             num_unread = 1
         if self.resolver:
             self.resolver.begin(self.target.length)

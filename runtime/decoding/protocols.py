@@ -73,6 +73,10 @@ class LanguageModel(Protocol):
 class DraftingModel(LanguageModel, Protocol):
     """Model that may draft on its device, without host work between tokens."""
 
+    @property
+    def has_draft_graphs(self) -> bool:
+        """True if it drafts on its device for some requests."""
+
     def draft(
         self,
         tokens: Sequence[int],
@@ -112,6 +116,10 @@ class BatchedModel(Protocol):
     @property
     def max_rows(self) -> int:
         """Maximum number of tokens of a pass, of all texts together."""
+
+    @property
+    def max_logits(self) -> int:
+        """Maximum number of rows of logits of a pass."""
 
     def forward(
         self, feeds: Sequence[tuple[LanguageModel, Sequence[int], int]]

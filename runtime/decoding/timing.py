@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
+from typing import cast
 
 from specedge.sampling_options import Sampling
 
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits
-from .protocols import BatchedModel, Feed, LanguageModel
+from .protocols import BatchedModel, DraftingModel, Feed, LanguageModel
 from .verification import Draft
 
 
@@ -75,6 +77,16 @@ class TimedModel:
         return getattr(self.model, "batch", None)
 
     @property
+    def has_draft_graphs(self) -> bool:
+        """True if the model drafts on its device for some requests."""
+        return getattr(self.model, "has_draft_graphs", False)
+
+    @property
+    def chunk_length(self) -> int:
+        """Number of tokens of a pass without logits."""
+        return getattr(self.model, "chunk_length", sys.maxsize)
+
+    @property
     def is_draft(self) -> bool:
         """True for a draft model."""
         return self._part == "draft"
@@ -127,10 +139,9 @@ class TimedModel:
         uniforms: Floats,
     ) -> Draft | None:
         """Draft on the device if the model supports it, which counts as `count` passes."""
-        if not hasattr(self.model, "draft"):
-            return None
         with self._stopwatch.part(self._part):
-            draft: Draft | None = self.model.draft(tokens, count, history, sampling, uniforms)
+            model = cast(DraftingModel, self.model)
+            draft = model.draft(tokens, count, history, sampling, uniforms)
         if draft is not None:
             self.num_passes += count
         return draft

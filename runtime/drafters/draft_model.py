@@ -52,7 +52,6 @@ class DraftModel(ModelDrafter):
         self.model = model
         self.context_length = context_length
         self.vocab_size = vocab_size
-        self._may_draft = isinstance(model, DraftingModel)
         self._start = 0  # position in the text of the first cached token
         self._is_new_text = True  # the cache may hold another text
 
@@ -63,7 +62,7 @@ class DraftModel(ModelDrafter):
             return Draft([])
         pending, limit = yield from self._catch_up(history)
         count = min(max_tokens, limit)
-        if self._may_draft:
+        if getattr(self.model, "has_draft_graphs", False):
             model = cast(DraftingModel, self.model)
             draft = yield DeviceDraft(model, pending, count, history, sampling, uniforms)
             if draft is not None:
@@ -108,7 +107,9 @@ class DraftModel(ModelDrafter):
             self.model.reuse(self.readable(history.tokens[start:-1]))
         pending = self.readable(history.last(history.length - start - self.model.length))
         if len(pending) > MAX_PASS_LENGTH:
-            yield Feed(self.model, pending[:-1], 0)
+            length = getattr(self.model, "chunk_length", len(pending))
+            for at in range(0, len(pending) - 1, length):
+                yield Feed(self.model, pending[at : min(at + length, len(pending) - 1)], 0)
             pending = pending[-1:]
         return pending, start + self.context_length - history.length + 1
 

@@ -120,10 +120,12 @@ def check_drafters(drafters: DrafterRegistry, items: Iterable[tuple[str, object]
 def run_items(pipeline: Pipeline, items: Sequence[BatchItem]) -> Iterator[dict[str, Any]]:
     """Yield the result of each item, or its error, in their order.
 
-    As many items run together as the pipeline has slots. Those that draft from earlier outputs run
-    one at a time, since their drafts depend on the order.
+    As many items run together as the pipeline has slots. They run one at a time if drafts depend on
+    earlier outputs, or a custom drafter, which has one text at a time, is used.
     """
-    limit = 1 if any(item.request.get("remember") for item in items) else None
+    is_ordered = any(item.request.get("remember") for item in items)
+    has_object = any(not isinstance(item.request.get("drafter", ""), str) for item in items)
+    limit = 1 if is_ordered or has_object else None
     begins = [partial(_begin, pipeline, item) for item in items]
     for item, result in zip(items, run_together(pipeline.slots, begins, limit), strict=True):
         if isinstance(result, SpecEdgeError):
@@ -134,10 +136,10 @@ def run_items(pipeline: Pipeline, items: Sequence[BatchItem]) -> Iterator[dict[s
         yield _identify(item) | _generation_fields(result) | costs
 
 
-def _begin(pipeline: Pipeline, item: BatchItem) -> Stream:
+def _begin(pipeline: Pipeline, item: BatchItem, wait: bool) -> Stream:
     if item.messages is not None:
-        return pipeline.stream_chat(item.messages, **item.request)
-    return pipeline.stream(item.prompt or "", **item.request)
+        return pipeline.stream_chat(item.messages, wait=wait, **item.request)
+    return pipeline.stream(item.prompt or "", wait=wait, **item.request)
 
 
 def error_result(item: BatchItem, error: str) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def _identify(item: BatchItem) -> dict[str, Any]:
 
 
 def _generation_fields(generation: Generation) -> dict[str, Any]:
-    """Return the fields that the same seed and cost table reproduce byte for byte.
+    """Return the fields that the same seed and K reproduce byte for byte.
 
     Seconds and reused tokens are left out.
     """

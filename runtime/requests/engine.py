@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,7 @@ from specedge.errors import SpecEdgeError
 from ..decoding.protocols import BatchedModel, Feed, Operation, Operations, Round
 from ..decoding.timing import Stopwatch, TimedModel
 
-PROMPT_LENGTH = 32  # tokens from which on a pass counts as one over a prompt
+LONG_PASS = 32  # tokens from which on a pass, mostly over a prompt, delays others
 MAX_DRAFT_PASSES = 16  # draft passes in a row while a request waits for its verify pass
 _IDLE_SECONDS = 0.05  # between looks at jobs whose code runs elsewhere
 CLOSED = "this pipeline is closed; load the bundle again"
@@ -38,26 +38,38 @@ class Job:
         seconds: Time of its code and passes so far.
         operation: Operation that it waits for; None before its code runs on.
         since: Number of passes of the engine before it.
+        is_cancelled: True if it ends before its next operation.
         is_away: True while its code runs outside the engine.
         waiter: Thread that waits for it.
         thread: Identifier of the thread that waited for it last.
+
+    Args:
+        steps: Generator of operations, each sent its result, and of rounds.
+        stopwatch: Stopwatch of the request.
+        on_end: Called once, in any thread, when it has ended.
     """
 
-    def __init__(self, steps: Generator[Operation | Round, Any, Any], stopwatch: Stopwatch) -> None:
+    def __init__(
+        self,
+        steps: Generator[Operation | Round, Any, Any],
+        stopwatch: Stopwatch,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self.event: Round | None = None
         self.has_ended = False
         self.result: Any = None
         self.seconds = 0.0
         self.operation: Operation | None = None
         self.since = 0
-        self.is_away = False
         self.is_cancelled = False
+        self.is_away = False
         self.waiter: _Waiter | None = None
         self.thread = 0
         self._error: BaseException | None = None
-        self._steps, self._stopwatch = steps, stopwatch
+        self._steps, self._stopwatch, self._on_end = steps, stopwatch, on_end
         self._part: str | None = "other"
         self._input: Any = None
+        self._running = threading.Lock()  # held while its code or a pass runs, and to end it
 
     @property
     def is_done(self) -> bool:
@@ -79,12 +91,20 @@ class Job:
     @property
     def num_tokens(self) -> int:
         """Number of tokens of its pass; 0 for other operations."""
-        return len(self.operation.tokens) if isinstance(self.operation, Feed) else 0
+        operation = self.operation
+        return len(operation.tokens) if isinstance(operation, Feed) else 0
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of logits of its pass."""
+        operation = self.operation
+        return operation.num_rows if isinstance(operation, Feed) else 0
 
     @property
     def drafts(self) -> bool:
         """True if its operation is a draft model's."""
-        return self.model is not None and self.model.is_draft
+        model = self.model
+        return model is not None and model.is_draft
 
     def take(self) -> Round | None:
         """Return its event; None if it has ended. Raises its error once."""
@@ -94,24 +114,47 @@ class Job:
             raise error
         return event
 
+    def cancel(self) -> None:
+        """End it now or, from another thread while it runs, before its next operation."""
+        self.is_cancelled = True
+        if self._running.acquire(blocking=False):
+            try:
+                self.end()
+            finally:
+                self._running.release()
+
+    def hold(self) -> bool:
+        """Let no other thread end it until `release`; return False if it has no operation."""
+        self._running.acquire()
+        return self.operation is not None
+
+    def release(self) -> None:
+        """Let others end it, or end it if it was cancelled meanwhile."""
+        self._running.release()
+        if self.is_cancelled:
+            self.cancel()
+
     def advance(self) -> None:
-        """Run its code up to the next operation or event."""
+        """Run its code up to the next operation or event. Takes `hold`."""
+        event = None
         with _Clock(self):
             try:
                 step = self._steps.send(self._input)
             except StopIteration as end:
-                self.has_ended, self.result = True, end.value
+                self.result = end.value
+                self.end()
             except BaseException as error:
                 self.end(error)
             else:
                 if isinstance(step, Round):
-                    self.event = step
+                    event = step
                 else:
                     self.operation = step
             self._input = None
+        self.event = event
 
     def run(self) -> None:
-        """Run its operation."""
+        """Run its operation. Takes `hold`."""
         assert self.operation is not None
         with _Clock(self):
             try:
@@ -124,9 +167,11 @@ class Job:
         self.operation, self._input = None, result
 
     def end(self, error: BaseException | None = None) -> None:
-        """End it between its operations, with an error for its thread or without."""
-        self.operation, self._error, self.has_ended = None, error, True
-        self._steps.close()
+        """End it, with an error for its thread or without. Takes `hold`."""
+        if not self.has_ended:
+            self.operation, self._error, self.has_ended = None, error, True
+            self._steps.close()
+            self._on_end()
 
 
 class _Clock:
@@ -168,8 +213,8 @@ class _Waiter:
         return not (self.is_away or self.is_done)
 
     def sleep(self) -> None:
-        """Wait for `wake`."""
-        self._wake.acquire()
+        """Wait for `wake`; at most a second, since an interrupt may have prevented it."""
+        self._wake.acquire(timeout=1.0)
 
     def wake(self) -> None:
         """Wake the thread now, or at its next `sleep`. Only the leader calls it."""
@@ -212,7 +257,9 @@ class Engine:
     @property
     def num_requests(self) -> int:
         """Number of requests that wait, or did until just now."""
-        return max(1, sum(len(waiter.jobs) for waiter in self._waiters) + len(self._absent))
+        with self._lock:
+            jobs = {job for waiter in self._waiters for job in waiter.jobs} | {*self._absent}
+        return max(1, sum(not job.has_ended for job in jobs))
 
     def next(self, job: Job) -> Round | None:
         """Wait for a job's next event and return it; None if the job has ended."""
@@ -229,8 +276,8 @@ class Engine:
     def wait(self, jobs: Sequence[Job]) -> None:
         """Wait until one of the jobs has an event or has ended."""
         waiter = _Waiter(jobs)
-        self._enter(waiter)
         try:
+            self._enter(waiter)
             while not waiter.is_done:
                 if self._leader is not waiter:
                     waiter.sleep()
@@ -245,8 +292,8 @@ class Engine:
     def paused(self) -> Iterator[None]:
         """Let no pass run during the block."""
         waiter = _Waiter(())
-        self._enter(waiter)
         try:
+            self._enter(waiter)
             while self._leader is not waiter:
                 waiter.sleep()
             yield
@@ -263,9 +310,9 @@ class Engine:
         leader, job = self._leader, self._current
         assert leader is not None
         assert job is not None
-        leader.is_away = job.is_away = True
-        self._hand_over()
         try:
+            leader.is_away = job.is_away = True
+            self._hand_over()
             with stopwatch.part("waiting"):
                 yield
         finally:
@@ -294,16 +341,24 @@ class Engine:
             self._has_arrived.notify_all()
 
     def _leave(self, waiter: _Waiter) -> None:
-        with self._lock:
-            self._waiters.remove(waiter)
-            if waiter in self._claims:
-                self._claims.remove(waiter)
-            for job in waiter.jobs:
-                job.waiter = None
-                if not job.has_ended:
-                    self._absent.add(job)
-        if self._leader is waiter:
-            self._hand_over()
+        """Wait and lead no longer; an interrupt is raised only then."""
+        interrupt: BaseException | None = None
+        while waiter in self._waiters or self._leader is waiter:
+            try:
+                with self._lock:
+                    for waiters in (self._waiters, self._claims):
+                        if waiter in waiters:
+                            waiters.remove(waiter)
+                    for job in waiter.jobs:
+                        job.waiter = None
+                        if not job.has_ended:
+                            self._absent.add(job)
+                if self._leader is waiter:
+                    self._hand_over()
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _hand_over(self) -> None:
         """Let another thread lead: one with a claim, else one that is not the main thread."""
@@ -321,7 +376,7 @@ class Engine:
         with self._lock:
             if self._leader is None:
                 self._leader = waiter
-            else:
+            elif self._leader is not waiter:
                 self._claims.append(waiter)
                 self._has_arrived.notify_all()
         interrupt: BaseException | None = None
@@ -337,25 +392,14 @@ class Engine:
     def _step(self) -> None:
         """Run the code of all jobs that can continue; if there is none, run a pass."""
         with self._lock:
-            jobs = [job for waiter in self._waiters for job in waiter.jobs if not job.is_done]
-        jobs = [job for job in jobs if not job.is_away]
+            unique = dict.fromkeys(job for waiter in self._waiters for job in waiter.jobs)
+        jobs = [job for job in unique if not (job.is_done or job.is_away)]
         has_advanced = False
         for job in jobs:
             # Another thread may have led meanwhile.
-            if job.is_done or job.is_away:
-                continue
-            if self.is_closed:
-                job.end(SpecEdgeError("the pipeline of this stream was closed"))
-            elif job.is_cancelled:
-                job.end()
-            elif job.operation is None:
-                self._current, job.since = job, self.num_passes
-                job.advance()
-                self._current = None
-            else:
-                continue
-            has_advanced = True
-            self._wake(job)
+            if not (job.is_done or job.is_away) and self._advance(job):
+                has_advanced = True
+                self._wake(job)
         if has_advanced:
             return
         if not jobs:
@@ -364,9 +408,28 @@ class Engine:
             # Sharing a pass saves at most a pass.
             self._wait_for_arrivals(self._pass_seconds / 2)
 
+    def _advance(self, job: Job) -> bool:
+        """Run a job's code up to the next operation; return False if it waits for one."""
+        has_operation = job.hold()
+        try:
+            if self.is_closed:
+                job.end(SpecEdgeError("the pipeline of this stream was closed"))
+            elif job.is_cancelled:
+                job.end()
+            elif has_operation:
+                return False
+            elif not job.is_done:
+                self._current, job.since = job, self.num_passes
+                job.advance()
+                self._current = None
+        finally:
+            job.release()
+        return True
+
     def _wake(self, job: Job) -> None:
-        if job.is_done and job.waiter is not None and job.waiter is not self._leader:
-            job.waiter.wake()
+        waiter = job.waiter
+        if job.is_done and waiter is not None and waiter is not self._leader:
+            waiter.wake()
 
     def _wait_for_arrivals(self, seconds: float) -> None:
         """Wait for another thread; expect no job to be back soon if none arrives."""
@@ -378,15 +441,20 @@ class Engine:
         """Run a pass; return False, without a pass, if others may share it or come first."""
         group = self._choose(jobs)
         lengths = [job.num_tokens for job in group]
-        reads_prompt = max(lengths) >= PROMPT_LENGTH
-        if (reads_prompt or group[0].batch is not None) and self._expects_jobs():
+        is_long = max(lengths) >= LONG_PASS
+        if (is_long or group[0].batch is not None) and self._expects_jobs():
             return False
         begin = time.perf_counter()
         is_draft = group[0].drafts
-        if len(group) == 1:
-            group[0].run()
-        else:
-            self._run_batch(group)
+        held: list[Job] = []
+        try:
+            for job in group:
+                held.append(job)
+                job.hold()
+            _run([job for job in held if job.operation is not None])
+        finally:
+            for job in held:
+                job.release()
         seconds = time.perf_counter() - begin
         self.num_passes += 1
         if is_draft:
@@ -395,7 +463,7 @@ class Engine:
             self._num_draft_passes = 0
             self.num_passes_by_length[sum(lengths)] += 1
         self._pass_seconds = seconds
-        if reads_prompt:
+        if is_long:
             self._prompt_seconds, self._other_seconds = seconds, 0.0
         else:
             self._other_seconds += seconds
@@ -413,7 +481,7 @@ class Engine:
 
     def _choose(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs whose operations are next: one, or several that share a pass."""
-        others = [job for job in jobs if job.num_tokens < PROMPT_LENGTH]
+        others = [job for job in jobs if job.num_tokens < LONG_PASS]
         if others and self._other_seconds < 2 * self._prompt_seconds:
             jobs = others
         if self._num_draft_passes < MAX_DRAFT_PASSES and any(job.batch for job in jobs):
@@ -421,16 +489,25 @@ class Engine:
         first = min(jobs, key=lambda job: job.since)
         if (batch := first.batch) is None:
             return [first]
-        group, num_rows = [first], first.num_tokens
-        for job in sorted(jobs, key=lambda job: (job.num_tokens >= PROMPT_LENGTH, job.since)):
-            is_other = job is not first and job.batch is batch
-            if is_other and num_rows + job.num_tokens <= batch.max_rows:
+        group, num_tokens, num_rows = [first], first.num_tokens, first.num_rows
+        for job in sorted(jobs, key=lambda job: (job.num_tokens >= LONG_PASS, job.since)):
+            if (
+                job is not first
+                and job.batch is batch
+                and num_tokens + job.num_tokens <= batch.max_rows
+                and num_rows + job.num_rows <= batch.max_logits
+            ):
                 group.append(job)
-                num_rows += job.num_tokens
+                num_tokens += job.num_tokens
+                num_rows += job.num_rows
         return group
 
-    def _run_batch(self, group: Sequence[Job]) -> None:
-        """Run a pass for several jobs."""
+
+def _run(group: Sequence[Job]) -> None:
+    """Run the operation of a job, or one pass for several jobs."""
+    if len(group) == 1:
+        group[0].run()
+    elif group:
         feeds = [cast(Feed, job.operation) for job in group]
         models = [cast(TimedModel, feed.model) for feed in feeds]
         batch = cast(BatchedModel, group[0].batch)

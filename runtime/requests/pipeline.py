@@ -173,14 +173,6 @@ class Pipeline:
             sampling = replace(sampling, end_tokens=ends)
         return self._begin(request, sampling, tokens, wait, shown, include_stop)
 
-    def wait_any(self, streams: Sequence[Stream]) -> list[Stream]:
-        """Wait until a stream has its next piece or its end; return all such streams.
-
-        Streams that one thread reads share passes if it waits for them together.
-        """
-        self.slots.engine.wait([stream.job for stream in streams])
-        return [stream for stream in streams if stream.job.is_done]
-
     def generate_batch(
         self,
         prompts: Iterable[str | Sequence[int]],
@@ -191,21 +183,23 @@ class Pipeline:
         """Generate the continuations of prompts, as many together as the pipeline has slots.
 
         Arguments are those of `generate`. Prompt i is sampled with `seed` + i. Each generation is
-        that of its prompt alone.
+        that of its prompt alone. With `remember` or a custom drafter, prompts run one at a time.
 
         Raises:
             SpecEdgeError: As `generate`, for the first prompt that fails.
         """
 
-        def begin(index: int, prompt: str | Sequence[int]) -> Stream:
+        def begin(index: int, prompt: str | Sequence[int], wait: bool) -> Stream:
             request = options.copy()
             if (seed := options.get("seed")) is not None:
                 request["seed"] = item_seed(seed, index)
-            return self.stream(prompt, max_new_tokens, temperature, **request)
+            return self.stream(prompt, max_new_tokens, temperature, wait=wait, **request)
 
         begins = (partial(begin, index, prompt) for index, prompt in enumerate(prompts))
         generations = []
-        for result in run_together(self.slots, begins, 1 if options.get("remember") else None):
+        has_object = not isinstance(options.get("drafter", ""), str)
+        limit = 1 if options.get("remember") or has_object else None
+        for result in run_together(self.slots, begins, limit):
             if isinstance(result, SpecEdgeError):
                 raise result
             generations.append(result)

@@ -49,6 +49,10 @@ class Lease:
         self._finalizer()
 
 
+class NoFreeSlotError(SpecEdgeError):
+    """No slot is free for a request."""
+
+
 class Slots:
     """Slots, which requests get in no order, and the engine that runs the passes in them."""
 
@@ -80,15 +84,10 @@ class Slots:
             return lease
         while lease is None:
             if not wait:
-                raise SpecEdgeError(self._taken("; wait for a stream to end, close one"))
+                raise NoFreeSlotError(self._taken("; wait for a stream to end, close one"))
             self._wait()
             lease = self._try_lease(prompt)
         return lease
-
-    @property
-    def has_free(self) -> bool:
-        """True if a slot is free."""
-        return any(slot.is_free for slot in self.all)
 
     def num_sharing(self, slot: Slot) -> int:
         """Return the number of requests that share passes of the target with a slot's."""
@@ -147,7 +146,7 @@ class Slots:
             if self._has_progress(IDLE_TIMEOUT):
                 return
             reason = f"; no stream was read for {IDLE_TIMEOUT:g} seconds: finish or close one"
-        raise SpecEdgeError(self._taken(reason))
+        raise NoFreeSlotError(self._taken(reason))
 
     def _has_progress(self, seconds: float) -> bool:
         """Wait for a slot; return False if no round ran for as long as that may take."""

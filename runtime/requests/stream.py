@@ -23,7 +23,7 @@ from ..planning.round_times import RoundTimes, create_round_times
 from ..sampling.logprobs import TokenLogprobs
 from ..text.detokenizer import FinishReason, TextAssembler, TextSpan, token_outcomes
 from .engine import Job
-from .slots import Lease, Slots
+from .slots import Lease, NoFreeSlotError, Slots
 from .stats import Stats, compute_stats
 
 
@@ -201,25 +201,32 @@ class Stream:
         on_end: Callable[[ActiveRequest, list[int]], None],
     ) -> None:
         self._active, self._text, self._slots, self._on_end = active, text, slots, on_end
-        self._job = Job(active.steps(), active.stopwatch)
+        self._job = Job(active.steps(), active.stopwatch, active.lease.release)
         self._reading = threading.Lock()  # held by a reader
+        self._seconds = 0.0  # of the job, up to the last round
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        while not (self._text.is_finished or self._job.is_cancelled):
-            try:
-                with self._reading:
-                    piece = self._next_piece()
-            except BaseException:
-                self.cancel()
-                raise
-            if self._job.is_cancelled or self._text.is_finished:
-                self.cancel()
+        while (piece := self.read()) is not None:
             if piece:
                 return piece
         raise StopIteration
+
+    def read(self) -> str | None:
+        """Return the text of the next round, which may be empty; None at the end."""
+        if self._text.is_finished or self._job.is_cancelled:
+            return None
+        try:
+            with self._reading:
+                piece = self._next_piece()
+        except BaseException:
+            self.cancel()
+            raise
+        if self._job.is_cancelled or self._text.is_finished:
+            self.cancel()
+        return piece
 
     @property
     def job(self) -> Job:
@@ -257,14 +264,8 @@ class Stream:
         self.cancel()
 
     def cancel(self) -> None:
-        """Stop now, or after the round that a thread is running."""
-        self._job.is_cancelled = True
-        if self._reading.acquire(blocking=False):
-            try:
-                self._job.end()
-                self._active.lease.release()
-            finally:
-                self._reading.release()
+        """Stop now or, while a thread runs the request, before its next pass."""
+        self._job.cancel()
 
     @property
     def plan(self) -> Plan:
@@ -326,16 +327,16 @@ class Stream:
             length = len(active.prompt) + active.num_new_tokens
             active.round_times.record(plan.choice, round_, length, seconds)
 
-    def _next_piece(self) -> str:
-        """Return the text of the next round; nothing if the stream is cancelled meanwhile."""
-        active = self._active
-        if self._job.is_cancelled:  # while this thread waited for another reader
-            return ""
-        before = self._job.seconds
-        round_ = self._slots.engine.next(self._job)
+    def _next_piece(self) -> str | None:
+        """Return the text of the next round; None if the stream is cancelled meanwhile."""
+        active, job = self._active, self._job
+        if job.is_cancelled:  # while this thread waited for another reader
+            return None
+        round_ = self._slots.engine.next(job)
         if round_ is None:
-            return ""
-        self._record_time(round_, self._job.seconds - before)
+            return None
+        seconds, self._seconds = job.seconds - self._seconds, job.seconds
+        self._record_time(round_, seconds)
         with active.stopwatch.part("other"):
             return self._piece(round_)
 
@@ -351,13 +352,13 @@ class Stream:
 
 
 def run_together(
-    slots: Slots, begins: Iterable[Callable[[], Stream]], limit: int | None = None
+    slots: Slots, begins: Iterable[Callable[..., Stream]], limit: int | None = None
 ) -> Iterator[Generation | SpecEdgeError]:
     """Run streams in this thread, sharing passes; yield their results or errors in their order.
 
     Args:
         slots: Slots of the streams' pipeline.
-        begins: Functions that begin the streams.
+        begins: Functions that begin the streams, with the argument `wait` of `Slots.lease`.
         limit: Maximum number of streams at a time; by default the number of slots.
     """
     limit = limit or len(slots.all)
@@ -365,48 +366,60 @@ def run_together(
     active: list[_StreamResult] = []
     try:
         for begin in begins:
-            while active and (len(active) >= limit or not slots.has_free):
+            while len(active) >= limit:
                 active = _read(slots, active)
             while results and (value := results[0].value) is not None:
                 results.popleft()
                 yield value
-            results.append(_StreamResult(begin))
-            if results[-1].value is None:
-                active.append(results[-1])
+            result = _StreamResult()
+            while not result.begin(begin, wait=not active):
+                active = _read(slots, active)
+            results.append(result)
+            if result.value is None:
+                active.append(result)
         for result in results:
             while (value := result.value) is None:
                 active = _read(slots, active)
             yield value
     finally:
         for result in active:
-            result.stream.close()
+            if result.stream is not None:
+                result.stream.close()
 
 
 class _StreamResult:
-    """Stream, and its generation or error once it has ended."""
+    """Stream until it has ended, then its generation or error."""
 
-    stream: Stream
+    stream: Stream | None = None
     value: Generation | SpecEdgeError | None = None
 
-    def __init__(self, begin: Callable[[], Stream]) -> None:
+    def begin(self, begin: Callable[..., Stream], wait: bool) -> bool:
+        """Begin the stream; return False if no slot is free."""
         try:
-            self.stream = begin()
+            self.stream = begin(wait=wait)
+        except NoFreeSlotError:
+            if wait:
+                raise
+            return False
         except SpecEdgeError as error:
             self.value = error
+        return True
 
     def read(self) -> None:
-        """Read the next piece of the stream."""
+        """Read the next round of the stream if it has one, or its end."""
+        stream = self.stream
+        if stream is None or not stream.job.is_done:
+            return
         try:
-            if next(self.stream, None) is None:
-                self.value = self.stream.generation
+            if stream.read() is None or stream.finish_reason != FinishReason.UNFINISHED:
+                self.stream, self.value = None, stream.generation
         except SpecEdgeError as error:
-            self.value = error
+            self.stream, self.value = None, error
 
 
 def _read(slots: Slots, active: Sequence[_StreamResult]) -> list[_StreamResult]:
-    """Read the streams that have a piece or an end first; return those that go on."""
-    slots.engine.wait([result.stream.job for result in active])
+    """Read the streams that have a round or an end first; return those that go on."""
+    slots.engine.wait([result.stream.job for result in active if result.stream is not None])
     for result in active:
-        if result.stream.job.is_done:
-            result.read()
+        result.read()
     return [result for result in active if result.value is None]

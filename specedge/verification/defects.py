@@ -93,7 +93,7 @@ class _ExchangedRows:
     """Passes over several slots in which each slot's first logits are those of the next slot."""
 
     def __init__(self, batch: OrtBatchedModel) -> None:
-        self.max_rows = batch.max_rows
+        self.max_rows, self.max_logits = batch.max_rows, batch.max_logits
         self._batch = batch
 
     def forward(self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]]) -> list[Logits | None]:

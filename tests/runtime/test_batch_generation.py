@@ -70,3 +70,50 @@ def test_other_requests_run_beside_a_batch(alone, pipeline):
         batch = pipeline.generate_batch(PROMPTS[:2], 12)
         assert [g.text for g in batch] == [alone.generate(p, 12).text for p in PROMPTS[:2]]
     assert stream.generation.text + "".join(stream) == alone.generate(PROMPTS[2], 12).text
+
+
+def test_prompts_of_one_token_share_their_first_passes(alone, pipeline):
+    """Nothing is left to prefill, so that their first operations are verify passes."""
+    options = {"num_draft_tokens": 4, "exact": True}
+    batch = pipeline.generate_batch([[5], [6], [7]], 8, **options)
+    assert [g.tokens for g in batch] == [
+        alone.generate([token], 8, **options).tokens for token in (5, 6, 7)
+    ]
+
+
+def test_a_custom_drafter_sees_one_text_at_a_time(pipeline):
+    class Recording:
+        name = "recording"
+
+        def __init__(self):
+            self.texts = []
+
+        def propose(self, history, max_tokens, sampling, uniforms):
+            if not self.texts or self.texts[-1] != history.tokens[:3]:
+                self.texts.append(history.tokens[:3])
+            return specedge.Draft([])
+
+        def truncate(self, length):
+            pass
+
+    drafter = Recording()
+    pipeline.generate_batch(PROMPTS[:3], 8, drafter=drafter, num_draft_tokens=2)
+    assert len(drafter.texts) == 3
+
+
+def test_a_text_without_visible_tokens_does_not_stop_the_others(pipeline, monkeypatch):
+    """End tokens have no text; their request must not run its rounds alone."""
+    if len(pipeline.slots.all) == 1:
+        pytest.skip("one prompt at a time")
+    end = pipeline.bundle.end_tokens[0]
+    options = {"num_draft_tokens": 0, "ignore_eos": True}
+    silent = {"logit_bias": {end: 100.0}}
+    before = pipeline.slots.engine.num_passes
+    items = [
+        BatchItem(i, None, prompt, None, {"max_new_tokens": 30, **options, **extra})
+        for i, (prompt, extra) in enumerate(zip(PROMPTS[:2], [silent, {}], strict=True))
+    ]
+    first, second = run_items(pipeline, items)
+    assert first["text"] == ""
+    assert second["text"]
+    assert pipeline.slots.engine.num_passes - before < 45

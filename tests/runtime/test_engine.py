@@ -32,15 +32,15 @@ class Passes:
 class Batch:
     """Batched model of all `Passes` that refer to it."""
 
-    def __init__(self, log, max_rows=100):
-        self.log, self.max_rows = log, max_rows
+    def __init__(self, log, max_rows=100, max_logits=100):
+        self.log, self.max_rows, self.max_logits = log, max_rows, max_logits
 
     def forward(self, feeds):
         self.log.append([(model.name, len(tokens)) for model, tokens, _ in feeds])
         return [f"logits of {model.name}" if num_rows else None for model, _, num_rows in feeds]
 
 
-def job_of(model, lengths, part="verify", results=None):
+def job_of(model, lengths, part="verify", results=None, on_end=lambda: None):
     """Return a job with one pass of each length, each followed by a round."""
     stopwatch = Stopwatch()
     timed = TimedModel(model, stopwatch, part)
@@ -53,7 +53,7 @@ def job_of(model, lengths, part="verify", results=None):
             if length < 32:
                 yield Round([1], 0, 0)
 
-    return Job(steps(), stopwatch)
+    return Job(steps(), stopwatch, on_end)
 
 
 def run_all(engine, jobs):
@@ -92,6 +92,13 @@ def test_passes_of_models_without_batches_take_turns_from_the_oldest_on():
 def test_a_pass_has_at_most_the_tested_number_of_rows():
     log, engine = [], Engine()
     batch = Batch(log, max_rows=10)
+    run_all(engine, [job_of(Passes(log, name, batch), [4]) for name in "abc"])
+    assert log == [[("a", 4), ("b", 4)], [("c", 4)]]
+
+
+def test_a_pass_has_at_most_the_tested_number_of_logits():
+    log, engine = [], Engine()
+    batch = Batch(log, max_logits=2)
     run_all(engine, [job_of(Passes(log, name, batch), [4]) for name in "abc"])
     assert log == [[("a", 4), ("b", 4)], [("c", 4)]]
 
@@ -318,6 +325,49 @@ def test_a_cancelled_request_ends_before_its_next_pass():
     job.is_cancelled = True
     assert engine.next(job) is None
     assert len(log) == 1
+
+
+@pytest.mark.parametrize("num_jobs", [1, 2])
+def test_a_request_that_is_cancelled_during_its_pass_ends_after_it(num_jobs):
+    """Another thread must not close its generator, nor free its slot, while the pass runs."""
+    log, engine, ended, ended_during_pass = [], Engine(), [], []
+
+    class Cancelling(Passes):
+        def forward(self, tokens, num_rows=None):
+            in_threads(jobs[0].cancel)
+            ended_during_pass.append([*ended])
+            return super().forward(tokens, num_rows)
+
+    class CancellingBatch(Batch):
+        def forward(self, feeds):
+            in_threads(jobs[0].cancel)
+            ended_during_pass.append([*ended])
+            return super().forward(feeds)
+
+    batch = CancellingBatch(log) if num_jobs > 1 else None
+    jobs = [
+        job_of(Cancelling(log, name, batch), [1, 1], on_end=lambda name=name: ended.append(name))
+        for name in "ab"[:num_jobs]
+    ]
+    engine.wait(jobs)
+    assert jobs[0].take() is None
+    assert ended == ["a"]
+    assert ended_during_pass[0] == []
+    run_all(engine, jobs[1:])
+
+
+def test_code_that_cancels_its_own_request_runs_to_its_next_operation():
+    engine, log = Engine(), []
+    stopwatch = Stopwatch()
+
+    def steps():
+        job.cancel()
+        log.append("continues")
+        yield Feed(TimedModel(Passes(log, "a"), stopwatch, "verify"), [0], 1)
+
+    job = Job(steps(), stopwatch)
+    assert engine.next(job) is None
+    assert log == ["continues"]
 
 
 def test_a_closed_engine_ends_requests_with_an_error():

@@ -1,12 +1,14 @@
 """The batched check: requests that share passes, with and without an injected defect."""
 
+from collections import defaultdict
+
 import pytest
 
 pytest.importorskip("scipy", reason="the audit needs SciPy")
 
 from auditing import Ticks, make_audited_pair
 from specedge.runtime.backend import memory
-from specedge.runtime.requests.engine import Engine
+from specedge.runtime.backend.batched_model import OrtBatchedModel
 from specedge.verification import audit
 from specedge.verification.audited_pair import DecoderParts
 from specedge.verification.batched_check import OPTIONS
@@ -25,21 +27,21 @@ def check(pipeline):
 
 
 def test_requests_that_share_passes_pass(check, monkeypatch):
-    groups, run_batch = [], Engine._run_batch
+    lengths_by_model, forward = defaultdict(list), OrtBatchedModel.forward
 
-    def record(self, group):
-        groups.append([(job.num_tokens, job.drafts) for job in group])
-        run_batch(self, group)
+    def record(self, feeds):
+        lengths_by_model[self].append([len(tokens) for _, tokens, _ in feeds])
+        return forward(self, feeds)
 
-    monkeypatch.setattr(Engine, "_run_batch", record)
+    monkeypatch.setattr(OrtBatchedModel, "forward", record)
     result = check.run(Ticks(1000).budget)
     assert result.status == PASSED
     assert result.figures["num_slots"] == 4
     assert result.figures["num_requests"] == 2 * len(OPTIONS)
-    sizes = [{tokens for tokens, _ in group} for group in groups]
-    assert any(len(lengths) > 1 for lengths in sizes)  # ragged
-    assert any(max(lengths) > 32 and min(lengths) < 8 for lengths in sizes)  # beside a prompt
-    assert any(drafts for group in groups for _, drafts in group)
+    assert len(lengths_by_model) == 2  # target and draft model
+    passes = [lengths for all_lengths in lengths_by_model.values() for lengths in all_lengths]
+    assert any(len({*lengths}) > 1 for lengths in passes)  # ragged
+    assert any(max(lengths) > 32 and min(lengths) < 8 for lengths in passes)  # beside a prompt
 
 
 def test_rows_of_another_request_are_detected(check):
@@ -52,7 +54,7 @@ class SwappedCaches:
     """Passes over several slots that read and write the caches of the first two exchanged."""
 
     def __init__(self, batch):
-        self.max_rows, self._batch = batch.max_rows, batch
+        self.max_rows, self.max_logits, self._batch = batch.max_rows, batch.max_logits, batch
 
     def forward(self, feeds):
         slots = self._batch._slot_of

@@ -44,9 +44,6 @@ class Scripted:
     def truncate(self, length):
         self.length = length
 
-    def draft(self, *_):
-        return None
-
 
 @pytest.fixture
 def clock(monkeypatch):
