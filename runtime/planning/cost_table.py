@@ -86,8 +86,8 @@ class CostTable:
     def at(self, length: int, greedy: bool, num_requests: int = 1) -> RoundCosts:
         """Return the costs of a round with `length` tokens in the cache.
 
-        If requests share passes, they are a request's share of the passes of such rounds. The
-        cost of a shared draft pass is assumed to grow like that of a target pass.
+        If requests share passes, the cost of a verify pass is a request's share. That of a draft
+        pass is not shared: other requests wait for it, whether or not they draft, too.
         """
         key = length, greedy, num_requests
         costs = self._costs.get(key)
@@ -112,10 +112,9 @@ class CostTable:
         if not mode.draft:
             return RoundCosts(verify, [0.0] * len(pass_lengths), 0.0, mode.token)
         draft = [0.0, *self._interpolate_rows(mode.draft, length)]
-        share = passes[0] / target[0]
         return RoundCosts(
             verify,
-            [share * interpolate(self.rows, draft, tokens) for tokens in pass_lengths],
+            [interpolate(self.rows, draft, tokens) for tokens in pass_lengths],
             interpolate(self.lengths, mode.prefill, length),
             mode.token,
         )
