@@ -166,7 +166,7 @@ def _sample(pid: int, folder: Path, samples: list[Sample]) -> None:
 
 def _size(path: Path) -> int:
     files = [path] if path.is_file() else (p for p in path.rglob("*") if p.is_file())
-    return sum(p.stat().st_size for p in files)
+    return sum(512 * p.stat().st_blocks for p in files)
 
 
 @click.command()

@@ -243,7 +243,7 @@ class Engine:
         self._leader: _Waiter | None = None
         self._claims: list[_Waiter] = []  # waiters that are to lead from the next pass on
         self._current: Job | None = None  # whose code runs
-        self._absent = weakref.WeakSet[Job]()  # jobs whose threads have just taken an event
+        self._absent = weakref.WeakSet[Job]()  # jobs with an event, whose threads may be back soon
         self._pass_seconds = 0.0  # time of the last pass
         self._prompt_seconds = 0.0  # time of the last pass over a prompt
         self._other_seconds = 0.0  # time of all passes since then
@@ -351,8 +351,6 @@ class Engine:
                             waiters.remove(waiter)
                     for job in waiter.jobs:
                         job.waiter = None
-                        if not job.has_ended:
-                            self._absent.add(job)
                 if self._leader is waiter:
                     self._hand_over()
             except BaseException as error:
@@ -422,6 +420,9 @@ class Engine:
                 self._current, job.since = job, self.num_passes
                 job.advance()
                 self._current = None
+                if job.event is not None:
+                    with self._lock:
+                        self._absent.add(job)
         finally:
             job.release()
         return True

@@ -160,6 +160,32 @@ def test_prompts_take_a_third_of_the_time_beside_other_requests(log, is_batched)
     assert [later - earlier for earlier, later in itertools.pairwise(chunks)] == [9] * 3
 
 
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_texts_of_other_threads_come_before_the_next_chunk_of_a_prompt(is_batched):
+    """A thread that takes its event needs some time until it is back."""
+    log, engine = [], Engine()
+    batch = Batch(log, max_rows=64) if is_batched else None
+
+    class Slow(Passes):
+        def forward(self, tokens, num_rows=None):
+            time.sleep(0.004)
+            return super().forward(tokens, num_rows)
+
+        def prefill(self, tokens):
+            time.sleep(0.04)
+            super().prefill(tokens)
+
+    def request(name, lengths):
+        job = job_of(Slow(log, name, batch), lengths)
+        while engine.next(job) is not None:
+            pass
+
+    in_threads(lambda: request("prompt", [64] * 8), lambda: request("text", [1] * 20))
+    texts = [i for i, group in enumerate(log) if group == [("text", 1)]]
+    num_chunks_between = texts[-1] - texts[0] + 1 - len(texts)
+    assert num_chunks_between <= 3  # 20 passes of a tenth of a chunk's time
+
+
 def test_short_prompts_share_the_passes_of_long_ones():
     log, engine = [], Engine()
     batch = Batch(log, max_rows=128)
