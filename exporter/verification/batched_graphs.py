@@ -39,13 +39,15 @@ def add_batched_graphs(
         progress: Receives notes and the duration of the step.
 
     Returns:
-        The entry with the graphs.
+        The entry with the graphs, if its context has room for the compared passes.
 
     Raises:
         ParityError: A batched graph differs from the decoder.
         ExportError: ONNX Runtime cannot load or run a graph.
     """
     oldest = OLDEST_ONNXRUNTIME[BATCHED]
+    if model.context_length < LONGEST:
+        return model
     if _numbers(ort.__version__) < _numbers(oldest):
         progress.note(
             f"{role}: no batched graphs, because ONNX Runtime {ort.__version__} cannot run them; "

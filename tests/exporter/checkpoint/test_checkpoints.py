@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
+import specedge
 from checkpoints import END, save
 from specedge.errors import CheckpointError, ExportError
 from specedge.exporter import export
@@ -202,6 +203,9 @@ def test_contexts_shorter_than_pass_and_as_long_as_buffers_are_compared(pairs, t
     bundle = export(None, target, tmp_path / "bundle", max_length=length, ops="all")
     assert bundle.context_length == length
     assert list(bundle.target.parity) == ["onnx", "gqa"]
+    with specedge.load(tmp_path / "bundle", slots=2) as pipeline:
+        batch = pipeline.generate_batch([[1], [2]], 1)
+    assert [len(generation.tokens) for generation in batch] == [1, 1]
 
 
 def test_revision_of_folder_is_refused(checkpoint):
