@@ -90,8 +90,8 @@ class Progress:
         if (running := self._running) is not None:
             elapsed = self._clock() - running.start
             if running.share > _RELIABLE_SHARE:
-                own = elapsed * (1 - running.share) / running.share
-                left = own if running.description == current else left + own
+                rest = elapsed * (1 - running.share) / running.share
+                left = rest if running.description == current else left + rest
             elif running.description == current:
                 left -= elapsed
         return max(left, 0.0) + slowness * sum(seconds for _, seconds in later)

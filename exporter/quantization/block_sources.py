@@ -66,7 +66,7 @@ class RoundedMatrix:
         return BlockMatrix(blocks.values, blocks.scales * factors)
 
     def offsets(self) -> np.ndarray:
-        raise NotImplementedError
+        raise ValueError("a rounded matrix is symmetric: it has neither offsets nor zero points")
 
     zero_points = offsets
 

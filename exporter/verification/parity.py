@@ -109,10 +109,10 @@ def verify_depth(
         check_forms(role, runner.path(name), first.path(name), kinds)
     difference, ratio = report.structure_error, report.error_ratio
     if parts[0].is_exact:
-        found = structure.check_structure(
+        errors = structure.check_structure(
             role, runner.path("decoder"), runner.geometry, parts, tolerance
         )
-        difference, ratio = (max(pair) for pair in zip(found, (difference, ratio), strict=True))
+        difference, ratio = (max(pair) for pair in zip(errors, (difference, ratio), strict=True))
     error_check = ErrorCheck(role, "PyTorch's", tolerance, ratio=ratio)
     depth_checks = [checks.segment_check(runner, x, error_check, in_two_passes=True) for x in parts]
     checks.run_checks(partial(runner.run, advance=advance), depth_checks)

@@ -7,6 +7,7 @@ is a generator of operations, which `run_operations` runs one at a time and the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -207,14 +208,14 @@ class Drafter(Protocol):
         """Roll back to the first `length` tokens of the text; 0 begins another text."""
 
 
-class ModelDrafter:
+class ModelDrafter(ABC):
     """Base class of drafters that run passes."""
 
+    @abstractmethod
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Operations[Draft]:
         """Return the operations of a proposal, and the proposal as their result."""
-        raise NotImplementedError
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
