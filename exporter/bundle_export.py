@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specedge import destination
-from specedge.bundle import MANIFEST, Bundle, oldest_format, pack_ids, store
+from specedge.bundle import FORMAT, MANIFEST, Bundle, pack_ids, store
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.manifest import FileEntry, MeasuredAcceptance, ModelEntry
@@ -38,7 +38,7 @@ from .tokenizers import pair
 from .tracing import tracer
 from .verification.batched_graphs import add_batched_graphs
 
-ID_MAP_FILE = "ids.bin"
+IDS_FILE = "ids.bin"
 
 
 def export(
@@ -292,20 +292,18 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
         path.unlink()
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
     pair.note_end_tokens(target, ends, progress)
-    sampling = pair.default_sampling(target)
-    draft = models[1] if has_draft else None
+    if has_draft:
+        models[1] = replace(models[1], token_ids=_write_token_ids(job.draft_ids, models[1], work))
     bundle = Bundle(
-        format=oldest_format(models[0], draft, sampling),
+        format=FORMAT,
         specedge_version=__version__,
         num_draft_tokens=request.num_draft_tokens,
         end_tokens=ends,
         tokenizer=pair.TOKENIZER_FILE,
         chat_template=job.text.chat_template,
         special_tokens=job.text.special_tokens,
-        default_sampling=sampling,
-        target=models[0],
-        draft=draft,
-        id_map=_write_id_map(job.draft_ids, models[-1], work),
+        default_sampling=pair.default_sampling(target),
+        models=dict(zip(("target", "draft"), models, strict=False)),
         hosts=None,
         files=_describe_files(work, hashes, progress),
     )
@@ -328,12 +326,12 @@ def _measure_acceptance(
     )
 
 
-def _write_id_map(ids: list[int] | None, draft: ModelEntry, work: Path) -> str | None:
+def _write_token_ids(ids: list[int] | None, draft: ModelEntry, work: Path) -> str | None:
     """Write a reduced vocabulary's tokens next to the draft's graphs; return the file's name."""
     if ids is None:
         return None
     name = draft.graph("decoder", next(iter(draft.parity))).file
-    name = f"{name.partition('decoder')[0]}{ID_MAP_FILE}"
+    name = f"{name.partition('decoder')[0]}{IDS_FILE}"
     (work / name).write_bytes(pack_ids(ids))
     return name
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specedge.bundle.graph_variants import OPS
-from specedge.bundle.manifest import chunk_length
+from specedge.bundle.manifest import chunk_length, has_mixed_shapes
 from specedge.bundle.precision import KEEP, QUANTIZED_DTYPES
 from specedge.errors import ExportError
 
@@ -140,7 +140,7 @@ class CostEstimate:
 
     def supports(self, ops: str) -> bool:
         """Return True if cache sizes allow a graph variant; single layers may still exclude it."""
-        return ops == "onnx" or all(x.key_size == x.value_size for x in self.shape.layers)
+        return ops == "onnx" or not has_mixed_shapes(self.shape.layers)
 
     @property
     def _shared(self) -> int:

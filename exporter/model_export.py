@@ -14,7 +14,6 @@ import torch
 
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.manifest import (
-    CacheLayout,
     CheckpointSource,
     FileEntry,
     ModelEntry,
@@ -294,20 +293,22 @@ def _model_entry(
     reports: dict[str, ParityReport],
 ) -> ModelEntry:
     folder = part.folder.name
-    cache = CacheLayout(FLOAT32.cache, part.shape.capacity, part.shape.layers)
+    shape = part.shape
     return ModelEntry(
         source=source,
         architecture=model_type,
         num_parameters=num_parameters,
         num_experts=num_experts,
         vocab_size=part.num_tokens,
-        padded_vocab_size=part.shape.padded_vocab_size,
-        context_length=part.shape.context_length,
+        padded_vocab_size=shape.padded_vocab_size,
+        context_length=shape.context_length,
         dtype=FLOAT32.compute,
         weights_dtype=part.loaded.dtype,
-        cache=cache,
+        capacity=shape.capacity,
+        states=shape.states,
         weights=f"{folder}/{FILE}",
-        signatures=signatures(cache, part.shape.padded_vocab_size),
+        token_ids=None,
+        signatures=signatures(shape.states, shape.capacity, shape.padded_vocab_size),
         graphs=tuple(file.entry(folder, ops) for ops in reports for file in part.files),
         parity=reports,
         quantization={},

@@ -92,12 +92,9 @@ def check(kind: str, value: object, known: dict[str, dict[str, str]], key: str =
 def parse(text: str) -> dict:
     """The manifest as plain values, of the types that the tables say."""
     manifest = json.loads(text)
-    wanted(isinstance(manifest, dict) and manifest.get("format") in (6, 7, 8, 9), "format")
-    known = tables()
-    if manifest["format"] < 8:
-        known = known | {"bundle": {k: v for k, v in known["bundle"].items() if k != "hosts"}}
-    check("bundle", manifest, known)
-    wanted(manifest["draft"] is not None or manifest["format"] >= 9, "draft")
+    wanted(isinstance(manifest, dict) and manifest.get("format") == 10, "format")
+    check("bundle", manifest, tables())
+    wanted(manifest["models"].keys() in ({"target"}, {"target", "draft"}), "models")
     return manifest
 
 
@@ -123,8 +120,7 @@ class Model:
         import onnxruntime
 
         self.entry, self.noise, self.past_length = entry, noise, 0
-        manifest = json.loads((folder / "bundle.json").read_text("utf-8"))
-        name = manifest["id_map"] if entry == manifest["draft"] else None
+        name = entry["token_ids"]
         self.ids = None if name is None else np.fromfile(folder / name, "<i4")
         graphs = [g for g in entry["graphs"] if g["ops"] == ops]
         self.sessions = {
@@ -135,19 +131,16 @@ class Model:
         (prefill,) = (g for g in graphs if g["name"] == "prefill")
         self.prefill_length = prefill["length"]
         self.prefill = onnxruntime.InferenceSession(folder / prefill["file"], options)
-        rows = entry["cache"]["capacity"]
+        sizes = {"B": 1, "S": entry["capacity"]}
         self.caches = {
-            f"{i}.{kind}": np.zeros(
-                (1, layer["heads"], rows, layer[f"{kind}_size"]), entry["cache"]["dtype"]
-            )
-            for i, layer in enumerate(entry["cache"]["layers"])
-            for kind in ("key", "value")
+            state["name"]: np.zeros([sizes.get(d, d) for d in state["shape"]], state["dtype"])
+            for state in entry["states"]
         }
 
     def feed(self, tokens: list[int]) -> np.ndarray | None:
         """Append tokens; the logits of the last pass. [T] -> [T, V]"""
         size = self.prefill_length
-        while len(tokens) > size and self.past_length + size <= self.entry["cache"]["capacity"]:
+        while len(tokens) > size and self.past_length + size <= self.entry["capacity"]:
             self._pass(self.prefill, tokens[:size])
             tokens = tokens[size:]
         if not tokens:
@@ -219,7 +212,6 @@ def window(length: int, context: int) -> tuple[int, int]:
 
 
 def generate(
-    manifest: dict,
     target: Model,
     draft: Model,
     prompt: list[int],
@@ -230,7 +222,7 @@ def generate(
 ) -> tuple[list[int], int]:
     """The new tokens, without regard to end tokens, and the number of rounds."""  # fmt: skip
     tokens, used, rounds, start = list(prompt), 0, 0, 0
-    count = min(count, manifest["target"]["context_length"] - len(prompt))
+    count = min(count, target.entry["context_length"] - len(prompt))
     size, known = target.entry["vocab_size"], draft.entry["vocab_size"]
     target.past_length = draft.past_length = 0
     target.feed(tokens[:-1])

@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import replace
 
-from specedge.bundle import FORMAT, MANIFEST, Bundle, store
+from specedge.bundle import MANIFEST, Bundle, store
 
 
 def make_draftless(folder):
@@ -13,6 +13,6 @@ def make_draftless(folder):
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(embedded.path(name), folder / name)
-    bundle = replace(embedded, format=FORMAT, draft=None, id_map=None, hosts=None, files=files)
+    bundle = replace(embedded, models={"target": embedded.target}, files=files)
     (folder / MANIFEST).write_text(bundle.to_json(), "utf-8")
     return Bundle.read(folder)

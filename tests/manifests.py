@@ -24,8 +24,11 @@ PARITY = ParityReport(
     invariant_lengths=(1, 2),
     versions={"torch": "2.13.0"},
 )
-SHAPE = m.CacheLayer(heads=2, key_size=4, value_size=4)
-CACHE = m.CacheLayout("float32", 40, (SHAPE, SHAPE))
+CAPACITY = 40
+STATES = (
+    *m.key_value_states(0, (2, 4), (2, 4), "float32"),
+    *m.key_value_states(1, (2, 4), (2, 4), "float32"),
+)
 
 
 def make_model(role: str) -> m.ModelEntry:
@@ -39,12 +42,14 @@ def make_model(role: str) -> m.ModelEntry:
         context_length=32,
         dtype="float32",
         weights_dtype="float16",
-        cache=CACHE,
+        capacity=CAPACITY,
+        states=STATES,
         weights=f"{role}/weights.bin",
-        signatures=m.signatures(CACHE, 64),
+        token_ids=None,
+        signatures=m.signatures(STATES, CAPACITY, 64),
         graphs=(
-            m.GraphEntry("decoder", "onnx", 1, None, "chosen_logits", f"{role}/decoder.onnx"),
-            m.GraphEntry("verify", "onnx", 1, 5, "with_logits", f"{role}/decoder.onnx"),
+            m.GraphEntry("decoder", "onnx", None, "chosen_logits", f"{role}/decoder.onnx"),
+            m.GraphEntry("verify", "onnx", 5, "with_logits", f"{role}/decoder.onnx"),
         ),
         parity={"onnx": PARITY},
         quantization={},
@@ -71,9 +76,7 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
         chat_template=None,
         special_tokens={"eos_token": "</s>"},
         default_sampling=RecommendedSampling(),
-        target=make_model("target"),
-        draft=make_model("draft"),
-        id_map=None,
+        models={"target": make_model("target"), "draft": make_model("draft")},
         hosts=None,
         files={name: file_entry(folder / name) for name in files},
     )

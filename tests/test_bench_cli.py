@@ -146,7 +146,7 @@ def short_bundle(tmp_path):
     shutil.copytree(store.embedded_folder(), folder)
     manifest = json.loads((folder / "bundle.json").read_text("utf-8"))
     for model in ("target", "draft"):
-        manifest[model]["context_length"] = 9
+        manifest["models"][model]["context_length"] = 9
     (folder / "bundle.json").write_text(json.dumps(manifest), "utf-8")
     return folder
 

@@ -4,12 +4,11 @@ import struct
 
 import pytest
 
-from manifests import CACHE, make_bundle, make_model
-from specedge.bundle import FORMAT, MANIFEST, Bundle, oldest_format
+from manifests import CAPACITY, STATES, make_bundle
+from specedge.bundle import FORMAT, MANIFEST, Bundle, store
 from specedge.bundle.integrity import file_entry
-from specedge.bundle.manifest import MeasuredAcceptance, signatures
+from specedge.bundle.manifest import signatures
 from specedge.errors import BundleError
-from specedge.sampling_options import RecommendedSampling
 from specedge.strict_json import to_plain
 
 
@@ -20,9 +19,9 @@ def folder(tmp_path):
 
 
 def edit(folder, *keys, value=..., drop=False):
-    """Change or drop the value under a path of keys."""
+    """Change or drop the value under a path of keys, of the bundle or of a model."""
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-    inner = manifest
+    inner = manifest["models"] if keys[0] in ("target", "draft") else manifest
     for key in keys[:-1]:
         inner = inner[key]
     if drop:
@@ -49,13 +48,12 @@ def test_a_draft_may_have_a_smaller_vocabulary_and_context(folder):
 def cut(folder, ids):
     """Cut the draft's head of 64 columns to some tokens."""
     (folder / "draft" / "ids.bin").write_bytes(struct.pack(f"<{len(ids)}i", *ids))
-    edit(folder, "id_map", value="draft/ids.bin")
+    edit(folder, "draft", "token_ids", value="draft/ids.bin")
     edit(folder, "files", "draft/ids.bin", value=to_plain(file_entry(folder / "draft" / "ids.bin")))
     columns = max(1, len(ids))
     edit(folder, "draft", "padded_vocab_size", value=columns)
-    for signature in signatures(CACHE, columns):
-        given = to_plain(signatures(CACHE, columns)[signature])
-        edit(folder, "draft", "signatures", signature, value=given)
+    for name, signature in signatures(STATES, CAPACITY, columns).items():
+        edit(folder, "draft", "signatures", name, value=to_plain(signature))
 
 
 def test_a_reduced_vocabulary_maps_columns_to_tokens(folder):
@@ -73,17 +71,17 @@ def test_a_reduced_vocabulary_maps_columns_to_tokens(folder):
         ((8, 7), "ascend"),
         ((-1, 7), "not all between 0 and 49"),
         ((0, 50), "not all between 0 and 49"),
-        ((), "id_map has 0 bytes, 1 columns need 4"),
+        ((), "token_ids has 0 bytes, 1 columns need 4"),
         (range(51), "draft.padded_vocab_size 51 is above draft.vocab_size 50"),
     ],
 )
-def test_an_invalid_id_map_is_refused(folder, ids, message):
+def test_invalid_token_ids_are_refused(folder, ids, message):
     cut(folder, ids)
     with pytest.raises(BundleError, match=message):
         Bundle.read(folder)
 
 
-def test_a_damaged_id_map_is_refused(folder):
+def test_a_damaged_file_of_token_ids_is_refused(folder):
     cut(folder, (0, 7, 8))
     (folder / "draft" / "ids.bin").write_bytes(struct.pack("<3i", 0, 7, 9))
     with pytest.raises(BundleError, match="SHA-256"):
@@ -96,6 +94,8 @@ def test_writing_is_repeatable(folder):
 
 
 MAPS = ("files", "versions", "special_tokens", "signatures")
+STATE = ("target", "states", 0)
+INPUT = ("target", "signatures", "chosen_logits", "inputs", 3)
 OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
 
 
@@ -103,15 +103,31 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
     ("keys", "value", "message"),
     [
         (("surprise",), 1, "key 'surprise' is unknown"),
-        (("target", "surprise"), 1, "key 'target.surprise' is unknown"),
-        (("target", "cache", "layers"), [], "key 'target.cache'"),
-        (("target", "cache", "layers"), [{"heads": 1}], r"'target.cache.layers\[0\].key_size'"),
-        (("target", "vocab_size"), "50", "key 'target.vocab_size' must be an integer"),
-        (("target", "vocab_size"), 50.0, "key 'target.vocab_size' must be an integer"),
-        (("target", "vocab_size"), True, "key 'target.vocab_size' must be an integer"),
+        (("target", "surprise"), 1, "key 'models.target.surprise' is unknown"),
+        (("target", "states"), [], "must have at least one state"),
+        (("target", "states"), [{"name": "0.key"}], r"'models.target.states\[0\].dtype'"),
+        ((*STATE, "kind"), "recurrent", "state 0.key: kind must be rows, got 'recurrent'"),
+        ((*STATE, "name"), "0.value", "states must not repeat a name"),
+        ((*STATE, "name"), "0.Key", "a state's name must be up to 90 of"),
+        ((*STATE, "name"), "9.key", "target/decoder.onnx: past_key_values.0.key has no state"),
+        ((*STATE, "dtype"), "float16", "all of them one dtype"),
+        ((*STATE, "shape"), [2, "S", 4], "state 0.key: shape must have B first, S once and two"),
+        ((*STATE, "shape"), ["B", 2, "S", "T"], "state 0.key: sizes must be at least 1"),
+        (
+            (*STATE, "shape"),
+            ["B", 3, "S", 4],
+            "target/decoder.onnx: past_key_values.0.key must have the type and shape of state",
+        ),
+        ((*INPUT, "state"), "0.value", "states must be unique among inputs"),
+        ((*INPUT, "state"), "3.key", "past_key_values.0.key has no state '3.key'"),
+        ((*INPUT, "shape"), ["B", 2, 41, 4], "type and shape of state '0.key'"),
+        ((*OUTPUT[:-1], 1, "state"), "0.value", "writes state '0.key' 0 times, expected 1"),
+        (("target", "vocab_size"), "50", "key 'models.target.vocab_size' must be an integer"),
+        (("target", "vocab_size"), 50.0, "key 'models.target.vocab_size' must be an integer"),
+        (("target", "vocab_size"), True, "key 'models.target.vocab_size' must be an integer"),
         (("target", "vocab_size"), 49, "draft.vocab_size 50 is above target.vocab_size 49"),
         (("target", "weights"), "target/other.bin", "which is not among the files"),
-        (("target", "context_length"), 38, r"target.cache.capacity 40 is below 43"),
+        (("target", "context_length"), 38, r"target.capacity 40 is below 43"),
         (("end_tokens",), [50], "end_tokens has 50"),
         (("num_draft_tokens",), 0, "num_draft_tokens must be between 1 and 64"),
         (("default_sampling", "temperature"), -1, "temperature must be at least 0"),
@@ -128,7 +144,7 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (("target", "graphs", 1, "name"), "Verify", "name must be up to 40 of"),
         (("target", "graphs", 1, "name"), "prefill", "prefill's signature does not match"),
         (("target", "graphs", 0, "signature"), "caches_alone", "decoder's signature does not"),
-        ((*OUTPUT, "dtype"), "float16", "decoder's signature does not match its cache and logits"),
+        ((*OUTPUT, "dtype"), "float16", "decoder's signature does not match its states and logits"),
         (
             (*OUTPUT, "shape"),
             ["B", "X", 64],
@@ -140,12 +156,14 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
             "a dimension must be at least 1 or one of B, T, R, N, K, got 0",
         ),
         ((*OUTPUT, "shape"), ["B", "T", 6.5], "must be an integer, got 6.5"),
-        ((*OUTPUT, "role"), "cache", "tensors of the cache must have a buffer, and no others"),
+        ((*OUTPUT, "role"), "state", "ports with role state must name it, and no others"),
         ((*OUTPUT, "role"), "Logits", "a role must be up to 40 of"),
         ((*OUTPUT, "name"), "present.0.key", "names must be unique"),
         ((*OUTPUT, "name"), "a\nb", "1 to 100 printable characters"),
-        (("id_map",), "ids.bin", "id_map 'ids.bin' is not among the files"),
-        (("id_map",), "tokenizer.json", "id_map has 20 bytes, 64 columns need 256"),
+        (("draft", "token_ids"), "ids.bin", "token_ids 'ids.bin' is not among the files"),
+        (("draft", "token_ids"), "tokenizer.json", "token_ids has 20 bytes, 64 columns need 256"),
+        (("target", "token_ids"), "tokenizer.json", "token_ids must be null in the target"),
+        (("models",), {}, "models must have target, and may have draft"),
         (("target", "vocab_size"), 65, "target.vocab_size 65 is above its 64 columns"),
         (("draft", "vocab_size"), 0, "vocab_size and padded_vocab_size must be at least 1"),
         (("draft", "weights_dtype"), "float8", "got 'float8'"),
@@ -154,7 +172,11 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (("target", "parity", "onnx", "error_ratio"), 17.0, "error_ratio must be at most 16"),
         (("target", "parity", "onnx", "num_positions"), -1, "num_positions must be at least 0"),
         (("draft", "num_parameters"), -1, "num_parameters and num_experts must be at least 0"),
-        (("draft", "parity", "onnx", "logits_std"), 10**400, "key 'draft.parity.onnx.logits_std'"),
+        (
+            ("draft", "parity", "onnx", "logits_std"),
+            10**400,
+            "key 'models.draft.parity.onnx.logits_std'",
+        ),
         (("tokenizer",), "gone.json", "'gone.json' is not among the files"),
     ],
 )
@@ -168,10 +190,10 @@ def test_invalid_value_error_names_the_key(folder, keys, value, message):
 
 @pytest.mark.parametrize("role", ["hidden", "logits"])
 def test_duplicate_role_among_the_outputs_of_a_graph_is_refused(folder, role):
-    signature = json.loads((folder / MANIFEST).read_text("utf-8"))
+    signature = json.loads((folder / MANIFEST).read_text("utf-8"))["models"]
     for key in OUTPUT[:-1]:
         signature = signature[key]
-    extra = {"role": role, "buffer": None, "dtype": "float32", "shape": ["B", "T", 8]}
+    extra = {"role": role, "state": None, "dtype": "float32", "shape": ["B", "T", 8]}
     extras = [extra | {"name": name} for name in ("first", "second")]
     edit(folder, *OUTPUT[:-1], value=[*signature, *extras])
     with pytest.raises(BundleError, match=f"role '{role}' appears twice among") as caught:
@@ -180,13 +202,13 @@ def test_duplicate_role_among_the_outputs_of_a_graph_is_refused(folder, role):
 
 
 @pytest.mark.parametrize(
-    ("found", "cure"), [(5, "export the bundle again"), (10, "upgrade specedge")]
+    ("found", "cure"), [(8, "export the bundle again"), (FORMAT + 1, "upgrade specedge")]
 )
 def test_unsupported_format_is_rejected_with_a_remedy(folder, found, cure):
     edit(folder, "format", value=found)
     with pytest.raises(BundleError) as caught:
         Bundle.read(folder)
-    said = f"format is {found}, this version of specedge reads 6, 7, 8 and 9; {cure}"
+    said = f"format is {found}, this version of specedge reads 9 and {FORMAT}; {cure}"
     assert str(caught.value) == f"{folder / MANIFEST}: {said}"
 
 
@@ -199,7 +221,7 @@ def test_error_lists_every_missing_key(folder):
             if isinstance(value[key], dict) and key not in MAPS:
                 yield from paths(value[key], (*before, key))
 
-    for keys in list(paths(json.loads(whole))):
+    for keys in {*paths(json.loads(whole))} - {("models", "draft")}:
         (folder / MANIFEST).write_text(whole, "utf-8")
         edit(folder, *keys, drop=True)
         with pytest.raises(BundleError, match="missing" if keys != ("format",) else "format"):
@@ -264,10 +286,86 @@ def test_acceptance_rates_are_checked(folder, role, rates, said):
         Bundle.read(folder)
 
 
-def test_acceptance_rates_need_the_format_that_has_them():
-    target, draft = make_model("target"), make_model("draft")
-    measured = dataclasses.replace(draft, acceptance=MeasuredAcceptance(0.5, 0.5))
-    sampling = RecommendedSampling()
-    assert oldest_format(target, draft, sampling) < FORMAT
-    assert oldest_format(target, measured, sampling) == FORMAT
-    assert oldest_format(target, draft, RecommendedSampling(repetition_penalty=1.1)) == FORMAT
+def format_9(manifest):
+    """Return a manifest as format 9 has it."""
+
+    def port(entry):
+        role = "cache" if entry["state"] else entry["role"]
+        names = {"name": entry["name"], "role": role, "buffer": entry["state"]}
+        return names | {"dtype": entry["dtype"], "shape": entry["shape"]}
+
+    def model(entry):
+        keys, values = entry["states"][::2], entry["states"][1::2]
+        layers = [
+            {"heads": key["shape"][1], "key_size": key["shape"][3], "value_size": value["shape"][3]}
+            for key, value in zip(keys, values, strict=True)
+        ]
+        cache = {"dtype": keys[0]["dtype"], "capacity": entry["capacity"], "layers": layers}
+        source = {("licence" if k == "license" else k): v for k, v in entry["source"].items()}
+        parity = {
+            ops: {("row_independent_lengths" if k == "invariant_lengths" else k): v
+                  for k, v in report.items()}
+            for ops, report in entry["parity"].items()
+        }  # fmt: skip
+        signatures = {
+            name: {end: [port(p) for p in ports] for end, ports in signature.items()}
+            for name, signature in entry["signatures"].items()
+        }
+        graphs = [graph | {"batch": 1} for graph in entry["graphs"]]
+        kept = {
+            name: value
+            for name, value in entry.items()
+            if name not in ("capacity", "states", "token_ids", "quantization")
+        }
+        return kept | {
+            "source": source, "cache": cache, "signatures": signatures, "graphs": graphs,
+            "parity": parity, "quantisation": entry["quantization"],
+        }  # fmt: skip
+
+    models = manifest.pop("models")
+    draft = models.get("draft")
+    return manifest | {
+        "format": 9,
+        "target": model(models["target"]),
+        "draft": draft and model(draft),
+        "id_map": draft and draft["token_ids"],
+    }
+
+
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_a_bundle_of_format_9_is_read_as_format_10(has_draft):
+    embedded = Bundle.read(store.embedded_folder())
+    models = embedded.models if has_draft else {"target": embedded.target}
+    bundle = dataclasses.replace(embedded, models=models)
+    assert Bundle.from_json(json.dumps(format_9(json.loads(bundle.to_json())))) == bundle
+
+
+def test_reduced_vocabularies_of_format_9_are_read(folder):
+    cut(folder, (0, 7, 8, 49))
+    manifest = format_9(json.loads((folder / MANIFEST).read_text("utf-8")))
+    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    bundle = Bundle.read(folder)
+    assert bundle.ids_of(bundle.draft) == (0, 7, 8, 49)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("target",), None),
+        (("target", "cache"), []),
+        (("target", "graphs"), [1]),
+        (("target", "cache", "layers"), 3),
+        (("draft", "signatures", "with_logits"), {"inputs": [{}]}),
+        (("id_map",), 5),
+    ],
+)
+def test_damaged_manifests_of_format_9_are_one_line(folder, keys, value):
+    manifest = inner = format_9(json.loads((folder / MANIFEST).read_text("utf-8")))
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    with pytest.raises(BundleError) as caught:
+        Bundle.read(folder)
+    assert "\n" not in str(caught.value)
+    assert "export or copy the bundle again" in str(caught.value)

@@ -55,7 +55,7 @@ def test_the_tables_list_the_keys_of_the_code_with_their_types_in_order():
 @pytest.mark.slow
 def test_document_and_code_reject_the_same_keys_and_types(tmp_path):
     text = make_bundle(tmp_path).to_json()
-    free = ("files", "versions", "end_tokens", "row_independent_lengths", "layers", "graphs")
+    free = ("files", "versions", "end_tokens", "invariant_lengths", "states", "graphs")
 
     def places(value, before=()):
         """Sample the first and last entry of lists and maps."""
@@ -108,11 +108,12 @@ def pipeline():
 
 @pytest.fixture(scope="module")
 def models(pipeline):
-    """The manifest, the target and the draft, with noise in stale rows."""
-    options = reader.session_options()
-    folder, roles = store.embedded_folder(), ("target", "draft")
-    manifest = reader.read(folder)
-    return manifest, *(reader.Model(folder, manifest[r], "onnx", options, 1e4) for r in roles)
+    """The target and the draft, with noise in stale rows."""
+    options, folder = reader.session_options(), store.embedded_folder()
+    entries = reader.read(folder)["models"]
+    return [
+        reader.Model(folder, entries[role], "onnx", options, 1e4) for role in ("target", "draft")
+    ]
 
 
 @pytest.mark.slow(after_first=True)
@@ -134,7 +135,7 @@ def test_host_written_from_document_generates_the_same_text(
 
 
 def test_a_host_written_from_the_document_fills_the_context(pipeline, models):
-    context = models[0]["target"]["context_length"]
+    context = models[0].entry["context_length"]
     prompt = [i % 200 + 1 for i in range(context - 9)]
     found = reader.generate(*models, prompt, 50, 4, 0, PLAIN)
     one = pipeline.generate(prompt, 50, num_draft_tokens=4, ignore_eos=True)
@@ -153,17 +154,17 @@ def test_a_host_written_from_the_document_runs_a_smaller_draft(
     from specedge.runtime.backend.sessions import Device
     from specedge.runtime.requests.pipeline import Pipeline
 
-    manifest, target, draft = models
+    target, draft = models
     smaller = {"context_length": context, "vocab_size": 700}
     entry, draft.entry = draft.entry, draft.entry | smaller
     whole = pipeline.bundle
-    bundle = dataclasses.replace(whole, draft=dataclasses.replace(whole.draft, **smaller))
-    bundle = bundle.at(whole.folder)
+    smaller_models = whole.models | {"draft": dataclasses.replace(whole.draft, **smaller)}
+    bundle = dataclasses.replace(whole, models=smaller_models).at(whole.folder)
     model = OrtModel(bundle, bundle.draft, exact_device([bundle.draft], Device()))
     prompt = pipeline.tokenizer.encode(PROMPT).ids
     assert max(prompt) >= 700
     try:
-        found = reader.generate(manifest, target, draft, prompt, 40, k, 11, {**PLAIN, **sampling})
+        found = reader.generate(target, draft, prompt, 40, k, 11, {**PLAIN, **sampling})
     finally:
         draft.entry = entry
     one = Pipeline(bundle, pipeline.tokenizer, pipeline.target, model).generate(
@@ -173,7 +174,7 @@ def test_a_host_written_from_the_document_runs_a_smaller_draft(
 
 
 def test_padded_verify_pass_at_context_end_is_bitwise_equal(models):
-    _, target, _ = models
+    target, _ = models
     context = target.entry["context_length"]
     target.past_length = context - 1
     wide = target.feed([5, 7, 7, 7, 7])

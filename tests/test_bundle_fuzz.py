@@ -132,7 +132,7 @@ def test_arbitrary_json_is_one_line_error(whole, value):
     assert read(whole[0], json.dumps(value).encode()) is None
 
 
-@pytest.mark.parametrize("key", ["format", "end_tokens", "target"])
+@pytest.mark.parametrize("key", ["format", "end_tokens", "models"])
 @pytest.mark.parametrize("depth", [100, 900, 960, 980, 10**5])
 def test_deep_nesting_is_one_line_error(whole, key, depth):
     folder, text = whole
@@ -143,7 +143,7 @@ def test_deep_nesting_is_one_line_error(whole, key, depth):
 
 
 @pytest.mark.parametrize("digits", [17, 4300, 10**5])
-@pytest.mark.parametrize("key", ["format", "end_tokens", "target"])
+@pytest.mark.parametrize("key", ["format", "end_tokens", "models"])
 def test_huge_integer_is_one_line_error(whole, key, digits):
     folder, text = whole
     manifest = json.loads(text)
@@ -164,11 +164,11 @@ def test_an_oversized_manifest_is_refused_unread(folder):
 
 @pytest.mark.parametrize(
     ("key", "text"),
-    [("id", "a\nb"), ("id", "a\x9bb"), ("revision", "\x1b[2J"), ("licence", "\x7f")],
+    [("id", "a\nb"), ("id", "a\x9bb"), ("revision", "\x1b[2J"), ("license", "\x7f")],
 )
 def test_terminal_control_characters_are_refused(whole, key, text):
     folder, manifest = whole[0], json.loads(whole[1])
-    manifest["target"]["source"][key] = text
+    manifest["models"]["target"]["source"][key] = text
     assert read(folder, json.dumps(manifest).encode()) is None
 
 

@@ -7,9 +7,8 @@ import pytest
 
 import installed
 from draftless import make_draftless
-from manifests import make_bundle
-from specedge.bundle import FIRST_FORMAT_WITHOUT_DRAFT, MANIFEST, Bundle, store
-from specedge.errors import BundleError, DeviceError, DrafterError
+from specedge.bundle import Bundle, store
+from specedge.errors import DeviceError, DrafterError
 
 PROMPT = "def read_config(path):"
 
@@ -33,37 +32,11 @@ def run(bundle):
     return partial(installed.run, SPECEDGE_BUNDLE=str(bundle.folder))
 
 
-def edit(folder, **values):
-    manifest = json.loads((folder / MANIFEST).read_text("utf-8")) | values
-    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
-
-
 def test_a_manifest_without_a_draft_reads_as_written(bundle):
     assert bundle.draft is None
     assert bundle.models == {"target": bundle.target}
     assert not bundle.shares_weights
     assert Bundle.from_json(bundle.to_json()) == bundle
-
-
-@pytest.mark.parametrize("number", [6, 7, 8])
-def test_older_formats_reject_null_draft(tmp_path, number):
-    make_bundle(tmp_path)
-    edit(tmp_path, draft=None, format=number)
-    manifest = json.loads((tmp_path / MANIFEST).read_text("utf-8"))
-    if number < 8:
-        del manifest["hosts"]
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest), "utf-8")
-    with pytest.raises(
-        BundleError, match=f"draft is null, which needs format {FIRST_FORMAT_WITHOUT_DRAFT}"
-    ):
-        Bundle.read(tmp_path)
-
-
-def test_an_id_map_without_a_draft_is_refused(tmp_path):
-    make_bundle(tmp_path)
-    edit(tmp_path, draft=None, id_map="tokenizer.json")
-    with pytest.raises(BundleError, match="id_map needs a draft"):
-        Bundle.read(tmp_path)
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, "auto"])
@@ -220,9 +193,8 @@ def test_hosts_replay_the_transcripts_of_plain_rounds(embedded):
 @pytest.mark.slow
 def test_a_bundle_with_a_plain_round_reads_as_written(embedded):
     assert Bundle.read(embedded.folder) == embedded
-    assert embedded.format == FIRST_FORMAT_WITHOUT_DRAFT
     (graph,) = (graph for graph in embedded.hosts.graphs if graph.name == "round")
-    assert not [t.buffer for t in graph.signature.inputs if (t.buffer or "").startswith("draft")]
+    assert not [t.state for t in graph.signature.inputs if (t.state or "").startswith("draft")]
 
 
 @pytest.mark.parametrize("option", [("-k", 2), ("--layout", "split")])

@@ -20,7 +20,7 @@ def test_one_call_draft_graph_must_match_bundle_num_draft_tokens(tmp_path, name)
         graph = replace(draft.graphs[0], name=name, signature="made")
         signatures = draft.signatures | {"made": made}
         model = replace(draft, graphs=(*draft.graphs, graph), signatures=signatures)
-        return replace(bundle, draft=model)
+        return replace(bundle, models=bundle.models | {"draft": model})
 
     assert Bundle.from_json(drafting(k).to_json()) == drafting(k)
     with pytest.raises(ValueError, match=f"draft: {name} drafts 6 tokens, num_draft_tokens is {k}"):

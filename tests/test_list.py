@@ -32,7 +32,7 @@ def test_the_users_bundles_and_the_embedded_pair_are_listed_with_the_default():
 def test_different_target_and_draft_are_both_listed():
     folder = install()
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-    manifest["draft"]["source"]["licence"] = None
+    manifest["models"]["draft"]["source"]["license"] = None
     (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     row = run("list").stdout.splitlines()[1].split()
     assert row[-5:] == ["onnx", "apache-2.0", "/", "not", "stated"]
@@ -47,7 +47,7 @@ def test_json_list_has_metadata_of_each_bundle():
     folder = install()
     one, embedded = json.loads(run("list", "--json").stdout)
     assert one["folder"] == str(folder)
-    source = {"id": "some/target", "revision": "abc", "licence": "apache-2.0"}
+    source = {"id": "some/target", "revision": "abc", "license": "apache-2.0"}
     assert one["target"] == source | {"ops": ["onnx"]}
     assert one["size"] == sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     assert (one["error"], one["is_default"]) == (None, False)

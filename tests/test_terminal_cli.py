@@ -62,7 +62,10 @@ def test_names_and_licenses_cannot_control_the_terminal(tmp_path, command):
     home = tmp_path / "specedge" / "bundles" / "one\u202etwo"
     make_bundle(home)
     manifest = json.loads((home / MANIFEST).read_text("utf-8"))
-    manifest["target"]["source"] |= {"licence": "MIT\u202e\u2066", "id": "some/\u202emodel"}
+    manifest["models"]["target"]["source"] |= {
+        "license": "MIT\u202e\u2066",
+        "id": "some/\u202emodel",
+    }
     (home / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     arguments = [] if command == "list" else ["--bundle", str(home)]
     prompt = ["x"] if command == "generate" else []

@@ -177,9 +177,7 @@ def test_the_loop_is_audited_with_the_first_passes_of_requests(pipeline):
 def test_graphs_are_compared_over_the_longest_pass_and_two_of_the_longest_shape(
     capacity, context, count
 ):
-    model = SimpleNamespace(
-        cache=SimpleNamespace(capacity=capacity), context_length=context, vocab_size=9
-    )
+    model = SimpleNamespace(capacity=capacity, context_length=context, vocab_size=9)
     assert len(graph_checks._tokens(model)) == count
 
 

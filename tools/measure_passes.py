@@ -78,11 +78,11 @@ def kernel_shares(bundle: Bundle, ops: str, length: int, device: Device) -> dict
             array = np.zeros(tensor.at(1, length, length), tensor.dtype)
             if tensor.role == "past_length":
                 array[:] = PAST
-            values[tensor.buffer] = ort.OrtValue.ortvalue_from_numpy(array)
-            binding.bind_ortvalue_input(tensor.name, values[tensor.buffer])
+            values[tensor.state] = ort.OrtValue.ortvalue_from_numpy(array)
+            binding.bind_ortvalue_input(tensor.name, values[tensor.state])
         for tensor in signature.outputs:
-            if tensor.role == "cache":
-                binding.bind_ortvalue_output(tensor.name, values[tensor.buffer])
+            if tensor.role == "state":
+                binding.bind_ortvalue_output(tensor.name, values[tensor.state])
             else:
                 binding.bind_output(tensor.name)
         for _ in range(8):

@@ -39,7 +39,7 @@ def add_batched_graphs(model: ModelEntry, folder: Path) -> ModelEntry:
         file = decoder.file.replace("decoder", BATCHED)
         signature = variant_signature(BATCHED, ops)
         signatures[signature] = batched(model.signatures[decoder.signature])
-        entries.append(GraphEntry(BATCHED, ops, 1, None, signature, file))
+        entries.append(GraphEntry(BATCHED, ops, None, signature, file))
         ir.save(graph, folder / file)
     return replace(model, graphs=tuple(entries), signatures=signatures)
 

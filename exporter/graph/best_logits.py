@@ -29,7 +29,7 @@ def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
         file = decoder.file.replace("decoder", SCORED)
         signature = variant_signature("best_logits", ops)
         signatures[signature] = with_best(model.signatures[decoder.signature], model.num_columns)
-        entries.append(GraphEntry(SCORED, ops, 1, None, signature, file))
+        entries.append(GraphEntry(SCORED, ops, None, signature, file))
         ir.save(_append_best(ir.load(folder / decoder.file), model), folder / file)
     return replace(model, graphs=tuple(entries), signatures=signatures)
 

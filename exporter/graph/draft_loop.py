@@ -56,7 +56,7 @@ def add_draft_loops(
                 name, draft.signatures[decoder.signature], draft.num_columns, num_draft_tokens
             )
             signatures[variant_signature(base, ops)] = signature
-            entries.append(GraphEntry(name, ops, 1, None, variant_signature(base, ops), file))
+            entries.append(GraphEntry(name, ops, None, variant_signature(base, ops), file))
             path = folder / decoder.file
             part = GraphTemplate(path.parent, path.name, shares_bytes=True)
             graph = _build_graph(draft, part, signature, num_draft_tokens, ids)

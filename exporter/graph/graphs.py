@@ -57,7 +57,7 @@ class GraphFile:
         """Return the manifest's entry."""
         file = f"{folder}/{self.file_name(ops)}"
         signature = variant_signature(signature_name(self.name), ops)
-        return GraphEntry(self.name, ops, 1, self.length, signature, file)
+        return GraphEntry(self.name, ops, self.length, signature, file)
 
 
 def variant_signature(base: str, ops: str) -> str:

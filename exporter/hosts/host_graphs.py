@@ -12,12 +12,12 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime
 
-from specedge.bundle import FIRST_FORMAT_WITH_HOSTS, MANIFEST, Bundle, store
+from specedge.bundle import MANIFEST, Bundle, store
 from specedge.bundle.graph_scan import weights_of
 from specedge.bundle.hosts import HostFiles, HostGraph
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
-from specedge.bundle.signature import Signature, TensorSpec
+from specedge.bundle.signature import Port, Signature
 from specedge.destination import destination
 from specedge.errors import ExportError
 from specedge.int8_products import UNSIGNED_OPTION
@@ -210,8 +210,7 @@ def _write(
             for name, text in texts.items():
                 Path(work, name).write_text(text, "utf-8")
             described = {name: file_entry(Path(work, name)) for name in hosts.files}
-            number = max(bundle.format, FIRST_FORMAT_WITH_HOSTS)
-            new = replace(bundle, format=number, hosts=hosts, files=files | described)
+            new = replace(bundle, hosts=hosts, files=files | described)
             if old:
                 _replace_manifest(without.to_json(), Path(work), bundle.folder)
             for file in described:
@@ -237,14 +236,14 @@ def _host_graph_entry(host_graph: _HostGraphFile) -> HostGraph:
     return HostGraph(host_graph.name, host_graph.num_draft_tokens, signature, host_graph.file)
 
 
-def _tensor_entry(value: ir.Value) -> TensorSpec:
+def _tensor_entry(value: ir.Value) -> Port:
     assert value.name is not None
     assert value.dtype is not None
     assert value.shape is not None
     parts = value.name.split(".")  # draft.past_key_values.0.key, draft.2.present.0.key
-    role, buffer = value.name, None
+    role, state = value.name, None
     if len(parts) > 1:
-        role, buffer = "cache", ".".join((parts[0], *parts[-2:]))
+        role, state = "state", ".".join((parts[0], *parts[-2:]))
     shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
     dtype = "string" if value.dtype == ir.DataType.STRING else str(value.dtype.numpy())
-    return TensorSpec(value.name, role, buffer, dtype, shape)
+    return Port(value.name, role, state, dtype, shape)

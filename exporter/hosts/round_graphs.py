@@ -205,11 +205,9 @@ def check_fused(bundle: Bundle) -> str | None:
 def cache_inputs(nodes: GraphBuilder, role: str, model: ModelEntry) -> dict[str, ir.Value]:
     """Add inputs for a model's caches; return them by their names in its decoder."""
     inputs = {}
-    for i, layer in enumerate(model.cache.layers):
-        for tensor, size in (("key", layer.key_size), ("value", layer.value_size)):
-            shape = [1, layer.heads, model.cache.capacity, size]
-            name = f"past_key_values.{i}.{tensor}"
-            inputs[name] = nodes.input(f"{role}.{name}", FLOAT, shape)
+    for state in model.states:
+        name = f"past_key_values.{state.name}"
+        inputs[name] = nodes.input(f"{role}.{name}", FLOAT, list(state.sizes(model.capacity)))
     return inputs
 
 

@@ -17,7 +17,7 @@ from specedge.bundle.graph_variants import (
     compute_dtype,
     is_reduced_precision,
 )
-from specedge.bundle.manifest import ModelEntry, signatures
+from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.reports import QuantizationReport
 
 from ..checkpoint.quantized_rows import QuantizedRows
@@ -57,8 +57,8 @@ class FloatModel:
     @property
     def geometry(self) -> Geometry:
         model = self.model
-        sizes = model.context_length, model.cache.capacity, model.padded_vocab_size
-        return Geometry(*sizes, model.cache.layers)
+        sizes = model.context_length, model.capacity, model.padded_vocab_size
+        return Geometry(*sizes, model.layers)
 
     @property
     def ops(self) -> list[str]:
@@ -122,10 +122,9 @@ class FloatModel:
                 entries += [file.entry(folder, ops) for file in self.files]
             parity[ops] = replace(parity[attention_ops(ops)], invariant_lengths=invariant)
             quantization[ops] = report
-            variant_signatures = signatures(model.cache_layout(ops), model.padded_vocab_size)
             signatures_ |= {
                 variant_signature(name, ops): signature
-                for name, signature in variant_signatures.items()
+                for name, signature in model.format_signatures(ops).items()
             }
         return replace(
             model, weights_dtype=weights_dtype, signatures=signatures_, graphs=tuple(entries),

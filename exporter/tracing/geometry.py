@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from specedge.bundle.manifest import CacheLayer
+from specedge.bundle.manifest import State, key_value_states
+from specedge.bundle.precision import FLOAT32
 from specedge.errors import ExportError, MissingExtraError, SpecEdgeError
 
 from .. import internals
@@ -21,28 +24,30 @@ _STATE = "a state that cannot be rolled back"
 
 @dataclass(frozen=True)
 class Geometry:
-    """Cache layout of a model: `capacity` rows (S) for `context_length` tokens, by layer."""
+    """States of a model by layer: `capacity` rows (S) for `context_length` tokens."""
 
     context_length: int
     capacity: int
     padded_vocab_size: int
-    layers: tuple[CacheLayer, ...]
+    layers: tuple[tuple[State, ...], ...]
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """States of all layers."""
+        return tuple(itertools.chain.from_iterable(self.layers))
 
     def cache_names(self) -> list[str]:
-        """Return the graph's input names of the caches."""
-        tensors = ("key", "value")
-        return [f"past_key_values.{i}.{x}" for i in range(len(self.layers)) for x in tensors]
+        """Return the graph's input names of the states."""
+        return [f"past_key_values.{state.name}" for state in self.states]
 
-    def cache_shapes(self) -> list[tuple[int, int, int, int]]:
-        """Return the shape [B, H, S, D] of each cache, in the order of `cache_names`."""
-        sizes = [(x.heads, d) for x in self.layers for d in (x.key_size, x.value_size)]
-        return [(1, heads, self.capacity, size) for heads, size in sizes]
+    def cache_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shape [B, H, S, D] of each state, in the order of `cache_names`."""
+        return [state.sizes(self.capacity) for state in self.states]
 
     @property
     def num_outputs(self) -> int:
         """Number of logits and cache values of a token."""
-        rows = (layer.heads * (layer.key_size + layer.value_size) for layer in self.layers)
-        return self.padded_vocab_size + sum(rows)
+        return self.padded_vocab_size + sum(math.prod(state.sizes(1)) for state in self.states)
 
 
 def measure_geometry(
@@ -60,7 +65,7 @@ def measure_geometry(
             f"{model.config.model_type} models have no KV cache{recurrent}; "
             "specedge exports decoders with attention only"
         )
-    layers = tuple(_cache_layer(model.config.model_type, i, layer) for i, layer in enumerate(kept))
+    layers = tuple(_states(model.config.model_type, i, layer) for i, layer in enumerate(kept))
     _check_optimum(model, layers)
     capacity = -(-(context_length + num_draft_tokens + 2) // ALIGNMENT) * ALIGNMENT
     return Geometry(context_length, capacity, output.logits.shape[-1], layers)
@@ -87,17 +92,18 @@ def _run_pass(model: torch.nn.Module) -> Any:
         ) from error
 
 
-def _cache_layer(model_type: str, index: int, layer: Any) -> CacheLayer:
+def _states(model_type: str, index: int, layer: Any) -> tuple[State, ...]:
     if internals.has_recurrent_state(layer):
         raise ExportError(f"{model_type} models are hybrid: layer {index} has {_STATE}")
     if not internals.has_key_values(layer):
         raise ExportError(f"layer {index} of {model_type} models has no separate keys and values")
     if (rows := layer.keys.shape[2]) != 2:
         raise ExportError(f"layer {index} of {model_type} models has {rows} rows for two tokens")
-    return CacheLayer(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+    keys, values = layer.keys.shape, layer.values.shape
+    return key_value_states(index, (keys[1], keys[3]), (values[1], values[3]), FLOAT32.cache)
 
 
-def _check_optimum(model: torch.nn.Module, layers: tuple[CacheLayer, ...]) -> None:
+def _check_optimum(model: torch.nn.Module, layers: tuple[tuple[State, ...], ...]) -> None:
     """Check the measured layout against optimum's normalized config. Raises ExportError."""
     try:
         from optimum.utils import NormalizedConfigManager
@@ -121,5 +127,6 @@ def _check_optimum(model: torch.nn.Module, layers: tuple[CacheLayer, ...]) -> No
     heads = (
         normalized.num_key_value_heads if normalized.has_attribute("num_key_value_heads") else None
     )
-    if isinstance(heads, int) and any(layer.heads != heads for layer in layers):
-        raise ExportError(f"one pass fills {layers[0].heads} heads, the config has {heads}")
+    measured = [state.shape[1] for states in layers for state in states]
+    if isinstance(heads, int) and any(number != heads for number in measured):
+        raise ExportError(f"one pass fills {measured[0]} heads, the config has {heads}")

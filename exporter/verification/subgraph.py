@@ -27,7 +27,7 @@ class SubgraphSession:
 
     def __init__(
         self,
-        shapes: dict[str, tuple[int, int, int, int]],
+        shapes: dict[str, tuple[int, ...]],
         dtype: str,
         open_: Callable[[str, bool], ort.InferenceSession | None],
     ) -> None:

@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-enum { OLDEST_FORMAT = 8, FORMAT = 9, HASHED = 8 << 20 /* bytes; of larger files only the size is checked */ };
+enum { FORMAT = 10, HASHED = 8 << 20 /* bytes; of larger files only the size is checked */ };
 enum { MOST_TOKENS = 1 << 27 /* limit of allocations */ };
 
 static void hash(const char *path, char hex[65]) {
@@ -44,15 +44,14 @@ static bool read_manifest(Bundle *bundle, const char *path, char *error, size_t 
     bundle->ids_only = json_string_value(json_object_get(hosts, "ids_only"));
     if (!manifest)
         snprintf(error, error_size, "%s is not read: %s; give a bundle", path, found.text);
-    else if (format < OLDEST_FORMAT || format > FORMAT)
-        snprintf(error, error_size,
-                 "%s has format %lld, this host reads %d and %d; export the pair again", path,
-                 (long long)format, OLDEST_FORMAT, FORMAT);
+    else if (format != FORMAT)
+        snprintf(error, error_size, "%s has format %lld, this host reads %d; run specedge embed",
+                 path, (long long)format, FORMAT);
     else if (!json_is_object(hosts))
         snprintf(error, error_size, "%s has no graphs for hosts; run specedge embed", path);
-    else if (json_unpack_ex(manifest, &found, 0, "{s:o, s:o, s:{s:I, s:I}, s:{s:o, s:o, s:s}}",
-                            "files", &bundle->files, "end_tokens", &bundle->end_tokens, "target",
-                            "vocab_size", &bundle->vocab_size, "context_length",
+    else if (json_unpack_ex(manifest, &found, 0, "{s:o, s:o, s:{s:{s:I, s:I}}, s:{s:o, s:o, s:s}}",
+                            "files", &bundle->files, "end_tokens", &bundle->end_tokens, "models",
+                            "target", "vocab_size", &bundle->vocab_size, "context_length",
                             &bundle->context_length, "hosts", "graphs", &bundle->graphs,
                             "session_options", &bundle->session_options, "oldest_onnxruntime",
                             &bundle->oldest_onnxruntime))

@@ -118,22 +118,22 @@ static bool bind(SpecedgeHost *host, enum End end, const char *name, void *memor
 
 /* Bind one zeroed buffer to the input and all outputs of a cache, so that runs write only new rows. */
 static bool bind_cache(SpecedgeHost *host, json_t *input, json_t *outputs) {
-    const char *name, *buffer, *other, *its_buffer;
+    const char *name, *state, *other, *written;
     size_t i, size = sizeof(float);
     int64_t shape[4];
     json_t *sizes, *output;
     OrtValue *cache = NULL;
     void *data;
-    if (json_unpack(input, "{s:s, s:s, s:o}", "name", &name, "buffer", &buffer, "shape", &sizes))
-        return true; /* only caches have a buffer */
+    if (json_unpack(input, "{s:s, s:s, s:o}", "name", &name, "state", &state, "shape", &sizes))
+        return true; /* the state is null except for caches */
     for (i = 0; i < 4; i++) size *= shape[i] = json_integer_value(json_array_get(sizes, i));
     TRY(host, CreateTensorAsOrtValue(host->allocator, shape, 4, FLOAT, &cache));
     bool is_bound = ok(host, host->ort->GetTensorMutableData(cache, &data)) &&
                     ok(host, host->ort->BindInput(host->binding, name, cache));
     if (is_bound && size) memset(data, 0, size);
     json_array_foreach(outputs, i, output)
-        if (!json_unpack(output, "{s:s, s:s}", "name", &other, "buffer", &its_buffer) &&
-            !strcmp(buffer, its_buffer))
+        if (!json_unpack(output, "{s:s, s:s}", "name", &other, "state", &written) &&
+            !strcmp(state, written))
             is_bound = is_bound && ok(host, host->ort->BindOutput(host->binding, other, cache));
     host->ort->ReleaseValue(cache);
     return is_bound;

@@ -39,9 +39,9 @@ namespace SpecEdge
         /// <summary>Binds each cache to one buffer, in and out, so that rows are written in place.</summary>
         internal void BindCaches(Func<TensorEntry, OrtValue> buffer)
         {
-            foreach (TensorEntry input in _entry.Inputs.Where(input => input.Role == "cache"))
+            foreach (TensorEntry input in _entry.Inputs.Where(input => input.Role == "state"))
                 _binding.BindInput(input.Name, buffer(input));
-            foreach (TensorEntry output in _entry.Outputs.Where(output => output.Role == "cache"))
+            foreach (TensorEntry output in _entry.Outputs.Where(output => output.Role == "state"))
                 _binding.BindOutput(output.Name, buffer(output));
         }
 

@@ -15,7 +15,7 @@ namespace SpecEdge
         {
             Name = entry["name"].Text;
             Role = entry["role"].Text;
-            Buffer = entry["buffer"].IsNull ? null : entry["buffer"].Text;
+            State = entry["state"].IsNull ? null : entry["state"].Text;
             Type = entry["dtype"].Text;
             // A letter is a size that changes between runs; the batch size B of a cache is 1.
             Shape = entry["shape"].Items.Select(size => size.IsInteger ? size.Integer : 1).ToArray();
@@ -23,7 +23,7 @@ namespace SpecEdge
 
         public string Name { get; }
         public string Role { get; }
-        public string Buffer { get; }
+        public string State { get; }
         public string Type { get; }
         public long[] Shape { get; }
     }
@@ -53,7 +53,7 @@ namespace SpecEdge
     /// <summary>A bundle with host graphs; an invalid one raises an InvalidDataException.</summary>
     public sealed class Bundle
     {
-        private static readonly long[] Formats = { 8, 9 };
+        private const long Format = 10;
         private const string Manifest = "bundle.json";
         private const long MaxHashed = 8 << 20;  // bytes; of larger files only the size is checked
         private const string Again = "copy the bundle again, or run `specedge embed` again";
@@ -67,14 +67,14 @@ namespace SpecEdge
             Folder = folder;
             _files = json["files"].Members;
             _tokenizer = json["tokenizer"].Text;
-            JsonValue target = json["target"], hosts = json["hosts"];
-            JsonValue draft = json["draft"].IsNull ? target : json["draft"];  // null: plain decoding
+            JsonValue models = json["models"], target = models["target"], hosts = json["hosts"];
+            JsonValue draft = models.Members.ContainsKey("draft") ? models["draft"] : target;  // target: plain decoding
             NumDraftTokens = (int)json["num_draft_tokens"].Integer;
             ContextLength = (int)target["context_length"].Integer;
             VocabSize = (int)target["vocab_size"].Integer;
             DraftContextLength = (int)Math.Min(draft["context_length"].Integer, ContextLength);
             Spare = (int)Math.Min(
-                target["cache"]["capacity"].Integer - ContextLength, draft["cache"]["capacity"].Integer - DraftContextLength);
+                target["capacity"].Integer - ContextLength, draft["capacity"].Integer - DraftContextLength);
             EndTokens = new HashSet<long>(json["end_tokens"].Items.Select(token => token.Integer));
             Weights = new[] { target["weights"].Text, draft["weights"].Text }.Distinct().ToList();
             if (hosts.IsNull)
@@ -138,9 +138,9 @@ namespace SpecEdge
             if (!File.Exists(Path.Combine(folder, Manifest)))
                 throw new InvalidDataException($"{folder} is not a bundle: it has no {Manifest}");
             JsonValue json = JsonValue.Read(folder, Manifest);
-            if (!Formats.Contains(json["format"].Integer))
+            if (json["format"].Integer != Format)
                 throw new InvalidDataException(
-                    $"{folder} has format {json["format"].Integer}, this host reads {string.Join(" and ", Formats)}; run `specedge embed`");
+                    $"{folder} has format {json["format"].Integer}, this host reads {Format}; run `specedge embed`");
             var bundle = new Bundle(folder, json);
             foreach (string file in bundle._files.Keys)
                 bundle.CheckSize(file);

@@ -57,7 +57,7 @@ namespace SpecEdge
         /// <summary>Returns the buffer of a cache in native memory, zeroed on first use.</summary>
         internal OrtValue Cache(TensorEntry entry, string model)
         {
-            string name = model + entry.Buffer;
+            string name = model + entry.State;
             if (_caches.TryGetValue(name, out OrtValue cache))
                 return cache;
             if (entry.Type != "float32")

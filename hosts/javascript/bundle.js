@@ -3,7 +3,7 @@ import { createHash } from 'node:crypto';
 import { readFile, stat } from 'node:fs/promises';
 import { join } from 'node:path';
 
-const FORMATS = [8, 9];
+const FORMAT = 10;
 const HASHED = 8 * 2 ** 20; // bytes; of larger files only the size is checked
 
 /** Read the manifest of a bundle and verify all files. */
@@ -12,9 +12,8 @@ export async function readBundle(folder) {
     throw new Error(`${error.message}; give the folder of a bundle`, { cause: error });
   });
   const { format, files, hosts, ...others } = JSON.parse(text);
-  if (!FORMATS.includes(format)) {
-    const known = FORMATS.join(' and ');
-    throw new Error(`the bundle has format ${format}, this host reads ${known}; export it again`);
+  if (format !== FORMAT) {
+    throw new Error(`the bundle has format ${format}, not ${FORMAT}; run specedge embed`);
   }
   if (!hosts) throw new Error('the bundle has no graphs for hosts; run specedge embed');
   for (const [name, file] of Object.entries(files)) {

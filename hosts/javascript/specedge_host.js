@@ -8,10 +8,10 @@ import { Text } from './text.js';
 const PIECE = 256; // tokens of a long prompt per pass
 /** Allocate zeroed caches, with the names of their input and last output. */
 function cachesOf({ inputs, outputs }) {
-  const caches = inputs.filter(({ buffer }) => buffer);
-  return caches.map(({ name, buffer, shape }) => ({
+  const caches = inputs.filter(({ state }) => state);
+  return caches.map(({ name, state, shape }) => ({
     input: name,
-    output: outputs.findLast((output) => output.buffer === buffer)?.name,
+    output: outputs.findLast((output) => output.state === state)?.name,
     tensor: tensor('float32', new Float32Array(shape.reduce((a, b) => a * b)), shape),
   }));
 }

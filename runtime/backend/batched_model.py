@@ -49,8 +49,8 @@ class BatchedSession(ModelSession):
         """Return a binding of the buffers of all slots, by name."""
         with self.translated():
             binding = self._session.io_binding()
-            inputs = {t.name: arrays[t.buffer] for t in self._signature.inputs if t.buffer}
-            outputs = {t.name: arrays[t.buffer] for t in self._signature.outputs if t.buffer}
+            inputs = {t.name: arrays[t.state] for t in self._signature.inputs if t.state}
+            outputs = {t.name: arrays[t.state] for t in self._signature.outputs if t.state}
             self.buffers.bind(binding, inputs, outputs)
         return binding
 
@@ -93,18 +93,18 @@ class OrtBatchedModel:
     """
 
     def __init__(self, session: BatchedSession, num_slots: int) -> None:
-        layout, buffers = session.model.cache_layout(session.ops), session.buffers
+        model, buffers = session.model, session.buffers
         with session.translated():
-            arrays = cache_arrays(layout, _allocate, num_slots)
+            arrays = cache_arrays(model, session.ops, _allocate, num_slots)
         slices = [{n: x[i : i + 1] for n, x in arrays.items()} for i in range(num_slots)]
         self.caches = tuple(KeyValueCache(arrays, buffers) for arrays in slices)
         self.max_rows = self.max_logits = 0
         self._session = session
         self._slot_of = {cache: i for i, cache in enumerate(self.caches)}
-        self._capacity = layout.capacity
+        self._capacity = model.capacity
         self._binding = session.bind_slots(arrays)
         self._unbind_inputs()
-        self._num_columns = session.model.padded_vocab_size
+        self._num_columns = model.padded_vocab_size
 
     def forward(self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]]) -> list[Logits | None]:
         """Append tokens to the caches of several slots in one pass.

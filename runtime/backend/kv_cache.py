@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specedge.bundle import manifest
+from specedge.bundle.manifest import ModelEntry
 
 from ..sampling.history import common_prefix_length
 from .buffers import Array, Buffers
 
 
 class KeyValueCache:
-    """Key-value cache of fixed capacity: buffers [1, H, S, D], named "{layer}.key" and ".value".
+    """Key-value cache of fixed capacity: the model's states [1, H, S, D] by name.
 
     Row i belongs to `tokens[i]` and depends on no later token. Rows past `length` are stale and
     never read, so a rollback costs nothing.
@@ -53,14 +53,13 @@ class KeyValueCache:
 
 
 def cache_arrays(
-    layout: manifest.CacheLayout,
+    model: ModelEntry,
+    ops: str,
     allocate: Callable[[tuple[int, ...], str], Any],
     num_slots: int = 1,
 ) -> dict[str, Any]:
-    """Allocate the buffers of all slots by name. -> [num_slots, H, S, D] each"""
-    arrays = {}
-    for i, layer in enumerate(layout.layers):
-        for name, size in (("key", layer.key_size), ("value", layer.value_size)):
-            shape = (num_slots, layer.heads, layout.capacity, size)
-            arrays[f"{i}.{name}"] = allocate(shape, layout.dtype)
-    return arrays
+    """Allocate the states of all slots by name. -> [num_slots, H, S, D] each"""
+    return {
+        state.name: allocate(state.sizes(model.capacity, num_slots), state.dtype)
+        for state in model.states_of(ops)
+    }

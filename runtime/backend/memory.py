@@ -224,20 +224,19 @@ def model_memory(
     fitting = (weight for weight in weight_uses if weight.size <= largest)
     is_16_bit = compute_dtype(ops) != "float32"
     is_32_bit = model.weights_dtype == "float32"
-    cache = model.cache_layout(ops)
     sizes = list(
         chain.from_iterable(_weight_bytes(weight, is_16_bit, is_32_bit) for weight in fitting)
     )
     packed = [size for size, is_packed in sizes if is_packed]
-    length = min(max_length or cache.capacity, cache.capacity)
+    length = min(max_length or model.capacity, model.capacity)
     return ModelMemory(
         id=model.source.id,
         weights_dtype=model.weights_dtype,
-        cache_dtype=cache.dtype,
+        cache_dtype=model.states_of(ops)[0].dtype,
         packed=sum(packed),
         unpacked=sum(size for size, is_packed in sizes if not is_packed),
         opening=max(packed, default=0),
-        caches=slots * cache.size * length // cache.capacity,
+        caches=slots * model.cache_size(ops) * length // model.capacity,
         passes=_pass_bytes(model, packed, length, bundle.num_draft_tokens, slots),
     )
 
@@ -273,13 +272,13 @@ def _pass_bytes(
     The manifest states neither the hidden size nor the number of query heads. They are derived from
     the LM head, which is assumed to be the largest matrix whose size does not occur in each layer.
     """
-    size, num_layers = _PACKED_BYTES.get(model.weights_dtype, 4.0), len(model.cache.layers)
+    size, num_layers = _PACKED_BYTES.get(model.weights_dtype, 4.0), len(model.layers)
     single = [num_bytes for num_bytes, count in Counter(packed).items() if count % num_layers]
     head = max(single or packed, default=0)
     hidden_size = head / size / model.padded_vocab_size
     layer_weights = (sum(packed) - head) / size / num_layers
-    length = chunk_length(model.cache.capacity)
-    heads = hidden_size / model.cache.layers[0].key_size
+    length = chunk_length(model.capacity)
+    heads = hidden_size / int(model.states[0].shape[-1])
     prompt = length * (heads * capacity + _ROW_VALUES * layer_weights**0.5)
     rows = num_draft_tokens + 1
     shared = slots * rows if slots > 1 else 0

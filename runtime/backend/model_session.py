@@ -19,9 +19,9 @@ from specedge.bundle.graph_variants import (
     attention_ops,
     compute_dtype,
 )
-from specedge.bundle.manifest import REEXPORT_HINT, GraphEntry, ModelEntry
+from specedge.bundle.manifest import REEXPORT_HINT, GraphEntry, ModelEntry, has_mixed_shapes
 from specedge.bundle.precision import QUANTIZED_DTYPES, precision_of
-from specedge.bundle.signature import SAMPLING_INPUTS, Signature, TensorSpec
+from specedge.bundle.signature import SAMPLING_INPUTS, Port, Signature
 from specedge.errors import BundleError, DeviceError
 
 from .cuda import engines
@@ -49,7 +49,7 @@ class ModelSession:
         self.model = model
         self.ops = choose_ops(model, ops, device)
         where = f"{bundle.folder / MANIFEST}: {model.source.id}"
-        precision_of(where, model.dtype, model.cache.dtype)
+        precision_of(where, model.dtype, model.states[0].dtype)
         if device.is_cpu and compute_dtype(self.ops) == "bfloat16":
             alternatives = ", ".join(
                 name for name in model.parity if compute_dtype(name) != "bfloat16"
@@ -88,7 +88,7 @@ class ModelSession:
     def cache(self) -> KeyValueCache:
         """Return an empty cache."""
         with self.translated():
-            arrays = cache_arrays(self.model.cache_layout(self.ops), self.buffers.persistent)
+            arrays = cache_arrays(self.model, self.ops, self.buffers.persistent)
         return KeyValueCache(arrays, self.buffers)
 
     def bind(
@@ -108,10 +108,10 @@ class ModelSession:
             self.buffers.bind(bound.binding, bound.inputs, bound.outputs)
         return bound
 
-    def _array(self, tensor: TensorSpec, bound: BoundPass, length: int, num_logits: int) -> Any:
+    def _array(self, tensor: Port, bound: BoundPass, length: int, num_logits: int) -> Any:
         """Return a buffer of the cache, or allocate an array of the pass."""
-        if tensor.buffer is not None:
-            return bound.cache.arrays[tensor.buffer]
+        if tensor.state is not None:
+            return bound.cache.arrays[tensor.state]
         shape = tensor.at(1, length, num_logits, length + 1)
         if (values := self._constant(tensor.role, length, num_logits)) is not None:
             array = self.buffers.constant(values, tensor.dtype)
@@ -234,7 +234,7 @@ def _export_hint(model: ModelEntry, ops: str) -> str:
     option = "--cache fp16" if suffix in CACHE_SUFFIXES else f"--compute {suffix}" if suffix else ""
     if plain != "gqa" or plain in map(attention_ops, model.parity):
         return f", or export the pair with --ops {plain} {option}".rstrip()
-    if any(layer.key_size != layer.value_size for layer in model.cache.layers):
+    if has_mixed_shapes(model.layers):
         return ""  # GroupQueryAttention requires equal sizes
     options = f"--ops all {option}".rstrip()
     return f", or export the pair with {options}, which adds {ops} if the model supports it"
@@ -261,8 +261,8 @@ def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path:
                 )
 
 
-def _expected(tensor: TensorSpec, entry: GraphEntry) -> str:
-    batch = 0 if entry.name == BATCHED else entry.batch
+def _expected(tensor: Port, entry: GraphEntry) -> str:
+    batch = 0 if entry.name == BATCHED else 1
     shape = tensor.at(batch, entry.length or 0, 0)
     return _describe(f"tensor({ORT_TYPES.get(tensor.dtype, tensor.dtype)})", shape)
 

@@ -63,7 +63,7 @@ class OrtModel:
         # On CUDA, 8-bit MatMulNBits dequantizes the whole matrix for more than 5 rows.
         is_limited = not device.is_cpu and dtype in ("int8", "int8-block")
         self.fast_length = 5 if is_limited else sys.maxsize
-        self.chunk_length = chunk_length(model.cache.capacity)
+        self.chunk_length = chunk_length(model.capacity)
         self._num_columns = model.num_columns
         self._longest = bundle.num_draft_tokens + 1
         self._reset(self._session.cache() if cache is None else cache)

@@ -192,7 +192,7 @@ def _shared_chunk_length(target: OrtModel, entry: ModelEntry, invariant_length: 
             the self-test were tested, which then have to agree with the export.
     """
     recorded = entry.parity[target.ops].invariant_lengths
-    longest = chunk_length(entry.cache.capacity)
+    longest = chunk_length(entry.capacity)
     agrees = min(longest, self_test.LONGEST) in target.invariant_lengths
     is_invariant = longest_invariant((1, *recorded), longest) == longest
     if invariant_length:
@@ -297,4 +297,4 @@ def _with_max_length(bundle: Bundle, max_length: int | None) -> Bundle:
     """Return the bundle with a shorter context of its target."""
     length = bundle.context_length if max_length is None else max_length
     target = replace(bundle.target, context_length=length)
-    return replace(bundle, target=target).at(bundle.folder)
+    return replace(bundle, models=bundle.models | {"target": target}).at(bundle.folder)

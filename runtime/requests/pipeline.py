@@ -89,7 +89,7 @@ class Pipeline:
         self.slots = Slots([Slot(target, draft, self.noise), *more_slots])
         self.prompts = Prompts(bundle, tokenizer)
         self.grammars = Grammars(bundle, tokenizer)
-        longest_chunk = longest_chunk_length(bundle.target.cache.capacity)
+        longest_chunk = longest_chunk_length(bundle.target.capacity)
         self._chunk_length = chunk_length or longest_chunk
         self.max_first_length = longest_invariant(target.invariant_lengths, longest_chunk)
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .signature import Signature, TensorSpec
+from .signature import Port, Signature
 
 BATCHED = "batched"  # decoder over several sequences
 BATCHED_INPUTS = (
-    TensorSpec("input_ids", "tokens", None, "int64", (1, "T")),
-    TensorSpec("positions", "positions", None, "int64", (1, "T")),
-    TensorSpec("block_rows", "block_rows", None, "int64", ("B", "N")),
-    TensorSpec("packed_rows", "packed_rows", None, "int64", ("T",)),
-    TensorSpec("logits_rows", "logits_rows", None, "int64", ("R",)),
-    TensorSpec("last_positions", "last_positions", None, "int32", ("B",)),
-    TensorSpec("query_lengths", "query_lengths", None, "int32", ("B",)),
+    Port("input_ids", "tokens", None, "int64", (1, "T")),
+    Port("positions", "positions", None, "int64", (1, "T")),
+    Port("block_rows", "block_rows", None, "int64", ("B", "N")),
+    Port("packed_rows", "packed_rows", None, "int64", ("T",)),
+    Port("logits_rows", "logits_rows", None, "int64", ("R",)),
+    Port("last_positions", "last_positions", None, "int32", ("B",)),
+    Port("query_lengths", "query_lengths", None, "int32", ("B",)),
 )
 
 
@@ -31,7 +31,7 @@ def batched(decoder: Signature) -> Signature:
     of each sequence's last row in the block, the repeated one, and `query_lengths` their number, 0
     for a sequence without tokens.
     """
-    inputs = tuple(tensor for tensor in decoder.inputs if tensor.role == "cache")
+    inputs = tuple(tensor for tensor in decoder.inputs if tensor.role == "state")
     outputs = [
         replace(tensor, shape=(1, *tensor.shape[1:])) if tensor.role == "logits" else tensor
         for tensor in decoder.outputs

@@ -18,6 +18,7 @@ from ..errors import BundleError
 from ..option_specs import check_integer
 from ..sampling_options import MAX_DRAFT_TOKENS, RecommendedSampling
 from ..strict_json import MAX_INTEGER, JsonError, build, dump, parse, to_plain
+from . import format_9
 from .gpu_signatures import ONE_CALL
 from .graph_variants import attention_ops
 from .hosts import HostFiles
@@ -30,20 +31,17 @@ from .integrity import (
 from .manifest import REEXPORT_HINT, FileEntry, ModelEntry
 from .reports import check_single_line
 
-FORMAT = 9
-FIRST_FORMAT_WITH_HOSTS = 8  # key `hosts`
-FIRST_FORMAT_WITHOUT_DRAFT = 9  # `draft` may be null; bits per weight in reports
-FORMATS = (6, 7, 8, FORMAT)  # readable; 6 has only graph variants without a type
+FORMAT = 10
 MANIFEST = "bundle.json"
 MAX_MANIFEST_SIZE = 16 * 2**20
 LICENSE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
-ID_SIZE = 4  # bytes per id of an id map
+ID_SIZE = 4  # bytes per token id of a reduced vocabulary
 MAX_EAGER_HASH_SIZE = 8 * 2**20  # bytes; larger files are not hashed at every load
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Target and optional draft model with their shared files, as stated by `bundle.json`.
+    """Models and their shared files, as stated by `bundle.json`.
 
     Attributes:
         format: Version of the bundle format.
@@ -54,9 +52,8 @@ class Bundle:
         chat_template: Jinja template, or None.
         special_tokens: Variables of the chat template, such as `bos_token`.
         default_sampling: Sampling options that the model's authors recommend.
-        target: The target.
-        draft: The draft model; None drafts by suffix decoding.
-        id_map: File with the token ids of the draft's pruned LM head; None if it is not pruned.
+        models: Models by name: "target" defines the text, and "draft" is the draft model, without
+            which suffix decoding drafts.
         hosts: Graphs for applications without specedge; None if there are none.
         files: Sizes and hashes of all files.
         folder: Folder of the bundle.
@@ -70,9 +67,7 @@ class Bundle:
     chat_template: str | None
     special_tokens: dict[str, str]
     default_sampling: RecommendedSampling
-    target: ModelEntry
-    draft: ModelEntry | None
-    id_map: str | None
+    models: dict[str, ModelEntry]
     hosts: HostFiles | None
     files: dict[str, FileEntry]
     folder: Path = field(default=Path(), init=False, compare=False)
@@ -82,9 +77,15 @@ class Bundle:
         check_integer("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         for name in self.files:
             check_relative_path(name)
+        if "target" not in self.models or self.models.keys() - {"target", "draft"}:
+            raise ValueError(
+                f"models must have target, and may have draft, got {', '.join(self.models)}"
+            )
+        if self.target.token_ids is not None:
+            raise ValueError("token_ids must be null in the target")
         for key, model in self.models.items():
             self._check_model(key, model)
-        self._check_columns()
+            self._check_columns(key, model)
         for file in self.hosts.files if self.hosts else ():
             if file not in self.files:
                 raise ValueError(f"hosts lists '{file}', which is not among the files")
@@ -97,37 +98,27 @@ class Bundle:
     def _check_draft(self) -> None:
         if self.target.acceptance is not None:
             raise ValueError("acceptance is a key of the draft, and the target has it")
-        if self.draft is None:
-            if self.format < FIRST_FORMAT_WITHOUT_DRAFT:
-                raise ValueError(
-                    f"draft is null, which needs format {FIRST_FORMAT_WITHOUT_DRAFT} or later"
-                )
-            if self.id_map is not None:
-                raise ValueError("id_map needs a draft, and draft is null")
-        elif self.draft.vocab_size > self.target.vocab_size:
+        if self.draft is not None and self.draft.vocab_size > self.target.vocab_size:
             raise ValueError(
                 f"draft.vocab_size {self.draft.vocab_size} is above target.vocab_size "
                 f"{self.target.vocab_size}"
             )
 
-    def _check_columns(self) -> None:
-        for key, model in self.models.items():
-            columns, size = model.padded_vocab_size, model.vocab_size
-            if key == "draft" and self.id_map is not None:
-                self._check_map(self.id_map, columns, size)
-            elif size > columns:
+    def _check_columns(self, key: str, model: ModelEntry) -> None:
+        columns, size = model.padded_vocab_size, model.vocab_size
+        if model.token_ids is None:
+            if size > columns:
                 raise ValueError(f"{key}.vocab_size {size} is above its {columns} columns")
-
-    def _check_map(self, name: str, columns: int, size: int) -> None:
-        if name not in self.files:
-            raise ValueError(f"id_map '{name}' is not among the files")
-        if (size_in_bytes := self.files[name].size) != ID_SIZE * columns:
+            return
+        if model.token_ids not in self.files:
+            raise ValueError(f"token_ids '{model.token_ids}' is not among the files")
+        if (num_bytes := self.files[model.token_ids].size) != ID_SIZE * columns:
             raise ValueError(
-                f"id_map has {size_in_bytes} bytes, {columns} columns need {ID_SIZE * columns}"
+                f"token_ids has {num_bytes} bytes, {columns} columns need {ID_SIZE * columns}"
             )
         if columns > size:
             raise ValueError(
-                f"draft.padded_vocab_size {columns} is above draft.vocab_size {size}: a pruned "
+                f"{key}.padded_vocab_size {columns} is above {key}.vocab_size {size}: a pruned "
                 "LM head cannot have more columns than tokens"
             )
 
@@ -149,8 +140,8 @@ class Bundle:
         longest = max(g.length or 0 for g in model.graphs if g.name != "prefill")
         longest = max(longest, self.num_draft_tokens + 1)
         need = model.context_length + longest + ("gqa" in map(attention_ops, model.parity))
-        if model.cache.capacity < need:
-            raise ValueError(f"{key}.cache.capacity {model.cache.capacity} is below {need}")
+        if model.capacity < need:
+            raise ValueError(f"{key}.capacity {model.capacity} is below {need}")
 
     @property
     def context_length(self) -> int:
@@ -158,9 +149,14 @@ class Bundle:
         return self.target.context_length
 
     @property
-    def models(self) -> dict[str, ModelEntry]:
-        """Models by role: the target, and the draft if there is one."""
-        return {"target": self.target} | ({"draft": self.draft} if self.draft else {})
+    def target(self) -> ModelEntry:
+        """Model that defines the text."""
+        return self.models["target"]
+
+    @property
+    def draft(self) -> ModelEntry | None:
+        """Draft model, or None."""
+        return self.models.get("draft")
 
     @property
     def draft_model(self) -> ModelEntry:
@@ -209,8 +205,8 @@ class Bundle:
             bundle._check_size(name, file)
             if file.size <= MAX_EAGER_HASH_SIZE:
                 bundle.check_hash(name)
-        if bundle.draft is not None:
-            bundle.ids_of(bundle.draft)
+        for model in bundle.models.values():
+            bundle.ids_of(model)
         return bundle
 
     def ids_of(self, model: ModelEntry) -> tuple[int, ...] | None:
@@ -219,9 +215,9 @@ class Bundle:
         Returns:
             None if the head is not pruned: column j is token j.
         """
-        if self.id_map is None or model is not self.draft:
+        if model.token_ids is None:
             return None
-        path = self.path(self.id_map)
+        path = self.path(model.token_ids)
         try:
             ids = unpack_ids(path.read_bytes())
         except OSError as error:
@@ -238,20 +234,15 @@ class Bundle:
     def from_json(cls, text: str) -> Bundle:
         """Parse a manifest without reading other files."""
         value = parse(text)
-        if isinstance(value, dict) and value.get("format") not in FORMATS:
+        if isinstance(value, dict) and value.get("format") == format_9.FORMAT:
+            value = format_9.upgrade(value) | {"format": FORMAT}
+        if isinstance(value, dict) and value.get("format") != FORMAT:
             raise FormatError(_other_format(value.get("format")))
-        if isinstance(value, dict) and value["format"] < FIRST_FORMAT_WITH_HOSTS:
-            if "hosts" in value:
-                raise JsonError("key 'hosts' is unknown")
-            value["hosts"] = None
         return build(cls, value)
 
     def to_json(self) -> str:
         """Return the text of the manifest."""
-        value = to_plain(self)
-        if self.format < FIRST_FORMAT_WITH_HOSTS:
-            del value["hosts"]
-        return dump(value) + "\n"
+        return dump(to_plain(self)) + "\n"
 
     def digest(self) -> str:
         """Return the SHA-256 of the manifest, which contains the hashes of all other files."""
@@ -290,25 +281,13 @@ class Bundle:
             )
 
 
-def oldest_format(
-    target: ModelEntry, draft: ModelEntry | None, sampling: RecommendedSampling
-) -> int:
-    """Return the oldest format that a new bundle can be written in."""
-    models = [target] if draft is None else [target, draft]
-    has_bits = any(report.bits_per_weight for m in models for report in m.quantization.values())
-    is_penalized = sampling.repetition_penalty != 1
-    if draft is None or draft.acceptance or has_bits or is_penalized:
-        return FIRST_FORMAT_WITHOUT_DRAFT
-    return FIRST_FORMAT_WITH_HOSTS
-
-
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Return the bytes of an id map: little-endian 32-bit integers."""
+    """Return token ids as little-endian 32-bit integers."""
     return struct.pack(f"<{len(ids)}i", *ids)
 
 
 def unpack_ids(data: bytes) -> tuple[int, ...]:
-    """Return the token ids of an id map's bytes."""
+    """Return the token ids of little-endian 32-bit integers."""
     return struct.unpack(f"<{len(data) // ID_SIZE}i", data)
 
 
@@ -338,9 +317,10 @@ def _other_format(version: object) -> str:
         return f"format must be {FORMAT}; {REEXPORT_HINT}"
     remedy = "export the bundle again" if 0 < version < FORMAT else "upgrade specedge"
     shown = version if abs(version) <= MAX_INTEGER else "a huge number"
-    *earlier, last = map(str, FORMATS)
-    formats = f"{', '.join(earlier)} and {last}"
-    return f"format is {shown}, this version of specedge reads {formats}; {remedy}"
+    return (
+        f"format is {shown}, this version of specedge reads {format_9.FORMAT} and {FORMAT}; "
+        f"{remedy}"
+    )
 
 
 def _unreadable(folder: Path, error: Exception) -> str:

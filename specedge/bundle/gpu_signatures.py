@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .signature import SAMPLING_SETTINGS, Signature, TensorSpec
+from .signature import SAMPLING_SETTINGS, Port, Signature
 
 SCORED = "scored"  # decoder with an output of top logits
 UNROLLED = "unrolled"  # K greedy draft steps
@@ -30,7 +30,7 @@ def with_best(signature: Signature, num_columns: int) -> Signature:
     a number that is 0 if all logits of the row are finite.
     """
     shape = ("B", "R", 2 * num_best(num_columns) + 1)
-    best = TensorSpec("best", "best", None, "float32", shape)
+    best = Port("best", "best", None, "float32", shape)
     return replace(signature, outputs=(*signature.outputs, best))
 
 
@@ -43,7 +43,7 @@ def one_call(name: str, signature: Signature, num_columns: int, num_draft_tokens
 
 def unrolled(signature: Signature, num_draft_tokens: int) -> Signature:
     """Return the signature of an unrolled graph of K greedy draft steps."""
-    tokens = TensorSpec("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
+    tokens = Port("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
     return Signature(_inputs(signature), (tokens, *_caches(signature, num_draft_tokens)))
 
 
@@ -55,14 +55,14 @@ def sampled(signature: Signature, num_columns: int, num_draft_tokens: int) -> Si
     and their columns. All weights are separate outputs, for hosts that need more of them.
     """
     types = {"top_k": "int64", "top_p": "float64"}
-    settings = [TensorSpec(s, s, None, types.get(s, "float32"), (1,)) for s in SAMPLING_SETTINGS]
-    seen = TensorSpec("seen", "seen", None, "bool", ("B", num_columns))
-    uniforms = TensorSpec("uniforms", "uniforms", None, "float64", (num_draft_tokens,))
+    settings = [Port(s, s, None, types.get(s, "float32"), (1,)) for s in SAMPLING_SETTINGS]
+    seen = Port("seen", "seen", None, "bool", ("B", num_columns))
+    uniforms = Port("uniforms", "uniforms", None, "float64", (num_draft_tokens,))
     shape = (num_draft_tokens, 2 * num_best(num_columns) + NUM_SUMMARY_FIELDS)
-    outputs = [TensorSpec("drawn", "drawn", None, "float64", shape)]
+    outputs = [Port("drawn", "drawn", None, "float64", shape)]
     for i in range(num_draft_tokens):
         name = step_output(i, "weights")
-        outputs.append(TensorSpec(name, "weights", None, "float32", ("B", num_columns)))
+        outputs.append(Port(name, "weights", None, "float32", ("B", num_columns)))
     return Signature(
         (*_inputs(signature), *settings, seen, uniforms),
         (*outputs, *_caches(signature, num_draft_tokens)),
@@ -74,13 +74,13 @@ def step_output(step: int, name: str) -> str:
     return f"step.{step}.{name}"
 
 
-def _inputs(signature: Signature) -> tuple[TensorSpec, ...]:
+def _inputs(signature: Signature) -> tuple[Port, ...]:
     return tuple(t for t in signature.inputs if t.role != "logits_from")
 
 
-def _caches(signature: Signature, num_draft_tokens: int) -> Iterator[TensorSpec]:
+def _caches(signature: Signature, num_draft_tokens: int) -> Iterator[Port]:
     """Yield the cache outputs of each step."""
     for i in range(num_draft_tokens):
         for tensor in signature.outputs:
-            if tensor.role == "cache":
+            if tensor.role == "state":
                 yield replace(tensor, name=step_output(i, tensor.name))

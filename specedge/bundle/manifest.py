@@ -5,7 +5,11 @@ The manifest as a whole and the format version are in `bundle.py`.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ..errors import BundleError
@@ -25,10 +29,11 @@ from .graph_variants import (
 )
 from .precision import DTYPES, PRECISIONS, QUANTIZED_DTYPES, Precision, precision_of
 from .reports import ParityReport, QuantizationReport, check_single_line
-from .signature import Signature, TensorSpec
+from .signature import Port, Signature
 
 REEXPORT_HINT = "export or copy the bundle again"
 PREFILL_LENGTH = 64  # tokens of the prefill graph
+STATE_KINDS = ("rows",)
 ANY_LENGTH = ("decoder", BATCHED, SCORED, *ONE_CALL)
 GRAPHS = (*ANY_LENGTH, "step", "catchup", "verify", "prefill")  # defined by the format
 
@@ -54,7 +59,7 @@ class CheckpointSource:
 
     id: str
     revision: str | None
-    license: str | None = field(metadata={"key": "licence"})
+    license: str | None
 
     def __post_init__(self) -> None:
         for name, text in vars(self).items():
@@ -62,36 +67,42 @@ class CheckpointSource:
 
 
 @dataclass(frozen=True)
-class CacheLayer:
-    """Buffers of a layer: keys [B, heads, S, key_size], values [B, heads, S, value_size]."""
+class State:
+    """Tensor that a pass reads and updates, such as the keys of a layer, [B, H, S, D].
 
-    heads: int
-    key_size: int
-    value_size: int
+    Attributes:
+        name: Name within the model; "{layer}.key" and "{layer}.value" for key-value caches.
+        kind: "rows": a pass writes one row per token along S, and a smaller `past_length` rolls
+            back.
+        dtype: Element type in graph variants whose names have no type.
+        shape: Sizes; "B" is the batch and "S" the model's capacity.
+    """
 
-    def __post_init__(self) -> None:
-        if min(self.heads, self.key_size, self.value_size) < 1:
-            raise ValueError("heads, key_size and value_size must be at least 1")
-
-
-@dataclass(frozen=True)
-class CacheLayout:
-    """Layout of a key-value cache with S = `capacity` rows and one entry per layer."""
-
+    name: str
+    kind: str
     dtype: str
-    capacity: int
-    layers: tuple[CacheLayer, ...]
+    shape: tuple[int | str, ...]
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)*", self.name) or len(self.name) > 90:
+            raise ValueError(
+                f"a state's name must be up to 90 of a-z, 0-9, _ and dots between them, got "
+                f"'{self.name}'"
+            )
+        if self.kind not in STATE_KINDS:
+            kinds = ", ".join(STATE_KINDS)
+            raise ValueError(f"state {self.name}: kind must be {kinds}, got '{self.kind}'")
         _check_dtype(self.dtype)
-        if self.capacity < 1 or not self.layers:
-            raise ValueError("a cache must have at least one row and one layer")
+        sizes = [size for size in self.shape if size not in ("B", "S")]
+        if self.shape[:1] != ("B",) or self.shape.count("S") != 1 or len(sizes) != 2:
+            raise ValueError(f"state {self.name}: shape must have B first, S once and two sizes")
+        if any(isinstance(size, str) or size < 1 for size in sizes):
+            raise ValueError(f"state {self.name}: sizes must be at least 1")
 
-    @property
-    def size(self) -> int:
-        """Bytes of all buffers."""
-        row = sum(layer.heads * (layer.key_size + layer.value_size) for layer in self.layers)
-        return DTYPES[self.dtype] * self.capacity * row
+    def sizes(self, capacity: int, batch: int = 1) -> tuple[int, ...]:
+        """Return the shape for a capacity and batch size."""
+        values = {"B": batch, "S": capacity}
+        return tuple(values[size] if isinstance(size, str) else size for size in self.shape)
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,6 @@ class GraphEntry:
 
     name: str
     ops: str
-    batch: int
     length: int | None
     signature: str
     file: str
@@ -110,8 +120,8 @@ class GraphEntry:
             raise ValueError(f"ops must be one of {', '.join(GRAPH_VARIANTS)}, got '{self.ops}'")
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,39}", self.name):
             raise ValueError(f"name must be up to 40 of a-z, 0-9, - and _, got '{self.name}'")
-        if self.batch < 1 or (self.length is not None and self.length < 1):
-            raise ValueError("batch and length must be at least 1")
+        if self.length is not None and self.length < 1:
+            raise ValueError("length must be at least 1")
         if self.name in GRAPHS and (self.length is None) is not (self.name in ANY_LENGTH):
             raise ValueError(
                 f"{', '.join(ANY_LENGTH)} must have no length, and step, catchup, verify, "
@@ -142,12 +152,15 @@ class ModelEntry:
         num_experts: Experts per layer; 0 for a dense model.
         vocab_size: Token ids of the target's tokenizer that the model has embeddings for.
         padded_vocab_size: Columns of the logits, of which the first `vocab_size` are tokens; fewer
-            columns than tokens need the bundle's id map.
+            columns than tokens need `token_ids`.
         context_length: Largest number of tokens of a text.
         dtype: Compute type of the graph variants whose names have none.
         weights_dtype: Type of the stored weights.
-        cache: Key-value cache of the graph variants whose names have no type.
+        capacity: Rows of each state, S.
+        states: Tensors that a pass reads and updates.
         weights: Weights file.
+        token_ids: File with the token ids of a reduced vocabulary (pruned LM head); None if column
+            j of the logits is token j.
         signatures: Inputs and outputs of graphs by signature name.
         graphs: Graphs of all graph variants.
         parity: Verification against PyTorch by graph variant; with quantized weights, of the float
@@ -166,12 +179,14 @@ class ModelEntry:
     context_length: int
     dtype: str
     weights_dtype: str
-    cache: CacheLayout
+    capacity: int
+    states: tuple[State, ...]
     weights: str
+    token_ids: str | None
     signatures: dict[str, Signature]
     graphs: tuple[GraphEntry, ...]
     parity: dict[str, ParityReport]
-    quantization: dict[str, QuantizationReport] = field(metadata={"key": "quantisation"})
+    quantization: dict[str, QuantizationReport]
     acceptance: MeasuredAcceptance | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
@@ -182,8 +197,12 @@ class ModelEntry:
             raise ValueError(f"weights_dtype must be one of {dtypes}, got '{self.weights_dtype}'")
         if min(self.vocab_size, self.padded_vocab_size) < 1:
             raise ValueError("vocab_size and padded_vocab_size must be at least 1")
-        if not 1 <= self.context_length <= self.cache.capacity:
-            raise ValueError("context_length must be at least 1 and at most the cache's capacity")
+        if not 1 <= self.context_length <= self.capacity:
+            raise ValueError("context_length must be at least 1 and at most the capacity")
+        if len({state.name for state in self.states}) < len(self.states):
+            raise ValueError("states must not repeat a name")
+        if len({state.dtype for state in self.states}) != 1:
+            raise ValueError("states must have at least one state, and all of them one dtype")
         names = [(graph.name, graph.ops) for graph in self.graphs]
         if len(set(names)) != len(names):
             raise ValueError("graphs must not repeat a name within a graph variant")
@@ -198,7 +217,7 @@ class ModelEntry:
             name for name in ops if is_reduced_precision(name, self.weights_dtype)
         }:
             raise ValueError(
-                "quantisation must have a report for each graph variant with integer weights or a "
+                "quantization must have a report for each graph variant with integer weights or a "
                 "16-bit type, and for no other"
             )
         if min(self.num_parameters, self.num_experts) < 0:
@@ -216,8 +235,9 @@ class ModelEntry:
         signature = self.signatures.get(graph.signature)
         if signature is None:
             raise ValueError(f"{graph.name} has no '{graph.signature}' among signatures")
-        cache = self.cache_layout(graph.ops)
-        expected = signatures(cache, self.padded_vocab_size)[signature_name(graph.name)]
+        if graph.name in GRAPHS:
+            self._check_states(graph, signature)
+        expected = self.format_signatures(graph.ops)[signature_name(graph.name)]
         if graph.name == BATCHED:
             expected = batched(expected)
         if graph.name == SCORED:
@@ -225,18 +245,61 @@ class ModelEntry:
         if graph.name in ONE_CALL:
             expected = one_call(graph.name, expected, self.num_columns, signature.num_drafted)
         if graph.name in GRAPHS and not signature.has(expected):
-            raise ValueError(f"{graph.name}'s signature does not match its cache and logits")
+            raise ValueError(f"{graph.name}'s signature does not match its states and logits")
+
+    def _check_states(self, graph: GraphEntry, signature: Signature) -> None:
+        """Check that a graph has one input and one output of the right shape for each state."""
+        states = {state.name: state for state in self.states_of(graph.ops)}
+        num_writers = signature.num_drafted if graph.name in ONE_CALL else 1
+        for ports, action, count in (
+            (signature.inputs, "reads", 1),
+            (signature.outputs, "writes", num_writers),
+        ):
+            of_states = [port for port in ports if port.state is not None]
+            for port in of_states:
+                if (state := states.get(str(port.state))) is None:
+                    raise ValueError(f"{graph.file}: {port.name} has no state '{port.state}'")
+                shape = ("B", *state.sizes(self.capacity)[1:])
+                if (port.dtype, port.shape) != (state.dtype, shape):
+                    raise ValueError(
+                        f"{graph.file}: {port.name} must have the type and shape of state "
+                        f"'{state.name}'"
+                    )
+            counts = Counter(port.state for port in of_states)
+            for name in states:
+                if counts[name] != count:
+                    raise ValueError(
+                        f"{graph.file} {action} state '{name}' {counts[name]} times, expected "
+                        f"{count}"
+                    )
 
     @property
     def num_columns(self) -> int:
         """Number of columns of the logits that are tokens."""
         return min(self.vocab_size, self.padded_vocab_size)
 
-    def cache_layout(self, ops: str) -> CacheLayout:
-        """Return the cache layout of a graph variant."""
-        return (
-            self.cache if ops == attention_ops(ops) else replace(self.cache, dtype=cache_dtype(ops))
+    @property
+    def layers(self) -> tuple[tuple[State, ...], ...]:
+        """States by layer."""
+        layers = itertools.groupby(self.states, lambda state: state.name.partition(".")[0])
+        return tuple(tuple(states) for _, states in layers)
+
+    def states_of(self, ops: str) -> tuple[State, ...]:
+        """Return the states of a graph variant."""
+        if ops == attention_ops(ops):
+            return self.states
+        return tuple(replace(state, dtype=cache_dtype(ops)) for state in self.states)
+
+    def cache_size(self, ops: str) -> int:
+        """Return the bytes of the states of one text in a graph variant."""
+        return sum(
+            DTYPES[state.dtype] * math.prod(state.sizes(self.capacity))
+            for state in self.states_of(ops)
         )
+
+    def format_signatures(self, ops: str) -> dict[str, Signature]:
+        """Return the signatures that the format defines for a graph variant, by name."""
+        return signatures(self.states_of(ops), self.capacity, self.padded_vocab_size)
 
     def supports_gpu(self, ops: str) -> bool:
         """Return True if CUDA has kernels for a graph variant.
@@ -298,7 +361,7 @@ class ModelEntry:
     @property
     def precision(self) -> Precision:
         """Numeric types; raises BundleError if this version does not support them."""
-        return precision_of(self.source.id, self.dtype, self.cache.dtype)
+        return precision_of(self.source.id, self.dtype, self.states[0].dtype)
 
     def has(self, name: str, ops: str) -> bool:
         """Return True if a graph variant has a graph of that name."""
@@ -313,6 +376,11 @@ class ModelEntry:
         raise BundleError(
             f"no graph '{name}' in the graph variant '{ops}'; there are {names}; {REEXPORT_HINT}"
         )
+
+
+def has_mixed_shapes(layers: Iterable[Iterable[State]]) -> bool:
+    """Return True if keys and values of a layer differ in shape, unlike GroupQueryAttention's."""
+    return any(len({state.shape for state in states}) > 1 for states in layers)
 
 
 def chunk_length(capacity: int) -> int:
@@ -330,30 +398,46 @@ def signature_name(graph: str) -> str:
     return names.get(graph, "with_logits")
 
 
-def signatures(cache: CacheLayout, num_columns: int) -> dict[str, Signature]:
+def key_value_states(
+    layer: int, keys: tuple[int, int], values: tuple[int, int], dtype: str
+) -> tuple[State, ...]:
+    """Return the states of a layer's key-value cache.
+
+    Args:
+        layer: Index of the layer.
+        keys: Heads and size of the keys.
+        values: Heads and size of the values.
+        dtype: Element type.
+    """
+    sizes = (("key", keys), ("value", values))
+    return tuple(
+        State(f"{layer}.{name}", "rows", dtype, ("B", heads, "S", size))
+        for name, (heads, size) in sizes
+    )
+
+
+def signatures(states: tuple[State, ...], capacity: int, num_columns: int) -> dict[str, Signature]:
     """Return the signatures that the format defines, by name.
 
     They differ in the logits: of the rows from `logits_from`, of all rows, or of none.
     """
     inputs = [
-        TensorSpec("input_ids", "tokens", None, "int64", ("B", "T")),
-        TensorSpec("past_length", "past_length", None, "int64", ("B",)),
+        Port("input_ids", "tokens", None, "int64", ("B", "T")),
+        Port("past_length", "past_length", None, "int64", ("B",)),
     ]
-    first = TensorSpec("logits_from", "logits_from", None, "int64", (1,))
-    logits = TensorSpec("logits", "logits", None, "float32", ("B", "T", num_columns))
+    first = Port("logits_from", "logits_from", None, "int64", (1,))
+    logits = Port("logits", "logits", None, "float32", ("B", "T", num_columns))
     chosen = replace(logits, shape=("B", "R", num_columns))
-    caches = []
-    for i, layer in enumerate(cache.layers):
-        for part, size in (("key", layer.key_size), ("value", layer.value_size)):
-            buffer, shape = f"{i}.{part}", ("B", layer.heads, cache.capacity, size)
-            inputs.append(
-                TensorSpec(f"past_key_values.{buffer}", "cache", buffer, cache.dtype, shape)
-            )
-            caches.append(TensorSpec(f"present.{buffer}", "cache", buffer, cache.dtype, shape))
+    outputs = []
+    for state in states:
+        shape: tuple[int | str, ...] = ("B", *state.sizes(capacity)[1:])
+        port = Port(f"past_key_values.{state.name}", "state", state.name, state.dtype, shape)
+        inputs.append(port)
+        outputs.append(replace(port, name=f"present.{state.name}"))
     return {
-        "chosen_logits": Signature((*inputs[:2], first, *inputs[2:]), (chosen, *caches)),
-        "with_logits": Signature(tuple(inputs), (logits, *caches)),
-        "caches_alone": Signature(tuple(inputs), tuple(caches)),
+        "chosen_logits": Signature((*inputs[:2], first, *inputs[2:]), (chosen, *outputs)),
+        "with_logits": Signature(tuple(inputs), (logits, *outputs)),
+        "caches_alone": Signature(tuple(inputs), tuple(outputs)),
     }
 
 

@@ -43,7 +43,7 @@ class ParityReport:
     logits_std: float
     num_positions: int
     num_left_out: int
-    invariant_lengths: tuple[int, ...] = field(metadata={"key": "row_independent_lengths"})
+    invariant_lengths: tuple[int, ...]
     versions: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class ParityReport:
         if low := [name for name, value in numbers.items() if not 0 <= value < math.inf]:
             raise ValueError(f"{low[0]} must be at least 0 and finite")
         if min(self.invariant_lengths, default=1) < 1:
-            raise ValueError("row_independent_lengths must be at least 1")
+            raise ValueError("invariant_lengths must be at least 1")
         for text in (*self.versions, *self.versions.values()):
             check_single_line("versions", text)
 

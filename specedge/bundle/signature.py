@@ -10,36 +10,37 @@ DIMENSIONS = ("B", "T", "R", "N", "K")
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 SAMPLING_INPUTS = (*SAMPLING_SETTINGS, "seen", "uniforms")  # inputs of a sampling graph
 ROLES = (
-    *("tokens", "past_length", "logits_from", "cache", "logits", "best", "drafted"),
+    *("tokens", "past_length", "logits_from", "state", "logits", "best", "drafted"),
     *(*SAMPLING_INPUTS, "drawn", "weights"),
     *("positions", "block_rows", "packed_rows", "logits_rows", "last_positions", "query_lengths"),
 )
-REPEATED_ROLES = ("cache", "weights")  # roles of several tensors each
+REPEATED_ROLES = ("state", "weights")  # roles of several tensors each
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class Port:
     """Input or output of a graph: name, role, type and shape.
 
-    `buffer` names a buffer of the cache; the input and output of a buffer may share memory. A
-    dimension is a number or a name: "B" is the batch, "T" the pass length, "R" the rows with logits
-    (T less `logits_from`); in the batched graph "N" is the number of rows per sequence. In graphs
-    for hosts "N" is the number of tokens to process, "K" that of draft tokens, and "R" is K + 1.
+    `state` names a state of the model, which an input reads and an output writes; both may share
+    memory. A dimension is a number or a name: "B" is the batch, "T" the pass length, "R" the rows
+    with logits (T less `logits_from`); in the batched graph "N" is the number of rows per sequence.
+    In graphs for hosts "N" is the number of tokens to process, "K" that of draft tokens, and "R" is
+    K + 1.
     """
 
     name: str
     role: str
-    buffer: str | None
+    state: str | None
     dtype: str
     shape: tuple[int | str, ...]
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.name) <= 100 or not self.name.isprintable():
-            raise ValueError("a tensor's name must be 1 to 100 printable characters")
+            raise ValueError("a port's name must be 1 to 100 printable characters")
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", self.role):
             raise ValueError(f"a role must be up to 40 of a-z, 0-9 and _, got '{self.role}'")
-        if (self.buffer is None) is (self.role == "cache"):
-            raise ValueError(f"{self.name}: tensors of the cache must have a buffer, and no others")
+        if (self.state is None) is (self.role == "state"):
+            raise ValueError(f"{self.name}: ports with role state must name it, and no others")
         for size in self.shape:
             if size not in DIMENSIONS and (isinstance(size, str) or size < 1):
                 names = ", ".join(DIMENSIONS)
@@ -55,24 +56,24 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """Inputs and outputs of a graph. The last output of a buffer is its content."""
+    """Inputs and outputs of a graph. The last output of a state is its content."""
 
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
 
     def __post_init__(self) -> None:
-        for tensors in (self.inputs, self.outputs):
-            if len({tensor.name for tensor in tensors}) < len(tensors):
+        for ports in (self.inputs, self.outputs):
+            if len({port.name for port in ports}) < len(ports):
                 raise ValueError("names must be unique among inputs and among outputs")
-            roles = Counter(t.role for t in tensors if t.role not in REPEATED_ROLES)
+            roles = Counter(p.role for p in ports if p.role not in REPEATED_ROLES)
             if repeated := next((role for role, count in roles.items() if count > 1), None):
                 raise ValueError(f"role '{repeated}' appears twice among inputs or among outputs")
-        buffers = [tensor.buffer for tensor in self.inputs if tensor.buffer]
-        if len({*buffers}) < len(buffers):
-            raise ValueError("buffers must be unique among inputs")
+        states = [port.state for port in self.inputs if port.state]
+        if len({*states}) < len(states):
+            raise ValueError("states must be unique among inputs")
 
     @property
-    def logits(self) -> TensorSpec | None:
+    def logits(self) -> Port | None:
         """Output that has the logits, or None."""
         return next((t for t in self.outputs if t.role == "logits"), None)
 

@@ -104,26 +104,26 @@ def _sampling(sampling: RecommendedSampling) -> str:
     return ", ".join(fields)
 
 
-def _columns(bundle: Bundle, role: str, model: ModelEntry) -> str:
-    if role == "draft" and bundle.id_map is not None:
+def _columns(model: ModelEntry) -> str:
+    if model.token_ids is not None:
         return f"LM head pruned to {model.padded_vocab_size}"
     return f"{model.padded_vocab_size} columns"
 
 
 def _model_lines(bundle: Bundle, role: str, model: ModelEntry) -> list[str]:
-    source, cache = model.source, model.cache
-    layers = cache.layers
+    source, keys = model.source, model.states[0].shape
     shared = " (the target's)" if role == "draft" and bundle.shares_weights else ""
     return [
         f"{role:16} {source.id}" + (f" at {source.revision}" if source.revision else ""),
         f"  license        {license(bundle, role, model)}",
         f"  architecture   {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters,"
-        f" {len(layers)} layers, {layers[0].heads} KV heads of {layers[0].key_size}",
+        f" {len(model.layers)} layers, {keys[1]} KV heads of {keys[3]}",
         f"  context        {model.context_length} tokens",
-        f"  vocabulary     {model.vocab_size} tokens, {_columns(bundle, role, model)}",
+        f"  vocabulary     {model.vocab_size} tokens, {_columns(model)}",
         f"  weights        {bundle.files[model.weights].size / 1e6:.1f} MB{shared}, stored as"
         f" {model.weights_dtype}, computed in {model.dtype}",
-        f"  cache          {cache.size / 1e6:.1f} MB for {cache.capacity} rows",
+        f"  cache          {model.cache_size(model.cpu_ops) / 1e6:.1f} MB"
+        f" for {model.capacity} rows",
         *(
             line
             for ops, parity in model.parity.items()
@@ -144,7 +144,7 @@ def _graph_lines(model: ModelEntry, ops: str, parity: ParityReport) -> list[str]
 
 
 def _own_type(model: ModelEntry, ops: str) -> list[str]:
-    size = model.cache_layout(ops).size / 1e6
+    size = model.cache_size(ops) / 1e6
     if has_compute_type(ops):
         return [f"    computed in  {compute_dtype(ops)}, with a cache of {size:.1f} MB"]
     return [f"    caches in    {cache_dtype(ops)}, {size:.1f} MB"]

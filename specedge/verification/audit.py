@@ -284,7 +284,7 @@ def make_audited_pair(
         graph_checks.allowed(model, settings.graph_variant(bundle, model))
         for model in bundle.models.values()
     )
-    longest = chunk_length(bundle.target.cache.capacity)
+    longest = chunk_length(bundle.target.capacity)
     first = longest_invariant(target.invariant_lengths, longest)
     sizes = {"target": bundle.target, "draft": bundle.draft or bundle.target}
     return AuditedPair(target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first)

@@ -192,7 +192,7 @@ def allowed(model: ModelEntry, *ops: str) -> float:
 
 def _tokens(model: ModelEntry) -> list[int]:
     """Return random tokens for the longest pass, and for two passes of each fixed shape."""
-    longest = max(2 * PREFILL_LENGTH, chunk_length(model.cache.capacity))
+    longest = max(2 * PREFILL_LENGTH, chunk_length(model.capacity))
     count = min(longest, model.context_length)
     return [int(t) for t in np.random.default_rng(0).integers(model.vocab_size, size=count)]
 

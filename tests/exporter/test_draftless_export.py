@@ -3,7 +3,7 @@
 import pytest
 
 import specedge
-from specedge.bundle import FIRST_FORMAT_WITHOUT_DRAFT, Bundle, store
+from specedge.bundle import FORMAT, Bundle, store
 from specedge.errors import ExportError
 from specedge.exporter import export
 
@@ -15,7 +15,7 @@ def bundle(pairs, tmp_path_factory):
 
 
 def test_export_without_draft(bundle):
-    assert (bundle.draft, bundle.format) == (None, FIRST_FORMAT_WITHOUT_DRAFT)
+    assert (bundle.draft, bundle.format) == (None, FORMAT)
     assert not [name for name in bundle.files if name.startswith("draft/")]
     assert Bundle.read(bundle.folder) == bundle
 

@@ -73,10 +73,11 @@ def made(request, tmp_path_factory):
 @EVERY_KIND
 def test_manifest_lists_draft_token_ids(made):
     bundle = made.bundle
-    own = bundle.id_map == "draft/ids.bin"
-    assert own or bundle.id_map == "target/draft-ids.bin"
+    file = bundle.draft.token_ids
+    own = file == "draft/ids.bin"
+    assert own or file == "target/draft-ids.bin"
     assert own is not bundle.shares_weights
-    assert np.fromfile(bundle.path(bundle.id_map), "<i4").tolist() == list(made.ids)
+    assert np.fromfile(bundle.path(file), "<i4").tolist() == list(made.ids)
     assert len(made.ids) == bundle.draft.padded_vocab_size == COUNT
     assert (bundle.draft.vocab_size, bundle.target.padded_vocab_size) == (512, 512)
     assert 0 in made.ids
@@ -144,11 +145,11 @@ def test_host_written_from_document_generates_the_same_text(made, options):
     assert manifest == json.loads(made.bundle.to_json())
     sessions = document_reader.session_options()
     models = [
-        document_reader.Model(folder, manifest[role], "onnx", sessions, 1e4)
+        document_reader.Model(folder, manifest["models"][role], "onnx", sessions, 1e4)
         for role in ("target", "draft")
     ]
     plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    found, rounds = document_reader.generate(manifest, *models, PROMPT, 30, 4, 1, plain | options)
+    found, rounds = document_reader.generate(*models, PROMPT, 30, 4, 1, plain | options)
     one = specedge.load(folder, ops="onnx").generate(
         PROMPT, 30, num_draft_tokens=4, seed=1, ignore_eos=True, **options
     )

@@ -168,7 +168,7 @@ def test_draft_steps_do_not_copy_cache_buffers(cuda, pipeline, at):
             session.run(bound, [5] * length)
         assert counts["launches"] > K
         copied = counts["d2d_bytes"] + counts["async_d2d_bytes"]
-        assert copied < pipeline.bundle.draft.cache_layout("gqa-fp16").size / len(cache.arrays)
+        assert copied < pipeline.bundle.draft.cache_size("gqa-fp16") / len(cache.arrays)
 
 
 def test_draft_uses_passes_if_one_call_is_not_faster(cuda, pairs, planted, monkeypatch):

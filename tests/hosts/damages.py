@@ -21,8 +21,8 @@ def graph(manifest):
     return manifest["hosts"]["graphs"][0]
 
 
-def of_format_7(manifest):
-    manifest["format"] = 7
+def of_format_9(manifest):
+    manifest["format"] = 9
 
 
 def without_graphs(manifest):
@@ -35,7 +35,7 @@ def for_a_later_version(manifest):
 
 def with_smaller_caches(manifest):
     for tensor in graph(manifest)["signature"]["inputs"]:
-        if tensor["role"] == "cache":
+        if tensor["role"] == "state":
             tensor["shape"][2] = 64
 
 

@@ -240,7 +240,7 @@ def _without_a_shape(manifest):
 
 
 def _with_a_context_below_0(manifest):
-    manifest["target"]["context_length"] = -1
+    manifest["models"]["target"]["context_length"] = -1
 
 
 def _without_an_input(manifest):
@@ -256,7 +256,7 @@ def _without_text(manifest):
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (damages.of_format_7, "has format 7, this host reads 8 and 9; export the pair again"),
+        (damages.of_format_9, "has format 9, this host reads 10; run specedge embed"),
         (damages.without_graphs, "has no graphs for hosts; run specedge embed"),
         (
             _without_text,

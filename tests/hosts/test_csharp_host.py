@@ -184,7 +184,7 @@ def _without_text(manifest):
 def _with_smaller_caches(manifest):
     damages.with_smaller_caches(manifest)
     for tensor in damages.graph(manifest)["signature"]["outputs"]:
-        if tensor["role"] == "cache":
+        if tensor["role"] == "state":
             tensor["shape"][2] = 64
 
 
@@ -195,7 +195,7 @@ def _with_a_path_that_goes_up(manifest):
 
 def _with_caches_of_float16(manifest):
     for tensor in damages.graph(manifest)["signature"]["inputs"]:
-        if tensor["role"] == "cache":
+        if tensor["role"] == "state":
             tensor["dtype"] = "float16"
 
 
@@ -212,7 +212,7 @@ def _without_a_key(manifest):
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (damages.of_format_7, "has format 7, this host reads 8 and 9; run `specedge embed`"),
+        (damages.of_format_9, "has format 9, this host reads 10; run `specedge embed`"),
         (damages.without_graphs, "has no graphs for hosts; run `specedge embed --bundle"),
         (_without_text, "supports token ids only: the tokenizer is not a byte-level BPE"),
         (damages.for_a_later_version, "the bundle needs ONNX Runtime 9.0 or later"),
@@ -263,7 +263,7 @@ def test_draft_with_shorter_context_restarts_its_window(host, split_bundle, tmp_
     import specedge
 
     def change(manifest):
-        manifest["draft"]["context_length"] = 64
+        manifest["models"]["draft"]["context_length"] = 64
 
     bundle = changed(split_bundle, tmp_path / "bundle", change)
     pair = specedge.load(bundle)

@@ -301,7 +301,7 @@ def test_a_damaged_file_is_refused(program, fused_bundle, tmp_path, name, damage
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (damages.of_format_7, "has format 7, this host reads 8 and 9; export it again"),
+        (damages.of_format_9, "has format 9, not 10; run specedge embed"),
         (damages.without_graphs, "has no graphs for hosts; run specedge embed"),
         (damages.for_a_later_version, "the bundle needs 9.0"),
         (damages.with_smaller_caches, "Got invalid dimensions for input: draft.past_key"),

@@ -28,7 +28,7 @@ from specedge import int8_products
 folder = Path(sys.argv[1])
 manifest = json.loads((folder / "bundle.json").read_text("utf-8"))
 golden = json.loads((folder / manifest["hosts"]["golden"]).read_text("utf-8"))
-target, ops = manifest["target"], manifest["hosts"]["ops"]
+target, ops = manifest["models"]["target"], manifest["hosts"]["ops"]
 graphs = {(g["name"], g["num_draft_tokens"]): g["file"] for g in manifest["hosts"]["graphs"]}
 decoders = {g["ops"]: g["file"] for g in target["graphs"] if g["name"] == "decoder"}
 sizes = SimpleNamespace(vocab_size=target["vocab_size"])

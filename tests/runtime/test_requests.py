@@ -14,7 +14,7 @@ import specedge
 from specedge import BundleError, ContextLengthError, DeviceError, PromptError
 from specedge.bundle import store
 from specedge.bundle.manifest import signatures
-from specedge.bundle.signature import TensorSpec
+from specedge.bundle.signature import Port
 
 pytestmark = pytest.mark.usefixtures("shared_costs")
 PROMPTS = ("def read_config(path):", "class Parser:\n    def __init__(self")
@@ -116,11 +116,11 @@ def test_seconds_add_up_and_passes_are_counted(pipeline):
 
 def test_graph_inconsistent_with_manifest_is_rejected(pipeline):
     model = without_batched_graphs(pipeline.bundle.draft)
-    fewer = dataclasses.replace(model.cache, layers=model.cache.layers[:1])
-    for cache, columns in ((model.cache, model.padded_vocab_size + 1), (fewer, 4096)):
+    for states, columns in ((model.states, model.padded_vocab_size + 1), (model.layers[0], 4096)):
         wrong = dataclasses.replace(
-            model, cache=cache, padded_vocab_size=columns, signatures=signatures(cache, columns)
-        )
+            model, states=states, padded_vocab_size=columns,
+            signatures=signatures(states, model.capacity, columns),
+        )  # fmt: skip
         with pytest.raises(
             BundleError, match=r"bundle.json specifies .*export or copy the bundle again"
         ):
@@ -130,7 +130,7 @@ def test_graph_inconsistent_with_manifest_is_rejected(pipeline):
 def test_a_graph_with_an_unknown_input_role_is_refused(pipeline):
     model = pipeline.bundle.draft
     signature = model.signatures["chosen_logits"]
-    new = TensorSpec("logit_rows", "rows", None, "int64", ("T",))
+    new = Port("logit_rows", "rows", None, "int64", ("T",))
     later = dataclasses.replace(signature, inputs=(*signature.inputs, new))
     model = dataclasses.replace(model, signatures=model.signatures | {"chosen_logits": later})
     with pytest.raises(BundleError, match=r"input logit_rows is unknown to this version"):

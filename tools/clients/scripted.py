@@ -16,7 +16,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
-from specedge.bundle.bundle import FORMAT
 from specedge.runtime.requests.loader import load_tokenizer
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import common_prefix_length
@@ -118,7 +117,7 @@ def _rest(text: str, written: str) -> str:
 @click.option("--port", type=int, required=True)
 def main(bundle: str, port: int) -> None:
     loaded = Bundle.read(bundle)
-    changes = {"format": FORMAT, "draft": None, "chat_template": TEMPLATE}
+    changes = {"models": {"target": loaded.target}, "chat_template": TEMPLATE}
     scripted = dataclasses.replace(loaded, **changes).at(loaded.folder)
     object.__setattr__(scripted.target, "context_length", CONTEXT)  # no cache limits the model
     tokenizer = load_tokenizer(loaded)

@@ -33,7 +33,7 @@ class FixedShapeModel(OrtModel):
             assert session.length is not None
             self._sessions[session.length] = session
         self._prefill = ModelSession(bundle, model, device, ops, FIXED_SHAPES[-1])
-        self._capacity = model.cache.capacity
+        self._capacity = model.capacity
         super().__init__(bundle, model, device, ops, session=self._sessions[1])
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:

@@ -89,7 +89,7 @@ def test_self_draft_shares_target_weights_file(made):
 def test_both_models_agree_with_pytorch_in_every_graph_variant(made):
     """The export verifies numerical parity itself; check that nothing was skipped or noted."""
     for model, layers in ((made.bundle.target, LAYERS), (made.bundle.draft, made.num_layers)):
-        assert len(model.cache.layers) == layers
+        assert len(model.layers) == layers
         assert list(model.parity) == (["onnx", "gqa"] if made.kind == "gpt2" else ["onnx"])
         assert all(found.num_positions == CONTEXT for found in model.parity.values())
     assert not [n for n in made.progress.notes if "license" in n or "no gqa" in n]
@@ -152,11 +152,11 @@ def test_host_written_from_document_runs_self_draft(made):
     assert manifest == json.loads(made.bundle.to_json())
     options = document_reader.session_options()
     models = [
-        document_reader.Model(folder, manifest[role], "onnx", options, 1e4)
+        document_reader.Model(folder, manifest["models"][role], "onnx", options, 1e4)
         for role in ("target", "draft")
     ]
     greedy = {"temperature": 0.0}
-    found, rounds = document_reader.generate(manifest, *models, PROMPT, 20, 4, 1, greedy)
+    found, rounds = document_reader.generate(*models, PROMPT, 20, 4, 1, greedy)
     pipeline = specedge.load(folder, ops="onnx")
     one = pipeline.generate(PROMPT, 20, num_draft_tokens=4, seed=1, ignore_eos=True)
     assert (found, rounds) == (one.tokens, one.stats.num_rounds)

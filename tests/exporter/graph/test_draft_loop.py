@@ -78,7 +78,7 @@ def test_rows_beyond_drafted_tokens_are_never_read(passes, cached, unrolled):
 def test_every_step_has_outputs_for_each_buffer_and_weights_are_stored_once(bundle):
     entry = bundle.draft.graph(UNROLLED, OPS)
     outputs = bundle.draft.signatures[entry.signature].outputs
-    buffers = [tensor.buffer for tensor in outputs if tensor.role == "cache"]
+    buffers = [tensor.state for tensor in outputs if tensor.role == "state"]
     assert len(buffers) == bundle.num_draft_tokens * len({*buffers})
     proto = onnx.load(bundle.path(entry.file), load_external_data=False)
     places = [tuple(e.value for e in t.external_data) for t in proto.graph.initializer]

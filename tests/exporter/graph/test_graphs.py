@@ -37,9 +37,8 @@ def test_inputs_and_outputs_match_the_specification(exported):
     for model, graph, proto in protos(exported):
         length, batch = graph.length or "T", "B" if graph.name == "batched" else 1
         caches = [
-            (f"{i}.{kind}", [batch, layer.heads, model.cache.capacity, size])
-            for i, layer in enumerate(model.cache.layers)
-            for kind, size in (("key", layer.key_size), ("value", layer.value_size))
+            (state.name, [batch, state.shape[1], model.capacity, state.shape[3]])
+            for state in model.states
         ]
         rows = graph.length or "R"
         logits = [("logits", [1, rows, model.padded_vocab_size])] if graph.length != 64 else []
@@ -116,7 +115,7 @@ def test_files_have_lengths_that_manifest_states(exported):
                 wanted["unrolled", ops] = None, "drafted"
                 wanted["sampled", ops] = None, "drawn"
         assert {(g.name, g.ops): (g.length, g.signature) for g in model.graphs} == wanted
-        assert model.cache.capacity >= model.context_length + exported.num_draft_tokens + 2
+        assert model.capacity >= model.context_length + exported.num_draft_tokens + 2
 
 
 def test_weights_are_stored_once_in_their_original_type(pairs, exported):
@@ -141,7 +140,7 @@ def test_graph_files_are_small_and_reference_external_weights(exported):
     for model, graph, proto in protos(exported):
         layer = 20_000 if model.quantization else 12_000
         steps = exported.num_draft_tokens if graph.name in ONE_CALL else 1
-        assert exported.files[graph.file].size < steps * (20_000 + layer * len(model.cache.layers))
+        assert exported.files[graph.file].size < steps * (20_000 + layer * len(model.layers))
         places = [{e.key: e.value for e in t.external_data} for t in proto.graph.initializer]
         assert {p["location"] for p in places if p} == {"weights.bin"}
         assert not any(int(p["offset"]) % 64 for p in places if p)

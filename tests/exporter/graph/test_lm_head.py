@@ -32,9 +32,9 @@ def bundle(request, pairs, tmp_path_factory):
 
 def runner_of(bundle, ops):
     model = bundle.target
-    sizes = model.context_length, model.cache.capacity, model.padded_vocab_size
+    sizes = model.context_length, model.capacity, model.padded_vocab_size
     lengths = graphs.graph_files(bundle.num_draft_tokens, model.context_length)
-    return Runner(bundle.folder / "target", lengths, Geometry(*sizes, model.cache.layers), ops)
+    return Runner(bundle.folder / "target", lengths, Geometry(*sizes, model.layers), ops)
 
 
 def outputs(runner, first):

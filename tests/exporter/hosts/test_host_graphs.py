@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import specedge
 from cases import slow
 from round_host import Fused, Split
-from specedge.bundle import FIRST_FORMAT_WITH_HOSTS, FORMAT, MANIFEST, Bundle, store
+from specedge.bundle import FORMAT, MANIFEST, Bundle, store
 from specedge.cli.embed import embed as command
 from specedge.errors import ExportError
 from specedge.exporter import embed, export
@@ -106,7 +106,7 @@ def test_golden_transcripts_replay_exactly_without_near_ties(embedded, pipeline)
 
 def test_manifest_lists_inputs_and_outputs_of_each_graph(both_layouts):
     bundle = both_layouts["fused"]
-    assert bundle.format >= FIRST_FORMAT_WITH_HOSTS
+    assert bundle.format == FORMAT
     (graph,) = rounds(bundle)
     (session,) = sessions(bundle).values()
     for tensors, values in (
@@ -115,8 +115,8 @@ def test_manifest_lists_inputs_and_outputs_of_each_graph(both_layouts):
     ):
         assert [t.name for t in tensors] == [v.name for v in values]
         assert [list(t.shape) for t in tensors] == [v.shape for v in values]
-    buffers = {t.buffer for t in graph.signature.inputs} - {None}
-    assert buffers == {t.buffer for t in graph.signature.outputs} - {None}
+    buffers = {t.state for t in graph.signature.inputs} - {None}
+    assert buffers == {t.state for t in graph.signature.outputs} - {None}
     assert graph.file in bundle.files
 
 
@@ -124,8 +124,8 @@ def test_tensor_names_except_caches_are_roles(both_layouts):
     for bundle in both_layouts.values():
         for graph in bundle.hosts.graphs:
             tensors = (*graph.signature.inputs, *graph.signature.outputs)
-            assert all((t.role == "cache") == (t.buffer is not None) for t in tensors)
-            assert all(t.name == t.role for t in tensors if t.buffer is None)
+            assert all((t.role == "state") == (t.state is not None) for t in tensors)
+            assert all(t.name == t.role for t in tensors if t.state is None)
 
 
 def test_session_options_are_right_for_weights_on_every_processor(both_layouts, embedded):
@@ -157,13 +157,6 @@ def test_more_draft_tokens_than_caches_have_room_for_are_refused(folder):
     with pytest.raises(ExportError, match="export the pair with --num-draft-tokens 9"):
         embed(folder, num_draft_tokens=[9])
     assert sorted(p.name for p in folder.iterdir()) == before
-
-
-def test_older_manifest_with_hosts_is_refused(folder):
-    text = (folder / MANIFEST).read_text("utf-8")
-    (folder / MANIFEST).write_text(text.replace(f'"format": {FORMAT}', '"format": 7'), "utf-8")
-    with pytest.raises(specedge.BundleError, match="'hosts' is unknown"):
-        Bundle.read(folder)
 
 
 @pytest.mark.slow(exhaustive=True)

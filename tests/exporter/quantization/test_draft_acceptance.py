@@ -61,7 +61,7 @@ def test_bundles_without_rates_keep_the_prior(tmp_path):
     made = Made(tmp_path, "llama", ops="onnx", precision="fp32", draft_precision="fp32")
     path = made.bundle.folder / MANIFEST
     manifest = json.loads(path.read_text("utf-8"))
-    del manifest["draft"]["acceptance"]
+    del manifest["models"]["draft"]["acceptance"]
     path.write_text(json.dumps(manifest), "utf-8")
     with specedge.load(made.bundle.folder) as pipeline:
         assert priors(pipeline) == [None, None]

@@ -34,7 +34,7 @@ def test_each_graph_variant_has_an_fp16_cache_counterpart(made):
     for model in made.bundle.models.values():
         assert list(model.parity) == [*OPS, *SETS]
         for ops in SETS:
-            assert 2 * model.cache_layout(ops).size == model.cache.size
+            assert 2 * model.cache_size(ops) == model.cache_size("onnx")
             report = model.quantization[ops]
             assert (report.num_tokens > 1000) is ops.startswith("gqa")
             assert 0 < report.error < 0.2

@@ -288,10 +288,10 @@ def test_invalid_precision_or_calibration_text_is_rejected(
 
 def test_manifest_inconsistent_with_quantization_reports_is_rejected(made):
     value = json.loads(made.bundle.to_json())
-    value["target"]["weights_dtype"] = "float32"
+    value["models"]["target"]["weights_dtype"] = "float32"
     with pytest.raises(
         ValueError,
-        match="quantisation must have a report for each graph variant with integer weights",
+        match="quantization must have a report for each graph variant with integer weights",
     ):
         Bundle.from_json(json.dumps(value))
 

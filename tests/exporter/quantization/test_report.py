@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from specedge.bundle.manifest import CacheLayer
+from specedge.bundle.manifest import key_value_states
 from specedge.exporter.quantization import report
 from specedge.exporter.quantization.report import LogitDistance
 from specedge.exporter.tracing.geometry import Geometry
@@ -121,7 +121,10 @@ def test_texts_are_run_sequentially_if_outputs_are_large(monkeypatch):
 
 
 def test_cache_values_count_as_outputs():
-    layers = CacheLayer(heads=32, key_size=128, value_size=64), CacheLayer(8, 64, 64)
+    layers = (
+        key_value_states(0, (32, 128), (32, 64), "float32"),
+        key_value_states(1, (8, 64), (8, 64), "float32"),
+    )
     shape = Geometry(context_length=10, capacity=16, padded_vocab_size=500, layers=layers)
     values = sum(math.prod(size) // 16 for size in shape.cache_shapes())
     assert shape.num_outputs == 500 + values == 500 + 32 * 192 + 8 * 128

@@ -16,7 +16,7 @@ from cases import exhaustive, slow
 from quantized import PROMPTS, Made, check_greedy, with_outliers
 from specedge.bundle import Bundle
 from specedge.bundle.graph_variants import OPS, compute_dtype
-from specedge.bundle.manifest import CacheLayer, CacheLayout
+from specedge.bundle.manifest import key_value_states
 from specedge.cli.inspect import inspect
 from specedge.cli.verify import verify
 from specedge.errors import BundleError, DeviceError, ExportError
@@ -186,14 +186,14 @@ def test_missing_graph_variant_is_rejected_by_name(made):
 
 def test_manifest_with_missing_report_or_wrong_cache_is_rejected(made):
     value = json.loads(made.bundle.to_json())
-    del value["target"]["quantisation"][made.sets[0]]
-    with pytest.raises(ValueError, match="quantisation must have a report"):
+    del value["models"]["target"]["quantization"][made.sets[0]]
+    with pytest.raises(ValueError, match="quantization must have a report"):
         Bundle.from_json(json.dumps(value))
     value = json.loads(made.bundle.to_json())
-    for graph in value["target"]["graphs"]:
+    for graph in value["models"]["target"]["graphs"]:
         if graph["ops"] in made.sets and made.compute != "fp32":
             graph["signature"] = "chosen_logits"
-            with pytest.raises(ValueError, match="signature does not match its cache and logits"):
+            with pytest.raises(ValueError, match="must have the type and shape of state"):
                 Bundle.from_json(json.dumps(value))
             return
 
@@ -272,9 +272,10 @@ def test_advised_export_command_is_valid_for_graph_variant(dtype, ops, advice):
 )
 def test_gqa_export_is_advised_only_if_possible(value_size, advice):
     """Keys and values of two sizes: never. With one size a manifest cannot tell."""
-    cache = CacheLayout("float32", 64, (CacheLayer(2, 64, value_size),))
+    layers = (key_value_states(0, (2, 64), (2, value_size), "float32"),)
     parity = {"onnx": None}
-    model = Mock(weights_dtype="int8", parity=parity, graph_variant=lambda ops: None, cache=cache)
+    model = Mock(weights_dtype="int8", parity=parity, graph_variant=lambda ops: None)
+    model.layers = layers
     with pytest.raises(BundleError) as caught:
         choose_ops(model, "gqa-kv16")
     said = "" if advice is None else f", or export the pair with {advice}"

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from architectures import ARCHITECTURES
 from checkpoints import make_config, make_model, make_tokenizer, save
-from specedge.bundle.manifest import CacheLayer
+from specedge.bundle.manifest import key_value_states
 from specedge.errors import ExportError, MissingExtraError
 from specedge.exporter import export, internals
 from specedge.exporter.checkpoint import checkpoints
@@ -38,8 +38,8 @@ def test_config_of_any_size_is_checked_without_memory():
 
 
 def test_example_caches_take_no_memory():
-    layer = CacheLayer(8, 128, 128)
-    shape = geometry.Geometry(1 << 17, 1 << 17, 512, (layer,) * 2)
+    layers = tuple(key_value_states(i, (8, 128), (8, 128), "float32") for i in range(2))
+    shape = geometry.Geometry(1 << 17, 1 << 17, 512, layers)
     before = psutil.Process().memory_info().rss
     *_, caches = tracer.example_inputs(shape, torch.device("cpu"))
     assert psutil.Process().memory_info().rss - before < 1e8

@@ -36,7 +36,7 @@ def test_caches_are_updated_in_place(pairs):
     model = pairs.bundle("gpt2").target
     folder = pairs.bundle("gpt2").folder / "target"
     shape = geometry.Geometry(
-        model.context_length, model.cache.capacity, model.padded_vocab_size, model.cache.layers
+        model.context_length, model.capacity, model.padded_vocab_size, model.layers
     )
     runner = Runner(folder, graphs.graph_files(4, model.context_length), shape)
     zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]

@@ -46,7 +46,7 @@ def test_half_precision_subgraphs_equal_whole_graph(pairs, in_parts, monkeypatch
     bundle = pairs.bundle("bfloat16")
     model = bundle.target
     shape = geometry.Geometry(
-        model.context_length, model.cache.capacity, model.padded_vocab_size, model.cache.layers
+        model.context_length, model.capacity, model.padded_vocab_size, model.layers
     )
     folder, lengths = bundle.folder / "target", graphs.graph_files(4, model.context_length)
     split = Runner(folder, lengths, shape)

@@ -263,10 +263,10 @@ def change_shape(tensors):
 @pytest.mark.parametrize("change", [remove_input, change_role, change_shape])
 def test_inconsistent_signature_is_refused(bundle, tmp_path, change):
     manifest = json.loads((bundle.folder / MANIFEST).read_text("utf-8"))
-    change(manifest["target"]["signatures"][BATCHED]["inputs"])
+    change(manifest["models"]["target"]["signatures"][BATCHED]["inputs"])
     (tmp_path / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     with pytest.raises(
-        BundleError, match=f"{MANIFEST}: key 'target': batched's signature"
+        BundleError, match=f"{MANIFEST}: key 'models.target': batched's signature"
     ) as error:
         Bundle.read(tmp_path)
     assert "\n" not in str(error.value)

@@ -1,5 +1,6 @@
 """Memory estimates, and refusals if memory does not suffice."""
 
+import math
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import measure_memory
 import specedge
 from specedge.bundle import Bundle, store
 from specedge.bundle.graph_scan import parse_weights
-from specedge.bundle.manifest import CacheLayer, CacheLayout
+from specedge.bundle.manifest import key_value_states
 from specedge.errors import DeviceError
 from specedge.runtime.backend import memory
 from specedge.runtime.backend.memory import ModelMemory, PairMemory
@@ -111,20 +112,20 @@ def test_cache_memory_follows_capacity():
     bundle = Bundle.read(store.embedded_folder())
     found = loader.memory_of(bundle)
     arrays = [
-        4 * layer.heads * (layer.key_size + layer.value_size) * one.cache.capacity
+        4 * math.prod(state.sizes(one.capacity))
         for one in bundle.models.values()
-        for layer in one.cache.layers
+        for state in one.states
     ]
     assert found.parts["caches"] == sum(arrays)
 
 
 def passes(vocab, of_layer=4, **changes):
     """Model with rows of 512 values, 8 heads and 4 layers of 4 million parameters, K = 4."""
-    layers = (CacheLayer(2, 64, 64),) * 4
-    cache = CacheLayout("float32", 1024, layers)
+    layers = tuple(key_value_states(i, (2, 64), (2, 64), "float32") for i in range(4))
     given = {"capacity": 1024, "num_draft_tokens": 4, "slots": 1} | changes
     packed = [4 * 512 * vocab, *[4 * of_layer * MB] * 4]
-    one = Mock(padded_vocab_size=vocab, weights_dtype="float32", cache=cache)
+    one = Mock(padded_vocab_size=vocab, weights_dtype="float32", capacity=1024)
+    one.layers, one.states = layers, layers[0]
     return memory._pass_bytes(one, packed, **given)
 
 

@@ -28,10 +28,10 @@ def model():
 def test_caches_of_an_unsupported_type_are_refused_at_load(role, dtype):
     bundle = Bundle.read(store.embedded_folder())
     whole = bundle.models[role]
-    cache = dataclasses.replace(whole.cache, dtype=dtype)
-    given = signatures(cache, whole.padded_vocab_size)
+    states = tuple(dataclasses.replace(state, dtype=dtype) for state in whole.states)
+    given = signatures(states, whole.capacity, whole.padded_vocab_size)
     graphs = tuple(graph for graph in whole.graphs if graph.name != "batched")
-    changed = dataclasses.replace(whole, cache=cache, signatures=given, graphs=graphs)
+    changed = dataclasses.replace(whole, states=states, signatures=given, graphs=graphs)
     said = (
         f"with caches in {dtype}; this version of specedge supports float32 with caches in float32"
     )
