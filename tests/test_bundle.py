@@ -201,6 +201,14 @@ def test_duplicate_role_among_the_outputs_of_a_graph_is_refused(folder, role):
     assert "\n" not in str(caught.value)
 
 
+def test_two_outputs_of_a_state_are_refused(folder):
+    models = json.loads((folder / MANIFEST).read_text("utf-8"))["models"]
+    outputs = models["target"]["signatures"]["chosen_logits"]["outputs"]
+    edit(folder, *OUTPUT[:-1], value=[*outputs, outputs[1] | {"name": "again"}])
+    with pytest.raises(BundleError, match="target/decoder.onnx writes state '0.key' 2 times"):
+        Bundle.read(folder)
+
+
 @pytest.mark.parametrize(
     ("found", "cure"), [(8, "export the bundle again"), (FORMAT + 1, "upgrade specedge")]
 )

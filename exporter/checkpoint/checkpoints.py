@@ -176,8 +176,9 @@ def _read(
         raw = folders.read_json_object(where, folder / "config.json")
         raw = quantized_formats.read_old_config(where, raw, folder)
         config = _load_config(role, name, folder, raw)
-        if remote is not None:
-            remote.growth = quantized_formats.expansion(raw)
+        quantization = quantized_formats.read_format(raw)
+        if remote is not None and quantization is not None:
+            remote.growth = quantization.growth
         text = text_decoder.decoder_config(where, config)
         generation = folders.read_json_object(where, folder / "generation_config.json")
         return _Contents(
@@ -186,7 +187,7 @@ def _read(
             tokenizer=_load_tokenizer(where, folder, files),
             raw=raw,
             generation=generation,
-            is_quantized=quantized_formats.can_be_kept(raw),
+            is_quantized=quantization is not None and quantization.can_be_kept,
         )
     paths = [folder / name for name in weights]
     with tempfile.TemporaryDirectory() as temporary:

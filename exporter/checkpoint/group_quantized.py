@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +24,14 @@ import torch
 from specedge.errors import CheckpointError
 
 from .lazy_tensors import lazy_rows
-from .quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor
+from .quantized_tensors import (
+    BlockLayout,
+    IntegerBlocks,
+    QuantizationFormat,
+    QuantizedTensor,
+    State,
+)
 
-BITSANDBYTES_INT8 = "bitsandbytes-int8"
-NAMES = {
-    BITSANDBYTES_INT8: "bitsandbytes",
-    "gptq": "GPTQ",
-    "awq": "AWQ",
-    "auto-round": "AutoRound",
-    "compressed-tensors": "compressed-tensors",
-}
 _SMALLEST_BLOCK = 16  # of MatMulNBits
 # Larger groups are split, with equal scales: products with int8 activations in larger blocks are
 # not batch-invariant on processors with AVX-512 and VNNI (ONNX Runtime 1.32).
@@ -52,98 +51,145 @@ _INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 # Scales of activations and caches are ignored: a bundle quantizes activations dynamically.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 _CACHE_PARTS = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
-State = Mapping[str, torch.Tensor]
 
 
-def unsupported_variant(method: str, config: Mapping[str, Any]) -> str | None:
-    """Return the name of a variant of a method in `NAMES` that cannot be read; None if it can.
+class GroupFormat(QuantizationFormat):
+    """Format of integers with a scale for each group of inputs."""
 
-    Args:
-        method: Quantization method.
-        config: Quantization config of the checkpoint.
-    """
-    if method == "compressed-tensors":
-        return _unsupported_compression(config)
-    if method == BITSANDBYTES_INT8:
-        return None
-    name, layout = NAMES[method], _layout(method, config)
-    if layout not in (("gemm",) if method == "awq" else ("gptq", "gptq_v2", "gemm")):
-        return f"{name}'s layout '{str(layout)[:40]}'"
-    bits = config.get("bits", 4)
-    if bits not in ((4,) if layout == "gemm" else _BITS):
-        return f"{name} of {str(bits)[:40]} bits"
-    if config.get("data_type", "int") != "int":
-        return f"{name}'s data type '{str(config['data_type'])[:40]}'"
-    if config.get("act_bits", 16) not in (None, 16, 32):
-        return f"{name} with activations of {str(config['act_bits'])[:40]} bits"
-    if transform := _transform(config):
-        return f"{name} with {transform}"
-    return None
+    growth = 8.0  # 4 bits in float32
+    can_be_kept = True
 
+    def quantized_tensors(self, where: str, state: State) -> list[QuantizedTensor]:
+        return [*self._tensors_by_module(where, state).values()]
 
-def quantized_tensors(
-    where: str, method: str, config: Mapping[str, Any], state: State
-) -> dict[str, QuantizedTensor]:
-    """Return the quantized matrices of a checkpoint by their modules' names.
+    def dequantize(
+        self, where: str, state: State, transposed: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        tensors = self._tensors_by_module(where, state)
+        result = {key: tensor for key, tensor in state.items() if not key.endswith(_CACHE_PARTS)}
+        for module, tensor in tensors.items():
+            for part in _parts(module, result):
+                del result[f"{module}.{part}"]
+            matrix = lazy_rows(tensor)
+            is_transposed = module.rpartition(".")[2] in transposed
+            result[f"{module}.weight"] = matrix.T if is_transposed else matrix
+        for key in result:
+            module, _, part = key.rpartition(".")
+            if module in tensors and part not in ("weight", "bias"):
+                raise CheckpointError(
+                    f"{where}: {key} is a part of a weight in an unsupported format; "
+                    "specify the original checkpoint"
+                )
+        return result
 
-    Args:
-        where: Role and name, as in error messages.
-        method: Quantization method, one of `NAMES`.
-        config: Quantization config of the checkpoint.
-        state: Tensors of the checkpoint.
-
-    Raises:
-        CheckpointError: Tensors are missing or do not fit.
-    """
-    reader = _Reader(where, NAMES[method], config, state)
-    has_one_layout = method in ("compressed-tensors", BITSANDBYTES_INT8)
-    layout = method if has_one_layout else _layout(method, config)
-    tensors = {}
-    for key, tensor in state.items():
-        module, _, part = key.rpartition(".")
-        is_int8 = part == "weight" and tensor.dtype == torch.int8
-        if layout == "compressed-tensors" and (part == "weight_packed" or is_int8):
-            tensors[module] = reader.compressed(module, part)
-        elif layout == BITSANDBYTES_INT8 and is_int8:
-            tensors[module] = reader.bitsandbytes(module)
-        elif layout == "gemm" and part == "qweight":
-            tensors[module] = reader.awq(module)
-        elif layout in ("gptq", "gptq_v2") and part == "qweight":
-            tensors[module] = reader.gptq(module, is_first_version=layout == "gptq")
-    if not tensors:
-        raise CheckpointError(
-            f"{where}: its config.json says {NAMES[method]}, and its files contain no such "
-            "weights; download it again"
-        )
-    return tensors
-
-
-def dequantize_state(
-    where: str, tensors: Mapping[str, QuantizedTensor], state: State, transposed: Collection[str]
-) -> dict[str, torch.Tensor]:
-    """Replace quantized matrices by lazy float32 ones. Raises CheckpointError.
-
-    Args:
-        where: Role and name, as in error messages.
-        tensors: Quantized matrices by their modules' names.
-        state: Tensors of the checkpoint.
-        transposed: Last parts of the names of modules whose matrices are [K, N] in the model.
-    """
-    result = {key: tensor for key, tensor in state.items() if not key.endswith(_CACHE_PARTS)}
-    for module, tensor in tensors.items():
-        for part in _parts(module, result):
-            del result[f"{module}.{part}"]
-        matrix = lazy_rows(tensor)
-        is_transposed = module.rpartition(".")[2] in transposed
-        result[f"{module}.weight"] = matrix.T if is_transposed else matrix
-    for key in result:
-        module, _, part = key.rpartition(".")
-        if module in tensors and part not in ("weight", "bias"):
+    def _tensors_by_module(self, where: str, state: State) -> dict[str, QuantizedTensor]:
+        reader = _Reader(where, self.name, self.config, state)
+        tensors = {}
+        for key, tensor in state.items():
+            module, _, part = key.rpartition(".")
+            if (matrix := self._read(reader, module, part, tensor)) is not None:
+                tensors[module] = matrix
+        if not tensors:
             raise CheckpointError(
-                f"{where}: {key} is a part of a weight in an unsupported format; "
-                "specify the original checkpoint"
+                f"{where}: its config.json says {self.name}, and its files contain no such "
+                "weights; download it again"
             )
-    return result
+        return tensors
+
+    @abstractmethod
+    def _read(
+        self, reader: _Reader, module: str, part: str, tensor: torch.Tensor
+    ) -> QuantizedTensor | None:
+        """Read the matrix of a module from its main tensor; None for other tensors."""
+
+
+class GptqFormat(GroupFormat):
+    """Integers in 32-bit words in a layout of GPTQ or AWQ."""
+
+    name = "GPTQ"
+    layouts: tuple[str, ...] = ("gptq", "gptq_v2", "gemm")
+
+    @property
+    def layout(self) -> str:
+        """Layout: "gptq", "gptq_v2", "gemm", or an unknown one."""
+        layout = self.config.get("checkpoint_format") or self.config.get("format") or "gptq"
+        return str(layout).lower()
+
+    def unsupported_variant(self) -> str | None:
+        config, layout = self.config, self.layout
+        if layout not in self.layouts:
+            return f"{self.name}'s layout '{layout[:40]}'"
+        bits = config.get("bits", 4)
+        if bits not in ((4,) if layout == "gemm" else _BITS):
+            return f"{self.name} of {str(bits)[:40]} bits"
+        if config.get("data_type", "int") != "int":
+            return f"{self.name}'s data type '{str(config['data_type'])[:40]}'"
+        if config.get("act_bits", 16) not in (None, 16, 32):
+            return f"{self.name} with activations of {str(config['act_bits'])[:40]} bits"
+        if transform := _transform(config):
+            return f"{self.name} with {transform}"
+        return None
+
+    def _read(
+        self, reader: _Reader, module: str, part: str, tensor: torch.Tensor
+    ) -> QuantizedTensor | None:
+        if part != "qweight":
+            return None
+        if self.layout == "gemm":
+            return reader.awq(module)
+        return reader.gptq(module, is_first_version=self.layout == "gptq")
+
+
+class AwqFormat(GptqFormat):
+    """Integers of 4 bits in AWQ's layout."""
+
+    name = "AWQ"
+    layouts = ("gemm",)
+
+    @property
+    def layout(self) -> str:
+        if self.config.get("backend") == "llm-awq":
+            return "llm-awq"
+        return str(self.config.get("version") or self.config.get("format") or "gemm").lower()
+
+
+class AutoRoundFormat(GptqFormat):
+    """AutoRound's integers, in the layout of its export."""
+
+    name = "AutoRound"
+
+    @property
+    def layout(self) -> str:
+        config = self.config
+        packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
+        return _AUTO_ROUND_LAYOUTS.get(str(packing), str(packing))
+
+
+class BitsAndBytesInt8Format(GroupFormat):
+    """int8 rows of bitsandbytes (LLM.int8)."""
+
+    name = "bitsandbytes"
+
+    def _read(
+        self, reader: _Reader, module: str, part: str, tensor: torch.Tensor
+    ) -> QuantizedTensor | None:
+        is_int8 = part == "weight" and tensor.dtype == torch.int8
+        return reader.bitsandbytes(module) if is_int8 else None
+
+
+class CompressedTensorsFormat(GroupFormat):
+    """Integers of compressed-tensors (llm-compressor), packed or in int8."""
+
+    name = "compressed-tensors"
+
+    def unsupported_variant(self) -> str | None:
+        return _unsupported_compression(self.config)
+
+    def _read(
+        self, reader: _Reader, module: str, part: str, tensor: torch.Tensor
+    ) -> QuantizedTensor | None:
+        is_int8 = part == "weight" and tensor.dtype == torch.int8
+        return reader.compressed(module, part) if part == "weight_packed" or is_int8 else None
 
 
 _MODULE_PARTS = {
@@ -154,18 +200,6 @@ _MODULE_PARTS = {
 
 def _parts(module: str, state: State) -> list[str]:
     return [part for part in _MODULE_PARTS if f"{module}.{part}" in state]
-
-
-def _layout(method: str, config: Mapping[str, Any]) -> Any:
-    """Return the layout of GPTQ, AWQ or AutoRound: "gptq", "gptq_v2", "gemm", or an unknown one."""
-    if method == "auto-round":
-        packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
-        return _AUTO_ROUND_LAYOUTS.get(str(packing), packing)
-    if method == "awq":
-        if config.get("backend") == "llm-awq":
-            return "llm-awq"
-        return str(config.get("version") or config.get("format") or "gemm").lower()
-    return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
 def _is_symmetric(config: Mapping[str, Any]) -> bool:

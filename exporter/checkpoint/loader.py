@@ -19,7 +19,6 @@ from . import (
     folders,
     gguf_files,
     gguf_header,
-    group_quantized,
     hub,
     quantized_formats,
     text_decoder,
@@ -80,7 +79,8 @@ def quantized_tensors(checkpoint: Checkpoint) -> list[QuantizedTensor]:
     if gguf_header.is_gguf(files[0].name):
         return gguf_files.open_files(where, files).quantized_tensors()
     state = weight_files.read_tensors(where, files)
-    return quantized_formats.quantized_tensors(where, checkpoint.raw, state)
+    quantization = quantized_formats.read_format(checkpoint.raw)
+    return [] if quantization is None else quantization.quantized_tensors(where, state)
 
 
 def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:
@@ -101,9 +101,9 @@ def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple
             for name, module in empty.named_modules()
             if isinstance(module, Conv1D)
         }
-        state = quantized_formats.dequantize_state(
-            where, checkpoint.raw, weight_files.read_tensors(where, files), transposed
-        )
+        state = weight_files.read_tensors(where, files)
+        if quantization := quantized_formats.read_format(checkpoint.raw):
+            state = quantization.dequantize(where, state, transposed)
         state = text_decoder.decoder_tensors(checkpoint.published, checkpoint.config, state)
         weight_files.check_names(where, state, empty.state_dict())
         dtype = weight_files.stored_dtype(where, state)
@@ -180,15 +180,10 @@ def _insert_placeholders(model: torch.nn.Module, sources: WeightSources) -> None
 def _note_format(checkpoint: Checkpoint, progress: Progress) -> None:
     """Note a quantized or pickled weight format."""
     role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
-    method = quantized_formats.method(checkpoint.raw)
-    if quantized_formats.can_be_kept(checkpoint.raw):
-        name = group_quantized.NAMES.get(method or "", method)
+    if quantization := quantized_formats.read_format(checkpoint.raw):
+        suffix = "" if quantization.can_be_kept else " and dequantized"
         progress.note(
-            f"{role}: its weights are stored in {name}; the {role} is the quantized model"
-        )
-    elif method is not None:
-        progress.note(
-            f"{role}: its weights are stored in {method} and dequantized; "
+            f"{role}: its weights are stored in {quantization.name}{suffix}; "
             f"the {role} is the quantized model"
         )
     if file.suffix == ".bin":

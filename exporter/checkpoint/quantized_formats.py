@@ -21,7 +21,7 @@ from specedge.errors import CheckpointError
 from ..libraries import translate_errors
 from . import folders, ggml_types, group_quantized
 from .lazy_tensors import LazyTensor, lazy_rows
-from .quantized_tensors import IntegerBlocks, QuantizedTensor
+from .quantized_tensors import IntegerBlocks, QuantizationFormat, QuantizedTensor, State
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {
@@ -42,32 +42,23 @@ _EXACT = (
 )
 
 
-def method(raw: Mapping[str, Any]) -> str | None:
-    """Return the quantization method of a config.json; None if weights are not quantized."""
-    config = _config(raw)
+def read_format(raw: Mapping[str, Any]) -> QuantizationFormat | None:
+    """Return the quantization format that a config.json states; None for float weights."""
+    stated = _quantization_configs(raw)
+    config = next((c for c in stated if isinstance(c, dict)), None)
     if config is None:
-        is_stated = any(candidate is not None for candidate in _quantization_configs(raw))
-        return "unknown" if is_stated else None
+        return UnknownFormat({}) if any(c is not None for c in stated) else None
     if config.get("load_in_8bit"):
-        return group_quantized.BITSANDBYTES_INT8
+        return group_quantized.BitsAndBytesInt8Format(config)
     if config.get("load_in_4bit"):
-        return "bitsandbytes"
-    return str(config.get("quant_method") or "unknown").removeprefix("intel/")
-
-
-def is_packed(raw: Mapping[str, Any]) -> bool:
-    """Return True if the weights are integers in packed words."""
-    return method(raw) in group_quantized.NAMES
-
-
-def can_be_kept(raw: Mapping[str, Any]) -> bool:
-    """Return True if the weights are integers, or mxfp4, whose values are integers times scales."""
-    return is_packed(raw) or method(raw) == "mxfp4"
+        return FourBitFormat(config)
+    method = str(config.get("quant_method")).removeprefix("intel/")
+    return _FORMATS.get(method, UnknownFormat)(config)
 
 
 def read_old_config(where: str, raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return config.json with the quantization config of AutoGPTQ's or AutoAWQ's separate file."""
-    if method(raw) is not None:
+    if read_format(raw) is not None:
         return raw
     if (folder / "quantize_config.json").exists():
         config = folders.read_json_object(where, folder / "quantize_config.json")
@@ -80,73 +71,17 @@ def read_old_config(where: str, raw: dict[str, Any], folder: Path) -> dict[str, 
 
 
 def check(where: str, raw: Mapping[str, Any], original: str | None) -> None:
-    """Reject quantization methods that cannot be dequantized. Raises CheckpointError.
+    """Reject quantization formats that cannot be read. Raises CheckpointError.
 
     `original` is the checkpoint from which this one was derived.
     """
-    method_name, config = method(raw), _config(raw)
-    if method_name in (None, "mxfp4") or (method_name == "fp8" and _fp8_block(raw) is not None):
+    quantization = read_format(raw)
+    if quantization is None or (name := quantization.unsupported_variant()) is None:
         return
-    if method_name == "bitsandbytes" and (config or {}).get("load_in_4bit"):
-        return
-    assert method_name is not None
-    if method_name in group_quantized.NAMES:
-        name = group_quantized.unsupported_variant(method_name, config or {})
-        if name is None:
-            return
-    else:
-        name = _NAMES.get(method_name, f"the method '{method_name[:40]}'")
     cure = f"the original checkpoint {original}" if original else "the original checkpoint"
     raise CheckpointError(
         f"{where} is quantized with {name}, which is not supported; specify {cure}"
     )
-
-
-def expansion(raw: Mapping[str, Any]) -> float:
-    """Return the maximum size of the bundle relative to the weight files."""
-    if is_packed(raw):
-        return 8.0  # 4 bits in float32
-    return {"mxfp4": 64 / 17, "fp8": 4.0, "bitsandbytes": 8.0}.get(method(raw) or "", 1.0)
-
-
-def quantized_tensors(
-    where: str, raw: Mapping[str, Any], state: Mapping[str, torch.Tensor]
-) -> list[QuantizedTensor]:
-    """Return the quantized matrices that a bundle can keep. Raises CheckpointError."""
-    method_name, config = method(raw), _config(raw)
-    if method_name == "mxfp4":
-        return [_mxfp4_tensor(name, *parts) for name, parts in _mxfp4_parts(where, state).items()]
-    if not is_packed(raw):
-        return []
-    return [
-        *group_quantized.quantized_tensors(where, method_name or "", config or {}, state).values()
-    ]
-
-
-def dequantize_state(
-    where: str,
-    raw: Mapping[str, Any],
-    state: dict[str, torch.Tensor],
-    transposed: Collection[str] = (),
-) -> dict[str, torch.Tensor]:
-    """Replace quantized tensors by lazy dequantized ones. Raises CheckpointError.
-
-    `transposed` are the last parts of the names of modules whose matrices are [K, N] in the model.
-    """
-    method_name = method(raw)
-    if is_packed(raw):
-        config = _config(raw) or {}
-        tensors = group_quantized.quantized_tensors(where, method_name or "", config, state)
-        return group_quantized.dequantize_state(where, tensors, state, transposed)
-    if method_name == "bitsandbytes":
-        return _dequantize_all_four_bit(where, state)
-    if method_name == "mxfp4":
-        return _dequantize_all_mxfp4(where, state)
-    if method_name == "fp8":
-        block = _fp8_block(raw)
-        assert block is not None
-        return _dequantize_all_fp8(where, state, block)
-    return state
 
 
 def _quantization_configs(raw: Mapping[str, Any]) -> list[Any]:
@@ -156,22 +91,121 @@ def _quantization_configs(raw: Mapping[str, Any]) -> list[Any]:
     return [p.get(key) for p in configs for key in ("quantization_config", "compression_config")]
 
 
-def _config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the first quantization config of a config.json."""
-    return next((c for c in _quantization_configs(raw) if isinstance(c, dict)), None)
+class UnknownFormat(QuantizationFormat):
+    """Format that is not supported."""
+
+    def unsupported_variant(self) -> str:
+        method = str(self.config.get("quant_method") or "unknown")
+        return _NAMES.get(method, f"the method '{method[:40]}'")
+
+    def dequantize(
+        self, where: str, state: State, transposed: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        raise CheckpointError(f"{where} is quantized with {self.unsupported_variant()}")
 
 
-def _fp8_block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the rows and columns per fp8 scale, 0 for all; None for an unknown layout."""
-    config = _config(raw) or {}
-    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        return None
-    block = config.get("weight_block_size")
-    if block is None:
-        return 0, 0
-    if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
-        return None
-    return block[0], block[1]
+class Mxfp4Format(QuantizationFormat):
+    """Experts in blocks of 32 four-bit floats with a shared exponent, as in gpt-oss."""
+
+    name = "mxfp4"
+    growth = 64 / 17
+    can_be_kept = True
+
+    def quantized_tensors(self, where: str, state: State) -> list[QuantizedTensor]:
+        return [_mxfp4_tensor(name, *parts) for name, parts in _mxfp4_parts(where, state).items()]
+
+    def dequantize(
+        self, where: str, state: State, transposed: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        result = dict(state)
+        for name, (blocks, scales) in _mxfp4_parts(where, state).items():
+            del result[f"{name}_blocks"], result[f"{name}_scales"]
+            matrix = dequantize_mxfp4(name, blocks, scales)
+            # gpt-oss multiplies by experts from the right: its parameters are [E, C, R].
+            result[name] = matrix.transpose(1, 2) if matrix.ndim == 3 else matrix
+        return result
+
+
+class FourBitFormat(QuantizationFormat):
+    """bitsandbytes' nf4 and fp4: indices into a table of 16 numbers."""
+
+    name = "bitsandbytes"
+    growth = 8.0
+
+    def dequantize(
+        self, where: str, state: State, transposed: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        result = dict(state)
+        damaged = (KeyError, TypeError, ValueError, RecursionError)
+        for key in state:
+            name, is_state, _ = key.partition(_STATE)
+            if not is_state:
+                continue
+            before = f"{where}: the parts of {name} do not fit each other ("
+            with translate_errors(CheckpointError, before, "); download it again", catch=damaged):
+                stated = json.loads(bytes(result.pop(key).tolist()))
+                names = {part: f"{name}.{part}" for part in _STATE_PARTS}
+                parts = {part: result.pop(n) for part, n in names.items() if n in result}
+                result[name] = _dequantize_four_bit(result[name], parts, stated)
+        if len(result) == len(state):
+            raise CheckpointError(
+                f"{where}: its config.json says bitsandbytes, and its files contain no such "
+                "weights; download it again"
+            )
+        return result
+
+
+class Fp8Format(QuantizationFormat):
+    """fp8 numbers with a scale per block, as in DeepSeek-V3, or per tensor."""
+
+    name = "fp8"
+    growth = 4.0
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns per scale, 0 for all; None for an unknown layout."""
+        if self.config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+            return None
+        block = self.config.get("weight_block_size")
+        if block is None:
+            return 0, 0
+        if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
+            return None
+        return block[0], block[1]
+
+    def unsupported_variant(self) -> str | None:
+        return "the method 'fp8'" if self.block is None else None
+
+    def dequantize(
+        self, where: str, state: State, transposed: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        assert self.block is not None
+        result = dict(state)
+        for key, tensor in state.items():
+            if tensor.dtype not in FP8:
+                continue
+            scales = result.pop(f"{key}_scale_inv", None)
+            if scales is None:
+                raise CheckpointError(f"{where} lacks {key}_scale_inv; download it again")
+            sizes = [n or whole for n, whole in zip(self.block, tensor.shape[-2:], strict=False)]
+            blocks = [-(-whole // n) for n, whole in zip(sizes, tensor.shape[-2:], strict=False)]
+            if scales.numel() != 1 and [*scales.shape] != [*tensor.shape[:-2], *blocks]:
+                raise CheckpointError(
+                    f"{where}: {key}_scale_inv is {[*scales.shape]}, an unknown layout of "
+                    f"scales for {[*tensor.shape]}; specify the original checkpoint"
+                )
+            result[key] = dequantize_fp8(tensor, scales, sizes)
+        return result
+
+
+_FORMATS: dict[str, type[QuantizationFormat]] = {
+    "gptq": group_quantized.GptqFormat,
+    "awq": group_quantized.AwqFormat,
+    "auto-round": group_quantized.AutoRoundFormat,
+    "compressed-tensors": group_quantized.CompressedTensorsFormat,
+    "mxfp4": Mxfp4Format,
+    "fp8": Fp8Format,
+}
 
 
 def _mxfp4_parts(
@@ -193,16 +227,6 @@ def _mxfp4_parts(
             raise CheckpointError(f"{where}: {key} and its scales do not fit; download it again")
         parts[name] = blocks, scales
     return parts
-
-
-def _dequantize_all_mxfp4(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    result = dict(state)
-    for name, (blocks, scales) in _mxfp4_parts(where, state).items():
-        del result[f"{name}_blocks"], result[f"{name}_scales"]
-        matrix = dequantize_mxfp4(name, blocks, scales)
-        # gpt-oss multiplies by experts from the right: its parameters are [E, C, R].
-        result[name] = matrix.transpose(1, 2) if matrix.ndim == 3 else matrix
-    return result
 
 
 def dequantize_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -246,28 +270,6 @@ _STATE = ".quant_state.bitsandbytes__"
 _STATE_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
-def _dequantize_all_four_bit(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Replace matrices in bitsandbytes' nf4 or fp4 by dequantized ones."""
-    result = dict(state)
-    damaged = (KeyError, TypeError, ValueError, RecursionError)
-    for key in state:
-        name, is_state, _ = key.partition(_STATE)
-        if not is_state:
-            continue
-        before = f"{where}: the parts of {name} do not fit each other ("
-        with translate_errors(CheckpointError, before, "); download it again", catch=damaged):
-            stated = json.loads(bytes(result.pop(key).tolist()))
-            names = {part: f"{name}.{part}" for part in _STATE_PARTS}
-            parts = {part: result.pop(n) for part, n in names.items() if n in result}
-            result[name] = _dequantize_four_bit(result[name], parts, stated)
-    if len(result) == len(state):
-        raise CheckpointError(
-            f"{where}: its config.json says bitsandbytes, and its files contain no such weights; "
-            "download it again"
-        )
-    return result
-
-
 def _dequantize_four_bit(
     matrix: torch.Tensor, parts: Mapping[str, torch.Tensor], stated: Mapping[str, Any]
 ) -> torch.Tensor:
@@ -305,27 +307,6 @@ def _dequantize_four_bit(
         return wide.reshape(shape)
 
     return LazyTensor(torch.empty(shape, device="meta"), read)
-
-
-def _dequantize_all_fp8(
-    where: str, state: dict[str, torch.Tensor], block: tuple[int, int]
-) -> dict[str, torch.Tensor]:
-    result = dict(state)
-    for key, tensor in state.items():
-        if tensor.dtype not in FP8:
-            continue
-        scales = result.pop(f"{key}_scale_inv", None)
-        if scales is None:
-            raise CheckpointError(f"{where} lacks {key}_scale_inv; download it again")
-        sizes = [n or whole for n, whole in zip(block, tensor.shape[-2:], strict=False)]
-        blocks = [-(-whole // n) for n, whole in zip(sizes, tensor.shape[-2:], strict=False)]
-        if scales.numel() != 1 and [*scales.shape] != [*tensor.shape[:-2], *blocks]:
-            raise CheckpointError(
-                f"{where}: {key}_scale_inv is {[*scales.shape]}, an unknown layout of "
-                f"scales for {[*tensor.shape]}; specify the original checkpoint"
-            )
-        result[key] = dequantize_fp8(tensor, scales, sizes)
-    return result
 
 
 def dequantize_fp8(matrix: torch.Tensor, scales: torch.Tensor, block: list[int]) -> torch.Tensor:

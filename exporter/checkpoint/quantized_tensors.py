@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 
 from specedge.cpu_count import cpu_count
 
 _STRIP_SIZE = 1 << 18  # elements that are dequantized at a time, to stay in the CPU's cache
+State = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,43 @@ class QuantizedTensor:
 
         map_strips(write, *self.shape)
         return values
+
+
+@dataclass(frozen=True)
+class QuantizationFormat(ABC):
+    """Quantization format of a safetensors checkpoint.
+
+    Attributes:
+        config: Quantization config of the checkpoint.
+        name: Name of the format.
+        growth: Maximum size of the dequantized weights relative to the files.
+        can_be_kept: True if the weights are integers times scales, which a bundle can keep.
+    """
+
+    config: Mapping[str, Any]
+    name = ""
+    growth = 1.0
+    can_be_kept = False
+
+    def unsupported_variant(self) -> str | None:
+        """Return the name of a variant that cannot be read; None if this one can."""
+        return None
+
+    def quantized_tensors(self, where: str, state: State) -> list[QuantizedTensor]:
+        """Return the quantized matrices that a bundle can keep. Raises CheckpointError."""
+        return []
+
+    @abstractmethod
+    def dequantize(
+        self, where: str, state: State, transposed: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        """Replace quantized matrices by lazy dequantized ones. Raises CheckpointError.
+
+        Args:
+            where: Role and name, as in error messages.
+            state: Tensors of the checkpoint.
+            transposed: Last parts of the names of modules whose matrices are [K, N] in the model.
+        """
 
 
 def strips(num_rows: int, size: int) -> Iterator[slice]:

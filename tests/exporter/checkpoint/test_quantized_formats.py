@@ -178,7 +178,7 @@ def test_fp8_scales_with_wrong_number_of_experts_are_rejected():
     state = {"w": torch.ones(4, 8, 8).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 1, 1)}
     raw = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
     with pytest.raises(CheckpointError, match=r"w_scale_inv is \[2, 1, 1\], an unknown layout"):
-        quantized_formats.dequantize_state("target m", raw, state)
+        quantized_formats.read_format(raw).dequantize("target m", state, ())
 
 
 def test_quantization_config_of_text_part_applies(tmp_path):
@@ -186,16 +186,14 @@ def test_quantization_config_of_text_part_applies(tmp_path):
     raw = {"text_config": {"quantization_config": config}}
     quantized_formats.check("target m", raw, None)
     state = {"w": torch.ones(8, 8).to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1, 1), 2.0)}
-    found = quantized_formats.dequantize_state("target m", raw, state)
+    found = quantized_formats.read_format(raw).dequantize("target m", state, ())
     assert torch.equal(materialize(found["w"]).float(), torch.full((8, 8), 2.0))
 
 
-@pytest.mark.parametrize(("how", "growth"), [("fp8", 4), ("mxfp4", 64 / 17), (None, 1)])
-def test_dequantized_size_of_each_format(how, growth):
-    assert (
-        quantized_formats.expansion({"quantization_config": {"quant_method": how}} if how else {})
-        == growth
-    )
+@pytest.mark.parametrize(("method", "growth"), [("fp8", 4), ("mxfp4", 64 / 17)])
+def test_dequantized_size_of_each_format(method, growth):
+    raw = {"quantization_config": {"quant_method": method}}
+    assert quantized_formats.read_format(raw).growth == growth
 
 
 def quantize_nf4(folder, model, is_nested):
