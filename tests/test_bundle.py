@@ -205,7 +205,7 @@ def test_two_outputs_of_a_state_are_refused(folder):
     models = json.loads((folder / MANIFEST).read_text("utf-8"))["models"]
     outputs = models["target"]["signatures"]["chosen_logits"]["outputs"]
     edit(folder, *OUTPUT[:-1], value=[*outputs, outputs[1] | {"name": "again"}])
-    with pytest.raises(BundleError, match="target/decoder.onnx writes state '0.key' 2 times"):
+    with pytest.raises(BundleError, match=r"target/decoder\.onnx writes state '0.key' 2 times"):
         Bundle.read(folder)
 
 

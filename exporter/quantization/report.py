@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from specedge.bundle.graph_variants import attention_ops, cache_dtype
 from specedge.bundle.reports import QuantizationReport
@@ -234,7 +235,9 @@ class LogitDistance:
         self, logits: np.ndarray, expected: np.ndarray, columns: np.ndarray, head: np.ndarray | None
     ) -> None:
         """Add some rows of logits, 2 * [t, n], and the next tokens, [t]."""
-        log_probs, expected_log_probs = _log_softmax(logits), _log_softmax(expected)
+        log_probs, expected_log_probs = (
+            torch.from_numpy(x).double().log_softmax(1) for x in (logits, expected)
+        )
         rows = np.arange(len(columns))
         self.num_tokens += len(columns)
         if head is not None:
@@ -244,7 +247,7 @@ class LogitDistance:
         self.loss -= float(log_probs[targets].sum())
         self.original_loss -= float(expected_log_probs[targets].sum())
         self.divergence += float(
-            (np.exp(expected_log_probs) * (expected_log_probs - log_probs)).sum()
+            (expected_log_probs.exp() * (expected_log_probs - log_probs)).sum()
         )
         self.num_same += int((logits.argmax(1) == expected.argmax(1)).sum())
         self.num_scored += len(rows)
@@ -332,9 +335,3 @@ def _run(
     whole = results[: 3 * len(texts)]
     outputs = list(zip(whole[1::3], whole[2::3], strict=True))
     return outputs if late is None else [*outputs, (results[-1], [])]
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(1, keepdims=True)
-    return np.asarray(wide - np.log(np.exp(wide).sum(1, keepdims=True)))

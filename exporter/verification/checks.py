@@ -250,7 +250,7 @@ def _fixed_shape_check(file: GraphFile, tokens: np.ndarray, differing: list[str]
     start = max(0, min(8, len(tokens) - size))
     padded = np.pad(tokens[start:][:size], (0, max(0, size - len(tokens) + start)))
     rows, stale = ReadRows(start, start + size), FillNoise(start, start + size)
-    first = PassAction("decoder", tokens[:start], 0) if start else stale
+    first = PassAction("decoder", tokens[:start], start) if start else stale
 
     def decide(results: list[Any]) -> None:
         logits, expected_rows, _, actual, actual_rows = results[2:]
