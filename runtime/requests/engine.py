@@ -22,6 +22,7 @@ from ..decoding.timing import Stopwatch, TimedModel
 
 LONG_PASS = 32  # tokens from which on a pass, mostly over a prompt, delays others
 MAX_DRAFT_PASSES = 16  # draft passes in a row while a request waits for its verify pass
+MAX_PROMPT_WAIT = 16  # passes that a prompt waits for shorter ones
 _IDLE_SECONDS = 0.05  # between looks at jobs whose code runs elsewhere
 CLOSED = "this pipeline is closed; load the bundle again"
 
@@ -38,6 +39,7 @@ class Job:
         seconds: Time of its code and passes so far.
         operation: Operation that it waits for; None before its code runs on.
         since: Number of passes of the engine before it.
+        num_prompt_tokens: Number of tokens of its long passes so far.
         is_cancelled: True if it ends before its next operation.
         is_away: True while its code runs outside the engine.
         waiter: Thread that waits for it.
@@ -61,6 +63,7 @@ class Job:
         self.seconds = 0.0
         self.operation: Operation | None = None
         self.since = 0
+        self.num_prompt_tokens = 0
         self.is_cancelled = False
         self.is_away = False
         self.waiter: _Waiter | None = None
@@ -93,6 +96,11 @@ class Job:
         """Number of tokens of its pass; 0 for other operations."""
         operation = self.operation
         return len(operation.tokens) if isinstance(operation, Feed) else 0
+
+    @property
+    def is_long(self) -> bool:
+        """True if its pass delays others."""
+        return self.num_tokens >= LONG_PASS
 
     @property
     def num_rows(self) -> int:
@@ -226,7 +234,9 @@ class Engine:
     """Queue of the requests that wait for passes, which chooses the next pass.
 
     Requests that wait for passes of one batched model share a pass. Draft passes run before verify
-    passes, so that requests verify together. While others wait, a prompt takes a third of the time.
+    passes, so that requests verify together. While others wait, prompts take a third of the time,
+    the one first of which fewer tokens were processed (least attained service), so that short
+    prompts do not wait for long ones.
 
     Attributes:
         num_passes: Number of passes so far.
@@ -442,7 +452,7 @@ class Engine:
         """Run a pass; return False, without a pass, if others may share it or come first."""
         group = self._choose(jobs)
         lengths = [job.num_tokens for job in group]
-        is_long = max(lengths) >= LONG_PASS
+        is_long = any(job.is_long for job in group)
         if (is_long or group[0].batch is not None) and self._expects_jobs():
             return False
         begin = time.perf_counter()
@@ -468,7 +478,8 @@ class Engine:
             self._prompt_seconds, self._other_seconds = seconds, 0.0
         else:
             self._other_seconds += seconds
-        for job in group:
+        for job, length in zip(group, lengths, strict=True):
+            job.num_prompt_tokens += length if length >= LONG_PASS else 0
             self._wake(job)
         return True
 
@@ -482,19 +493,24 @@ class Engine:
 
     def _choose(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs whose operations are next: one, or several that share a pass."""
-        others = [job for job in jobs if job.num_tokens < LONG_PASS]
+        others = [job for job in jobs if not job.is_long]
         if others and self._other_seconds < 2 * self._prompt_seconds:
             jobs = others
         if self._num_draft_passes < MAX_DRAFT_PASSES and any(job.batch for job in jobs):
             jobs = [job for job in jobs if job.drafts] or jobs
         first = min(jobs, key=lambda job: job.since)
+        if first.is_long and self.num_passes - first.since <= MAX_PROMPT_WAIT:
+            prompts = [job for job in jobs if job.is_long]
+            first = min(prompts, key=lambda job: (job.num_prompt_tokens, job.since))
         if (batch := first.batch) is None:
             return [first]
         group, num_tokens, num_rows = [first], first.num_tokens, first.num_rows
-        for job in sorted(jobs, key=lambda job: (job.num_tokens >= LONG_PASS, job.since)):
+        for job in sorted(jobs, key=lambda job: (job.is_long, job.since)):
+            is_later = first.is_long and job.num_prompt_tokens > first.num_prompt_tokens
             if (
                 job is not first
                 and job.batch is batch
+                and not (job.is_long and is_later)
                 and num_tokens + job.num_tokens <= batch.max_rows
                 and num_rows + job.num_rows <= batch.max_logits
             ):

@@ -198,6 +198,17 @@ def test_short_prompts_share_the_passes_of_long_ones():
 
 
 @pytest.mark.parametrize("is_batched", [False, True])
+def test_a_short_prompt_runs_before_the_rest_of_a_long_one(is_batched):
+    log, engine = [], Engine()
+    batch = Batch(log, max_rows=128) if is_batched else None
+    long = job_of(Passes(log, "long", batch), [64, 64, 64, 1, 64, 64])
+    engine.next(long)
+    short = job_of(Passes(log, "short", batch), [64, 64])
+    run_all(engine, [long, short])
+    assert log[4:] == [[("short", 64)]] * 2 + [[("long", 64)]] * 2
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
 def test_requests_wait_for_a_bounded_number_of_passes(log, is_batched):
     """Six others are always there: a third has long prompts, and half of them draft."""
     engine, numbers = Engine(), itertools.count()
