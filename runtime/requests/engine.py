@@ -36,13 +36,13 @@ class Job:
         event: Round that its thread has not taken yet.
         has_ended: True if no event follows.
         result: Return value of the generator.
-        seconds: Time of its code and passes so far.
         operation: Operation that it waits for; None before its code runs on.
         since: Number of passes of the engine before it.
         num_prompt_tokens: Number of tokens of its long passes so far.
         is_cancelled: True if it ends before its next operation.
         is_away: True while its code runs outside the engine.
         waiter: Thread that waits for it.
+        clock: Context in which the time of its code and passes counts.
         thread: Identifier of the thread that waited for it last.
 
     Args:
@@ -60,7 +60,6 @@ class Job:
         self.event: Round | None = None
         self.has_ended = False
         self.result: Any = None
-        self.seconds = 0.0
         self.operation: Operation | None = None
         self.since = 0
         self.num_prompt_tokens = 0
@@ -69,8 +68,8 @@ class Job:
         self.waiter: _Waiter | None = None
         self.thread = 0
         self._error: BaseException | None = None
-        self._steps, self._stopwatch, self._on_end = steps, stopwatch, on_end
-        self._part: str | None = "other"
+        self._steps, self._on_end = steps, on_end
+        self.clock = _Clock(stopwatch)
         self._input: Any = None
         self._running = threading.Lock()  # held while its code or a pass runs, and to end it
 
@@ -145,7 +144,7 @@ class Job:
     def advance(self) -> None:
         """Run its code up to the next operation or event. Takes `hold`."""
         event = None
-        with _Clock(self):
+        with self.clock:
             try:
                 step = self._steps.send(self._input)
             except StopIteration as end:
@@ -164,7 +163,7 @@ class Job:
     def run(self) -> None:
         """Run its operation. Takes `hold`."""
         assert self.operation is not None
-        with _Clock(self):
+        with self.clock:
             try:
                 self.resume(self.operation.run())
             except BaseException as error:
@@ -183,18 +182,29 @@ class Job:
 
 
 class _Clock:
-    """Context in which the time of a job counts."""
+    """Context in which the time of a job counts; it can be entered again inside.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    Attributes:
+        seconds: Time so far.
+    """
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self.seconds = 0.0
+        self._stopwatch = stopwatch
+        self._part: str | None = "other"
+        self._depth = 0
 
     def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-        self._job._stopwatch.switch(self._job._part)
+        if not self._depth:
+            self._begin = time.perf_counter()
+            self._stopwatch.switch(self._part)
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._job._part = self._job._stopwatch.switch(None)
-        self._job.seconds += time.perf_counter() - self._begin
+        self._depth -= 1
+        if not self._depth:
+            self._part = self._stopwatch.switch(None)
+            self.seconds += time.perf_counter() - self._begin
 
 
 class _Waiter:
@@ -399,6 +409,10 @@ class Engine:
 
     def _step(self) -> None:
         """Run the code of all jobs that can continue; if there is none, run a pass."""
+        waiters = self._waiters
+        if len(waiters) == len(waiters[0].jobs) == 1 and not self._absent:
+            self._run_alone(waiters[0].jobs[0])
+            return
         with self._lock:
             unique = dict.fromkeys(job for waiter in self._waiters for job in waiter.jobs)
         jobs = [job for job in unique if not (job.is_done or job.is_away)]
@@ -415,6 +429,21 @@ class Engine:
         elif not self._run_pass(jobs):
             # Sharing a pass saves at most a pass.
             self._wait_for_arrivals(self._pass_seconds / 2)
+
+    def _run_alone(self, job: Job) -> None:
+        """Run the only job until it is done or another thread arrives, as `_step` would."""
+        with job.clock:
+            while len(self._waiters) == 1 and not job.is_done:
+                if self._advance(job):
+                    continue
+                length, is_draft, begin = job.num_tokens, job.drafts, time.perf_counter()
+                job.hold()
+                try:
+                    if job.operation is not None:
+                        job.run()
+                finally:
+                    job.release()
+                self._count_pass([(job, length)], is_draft, time.perf_counter() - begin)
 
     def _advance(self, job: Job) -> bool:
         """Run a job's code up to the next operation; return False if it waits for one."""
@@ -451,12 +480,10 @@ class Engine:
     def _run_pass(self, jobs: Sequence[Job]) -> bool:
         """Run a pass; return False, without a pass, if others may share it or come first."""
         group = self._choose(jobs)
-        lengths = [job.num_tokens for job in group]
-        is_long = any(job.is_long for job in group)
-        if (is_long or group[0].batch is not None) and self._expects_jobs():
+        if (group[0].batch or any(job.is_long for job in group)) and self._expects_jobs():
             return False
-        begin = time.perf_counter()
-        is_draft = group[0].drafts
+        lengths = [(job, job.num_tokens) for job in group]
+        begin, is_draft = time.perf_counter(), group[0].drafts
         held: list[Job] = []
         try:
             for job in group:
@@ -466,22 +493,31 @@ class Engine:
         finally:
             for job in held:
                 job.release()
-        seconds = time.perf_counter() - begin
+        self._count_pass(lengths, is_draft, time.perf_counter() - begin)
+        for job in group:
+            self._wake(job)
+        return True
+
+    def _count_pass(
+        self, lengths: Sequence[tuple[Job, int]], is_draft: bool, seconds: float
+    ) -> None:
+        """Record a pass over tokens of some jobs."""
         self.num_passes += 1
+        self._pass_seconds = seconds
         if is_draft:
             self._num_draft_passes += 1
         else:
             self._num_draft_passes = 0
-            self.num_passes_by_length[sum(lengths)] += 1
-        self._pass_seconds = seconds
-        if is_long:
+            self.num_passes_by_length[sum(length for _, length in lengths)] += 1
+        has_prompt = False
+        for job, length in lengths:
+            if length >= LONG_PASS:
+                job.num_prompt_tokens += length
+                has_prompt = True
+        if has_prompt:
             self._prompt_seconds, self._other_seconds = seconds, 0.0
         else:
             self._other_seconds += seconds
-        for job, length in zip(group, lengths, strict=True):
-            job.num_prompt_tokens += length if length >= LONG_PASS else 0
-            self._wake(job)
-        return True
 
     def _expects_jobs(self) -> bool:
         """Return True if other threads may be back soon."""
@@ -543,5 +579,5 @@ def _run(group: Sequence[Job]) -> None:
         seconds = time.perf_counter() - begin
         for job, model, feed, logits in zip(group, models, feeds, results, strict=True):
             model.record(feed, seconds)
-            job.seconds += seconds
+            job.clock.seconds += seconds
             job.resume(logits)

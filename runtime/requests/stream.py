@@ -335,7 +335,7 @@ class Stream:
         round_ = self._slots.engine.next(job)
         if round_ is None:
             return None
-        seconds, self._seconds = job.seconds - self._seconds, job.seconds
+        seconds, self._seconds = job.clock.seconds - self._seconds, job.clock.seconds
         self._record_time(round_, seconds)
         with active.stopwatch.part("other"):
             return self._piece(round_)
