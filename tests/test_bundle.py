@@ -71,7 +71,7 @@ def test_a_reduced_vocabulary_maps_columns_to_tokens(folder):
         ((8, 7), "ascend"),
         ((-1, 7), "not all between 0 and 49"),
         ((0, 50), "not all between 0 and 49"),
-        ((), "token_ids has 0 bytes, 1 columns need 4"),
+        ((), "models.draft.token_ids has 0 bytes, 1 columns need 4"),
         (range(51), "draft.padded_vocab_size 51 is above draft.vocab_size 50"),
     ],
 )
@@ -111,7 +111,8 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         ((*STATE, "name"), "0.Key", "a state's name must be up to 90 of"),
         ((*STATE, "name"), "9.key", "target/decoder.onnx: past_key_values.0.key has no state"),
         ((*STATE, "dtype"), "float16", "all of them one dtype"),
-        ((*STATE, "shape"), [2, "S", 4], "state 0.key: shape must have B first, S once and two"),
+        ((*STATE, "shape"), [2, "S", 4], "state 0.key: shape must be B, a number, S and"),
+        ((*STATE, "shape"), ["B", 2, 4, "S"], "0.key: shape must be B, a number, S and"),
         ((*STATE, "shape"), ["B", 2, "S", "T"], "state 0.key: sizes must be at least 1"),
         (
             (*STATE, "shape"),
@@ -160,9 +161,13 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         ((*OUTPUT, "role"), "Logits", "a role must be up to 40 of"),
         ((*OUTPUT, "name"), "present.0.key", "names must be unique"),
         ((*OUTPUT, "name"), "a\nb", "1 to 100 printable characters"),
-        (("draft", "token_ids"), "ids.bin", "token_ids 'ids.bin' is not among the files"),
+        (
+            ("draft", "token_ids"),
+            "ids.bin",
+            "models.draft.token_ids 'ids.bin' is not among the files",
+        ),
         (("draft", "token_ids"), "tokenizer.json", "token_ids has 20 bytes, 64 columns need 256"),
-        (("target", "token_ids"), "tokenizer.json", "token_ids must be null in the target"),
+        (("target", "token_ids"), "tokenizer.json", "models.target.token_ids must be null"),
         (("models",), {}, "models must have target, and may have draft"),
         (("target", "vocab_size"), 65, "target.vocab_size 65 is above its 64 columns"),
         (("draft", "vocab_size"), 0, "vocab_size and padded_vocab_size must be at least 1"),
@@ -357,23 +362,43 @@ def test_reduced_vocabularies_of_format_9_are_read(folder):
 
 
 @pytest.mark.parametrize(
-    ("keys", "value"),
+    ("keys", "value", "message"),
     [
-        (("target",), None),
-        (("target", "cache"), []),
-        (("target", "graphs"), [1]),
-        (("target", "cache", "layers"), 3),
-        (("draft", "signatures", "with_logits"), {"inputs": [{}]}),
-        (("id_map",), 5),
+        (("format",), 9.0, "format must be 10"),
+        (("target",), None, "key 'target' must be an object"),
+        (("target", "cache"), [], "key 'target.cache' must be an object"),
+        (("target", "cache", "layers"), 3, "key 'target.cache.layers' must be an array"),
+        (("target", "cache", "surprise"), 3, "key 'target.cache.surprise' is unknown"),
+        (("target", "capacity"), 40, "key 'target.capacity' is unknown"),
+        (("target", "quantization"), {}, "key 'target.quantization' is unknown"),
+        (("target", "graphs"), [1], "key 'target.graphs' must be an object"),
+        (("target", "graphs", 0, "batch"), 3, "key 'target.graphs.batch' must be 1"),
+        (("draft", "signatures", "with_logits"), {"inputs": [{}]}, "buffer' is missing"),
+        (("models",), {}, "key 'models' is unknown"),
+        (("id_map",), 5, "token_ids' must be a string"),
     ],
 )
-def test_damaged_manifests_of_format_9_are_one_line(folder, keys, value):
+def test_damaged_manifests_of_format_9_are_refused(folder, keys, value, message):
     manifest = inner = format_9(json.loads((folder / MANIFEST).read_text("utf-8")))
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
     (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
-    with pytest.raises(BundleError) as caught:
+    with pytest.raises(BundleError, match=message) as caught:
         Bundle.read(folder)
     assert "\n" not in str(caught.value)
     assert "export or copy the bundle again" in str(caught.value)
+
+
+def test_the_target_comes_first_whatever_the_order_of_keys(folder):
+    manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    manifest["models"] = dict(reversed(manifest["models"].items()))
+    bundle = Bundle.from_json(json.dumps(manifest))
+    assert list(bundle.models) == ["target", "draft"]
+
+
+def test_layers_do_not_depend_on_the_order_of_states(folder):
+    manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    for model in manifest["models"].values():
+        model["states"].sort(key=lambda state: state["name"].rpartition(".")[2])
+    assert len(Bundle.from_json(json.dumps(manifest)).target.layers) == 2

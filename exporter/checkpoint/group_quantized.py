@@ -29,7 +29,7 @@ from .quantized_tensors import (
     IntegerBlocks,
     QuantizationFormat,
     QuantizedTensor,
-    State,
+    TensorsByName,
 )
 
 _SMALLEST_BLOCK = 16  # of MatMulNBits
@@ -59,11 +59,11 @@ class GroupFormat(QuantizationFormat):
     growth = 8.0  # 4 bits in float32
     can_be_kept = True
 
-    def quantized_tensors(self, where: str, state: State) -> list[QuantizedTensor]:
+    def quantized_tensors(self, where: str, state: TensorsByName) -> list[QuantizedTensor]:
         return [*self._tensors_by_module(where, state).values()]
 
     def dequantize(
-        self, where: str, state: State, transposed: Collection[str]
+        self, where: str, state: TensorsByName, transposed: Collection[str]
     ) -> dict[str, torch.Tensor]:
         tensors = self._tensors_by_module(where, state)
         result = {key: tensor for key, tensor in state.items() if not key.endswith(_CACHE_PARTS)}
@@ -82,7 +82,7 @@ class GroupFormat(QuantizationFormat):
                 )
         return result
 
-    def _tensors_by_module(self, where: str, state: State) -> dict[str, QuantizedTensor]:
+    def _tensors_by_module(self, where: str, state: TensorsByName) -> dict[str, QuantizedTensor]:
         reader = _Reader(where, self.name, self.config, state)
         tensors = {}
         for key, tensor in state.items():
@@ -198,7 +198,7 @@ _MODULE_PARTS = {
 }  # fmt: skip
 
 
-def _parts(module: str, state: State) -> list[str]:
+def _parts(module: str, state: TensorsByName) -> list[str]:
     return [part for part in _MODULE_PARTS if f"{module}.{part}" in state]
 
 
@@ -248,7 +248,7 @@ class _Reader:
     where: str
     method: str
     config: Mapping[str, Any]
-    state: State
+    state: TensorsByName
 
     def gptq(self, module: str, is_first_version: bool) -> QuantizedTensor:
         """Read qweight [K / p, N], scales [G, N] and qzeros [G, N / p], p integers in a word.

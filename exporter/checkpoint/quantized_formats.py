@@ -21,7 +21,7 @@ from specedge.errors import CheckpointError
 from ..libraries import translate_errors
 from . import folders, ggml_types, group_quantized
 from .lazy_tensors import LazyTensor, lazy_rows
-from .quantized_tensors import IntegerBlocks, QuantizationFormat, QuantizedTensor, State
+from .quantized_tensors import IntegerBlocks, QuantizationFormat, QuantizedTensor, TensorsByName
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {
@@ -95,11 +95,11 @@ class UnknownFormat(QuantizationFormat):
     """Format that is not supported."""
 
     def unsupported_variant(self) -> str:
-        method = str(self.config.get("quant_method") or "unknown")
+        method = str(self.config.get("quant_method") or "unknown").removeprefix("intel/")
         return _NAMES.get(method, f"the method '{method[:40]}'")
 
     def dequantize(
-        self, where: str, state: State, transposed: Collection[str]
+        self, where: str, state: TensorsByName, transposed: Collection[str]
     ) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{where} is quantized with {self.unsupported_variant()}")
 
@@ -111,11 +111,11 @@ class Mxfp4Format(QuantizationFormat):
     growth = 64 / 17
     can_be_kept = True
 
-    def quantized_tensors(self, where: str, state: State) -> list[QuantizedTensor]:
+    def quantized_tensors(self, where: str, state: TensorsByName) -> list[QuantizedTensor]:
         return [_mxfp4_tensor(name, *parts) for name, parts in _mxfp4_parts(where, state).items()]
 
     def dequantize(
-        self, where: str, state: State, transposed: Collection[str]
+        self, where: str, state: TensorsByName, transposed: Collection[str]
     ) -> dict[str, torch.Tensor]:
         result = dict(state)
         for name, (blocks, scales) in _mxfp4_parts(where, state).items():
@@ -133,7 +133,7 @@ class FourBitFormat(QuantizationFormat):
     growth = 8.0
 
     def dequantize(
-        self, where: str, state: State, transposed: Collection[str]
+        self, where: str, state: TensorsByName, transposed: Collection[str]
     ) -> dict[str, torch.Tensor]:
         result = dict(state)
         damaged = (KeyError, TypeError, ValueError, RecursionError)
@@ -177,7 +177,7 @@ class Fp8Format(QuantizationFormat):
         return "the method 'fp8'" if self.block is None else None
 
     def dequantize(
-        self, where: str, state: State, transposed: Collection[str]
+        self, where: str, state: TensorsByName, transposed: Collection[str]
     ) -> dict[str, torch.Tensor]:
         assert self.block is not None
         result = dict(state)

@@ -14,7 +14,7 @@ import torch
 from specedge.cpu_count import cpu_count
 
 _STRIP_SIZE = 1 << 18  # elements that are dequantized at a time, to stay in the CPU's cache
-State = Mapping[str, torch.Tensor]
+TensorsByName = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class QuantizationFormat(ABC):
         """Return the name of a variant that cannot be read; None if this one can."""
         return None
 
-    def quantized_tensors(self, where: str, state: State) -> list[QuantizedTensor]:
+    def quantized_tensors(self, where: str, state: TensorsByName) -> list[QuantizedTensor]:
         """Return the quantized matrices that a bundle can keep. Raises CheckpointError."""
         return []
 
     @abstractmethod
     def dequantize(
-        self, where: str, state: State, transposed: Collection[str]
+        self, where: str, state: TensorsByName, transposed: Collection[str]
     ) -> dict[str, torch.Tensor]:
         """Replace quantized matrices by lazy dequantized ones. Raises CheckpointError.
 

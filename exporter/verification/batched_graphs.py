@@ -20,7 +20,7 @@ from ..libraries import translate_errors
 from ..progress import Progress
 from .subgraph import Values, open_session, unpacked_options
 
-SEQUENCES = ((5, 1), (4, 0), (0, 3))  # cache rows and tokens of each
+SEQUENCES = ((5, 3), (4, 0), (0, 1))  # cache rows and tokens of each
 LONGEST = max(past + length for past, length in SEQUENCES)
 
 

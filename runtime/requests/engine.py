@@ -20,9 +20,9 @@ from specedge.errors import SpecEdgeError
 from ..decoding.protocols import BatchedModel, Feed, Operation, Operations, Round
 from ..decoding.timing import Stopwatch, TimedModel
 
-LONG_PASS = 32  # tokens from which on a pass, mostly over a prompt, delays others
+LONG_PASS = 32  # tokens of a prompt from which on a pass delays others
 MAX_DRAFT_PASSES = 16  # draft passes in a row while a request waits for its verify pass
-MAX_PROMPT_WAIT = 16  # passes that a prompt waits for shorter ones
+MAX_PROMPT_WAIT = 4  # passes over prompts that a longer one waits for
 _IDLE_SECONDS = 0.05  # between looks at jobs whose code runs elsewhere
 CLOSED = "this pipeline is closed; load the bundle again"
 
@@ -38,6 +38,7 @@ class Job:
         result: Return value of the generator.
         operation: Operation that it waits for; None before its code runs on.
         since: Number of passes of the engine before it.
+        prompts_before: Number of passes over prompts before it.
         num_prompt_tokens: Number of tokens of its long passes so far.
         is_cancelled: True if it ends before its next operation.
         is_away: True while its code runs outside the engine.
@@ -62,6 +63,7 @@ class Job:
         self.result: Any = None
         self.operation: Operation | None = None
         self.since = 0
+        self.prompts_before = 0
         self.num_prompt_tokens = 0
         self.is_cancelled = False
         self.is_away = False
@@ -98,8 +100,8 @@ class Job:
 
     @property
     def is_long(self) -> bool:
-        """True if its pass delays others."""
-        return self.num_tokens >= LONG_PASS
+        """True if its pass is over a part of a prompt that delays others."""
+        return self.num_tokens - self.num_rows >= LONG_PASS
 
     @property
     def num_rows(self) -> int:
@@ -136,8 +138,12 @@ class Job:
         return self.operation is not None
 
     def release(self) -> None:
-        """Let others end it, or end it if it was cancelled meanwhile."""
-        self._running.release()
+        """Let others end it, or end it if it was cancelled meanwhile.
+
+        An interrupt may have come before `hold`.
+        """
+        if self._running.locked():
+            self._running.release()
         if self.is_cancelled:
             self.cancel()
 
@@ -207,6 +213,21 @@ class _Clock:
             self.seconds += time.perf_counter() - self._begin
 
 
+class _PassCounts:
+    """Tokens of a pass before it is run.
+
+    Attributes:
+        num_tokens: Number of tokens.
+        is_draft: True for a draft model's pass.
+        prompts: Jobs with a long pass, and their tokens.
+    """
+
+    def __init__(self, group: Sequence[Job]) -> None:
+        self.num_tokens = sum(job.num_tokens for job in group)
+        self.is_draft = group[0].drafts
+        self.prompts = [(job, job.num_tokens) for job in group if job.is_long]
+
+
 class _Waiter:
     """Thread that waits for an event of its jobs or, without jobs, for the engine to stand still.
 
@@ -265,6 +286,7 @@ class Engine:
         self._current: Job | None = None  # whose code runs
         self._absent = weakref.WeakSet[Job]()  # jobs with an event, whose threads may be back soon
         self._pass_seconds = 0.0  # time of the last pass
+        self._num_prompt_passes = 0
         self._prompt_seconds = 0.0  # time of the last pass over a prompt
         self._other_seconds = 0.0  # time of all passes since then
         self._num_draft_passes = 0  # in a row
@@ -436,19 +458,18 @@ class Engine:
             while len(self._waiters) == 1 and not job.is_done:
                 if self._advance(job):
                     continue
-                length, is_draft, begin = job.num_tokens, job.drafts, time.perf_counter()
-                job.hold()
+                counts, begin = _PassCounts([job]), time.perf_counter()
                 try:
-                    if job.operation is not None:
+                    if job.hold():
                         job.run()
                 finally:
                     job.release()
-                self._count_pass([(job, length)], is_draft, time.perf_counter() - begin)
+                self._count(counts, time.perf_counter() - begin)
 
     def _advance(self, job: Job) -> bool:
         """Run a job's code up to the next operation; return False if it waits for one."""
-        has_operation = job.hold()
         try:
+            has_operation = job.hold()
             if self.is_closed:
                 job.end(SpecEdgeError("the pipeline of this stream was closed"))
             elif job.is_cancelled:
@@ -457,6 +478,7 @@ class Engine:
                 return False
             elif not job.is_done:
                 self._current, job.since = job, self.num_passes
+                job.prompts_before = self._num_prompt_passes
                 job.advance()
                 self._current = None
                 if job.event is not None:
@@ -482,8 +504,7 @@ class Engine:
         group = self._choose(jobs)
         if (group[0].batch or any(job.is_long for job in group)) and self._expects_jobs():
             return False
-        lengths = [(job, job.num_tokens) for job in group]
-        begin, is_draft = time.perf_counter(), group[0].drafts
+        counts, begin = _PassCounts(group), time.perf_counter()
         held: list[Job] = []
         try:
             for job in group:
@@ -493,31 +514,27 @@ class Engine:
         finally:
             for job in held:
                 job.release()
-        self._count_pass(lengths, is_draft, time.perf_counter() - begin)
+        self._count(counts, time.perf_counter() - begin)
         for job in group:
             self._wake(job)
         return True
 
-    def _count_pass(
-        self, lengths: Sequence[tuple[Job, int]], is_draft: bool, seconds: float
-    ) -> None:
-        """Record a pass over tokens of some jobs."""
+    def _count(self, counts: _PassCounts, seconds: float) -> None:
+        """Record a pass that was run."""
         self.num_passes += 1
         self._pass_seconds = seconds
-        if is_draft:
+        if counts.is_draft:
             self._num_draft_passes += 1
         else:
             self._num_draft_passes = 0
-            self.num_passes_by_length[sum(length for _, length in lengths)] += 1
-        has_prompt = False
-        for job, length in lengths:
-            if length >= LONG_PASS:
-                job.num_prompt_tokens += length
-                has_prompt = True
-        if has_prompt:
-            self._prompt_seconds, self._other_seconds = seconds, 0.0
-        else:
+            self.num_passes_by_length[counts.num_tokens] += 1
+        if not counts.prompts:
             self._other_seconds += seconds
+            return
+        self._num_prompt_passes += 1
+        self._prompt_seconds, self._other_seconds = seconds, 0.0
+        for job, num_tokens in counts.prompts:
+            job.num_prompt_tokens += num_tokens
 
     def _expects_jobs(self) -> bool:
         """Return True if other threads may be back soon."""
@@ -535,7 +552,7 @@ class Engine:
         if self._num_draft_passes < MAX_DRAFT_PASSES and any(job.batch for job in jobs):
             jobs = [job for job in jobs if job.drafts] or jobs
         first = min(jobs, key=lambda job: job.since)
-        if first.is_long and self.num_passes - first.since <= MAX_PROMPT_WAIT:
+        if first.is_long and self._num_prompt_passes - first.prompts_before <= MAX_PROMPT_WAIT:
             prompts = [job for job in jobs if job.is_long]
             first = min(prompts, key=lambda job: (job.num_prompt_tokens, job.since))
         if (batch := first.batch) is None:

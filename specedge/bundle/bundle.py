@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import BundleError
 from ..option_specs import check_integer
@@ -82,7 +83,9 @@ class Bundle:
                 f"models must have target, and may have draft, got {', '.join(self.models)}"
             )
         if self.target.token_ids is not None:
-            raise ValueError("token_ids must be null in the target")
+            raise ValueError("models.target.token_ids must be null")
+        ordered = {name: self.models[name] for name in ("target", "draft") if name in self.models}
+        object.__setattr__(self, "models", ordered)
         for key, model in self.models.items():
             self._check_model(key, model)
             self._check_columns(key, model)
@@ -111,10 +114,11 @@ class Bundle:
                 raise ValueError(f"{key}.vocab_size {size} is above its {columns} columns")
             return
         if model.token_ids not in self.files:
-            raise ValueError(f"token_ids '{model.token_ids}' is not among the files")
+            raise ValueError(f"models.{key}.token_ids '{model.token_ids}' is not among the files")
         if (num_bytes := self.files[model.token_ids].size) != ID_SIZE * columns:
             raise ValueError(
-                f"token_ids has {num_bytes} bytes, {columns} columns need {ID_SIZE * columns}"
+                f"models.{key}.token_ids has {num_bytes} bytes, {columns} columns need "
+                f"{ID_SIZE * columns}"
             )
         if columns > size:
             raise ValueError(
@@ -234,9 +238,9 @@ class Bundle:
     def from_json(cls, text: str) -> Bundle:
         """Parse a manifest without reading other files."""
         value = parse(text)
-        if isinstance(value, dict) and value.get("format") == format_9.FORMAT:
+        if isinstance(value, dict) and _is_format(value, format_9.FORMAT):
             value = format_9.upgrade(value) | {"format": FORMAT}
-        if isinstance(value, dict) and value.get("format") != FORMAT:
+        if isinstance(value, dict) and not _is_format(value, FORMAT):
             raise FormatError(_other_format(value.get("format")))
         return build(cls, value)
 
@@ -309,6 +313,11 @@ def _manifest_text(folder: Path) -> str:
 
 class FormatError(JsonError):
     """Manifest of an unsupported format."""
+
+
+def _is_format(manifest: dict[str, Any], number: int) -> bool:
+    version = manifest.get("format")
+    return type(version) is int and version == number
 
 
 def _other_format(version: object) -> str:

@@ -5,7 +5,6 @@ The manifest as a whole and the format version are in `bundle.py`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter
@@ -93,10 +92,9 @@ class State:
             kinds = ", ".join(STATE_KINDS)
             raise ValueError(f"state {self.name}: kind must be {kinds}, got '{self.kind}'")
         _check_dtype(self.dtype)
-        sizes = [size for size in self.shape if size not in ("B", "S")]
-        if self.shape[:1] != ("B",) or self.shape.count("S") != 1 or len(sizes) != 2:
-            raise ValueError(f"state {self.name}: shape must have B first, S once and two sizes")
-        if any(isinstance(size, str) or size < 1 for size in sizes):
+        if len(self.shape) != 4 or self.shape[::2] != ("B", "S"):
+            raise ValueError(f"state {self.name}: shape must be B, a number, S and a number")
+        if any(isinstance(size, str) or size < 1 for size in self.shape[1::2]):
             raise ValueError(f"state {self.name}: sizes must be at least 1")
 
     def sizes(self, capacity: int, batch: int = 1) -> tuple[int, ...]:
@@ -281,8 +279,10 @@ class ModelEntry:
     @property
     def layers(self) -> tuple[tuple[State, ...], ...]:
         """States by layer."""
-        layers = itertools.groupby(self.states, lambda state: state.name.partition(".")[0])
-        return tuple(tuple(states) for _, states in layers)
+        layers: dict[str, list[State]] = {}
+        for state in self.states:
+            layers.setdefault(state.name.partition(".")[0], []).append(state)
+        return tuple(map(tuple, layers.values()))
 
     def states_of(self, ops: str) -> tuple[State, ...]:
         """Return the states of a graph variant."""

@@ -119,8 +119,8 @@ class _Comparison:
         self.as_recorded &= set(recorded) <= set(same)
         self.figures[role] = {
             "ops": ops,
-            "recorded_row_independent": recorded,
-            "row_independent": same,
+            "recorded_invariant_lengths": recorded,
+            "invariant_lengths": same,
             "relative_difference": worst,
             **{f"recorded_{name}": getattr(parity, name) for name in _ERRORS},
         }

@@ -98,7 +98,7 @@ def test_captured_pass_is_bitwise_equal_to_eager_pass(pairs, name):
 @pytest.mark.parametrize("name", PAIRS)
 def test_greedy_text_equals_plain_decoding_on_the_same_device(pairs, name, record_property):
     with specedge.load(pairs(name), device="cuda") as pipeline:
-        record_property("row_independent", list(pipeline.target.invariant_lengths))
+        record_property("invariant_lengths", list(pipeline.target.invariant_lengths))
         plain = pipeline.generate(PROMPT, 64, num_draft_tokens=0, ignore_eos=True)
         for k in range(1, K + 1):
             for exact in (False, True):

@@ -209,6 +209,28 @@ def test_a_short_prompt_runs_before_the_rest_of_a_long_one(is_batched):
 
 
 @pytest.mark.parametrize("is_batched", [False, True])
+def test_a_short_prompt_runs_before_the_rest_of_a_long_one_beside_a_text(log, is_batched):
+    engine = Engine()
+    batch = Batch(log, max_rows=65) if is_batched else None
+    long = job_of(Passes(log, "long", batch), [64, 64, 64, 1, 64, 64])
+    engine.next(long)
+    short = job_of(Passes(log, "short", batch), [64, 64])
+    text = job_of(Passes(log, "text", batch), [1] * 60)
+    run_all(engine, [long, text, short])
+    prompts = [name for group in log[4:] for name, length in group if length == 64]
+    assert prompts == ["short", "short", "long", "long"]
+
+
+def test_a_long_prompt_waits_for_a_bounded_number_of_shorter_ones():
+    log, engine = [], Engine()
+    long = job_of(Passes(log, "long"), [64, 64, 64, 1, 64])
+    engine.next(long)
+    shorts = [job_of(Passes(log, "short"), [64]) for _ in range(40)]
+    run_all(engine, [long, *shorts])
+    assert log[4:].index([("long", 64)]) <= engine_module.MAX_PROMPT_WAIT + 1
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
 def test_requests_wait_for_a_bounded_number_of_passes(log, is_batched):
     """Six others are always there: a third has long prompts, and half of them draft."""
     engine, numbers = Engine(), itertools.count()

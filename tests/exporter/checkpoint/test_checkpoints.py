@@ -176,7 +176,7 @@ def test_bundle_given_as_checkpoint_is_rejected(pairs):
 
 
 @pytest.mark.slow
-def test_source_licence_and_type_are_recorded(pairs, checkpoint):
+def test_source_license_and_type_are_recorded(pairs, checkpoint):
     (checkpoint / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Model\n", "utf-8")
     source = find(checkpoint).source
     assert (source.id, source.revision, source.license) == ("checkpoint", None, "mit")

@@ -1,4 +1,4 @@
-"""A bundle carries the licences of the checkpoints that it was made from."""
+"""A bundle carries the licenses of the checkpoints that it was made from."""
 
 from types import SimpleNamespace
 
