@@ -80,7 +80,7 @@ export class SpecedgeHost {
     try {
       const isText = typeof prompt === 'string' && prompt;
       const tokens = isText ? await this.encode(prompt) : [...prompt];
-      const { context_length: context, vocab_size: size } = this.#bundle.target;
+      const { context_length: context, vocab_size: size } = this.#bundle.models.target;
       check('the number of prompt tokens', tokens.length, 1, context - 1);
       for (const token of tokens) check('a token', token, 0, size - 1);
       check('maxNewTokens', maxNewTokens, 0, Number.MAX_SAFE_INTEGER);
@@ -132,7 +132,7 @@ export class SpecedgeHost {
   /** Feed the tokens up to `end` that the caches lack; at most n draft tokens may be accepted. */
   async #run(end, n, random, settings) {
     const fed = this.#tokens.slice(this.#draftLength, end);
-    const seen = new Uint8Array(this.#bundle.target.vocab_size);
+    const seen = new Uint8Array(this.#bundle.models.target.vocab_size);
     for (const token of this.#tokens) seen[token] = 1;
     const feeds = {
       ...settings,
