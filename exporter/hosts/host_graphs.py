@@ -232,11 +232,11 @@ def _replace_manifest(manifest: str, work: Path, folder: Path) -> None:
 
 def _host_graph_entry(host_graph: _HostGraphFile) -> HostGraph:
     graph = host_graph.model.graph
-    signature = Signature(*(tuple(map(_tensor_entry, x)) for x in (graph.inputs, graph.outputs)))
+    signature = Signature(*(tuple(map(_port, x)) for x in (graph.inputs, graph.outputs)))
     return HostGraph(host_graph.name, host_graph.num_draft_tokens, signature, host_graph.file)
 
 
-def _tensor_entry(value: ir.Value) -> Port:
+def _port(value: ir.Value) -> Port:
     assert value.name is not None
     assert value.dtype is not None
     assert value.shape is not None

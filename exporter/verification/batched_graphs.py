@@ -146,24 +146,24 @@ class _Session:
         with translate_errors(ExportError, f"ONNX Runtime cannot load {graph.file}: "):
             self._session = open_session(folder / graph.file, options)
         self.caches: Values = {}
-        for tensor in self._signature.inputs:
-            if tensor.state is not None:
-                shape = tensor.at(batch, 0, 0)
-                memory = mmap.mmap(-1, math.prod(shape) * np.dtype(tensor.dtype).itemsize)
-                self.caches[tensor.state] = np.frombuffer(memory, tensor.dtype).reshape(shape)
+        for port in self._signature.inputs:
+            if port.state is not None:
+                shape = port.at(batch, 0, 0)
+                memory = mmap.mmap(-1, math.prod(shape) * np.dtype(port.dtype).itemsize)
+                self.caches[port.state] = np.frombuffer(memory, port.dtype).reshape(shape)
 
     def run(self, inputs: Mapping[str, object]) -> np.ndarray:
         """Run a pass that updates the caches; return its logits. [1, R, V]"""
         binding, bound = self._session.io_binding(), {}
-        for tensor in self._signature.inputs:
-            if tensor.state is None:
-                array = np.array(inputs[tensor.name], tensor.dtype)
+        for port in self._signature.inputs:
+            if port.state is None:
+                array = np.array(inputs[port.name], port.dtype)
             else:
-                array = self.caches[tensor.state]
-            bound[tensor.name] = ort.OrtValue.ortvalue_from_numpy(array)
-            binding.bind_ortvalue_input(tensor.name, bound[tensor.name])
-            if tensor.state is not None:
-                binding.bind_ortvalue_output(f"present.{tensor.state}", bound[tensor.name])
+                array = self.caches[port.state]
+            bound[port.name] = ort.OrtValue.ortvalue_from_numpy(array)
+            binding.bind_ortvalue_input(port.name, bound[port.name])
+            if port.state is not None:
+                binding.bind_ortvalue_output(f"present.{port.state}", bound[port.name])
         binding.bind_output("logits", "cpu")
         with translate_errors(ExportError, "ONNX Runtime cannot run a batched graph: "):
             self._session.run_with_iobinding(binding)

@@ -183,7 +183,7 @@ class OrtBatchedModel:
 
     def _unbind_inputs(self) -> None:
         """Let the next pass bind all inputs."""
-        self._inputs = {tensor.name: np.zeros(0, tensor.dtype) for tensor in BATCHED_INPUTS}
+        self._inputs = {port.name: np.zeros(0, port.dtype) for port in BATCHED_INPUTS}
 
     def _stage(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Write the inputs of a pass; return those whose arrays are new."""

@@ -108,18 +108,18 @@ class ModelSession:
             self.buffers.bind(bound.binding, bound.inputs, bound.outputs)
         return bound
 
-    def _array(self, tensor: Port, bound: BoundPass, length: int, num_logits: int) -> Any:
+    def _array(self, port: Port, bound: BoundPass, length: int, num_logits: int) -> Any:
         """Return a buffer of the cache, or allocate an array of the pass."""
-        if tensor.state is not None:
-            return bound.cache.arrays[tensor.state]
-        shape = tensor.at(1, length, num_logits, length + 1)
-        if (values := self._constant(tensor.role, length, num_logits)) is not None:
-            array = self.buffers.constant(values, tensor.dtype)
-        elif tensor.role in STAGED:
-            array = self.buffers.staging(shape, tensor.dtype)
+        if port.state is not None:
+            return bound.cache.arrays[port.state]
+        shape = port.at(1, length, num_logits, length + 1)
+        if (values := self._constant(port.role, length, num_logits)) is not None:
+            array = self.buffers.constant(values, port.dtype)
+        elif port.role in STAGED:
+            array = self.buffers.staging(shape, port.dtype)
         else:
-            array = self.buffers.zeros(shape, tensor.dtype)
-        bound.arrays[tensor.name if tensor.role == "weights" else tensor.role] = array
+            array = self.buffers.zeros(shape, port.dtype)
+        bound.arrays[port.name if port.role == "weights" else port.role] = array
         return array
 
     def _constant(self, role: str, length: int, num_logits: int) -> Sequence[Any] | None:
@@ -247,12 +247,12 @@ def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path:
             f"{path}: the role of input {unknown[0]} is unknown to this version of "
             "specedge; upgrade specedge, or export the pair again"
         )
-    for values, tensors in (
+    for values, ports in (
         (session.get_inputs(), signature.inputs),
         (session.get_outputs(), signature.outputs),
     ):
         actual = {value.name: _describe(value.type, value.shape) for value in values}
-        expected = {tensor.name: _expected(tensor, entry) for tensor in tensors}
+        expected = {port.name: _expected(port, entry) for port in ports}
         for name in sorted(expected.keys() | actual.keys()):
             if actual.get(name) != expected.get(name):
                 raise BundleError(
@@ -261,10 +261,10 @@ def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path:
                 )
 
 
-def _expected(tensor: Port, entry: GraphEntry) -> str:
+def _expected(port: Port, entry: GraphEntry) -> str:
     batch = 0 if entry.name == BATCHED else 1
-    shape = tensor.at(batch, entry.length or 0, 0)
-    return _describe(f"tensor({ORT_TYPES.get(tensor.dtype, tensor.dtype)})", shape)
+    shape = port.at(batch, entry.length or 0, 0)
+    return _describe(f"tensor({ORT_TYPES.get(port.dtype, port.dtype)})", shape)
 
 
 def _describe(type_name: str, shape: list[Any]) -> str:

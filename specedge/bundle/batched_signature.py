@@ -31,9 +31,9 @@ def batched(decoder: Signature) -> Signature:
     of each sequence's last row in the block, the repeated one, and `query_lengths` their number, 0
     for a sequence without tokens.
     """
-    inputs = tuple(tensor for tensor in decoder.inputs if tensor.role == "state")
+    inputs = tuple(port for port in decoder.inputs if port.role == "state")
     outputs = [
-        replace(tensor, shape=(1, *tensor.shape[1:])) if tensor.role == "logits" else tensor
-        for tensor in decoder.outputs
+        replace(port, shape=(1, *port.shape[1:])) if port.role == "logits" else port
+        for port in decoder.outputs
     ]
     return Signature((*BATCHED_INPUTS, *inputs), tuple(outputs))

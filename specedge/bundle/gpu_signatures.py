@@ -81,6 +81,6 @@ def _inputs(signature: Signature) -> tuple[Port, ...]:
 def _caches(signature: Signature, num_draft_tokens: int) -> Iterator[Port]:
     """Yield the cache outputs of each step."""
     for i in range(num_draft_tokens):
-        for tensor in signature.outputs:
-            if tensor.role == "state":
-                yield replace(tensor, name=step_output(i, tensor.name))
+        for port in signature.outputs:
+            if port.role == "state":
+                yield replace(port, name=step_output(i, port.name))

@@ -1,4 +1,4 @@
-"""Inputs and outputs of a graph as declared by the manifest; hosts bind tensors by role."""
+"""Inputs and outputs of a graph as declared by the manifest; hosts bind them by role and state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROLES = (
     *(*SAMPLING_INPUTS, "drawn", "weights"),
     *("positions", "block_rows", "packed_rows", "logits_rows", "last_positions", "query_lengths"),
 )
-REPEATED_ROLES = ("state", "weights")  # roles of several tensors each
+REPEATED_ROLES = ("state", "weights")  # roles of several ports each
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,20 @@ class Signature:
     @property
     def num_drafted(self) -> int:
         """Number of tokens that a call drafts; 1 if the shapes do not state it."""
-        tensors = [t for t in self.inputs if t.role == "uniforms"]
-        tensors += [t for t in self.outputs if t.role == "drafted"]
-        sizes = [t.shape[-1] for t in tensors if t.shape]
+        ports = [port for port in self.inputs if port.role == "uniforms"]
+        ports += [port for port in self.outputs if port.role == "drafted"]
+        sizes = [port.shape[-1] for port in ports if port.shape]
         return next((size for size in sizes if isinstance(size, int)), 1)
 
     def has(self, other: Signature) -> bool:
-        """Return True if all tensors of known roles are those of another signature."""
+        """Return True if all ports of known roles are those of another signature."""
         pairs = ((self.inputs, other.inputs), (self.outputs, other.outputs))
         return all(
-            {t for t in tensors if t.role in ROLES} == {*expected} for tensors, expected in pairs
+            {port for port in ports if port.role in ROLES} == {*expected}
+            for ports, expected in pairs
         )
 
     @property
     def unknown(self) -> list[str]:
         """Names of inputs with unknown roles."""
-        return [tensor.name for tensor in self.inputs if tensor.role not in ROLES]
+        return [port.name for port in self.inputs if port.role not in ROLES]

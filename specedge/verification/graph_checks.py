@@ -24,7 +24,7 @@ from .noise import Array, RowDifference, distance, row_differences, size
 from .report import FAILED, PASSED, SHORT, CheckResult
 
 Open = Callable[[ModelEntry, str, str], OrtModel]
-Outputs = tuple[Array | None, list[Array]]  # logits, and the rows of each cache buffer
+Outputs = tuple[Array | None, list[Array]]  # logits, and the rows of each state
 
 _ERRORS = (
     "structure_error",
