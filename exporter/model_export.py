@@ -19,7 +19,7 @@ from specedge.bundle.manifest import (
     ModelEntry,
     signatures,
 )
-from specedge.bundle.precision import FLOAT32, KEEP
+from specedge.bundle.precision import FLOAT32, KEEP, QUANTIZED_DTYPES
 from specedge.bundle.reports import ParityReport
 from specedge.errors import ExportError
 
@@ -149,7 +149,7 @@ def export_model(
         del loaded
         gc.collect()
         reports = [
-            _verify_all(part, list(variants), results, request.tolerance, requires_invariance)
+            _verify_all(part, list(variants), results, request, requires_invariance)
             for part, variants, results in zip(parts, written, references, strict=True)
         ]
     experts = [results.num_experts for results in references]
@@ -340,8 +340,8 @@ def compute_references(
 
     Args:
         part: The model.
-        has_first_layers: Run its first layers in float64 and all layers in float32, instead of all
-            layers in float64.
+        has_first_layers: Run its first layers in float64 and all layers in float32 at the end of
+            the context, instead of all layers in float64.
         in_full: Run all layers in float64 in any case.
     """
     segments = reference.compared_positions(part.shape, reference.num_parameters(part.model))
@@ -354,13 +354,19 @@ def compute_references(
         )  # fmt: skip
         if not has_first_layers:
             return References(run(geometry=part.shape))
-        depth = run(geometry=part.shape, exact=in_full)
         first = part.first_layers
         restore = truncate(part.model, len(first.shape.layers))
         try:
-            return References(run(geometry=first.shape), depth)
+            results = run(geometry=first.shape)
         finally:
             restore()
+        if in_full:
+            return References(results, run(geometry=part.shape))
+        caches = [results[0].caches[2 * i + j] for i in part.layers.kinds for j in (0, 1)]
+        # Most experts get no token of a short segment.
+        last = reference.last_positions(segments) if results[0].num_experts else segments[-1:]
+        depth = run(geometry=part.shape, segments=last, exact=False, earlier=caches)
+        return References(results, depth)
 
 
 def _note_rotary(
@@ -377,11 +383,14 @@ def _verify_all(
     part: ModelExport,
     written: list[str],
     references: References,
-    tolerance: float | None,
+    request: ExportRequest,
     requires_invariance: bool,
 ) -> dict[str, ParityReport]:
     """Verify each graph variant that was written, and remove the files of those that fail."""
-    verify_variant = partial(verify, part, references, tolerance, requires_invariance)
+    is_quantized = request.precision_of(part.role) in QUANTIZED_DTYPES and part.quantized != {}
+    verify_variant = partial(
+        verify, part, references, request.tolerance, requires_invariance, is_final=not is_quantized
+    )
     reports = _for_each_variant(part, written, verify_variant)
     unused = [(file, ops) for ops in {*OPS} - reports.keys() for file in part.files]
     unused += [(file, ops) for ops in OPS for file in part.first_layers.files]
@@ -397,6 +406,7 @@ def verify(
     tolerance: float | None,
     requires_invariance: bool,
     ops: str,
+    is_final: bool = True,
 ) -> ParityReport:
     """Verify a graph variant.
 
@@ -406,6 +416,7 @@ def verify(
         tolerance: Maximum float32 error relative to the largest value of an output, if any.
         requires_invariance: Reject passes of several tokens that are not batch-invariant.
         ops: The graph variant.
+        is_final: False if the graphs are quantized afterwards.
 
     Raises:
         ExportError: The graphs differ from the model, or are rejected.
@@ -417,7 +428,9 @@ def verify(
         first = Runner(layers.folder, layers.files, layers.shape, ops, part.quantized)
     num_stages = 2 * first.num_stages + (whole.num_stages if depth else 0)
     with progress.step(f"Comparing the {part.role} with PyTorch", num_stages) as advance:
-        report, differing = parity.verify(part.role, references.segments, first, tolerance, advance)
+        report, differing = parity.verify(
+            part.role, references.segments, first, tolerance, advance, is_final
+        )
         if depth:
             report = parity.verify_depth(
                 part.role, depth, whole, first, part.layers.kinds, report, tolerance, advance

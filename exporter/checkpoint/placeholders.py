@@ -16,6 +16,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .lazy_tensors import LazyTensor, is_quantized, materialize
+from .quantized_rows import find_rows
 
 SMALLEST = 1 << 20  # bytes in float32; smaller weights that are not quantized are loaded eagerly
 HUGE = 1 << 26  # elements; larger matrices are cast in chunks of rows
@@ -29,6 +30,7 @@ class WeightSources:
 
     def __init__(self) -> None:
         self._matrices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of the first
+        self._last_read: tuple[LazyTensor, torch.Tensor] | None = None
 
     def parameter(self, matrix: torch.Tensor) -> nn.Parameter:
         """Return a parameter whose value is a placeholder, or a copy of a small matrix. [R, C]"""
@@ -55,6 +57,7 @@ class WeightSources:
     def close(self) -> None:
         """Release the files; the model cannot be used afterwards."""
         self._matrices.clear()
+        self._last_read = None
 
     def stored_matrix(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """Return the matrix of a parameter or placeholder; None for another tensor."""
@@ -88,7 +91,7 @@ class WeightSources:
                         module, {n: zeros(t.shape) for n, t in stored_weights.items()}, stack
                     )
                 elif not at_once and _is_huge(module, stored_weights, dtype):
-                    _compute_in_chunks(module, stored_weights["weight"], dtype, stack)
+                    self._compute_in_chunks(module, stored_weights["weight"], dtype, stack)
                 elif at_once or all(_is_plain(t, dtype) for t in stored_weights.values()):
                     _set_parameters(
                         module,
@@ -98,6 +101,41 @@ class WeightSources:
                 else:
                     _set_parameters_per_call(module, stored_weights, dtype, memory, stack)
             yield
+
+    def _compute_in_chunks(
+        self,
+        module: nn.Module,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Patch a module to cast a few rows of its matrix at a time. [R, C]"""
+
+        def widened(rows: torch.Tensor) -> torch.Tensor:
+            # Not `to`, which keeps constants in float32 in `exact_model.Float64Mode`.
+            return rows.double() if dtype == torch.float64 else rows.to(dtype)
+
+        def embedded(input: torch.Tensor) -> torch.Tensor:
+            quantized = find_rows(weight)
+            if quantized is None or quantized.is_transposed:
+                return widened(materialize(weight)[input])
+            return widened(quantized.select(input.numpy()).lazy().read())
+
+        def multiplied(input: torch.Tensor) -> torch.Tensor:
+            rows = self._values(weight).split(max(1, PIECE // weight.shape[1]))
+            output = torch.cat([nn.functional.linear(input, widened(part)) for part in rows], -1)
+            return output if module.bias is None else output + module.bias
+
+        module.forward = embedded if type(module) is nn.Embedding else multiplied
+        stack.callback(delattr, module, "forward")
+
+    def _values(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the values of a matrix; if they are computed, keep them for the next call."""
+        if not isinstance(matrix, LazyTensor) or matrix.mapped:
+            return materialize(matrix)
+        if self._last_read is None or self._last_read[0] is not matrix:
+            self._last_read = matrix, matrix.read()
+        return self._last_read[1]
 
 
 def _is_large(matrix: torch.Tensor) -> bool:
@@ -162,27 +200,6 @@ def _is_huge(
     weight = stored_weights.get("weight")
     simple = type(module) in (nn.Linear, nn.Embedding) and list(stored_weights) == ["weight"]
     return simple and weight is not None and not _is_plain(weight, dtype) and weight.numel() > HUGE
-
-
-def _compute_in_chunks(
-    module: nn.Module, weight: torch.Tensor, dtype: torch.dtype, stack: contextlib.ExitStack
-) -> None:
-    """Patch a module to cast a few rows of its matrix at a time. [R, C]"""
-
-    def widened(rows: torch.Tensor) -> torch.Tensor:
-        # Not `to`, which keeps constants in float32 in `exact_model.Float64Mode`.
-        return rows.double() if dtype == torch.float64 else rows.to(dtype)
-
-    def embedded(input: torch.Tensor) -> torch.Tensor:
-        return widened(materialize(weight)[input])
-
-    def multiplied(input: torch.Tensor) -> torch.Tensor:
-        rows = materialize(weight).split(max(1, PIECE // weight.shape[1]))
-        output = torch.cat([nn.functional.linear(input, widened(part)) for part in rows], -1)
-        return output if module.bias is None else output + module.bias
-
-    module.forward = embedded if type(module) is nn.Embedding else multiplied
-    stack.callback(delattr, module, "forward")
 
 
 def _set_parameters_per_call(

@@ -46,6 +46,10 @@ class QuantizedRows:
         """Return the same rows in another shape."""
         return replace(self, sources=self.sources.reshape(shape), rows=self.rows.reshape(shape))
 
+    def select(self, index: np.ndarray) -> QuantizedRows:
+        """Return the rows with these numbers along the first axis, in the index's shape."""
+        return replace(self, sources=self.sources[index], rows=self.rows[index])
+
     def lazy(self) -> LazyTensor:
         """Return the model's tensor in float32, which is dequantized when it is read."""
         return LazyTensor(torch.empty(self.shape, device="meta"), self._values)

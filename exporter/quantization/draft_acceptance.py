@@ -13,10 +13,9 @@ from tokenizers import Tokenizer
 from specedge.bundle.manifest import MeasuredAcceptance
 from specedge.bundle.precision import QUANTIZED_DTYPES
 
-from ..mapped_memory import system_memory
 from ..progress import Progress
 from ..tracing.geometry import Geometry
-from ..verification.subgraph import SubgraphSession, open_session, unpacked_options
+from ..verification.subgraph import SubgraphSession, can_prepack, open_session, unpacked_options
 from .float_model import FloatModel
 from .report import compute_logits
 from .texts import TextEncoder, TextSource
@@ -25,7 +24,6 @@ NUM_TEXTS = 3
 PROMPT_TOKENS, ANSWER_TOKENS = 48, 32  # of each text; greedy rates are those of the answers
 MAX_READ_BYTES = 8e10  # weights read to generate answers, about 10 seconds
 MIN_ANSWER_TOKENS = 8  # below, greedy rates are those of the prompts
-MEMORY_FACTOR = 3  # available memory per size of quantized weights, which a session copies
 MIN_TOKENS = 4  # of a text
 
 
@@ -121,8 +119,8 @@ def _answer(
     weights = (target.folder / model.weights.rpartition("/")[2]).stat().st_size
     num_tokens = int(min(ANSWER_TOKENS, MAX_READ_BYTES / weights / len(prompts)))
     is_quantized = model.weights_dtype in QUANTIZED_DTYPES
-    if is_quantized and MEMORY_FACTOR * weights > system_memory().available:
-        num_tokens = 0  # a session of the whole model copies its weights
+    if is_quantized and not can_prepack(weights):
+        num_tokens = 0
     if num_tokens < MIN_ANSWER_TOKENS:
         return prompts
     decoder = target.folder / next(f for f in target.files if f.length is None).file_name(ops)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +26,8 @@ from .float_model import FloatModel, VariantReport
 from .schemes import Scheme
 from .texts import CalibrationTexts
 
-MAX_OUTPUTS = 1 << 27  # logits and cache values of a model that are in memory at once
-ROWS_PER_STRIP = 64  # tokens per comparison of distributions
+MAX_OUTPUTS = 1 << 28  # logits and cache values of the float model that are in memory at once
+STRIP_SIZE = 1 << 20  # logits per comparison of distributions, to stay in the CPU's cache
 NUM_SAMPLE_TOKENS = 96  # tokens of graph variants that share integers with a fully measured one
 NUM_LATE_TOKENS = 64  # tokens of the window at the end of the context
 MAX_LATE_RATIO = 3.0  # maximum divergence of the late window relative to the texts,
@@ -226,8 +228,9 @@ class LogitDistance:
 
         Column j is token head[j], or token j.
         """
-        for at in range(0, len(tokens) - 1, ROWS_PER_STRIP):
-            rows = slice(at, min(at + ROWS_PER_STRIP, len(tokens) - 1))
+        step = max(1, STRIP_SIZE // logits.shape[1])
+        for at in range(0, len(tokens) - 1, step):
+            rows = slice(at, min(at + step, len(tokens) - 1))
             self._add(logits[rows], expected[rows], tokens[rows.start + 1 : rows.stop + 1], head)
         self.compare(logits, expected)
 
@@ -235,28 +238,36 @@ class LogitDistance:
         self, logits: np.ndarray, expected: np.ndarray, columns: np.ndarray, head: np.ndarray | None
     ) -> None:
         """Add some rows of logits, 2 * [t, n], and the next tokens, [t]."""
-        log_probs, expected_log_probs = (
-            torch.from_numpy(x).double().log_softmax(1) for x in (logits, expected)
-        )
+        x, exact_x = torch.from_numpy(logits), torch.from_numpy(expected)
+        _, normalizers = _exponentials(x)
+        weights, exact_normalizers = _exponentials(exact_x)
+        differences = (weights * (exact_x - x)).sum(1, dtype=torch.float64)
+        differences /= weights.sum(1, dtype=torch.float64)
+        self.divergence += float((differences - exact_normalizers + normalizers).sum())
         rows = np.arange(len(columns))
         self.num_tokens += len(columns)
         if head is not None:
             rows = np.flatnonzero(np.isin(columns, head))
             columns = head.searchsorted(columns[rows])
         targets = rows, columns
-        self.loss -= float(log_probs[targets].sum())
-        self.original_loss -= float(expected_log_probs[targets].sum())
-        self.divergence += float(
-            (expected_log_probs.exp() * (expected_log_probs - log_probs)).sum()
-        )
+        self.loss += float((normalizers[rows] - x[targets]).sum())
+        self.original_loss += float((exact_normalizers[rows] - exact_x[targets]).sum())
         self.num_same += int((logits.argmax(1) == expected.argmax(1)).sum())
         self.num_scored += len(rows)
 
     def compare(self, values: np.ndarray, expected: np.ndarray) -> None:
         """Update the largest difference of an output, relative to its largest value."""
-        size = max(1e-30, float(np.abs(expected).max()))
+        exact = torch.from_numpy(expected)
+        largest = (torch.from_numpy(values) - exact).abs().max() / exact.abs().max().clamp(1e-30)
         # Not `max`, which may ignore NaN.
-        self.error = float(np.maximum(self.error, np.abs(values - expected).max() / size))
+        self.error = float(np.maximum(self.error, float(largest)))
+
+
+def _exponentials(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return exponentials relative to a row's largest, [T, V], and normalizers in float64, [T]."""
+    largest = logits.max(1, keepdim=True).values
+    weights = (logits - largest).exp()
+    return weights, largest[:, 0].double() + weights.sum(1, dtype=torch.float64).log()
 
 
 def measure_distances(
@@ -281,18 +292,28 @@ def measure_distances(
     for at in range(0, len(texts), size):
         part = texts[at : at + size]
         late = window if at + size >= len(texts) else None
-        expected = _run(original, part, late, packed=False)
+        expected, expected_caches = _run(original, part, late, packed=False)
         for name, candidate in candidates.items():
-            total, results = totals[name], _run(candidate.runner, part, late)
-            for text, (logits, caches), (exact, exact_caches) in zip(
-                part, results, expected, strict=False
-            ):
-                total.near.add(logits, exact, text, head)
+            total = totals[name]
+            distances = [*[total.near] * len(part), total.late]
+            add = partial(_add_logits, distances, expected, [*part, text], head)
+            _, all_caches = _run(candidate.runner, part, late, then=add)
+            for caches, exact_caches in zip(all_caches, expected_caches, strict=True):
                 for cache, rows, exact_rows in zip(names, caches, exact_caches, strict=True):
                     total.near.compare(rows * candidate.factors.get(cache, 1), exact_rows)
-            if late is not None:
-                total.late.add(results[-1][0], expected[-1][0], late.text, head)
     return totals
+
+
+def _add_logits(
+    distances: Sequence[LogitDistance],
+    expected: Sequence[np.ndarray],
+    texts: Sequence[np.ndarray],
+    head: np.ndarray | None,
+    i: int,
+    logits: np.ndarray,
+) -> None:
+    """Add the logits of text i, [T, V], to its distance."""
+    distances[i].add(logits, expected[i], texts[i], head)
 
 
 @dataclass(frozen=True)
@@ -305,7 +326,8 @@ class LateWindow:
 
 def compute_logits(runner: Runner, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the logits of independent texts. [T] each -> [T, V] each"""
-    return [text_logits for text_logits, _ in _run(runner, texts)]
+    logits, _ = _run(runner, texts)
+    return logits
 
 
 def _run(
@@ -313,25 +335,26 @@ def _run(
     texts: Sequence[np.ndarray],
     late: LateWindow | None = None,
     packed: bool = True,
-) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Return logits [T, V] and caches [H, T, D] of each text, and logits of a late window.
+    then: Callable[[int, np.ndarray], Any] = lambda i, logits: logits,
+) -> tuple[list[Any], list[list[np.ndarray]]]:
+    """Return `then(i, logits)` of each text, and last of a late window, and caches of each text.
 
-    Cache rows before the window are each model's own. Weights are prepacked, without which ONNX
-    Runtime does not quantize the inputs of MatMulNBits; those of a float graph need not be.
+    Logits are [T, V], caches [H, T, D]. Cache rows before the window are each model's own. Weights
+    are prepacked, without which ONNX Runtime does not quantize the inputs of MatMulNBits; those of
+    a float graph need not be.
     """
     actions: list[Action] = []
-    for text in texts:
+    for i, text in enumerate(texts):
         actions += [
             FillNoise(0, runner.geometry.capacity),
-            PassAction("decoder", text, 0, packed=packed),
+            PassAction("decoder", text, 0, packed=packed, then=partial(then, i)),
+            ReadRows(0, len(text)),
         ]
-        actions.append(ReadRows(0, len(text)))
     if late is not None:
+        after = partial(then, len(texts))
         actions += [
             RepeatRows(len(texts[-1]), late.start),
-            PassAction("decoder", late.text, late.start, packed=packed),
+            PassAction("decoder", late.text, late.start, packed=packed, then=after),
         ]
-    results = runner.run(actions)
-    whole = results[: 3 * len(texts)]
-    outputs = list(zip(whole[1::3], whole[2::3], strict=True))
-    return outputs if late is None else [*outputs, (results[-1], [])]
+    _, *results = runner.run(actions)
+    return results[::3], results[1::3][: len(texts)]

@@ -12,13 +12,13 @@ import onnxruntime as ort
 
 from specedge.bundle.batched_signature import BATCHED
 from specedge.bundle.manifest import ModelEntry
-from specedge.bundle.precision import OLDEST_ONNXRUNTIME
+from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
 from specedge.errors import ExportError, ParityError
 
 from ..graph import batched
 from ..libraries import translate_errors
 from ..progress import Progress
-from .subgraph import Values, open_session, unpacked_options
+from .subgraph import Values, can_prepack, open_session, unpacked_options
 
 SEQUENCES = ((5, 3), (4, 0), (0, 1))  # cache rows and tokens of each
 LONGEST = max(past + length for past, length in SEQUENCES)
@@ -136,12 +136,17 @@ def _relative(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 class _Session:
-    """Session of a graph that copies no weights, and caches whose unused rows take no memory."""
+    """Session of a graph, and caches whose unused rows take no memory.
+
+    Quantized weights are prepacked if memory is available, without which their products are slow.
+    """
 
     def __init__(self, model: ModelEntry, folder: Path, name: str, ops: str, batch: int) -> None:
         graph = model.graph(name, ops)
         self._signature = model.signatures[graph.signature]
-        options = unpacked_options()
+        is_quantized = model.weights_dtype in QUANTIZED_DTYPES
+        is_packed = is_quantized and can_prepack((folder / model.weights).stat().st_size)
+        options = ort.SessionOptions() if is_packed else unpacked_options()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         with translate_errors(ExportError, f"ONNX Runtime cannot load {graph.file}: "):
             self._session = open_session(folder / graph.file, options)

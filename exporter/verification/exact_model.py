@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from ..internals import tree_any, tree_map
 
 _LARGEST = float(np.finfo(np.float32).max)  # masks may contain larger float64 values
+_MAX_SIZE = 2.0**100  # of perturbed values; masks contain larger and infinite ones
+_OFFSETS = 1000  # number of offsets at which random numbers may begin
 ROUNDINGS = 4  # batch size: PyTorch's own rounding, and three random perturbations
 _FUSED = "scaled_dot_product_attention"
 _PRODUCTS = {"linear", "addmm", "baddbmm", "bmm", "softmax", "gelu", "tanh", _FUSED}
@@ -79,6 +81,7 @@ class RoundingNoiseMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._random = torch.Generator().manual_seed(0)
+        self._units = torch.empty(0)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -89,23 +92,30 @@ class RoundingNoiseMode(TorchFunctionMode):
             return result
         # Position tables have a single sequence; they are equal in all implementations.
         if name in _PRODUCTS or (name in _ARITHMETIC and len(result) == ROUNDINGS):
-            return self._moved(result, result, result.shape)
-        if name in _CURVES:
+            self._perturb(result, result, result.shape)
+        elif name in _CURVES:
             size = args[0].clamp(-_CURVES[name], _CURVES[name]) if _CURVES[name] > 1 else 1.0
-            return self._moved(result, result.abs() + abs(size), result.shape)
-        if name in _SUMS and len(result) == len(args[0]) == ROUNDINGS:
+            self._perturb(result, result.abs() + abs(size), result.shape)
+        elif name in _SUMS and len(result) == len(args[0]) == ROUNDINGS:
             roundings = args[0].shape[-1] ** 0.5 / 2
-            return self._moved(result, roundings * result, (*result.shape[:-1], 1))
+            self._perturb(result, roundings * result, (*result.shape[:-1], 1))
         return result
 
-    def _moved(
-        self, result: torch.Tensor, size: torch.Tensor, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Perturb a result by up to a unit in the last place of `size`; keep infinite values."""
-        units = torch.rand(shape, generator=self._random).mul_(2).sub_(1)
-        units[: len(units) // ROUNDINGS] = 0
-        moved = torch.addcmul(result, size, units, value=2.0**-23)
-        return moved if moved.sum().isfinite() else torch.where(moved.isfinite(), moved, result)
+    def _perturb(self, result: torch.Tensor, size: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Perturb a new result by up to a unit in the last place of `size`; keep infinite values.
+
+        Random numbers are reused at random offsets, since drawing them takes most of the time.
+        """
+        first = len(result) // ROUNDINGS
+        shape = (len(result) - first, *shape[1:])
+        count = math.prod(shape)
+        if count + _OFFSETS > len(self._units):
+            units = torch.rand(count + _OFFSETS, generator=self._random)
+            self._units = units.mul_(2).sub_(1)
+        at = int(torch.randint(_OFFSETS, (), generator=self._random))
+        units = self._units[at : at + count].view(shape)
+        size = size[first:].clamp(-_MAX_SIZE, _MAX_SIZE)
+        result[first:].addcmul_(size, units, value=2.0**-23)
 
 
 def _is_float64(x: Any) -> bool:

@@ -32,6 +32,7 @@ def verify(
     runner: Runner,
     tolerance: float | None = None,
     advance: Advance = lambda amount: None,
+    is_final: bool = True,
 ) -> tuple[ParityReport, list[str]]:
     """Verify that the graph computes the model, and that it is as accurate as float32 allows.
 
@@ -45,6 +46,7 @@ def verify(
         tolerance: Maximum float32 error relative to the largest value of an output; None to bound
             errors by PyTorch's own.
         advance: Called with the number of finished stages.
+        is_final: False if the graphs are quantized, after which their files are compared.
 
     Returns:
         The report, and the fixed-shape files that are not bitwise equal to the decoder.
@@ -59,7 +61,7 @@ def verify(
     error_check = ErrorCheck(role, "the exact result", tolerance, ratio=ratio)
     segments = [checks.segment_check(runner, part, error_check) for part in parts]
     checks.run_checks(partial(runner.run, advance=advance), segments)
-    invariance, differing = checks.check_standalone(runner, parts[0].tokens, advance)
+    invariance, differing = checks.check_standalone(runner, parts[0].tokens, advance, is_final)
     parity = ParityReport(
         **_errors(parts, error_check),
         structure_error=difference,

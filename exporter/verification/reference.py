@@ -92,6 +92,12 @@ def compared_positions(geometry: Geometry, num_parameters: int) -> list[tuple[in
     return [(0, part), (context - tail, context)]
 
 
+def last_positions(segments: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return a segment of as many positions at the end of the context."""
+    end = segments[-1][1]
+    return [(end - sum(end - start for start, end in segments), end)]
+
+
 def chunk_length(geometry: Geometry) -> int:
     """Return the number of tokens per pass, fewer for large vocabularies."""
     return min(CHUNK, max(1, MAX_PASS_LOGITS // geometry.padded_vocab_size))
@@ -106,8 +112,11 @@ def compute_references(
     advance: Advance = lambda amount: None,
     segments: Sequence[tuple[int, int]] | None = None,
     exact: bool = True,
+    earlier: Sequence[np.ndarray] = (),
 ) -> list[Reference]:
     """Run PyTorch over segments of the context.
+
+    The cache rows before a segment are those of the first one, repeated.
 
     Args:
         role: "target" or "draft".
@@ -119,6 +128,7 @@ def compute_references(
         segments: First position of each segment and the position after it; those of
             `compared_positions` by default.
         exact: Compute the results in float64.
+        earlier: Rows of each cache, [H, n, D], to repeat before the first segment.
 
     Raises:
         ParityError: The model's logits are meaningless in float32, or its routers have near-ties.
@@ -129,7 +139,8 @@ def compute_references(
         segments = compared_positions(geometry, num_parameters(model))
     for start, end in segments:
         tokens = random.integers(0, num_tokens, end - start)
-        history = _earlier_rows(start, references, geometry)
+        caches = references[0].caches if references else earlier
+        history = _earlier_rows(start, caches, geometry)
         left_out = 0
         for _ in range(MAX_RESAMPLINGS):
             part, near = _compute_segment(model, sources, tokens, start, history, geometry, exact)
@@ -301,14 +312,14 @@ class _ContinuedCacheLayer(DynamicLayer):
         return self._start + super().get_seq_length()
 
 
-def _earlier_rows(start: int, parts: list[Reference], geometry: Geometry) -> History:
-    """Return cache rows [H, start, D] before a segment: those of the first one, repeated."""
+def _earlier_rows(start: int, caches: Sequence[np.ndarray], geometry: Geometry) -> History:
+    """Return cache rows [H, start, D] before a segment: those of caches, repeated."""
     shapes = geometry.cache_shapes()
 
     def rows(i: int) -> np.ndarray:
         if not start:
             return np.zeros((shapes[i][1], 0, shapes[i][3]), np.float32)
-        cache = parts[0].caches[i].astype(np.float32)
+        cache = caches[i].astype(np.float32)
         return np.ascontiguousarray(cache[:, np.arange(start) % cache.shape[1]])
 
     return rows

@@ -157,7 +157,8 @@ class Runner:
                 for i in _order_actions(actions, bool(session.caches)):
                     action = actions[i]
                     if isinstance(action, PassAction):
-                        outputs = session.run(action.name, action.packed, passes[i])
+                        is_packed = action.packed and self.in_parts
+                        outputs = session.run(action.name, is_packed, passes[i])
                         if action.on_outputs:
                             action.on_outputs(outputs)
                         names = chosen.names[action.name] if chosen else {}

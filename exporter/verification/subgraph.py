@@ -16,8 +16,10 @@ from specedge.cpu_count import default_threads
 from specedge.errors import ExportError
 
 from ..libraries import translate_errors
+from ..mapped_memory import system_memory
 
 NOISE = 4.0  # standard deviation
+_MEMORY_FACTOR = 3  # memory of a session that copies its weights, per size of the weights
 _OFFSETS = 1000  # number of offsets in the random numbers at which noise may begin
 Values = dict[str, np.ndarray]
 
@@ -102,6 +104,11 @@ class SubgraphSession:
 def _noise(size: int) -> np.ndarray:
     """Return at least `size` random numbers, shared by the subgraphs of a model."""
     return NOISE * np.random.default_rng(0).standard_normal(size + _OFFSETS, np.float32)
+
+
+def can_prepack(num_bytes: int) -> bool:
+    """Return True if memory is available for a session that copies quantized weights."""
+    return _MEMORY_FACTOR * num_bytes <= system_memory().available
 
 
 def unpacked_options() -> ort.SessionOptions:

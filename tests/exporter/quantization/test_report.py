@@ -88,7 +88,8 @@ class Model:
             return [] if isinstance(action, ReadRows) else None
         random = np.random.default_rng(action.past_length)
         logits = random.normal(size=(len(action.tokens), 5))
-        return logits + (self.late if action.past_length else 0.0) * random.normal(size=(5,))
+        late = self.late if action.past_length else 0.0
+        return action.then(logits + late * random.normal(size=(5,)))
 
 
 TEXTS = [np.arange(80) % 5, np.arange(100, 170) % 5]
