@@ -14,6 +14,9 @@ from specedge.bundle import Bundle
 from specedge.bundle.integrity import file_entry
 from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import checkpoints, loader, placeholders
+from specedge.exporter.checkpoint.lazy_tensors import lazy_rows
+from specedge.exporter.checkpoint.placeholders import WeightSources
+from specedge.exporter.checkpoint.quantized_tensors import QuantizedTensor
 from specedge.exporter.tracing import geometry, tracer
 from specedge.exporter.verification.exact_model import exact_arithmetic
 
@@ -75,6 +78,28 @@ def test_geometry_is_measured_without_reading_matrices(kind, tmp_path):
                 assert (loaded.model(TOKENS).logits == 0).all() == unread
     assert seen[0] == seen[1]
     assert all("forward" not in vars(module) for module in loaded.model.modules())
+
+
+def test_quantized_embedding_is_dequantized_by_row_and_head_once(monkeypatch):
+    monkeypatch.setattr(placeholders, "HUGE", 0)
+    values = np.random.default_rng(0).standard_normal((300, 64)).astype(np.float32)
+    num_rows = []
+
+    def dequantize(at):
+        num_rows.append(len(values[at]))
+        return values[at]
+
+    tensor = QuantizedTensor("table", "Q8_0", values.shape, 0, None, dequantize, None)
+    model = torch.nn.Sequential(torch.nn.Embedding(300, 64), torch.nn.Linear(64, 300, bias=False))
+    sources = WeightSources()
+    for module in model:
+        module.weight = sources.parameter(lazy_rows(tensor))
+    tokens, table = torch.tensor([[3, 299, 3]]), torch.from_numpy(values)
+    for dtype in (torch.float32, torch.float64):
+        with sources.materialized(model, dtype), torch.no_grad():
+            expected = table.to(dtype)[tokens] @ table.to(dtype).T
+            torch.testing.assert_close(model(tokens), expected)
+    assert sum(num_rows) == 3 + 3 + 300
 
 
 @pytest.mark.parametrize("kind", ["gpt2", *map(exhaustive, ("llama", "qwen2"))])
