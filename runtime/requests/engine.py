@@ -132,10 +132,9 @@ class Job:
             finally:
                 self._running.release()
 
-    def hold(self) -> bool:
-        """Let no other thread end it until `release`; return False if it has no operation."""
+    def hold(self) -> None:
+        """Let no other thread end it until `release`."""
         self._running.acquire()
-        return self.operation is not None
 
     def release(self) -> None:
         """Let others end it, or end it if it was cancelled meanwhile.
@@ -148,32 +147,28 @@ class Job:
             self.cancel()
 
     def advance(self) -> None:
-        """Run its code up to the next operation or event. Takes `hold`."""
-        event = None
-        with self.clock:
-            try:
-                step = self._steps.send(self._input)
-            except StopIteration as end:
-                self.result = end.value
-                self.end()
-            except BaseException as error:
-                self.end(error)
+        """Run its code up to the next operation or event. Takes `hold` and `clock`."""
+        value, self._input = self._input, None
+        try:
+            step = self._steps.send(value)
+        except StopIteration as end:
+            self.result = end.value
+            self.end()
+        except BaseException as error:
+            self.end(error)
+        else:
+            if isinstance(step, Round):
+                self.event = step
             else:
-                if isinstance(step, Round):
-                    event = step
-                else:
-                    self.operation = step
-            self._input = None
-        self.event = event
+                self.operation = step
 
     def run(self) -> None:
-        """Run its operation. Takes `hold`."""
+        """Run its operation. Takes `hold` and `clock`."""
         assert self.operation is not None
-        with self.clock:
-            try:
-                self.resume(self.operation.run())
-            except BaseException as error:
-                self.end(error)
+        try:
+            self.resume(self.operation.run())
+        except BaseException as error:
+            self.end(error)
 
     def resume(self, result: Any) -> None:
         """Set the result of its operation."""
@@ -188,7 +183,7 @@ class Job:
 
 
 class _Clock:
-    """Context in which the time of a job counts; it can be entered again inside.
+    """Context in which the time of a job counts.
 
     Attributes:
         seconds: Time so far.
@@ -198,34 +193,14 @@ class _Clock:
         self.seconds = 0.0
         self._stopwatch = stopwatch
         self._part: str | None = "other"
-        self._depth = 0
 
     def __enter__(self) -> None:
-        if not self._depth:
-            self._begin = time.perf_counter()
-            self._stopwatch.switch(self._part)
-        self._depth += 1
+        self._begin = time.perf_counter()
+        self._stopwatch.switch(self._part)
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._part = self._stopwatch.switch(None)
-            self.seconds += time.perf_counter() - self._begin
-
-
-class _PassCounts:
-    """Tokens of a pass before it is run.
-
-    Attributes:
-        num_tokens: Number of tokens.
-        is_draft: True for a draft model's pass.
-        prompts: Jobs with a long pass, and their tokens.
-    """
-
-    def __init__(self, group: Sequence[Job]) -> None:
-        self.num_tokens = sum(job.num_tokens for job in group)
-        self.is_draft = group[0].drafts
-        self.prompts = [(job, job.num_tokens) for job in group if job.is_long]
+        self._part = self._stopwatch.switch(None)
+        self.seconds += time.perf_counter() - self._begin
 
 
 class _Waiter:
@@ -238,14 +213,20 @@ class _Waiter:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
         self.thread = threading.get_ident()
-        self.is_main = threading.current_thread() is threading.main_thread()
         self.is_away = False
         self._wake = threading.Lock()
         self._wake.acquire()
 
     @property
+    def is_main(self) -> bool:
+        return self.thread == threading.main_thread().ident
+
+    @property
     def is_done(self) -> bool:
-        return any(job.is_done for job in self.jobs)
+        for job in self.jobs:  # noqa: SIM110 (a generator takes twice the time)
+            if job.is_done:
+                return True
+        return False
 
     @property
     def may_lead(self) -> bool:
@@ -393,23 +374,26 @@ class Engine:
                             waiters.remove(waiter)
                     for job in waiter.jobs:
                         job.waiter = None
-                if self._leader is waiter:
-                    self._hand_over()
+                    if self._leader is waiter:
+                        self._choose_leader()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
     def _hand_over(self) -> None:
-        """Let another thread lead: one with a claim, else one that is not the main thread."""
         with self._lock:
-            leader = self._claims.pop(0) if self._claims else None
-            if leader is None:
-                candidates = [waiter for waiter in self._waiters if waiter.may_lead]
-                leader = min(candidates, key=lambda waiter: waiter.is_main, default=None)
-            self._leader = leader
-            if leader is not None:
-                leader.wake()
+            self._choose_leader()
+
+    def _choose_leader(self) -> None:
+        """Let another thread lead: one with a claim, else one that is not the main thread."""
+        leader = self._claims.pop(0) if self._claims else None
+        if leader is None and self._waiters:
+            candidates = [waiter for waiter in self._waiters if waiter.may_lead]
+            leader = min(candidates, key=lambda waiter: waiter.is_main, default=None)
+        self._leader = leader
+        if leader is not None:
+            leader.wake()
 
     def _lead_again(self, waiter: _Waiter) -> None:
         """Wait until a thread leads again; an interrupt is raised only then."""
@@ -454,38 +438,45 @@ class Engine:
 
     def _run_alone(self, job: Job) -> None:
         """Run the only job until it is done or another thread arrives, as `_step` would."""
-        with job.clock:
-            while len(self._waiters) == 1 and not job.is_done:
-                if self._advance(job):
-                    continue
-                counts, begin = _PassCounts([job]), time.perf_counter()
-                try:
-                    if job.hold():
-                        job.run()
-                finally:
-                    job.release()
-                self._count(counts, time.perf_counter() - begin)
+        try:
+            job.hold()
+            with job.clock:
+                while len(self._waiters) == 1 and not job.is_done:
+                    if self._continue(job):
+                        continue
+                    num_tokens, is_draft = job.num_tokens, job.drafts
+                    prompts = [(job, num_tokens)] if job.is_long else []
+                    begin = time.perf_counter()
+                    job.run()
+                    self._count(num_tokens, is_draft, prompts, time.perf_counter() - begin)
+        finally:
+            job.release()
 
     def _advance(self, job: Job) -> bool:
         """Run a job's code up to the next operation; return False if it waits for one."""
         try:
-            has_operation = job.hold()
-            if self.is_closed:
-                job.end(SpecEdgeError("the pipeline of this stream was closed"))
-            elif job.is_cancelled:
-                job.end()
-            elif has_operation:
-                return False
-            elif not job.is_done:
-                self._current, job.since = job, self.num_passes
-                job.prompts_before = self._num_prompt_passes
-                job.advance()
-                self._current = None
-                if job.event is not None:
-                    with self._lock:
-                        self._absent.add(job)
+            job.hold()
+            with job.clock:
+                return self._continue(job)
         finally:
             job.release()
+
+    def _continue(self, job: Job) -> bool:
+        """Do as `_advance`. Takes `hold` and `clock`."""
+        if self.is_closed:
+            job.end(SpecEdgeError("the pipeline of this stream was closed"))
+        elif job.is_cancelled:
+            job.end()
+        elif job.operation is not None:
+            return False
+        elif not job.is_done:
+            self._current, job.since = job, self.num_passes
+            job.prompts_before = self._num_prompt_passes
+            job.advance()
+            self._current = None
+            if job.event is not None:
+                with self._lock:
+                    self._absent.add(job)
         return True
 
     def _wake(self, job: Job) -> None:
@@ -504,7 +495,9 @@ class Engine:
         group = self._choose(jobs)
         if (group[0].batch or any(job.is_long for job in group)) and self._expects_jobs():
             return False
-        counts, begin = _PassCounts(group), time.perf_counter()
+        num_tokens, is_draft = sum(job.num_tokens for job in group), group[0].drafts
+        prompts = [(job, job.num_tokens) for job in group if job.is_long]
+        begin = time.perf_counter()
         held: list[Job] = []
         try:
             for job in group:
@@ -514,27 +507,29 @@ class Engine:
         finally:
             for job in held:
                 job.release()
-        self._count(counts, time.perf_counter() - begin)
+        self._count(num_tokens, is_draft, prompts, time.perf_counter() - begin)
         for job in group:
             self._wake(job)
         return True
 
-    def _count(self, counts: _PassCounts, seconds: float) -> None:
-        """Record a pass that was run."""
+    def _count(
+        self, num_tokens: int, is_draft: bool, prompts: Sequence[tuple[Job, int]], seconds: float
+    ) -> None:
+        """Record a pass that was run; `prompts` are jobs with long passes, and their tokens."""
         self.num_passes += 1
         self._pass_seconds = seconds
-        if counts.is_draft:
+        if is_draft:
             self._num_draft_passes += 1
         else:
             self._num_draft_passes = 0
-            self.num_passes_by_length[counts.num_tokens] += 1
-        if not counts.prompts:
+            self.num_passes_by_length[num_tokens] += 1
+        if not prompts:
             self._other_seconds += seconds
             return
         self._num_prompt_passes += 1
         self._prompt_seconds, self._other_seconds = seconds, 0.0
-        for job, num_tokens in counts.prompts:
-            job.num_prompt_tokens += num_tokens
+        for job, length in prompts:
+            job.num_prompt_tokens += length
 
     def _expects_jobs(self) -> bool:
         """Return True if other threads may be back soon."""
@@ -576,7 +571,8 @@ class Engine:
 def _run(group: Sequence[Job]) -> None:
     """Run the operation of a job, or one pass for several jobs."""
     if len(group) == 1:
-        group[0].run()
+        with group[0].clock:
+            group[0].run()
     elif group:
         feeds = [cast(Feed, job.operation) for job in group]
         models = [cast(TimedModel, feed.model) for feed in feeds]

@@ -36,6 +36,7 @@ class TokenBytes:
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), visible_tokens: Collection[int] = ()
     ) -> None:
         self._tokenizer, self._visible = tokenizer, frozenset(visible_tokens)
+        self._texts: dict[int, str] = {}  # of single tokens
         self._before: list[int] | None = None  # last token of whole characters; None at the start
         last = [*islice(self._without_hidden(reversed(prompt)), CONTEXT_LENGTH + 1)]
         if len(last) > CONTEXT_LENGTH:
@@ -93,4 +94,9 @@ class TokenBytes:
         return next((raw for raw in candidates if raw.decode("utf-8", "replace") == text), None)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return decode(self._tokenizer, tokens)
+        if len(tokens) != 1:
+            return decode(self._tokenizer, tokens)
+        (token,) = tokens
+        if (text := self._texts.get(token)) is None:
+            text = self._texts[token] = decode(self._tokenizer, tokens)
+        return text
