@@ -33,7 +33,7 @@ class Generate:
     """Actor class for `ray.data.Dataset.map_batches` that generates text for prompts.
 
         prompts.map_batches(specedge.ray.Generate, fn_constructor_kwargs={"bundle": "/shared/pair"},
-                            batch_size=4, concurrency=2, num_cpus=4)
+                            batch_size=32, concurrency=2, num_cpus=4)
 
     A batch has a column `prompt` (text or lists of token ids) or `messages`, and optionally columns
     named like the options of `Pipeline.generate`; null selects the default. It is returned with
@@ -51,6 +51,7 @@ class Generate:
         draft_device: Device of the draft model; None is the target's.
         threads: CPU threads; None is the number of CPUs assigned to the actor.
         ops: Graph variant, as in `specedge.load`.
+        slots: Prompts of a batch that share passes; None is as many as fit in memory, at most 8.
         **request: Options of all prompts, as in `Pipeline.generate`.
     """
 
@@ -62,10 +63,17 @@ class Generate:
         draft_device: str | None = None,
         threads: int | None = None,
         ops: str = AUTO,
+        slots: int | None = None,
         **request: Any,
     ) -> None:
+        from specedge.bundle import store
+        from specedge.runtime.requests.loader import BATCH_SLOTS, batch_slots
+
         self._request = dataclasses.asdict(build_request(**request))
-        self.pipeline = load_pipeline(bundle, device, draft_device, threads, ops)
+        if slots is None:
+            folder = bundle or store.embedded_folder()
+            slots = batch_slots(folder, BATCH_SLOTS, device, draft_device, ops)
+        self.pipeline = load_pipeline(bundle, device, draft_device, threads, ops, slots)
         fix_draft_length({**self._request}, self.pipeline.bundle.num_draft_tokens)  # validates
         self._fingerprint = self.pipeline.bundle.digest(), ops
 

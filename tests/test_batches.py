@@ -1,12 +1,18 @@
 """Batches of `specedge.ray.Generate`, which needs no Ray."""
 
+import dataclasses
 import json
+import pickle
 
 import numpy as np
 import pytest
 
 from installed import run
+from specedge.bundle import Bundle, store
+from specedge.cli import cluster
 from specedge.ray import Generate
+from specedge.request import build_request
+from specedge.runtime.requests.batch import BatchItem
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +45,27 @@ def test_a_batch_has_the_lines_of_one_machine(pipeline, jsonl):
     assert found["generated_text"][2] is None
     assert [error is None for error in found["error"]] == [True, True, False]
     assert list(found["label"]) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("actor", ["Generate", "ItemGenerator"])
+def test_prompts_of_a_batch_share_passes(actor):
+    prompts, options = ["def f(x):", "import os", "class A:"], {"max_new_tokens": 12}
+    options |= {"temperature": 0.0, "num_draft_tokens": 4, "ignore_eos": True}
+    if actor == "Generate":
+        generate = Generate(**options)
+        batches = [{"prompt": prompts[:1]}, {"prompt": prompts}]
+    else:
+        generate = cluster.ItemGenerator(Bundle.read(store.embedded_folder()).digest(), None)
+        request = dataclasses.asdict(build_request(**options))
+        items = [BatchItem(i, None, prompt, None, request) for i, prompt in enumerate(prompts)]
+        batches = [{"item": [pickle.dumps(item) for item in some]} for some in (items[:1], items)]
+    engine, num_passes = generate.pipeline.slots.engine, []
+    for batch in batches:
+        before = engine.num_passes
+        generate(batch)
+        num_passes.append(engine.num_passes - before)
+    alone, together = num_passes
+    assert together < 2 * alone
 
 
 def test_integer_columns_with_nulls_stay_integers():

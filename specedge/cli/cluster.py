@@ -33,7 +33,9 @@ HEAD_PORT = 6379  # Ray's default
 CONNECT_TIMEOUT = 10.0  # seconds; Ray itself retries for minutes
 MAX_ATTEMPTS = 5  # attempts that may lose a prompt's worker before the prompt gets an error
 
-Attempt = Callable[[list[BatchItem]], Iterator[tuple[int, dict[str, Any]]]]
+MAX_BATCH = 32  # prompts of a worker, several of which share passes
+
+Attempt = Callable[[list[BatchItem], bool], Iterator[tuple[int, dict[str, Any]]]]
 
 
 class ItemGenerator(Generate):
@@ -112,12 +114,13 @@ def in_order(items: list[BatchItem], attempt: Attempt) -> Iterator[dict[str, Any
     """Yield results in the order of their prompts, and retry prompts whose worker was lost.
 
     Ray's own retries would wait for the lost actor to restart, which never happens if the cluster
-    has no resources left for it.
+    has no resources left for it. `attempt` is called with prompts, and with True if a worker may
+    run several of them together: not again after a prompt may have crashed its worker.
     """
     missing = {item.index: item for item in items}
     due, ready = deque(missing), dict[int, dict[str, Any]]()
-    for _ in range(MAX_ATTEMPTS):
-        for index, result in attempt(list(missing.values())):
+    for number in range(MAX_ATTEMPTS):
+        for index, result in attempt(list(missing.values()), number == 0):
             ready[index] = result
             missing.pop(index, None)
             while due and due[0] in ready:
@@ -155,6 +158,7 @@ def _check_items(bundle: Bundle, items: list[BatchItem]) -> None:
 def _attempt(
     ray: Any,
     items: list[BatchItem],
+    together: bool,
     *,
     digest: str,
     models: dict[str, Any],
@@ -169,12 +173,14 @@ def _attempt(
     context.max_errored_blocks = -1
     context.max_consecutive_actor_init_deaths = 2
     rows = [{"item": pickle.dumps(item)} for item in items]
+    concurrency = min(concurrency, len(rows))
+    size = min(MAX_BATCH, -(-len(rows) // concurrency)) if together else 1
     results = data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         ItemGenerator,
         fn_constructor_args=(digest,),
         fn_constructor_kwargs=models,
-        batch_size=1,
-        concurrency=min(concurrency, len(rows)),
+        batch_size=size,
+        concurrency=concurrency,
         max_restarts=0,
         max_task_retries=0,
         **resources,
