@@ -40,21 +40,20 @@ _FLOAT_STEPS = {
     "Loading the {role}": (1.0, 2.0),
     "Tracing the {role}": (3.0, 8.0),
     "Writing the {role}": (1.0, 17.0),
-    "Running the {role} in PyTorch": (1.0, 25.0),
-    "Comparing the {role} with PyTorch": (4.0, 17.0),
+    "Running the {role} in PyTorch": (4.0, 13.0),
+    "Comparing the {role} with PyTorch": (3.0, 20.0),
 }
 _QUANTIZED_STEPS = {
     "Rotating the {role}": (2.0, 40.0),
     "Calibrating the {role}": (5.0, 90.0),
     "Quantizing the {role}": (2.0, 10.0),
-    "Comparing the {role} in {precision}": (5.0, 60.0),
+    "Comparing the {role} in {precision}": (5.0, 40.0),
 }
 _KEPT_STEPS = {
-    "Reading the {role}'s quantized weights": (0.5, 5.0),
-    "Quantizing the {role}": (1.0, 10.0),
-    "Comparing the {role} in {precision}": (5.0, 60.0),
+    "Quantizing the {role}": (1.5, 4.0),
+    "Comparing the {role} in {precision}": (5.0, 40.0),
 }
-_ACCEPTANCE_SECONDS = 10.0
+_ACCEPTANCE_SECONDS = 15.0
 _FINAL_STEPS = {
     "Writing the target's batched graphs": 1.0,
     "Writing the draft's batched graphs": 1.0,
