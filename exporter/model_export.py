@@ -363,8 +363,10 @@ def compute_references(
         if in_full:
             return References(results, run(geometry=part.shape))
         caches = [results[0].caches[2 * i + j] for i in part.layers.kinds for j in (0, 1)]
-        # Most experts get no token of a short segment.
-        last = reference.last_positions(segments) if results[0].num_experts else segments[-1:]
+        last = reference.last_positions(segments)
+        if not results[0].num_experts:  # most experts get no token of a short segment
+            advance(segments[-1][0] - last[0][0])
+            last = segments[-1:]
         depth = run(geometry=part.shape, segments=last, exact=False, earlier=caches)
         return References(results, depth)
 

@@ -51,7 +51,8 @@ class Generate:
         draft_device: Device of the draft model; None is the target's.
         threads: CPU threads; None is the number of CPUs assigned to the actor.
         ops: Graph variant, as in `specedge.load`.
-        slots: Prompts of a batch that share passes; None is as many as fit in memory, at most 8.
+        slots: Prompts of a batch that share passes; None is at most 8, as many as fit into a share
+            of the node's memory, which is the actor's share of its CPUs.
         **request: Options of all prompts, as in `Pipeline.generate`.
     """
 
@@ -67,12 +68,15 @@ class Generate:
         **request: Any,
     ) -> None:
         from specedge.bundle import store
+        from specedge.cpu_count import cpu_count
         from specedge.runtime.requests.loader import BATCH_SLOTS, batch_slots
 
         self._request = dataclasses.asdict(build_request(**request))
         if slots is None:
-            folder = bundle or store.embedded_folder()
-            slots = batch_slots(folder, BATCH_SLOTS, device, draft_device, ops)
+            folder, share = bundle or store.embedded_folder(), 1.0
+            if (assigned := _assigned_cpus()) is not None:
+                share = assigned / cpu_count()
+            slots = batch_slots(folder, BATCH_SLOTS, device, draft_device, ops, share)
         self.pipeline = load_pipeline(bundle, device, draft_device, threads, ops, slots)
         fix_draft_length({**self._request}, self.pipeline.bundle.num_draft_tokens)  # validates
         self._fingerprint = self.pipeline.bundle.digest(), ops

@@ -38,7 +38,11 @@ class DeepModel:
 
     @cached_property
     def references(self):
-        return model_export.compute_references(self.part, has_first_layers=True)
+        """Results of PyTorch at the positions of a large model, the start and the end."""
+        context = self.part.shape.context_length
+        segments = [(0, 32), (context - 12, context)]
+        with mock.patch.object(reference, "compared_positions", return_value=segments):
+            return model_export.compute_references(self.part, has_first_layers=True)
 
     def verify(self, folder, ops, change, change_first=None, references=None):
         """Verify the graphs after changes, as an export does; return the changed graph."""

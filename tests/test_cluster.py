@@ -41,7 +41,7 @@ def results(missing):
 def test_results_are_ordered_and_yielded_as_soon_as_possible():
     yielded = []
 
-    def attempt(missing, together):
+    def attempt(missing, is_first):
         for index, result in [*results(missing[:2])[::-1], *results(missing[2:])]:
             yielded.append(index)
             yield index, result
@@ -53,8 +53,8 @@ def test_results_are_ordered_and_yielded_as_soon_as_possible():
 def test_prompts_of_a_lost_worker_are_retried(capsys):
     attempts = []
 
-    def attempt(missing, together):
-        attempts.append(([item.index for item in missing], together))
+    def attempt(missing, is_first):
+        attempts.append(([item.index for item in missing], is_first))
         yield from results([i for i in missing if i.index not in (1, 2) or len(attempts) > 1])
 
     assert [r["index"] for r in cluster.in_order(items(5), attempt)] == [0, 1, 2, 3, 4]
@@ -64,7 +64,7 @@ def test_prompts_of_a_lost_worker_are_retried(capsys):
 
 @pytest.mark.parametrize(("number", "lost"), [(3, 1), (1, 0)])
 def test_prompt_crashing_its_workers_yields_error_line(number, lost):
-    def attempt(missing, together):
+    def attempt(missing, is_first):
         yield from results([item for item in missing if item.index != lost])
 
     lines = list(cluster.in_order(items(number), attempt))
@@ -74,7 +74,7 @@ def test_prompt_crashing_its_workers_yields_error_line(number, lost):
 
 def test_cluster_without_completed_prompts_is_an_error():
     with pytest.raises(SpecEdgeError, match="every worker was lost"):
-        list(cluster.in_order(items(2), lambda missing, together: iter(())))
+        list(cluster.in_order(items(2), lambda missing, is_first: iter(())))
 
 
 def test_requests_fix_machine_dependent_draft_length():

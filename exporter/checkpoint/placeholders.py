@@ -134,6 +134,7 @@ class WeightSources:
         if not isinstance(matrix, LazyTensor) or matrix.mapped:
             return materialize(matrix)
         if self._last_read is None or self._last_read[0] is not matrix:
+            self._last_read = None
             self._last_read = matrix, matrix.read()
         return self._last_read[1]
 

@@ -357,4 +357,4 @@ def _run(
             PassAction("decoder", late.text, late.start, packed=packed, then=after),
         ]
     _, *results = runner.run(actions)
-    return results[::3], results[1::3][: len(texts)]
+    return results[::3], results[1::3]

@@ -110,6 +110,7 @@ class RoundingNoiseMode(TorchFunctionMode):
         shape = (len(result) - first, *shape[1:])
         count = math.prod(shape)
         if count + _OFFSETS > len(self._units):
+            self._units = torch.empty(0)
             units = torch.rand(count + _OFFSETS, generator=self._random)
             self._units = units.mul_(2).sub_(1)
         at = int(torch.randint(_OFFSETS, (), generator=self._random))

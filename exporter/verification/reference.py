@@ -94,8 +94,8 @@ def compared_positions(geometry: Geometry, num_parameters: int) -> list[tuple[in
 
 def last_positions(segments: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return a segment of as many positions at the end of the context."""
-    end = segments[-1][1]
-    return [(end - sum(end - start for start, end in segments), end)]
+    context = segments[-1][1]
+    return [(context - sum(end - start for start, end in segments), context)]
 
 
 def chunk_length(geometry: Geometry) -> int:

@@ -96,6 +96,8 @@ class SubgraphSession:
         if key not in self._sessions:
             if not self.caches:
                 self._sessions.clear()
+            elif packed and name != "decoder":  # each has a copy of the weights
+                self._sessions = {k: s for k, s in self._sessions.items() if k[0] == "decoder"}
             self._sessions[key] = self._open(name, packed)
         return self._sessions[key]
 

@@ -303,12 +303,16 @@ def check_memory(need: PairMemory) -> None:
         )
 
 
-def fitting_slots(need: PairMemory, limit: int) -> int:
-    """Return the number of slots whose caches fit into the available memory, at most `limit`."""
+def fitting_slots(need: PairMemory, limit: int, share: float = 1.0) -> int:
+    """Return the number of slots whose caches fit into the available memory, at most `limit`.
+
+    `share` is this process's share of the memory.
+    """
     available = available_bytes()
     if available is None:
         return limit
-    fitting = (n for n in range(limit, 1, -1) if _fits(need.with_slots(n), available))
+    size = int(share * available)
+    fitting = (n for n in range(limit, 1, -1) if _fits(need.with_slots(n), size))
     return next(fitting, 1)
 
 

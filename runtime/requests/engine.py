@@ -148,15 +148,15 @@ class Job:
 
     def advance(self) -> None:
         """Run its code up to the next operation or event. Takes `hold` and `clock`."""
-        value, self._input = self._input, None
         try:
-            step = self._steps.send(value)
+            step = self._steps.send(self._input)
         except StopIteration as end:
             self.result = end.value
             self.end()
         except BaseException as error:
             self.end(error)
         else:
+            self._input = None
             if isinstance(step, Round):
                 self.event = step
             else:
@@ -219,6 +219,7 @@ class _Waiter:
 
     @property
     def is_main(self) -> bool:
+        """True for the main thread."""
         return self.thread == threading.main_thread().ident
 
     @property
@@ -382,11 +383,12 @@ class Engine:
             raise interrupt
 
     def _hand_over(self) -> None:
+        """Let another thread lead."""
         with self._lock:
             self._choose_leader()
 
     def _choose_leader(self) -> None:
-        """Let another thread lead: one with a claim, else one that is not the main thread."""
+        """Choose the next leader: a thread with a claim, else one that is not the main thread."""
         leader = self._claims.pop(0) if self._claims else None
         if leader is None and self._waiters:
             candidates = [waiter for waiter in self._waiters if waiter.may_lead]

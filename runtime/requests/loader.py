@@ -279,18 +279,19 @@ def batch_slots(
     device: str = "cpu",
     draft_device: str | None = None,
     ops: str = "auto",
+    memory_share: float = 1.0,
 ) -> int:
     """Return the number of slots for requests that are all known before the load.
 
-    They are as many as share passes and fit into the available memory, at most `BATCH_SLOTS`; 1 if
-    requests would take turns.
+    They are as many as share passes and fit into a share of the available memory, at most
+    `BATCH_SLOTS`; 1 if requests would take turns.
     """
     loaded = Bundle.read(store.find_bundle(bundle))
     devices = devices_of(loaded, device, ops=ops, draft_device=draft_device)
     for role, model in loaded.models.items():
         if not devices[role].is_cpu or find_obstacle(model, choose_ops(model, ops)):
             return 1
-    return fitting_slots(memory_of(loaded, ops), min(num_requests, BATCH_SLOTS))
+    return fitting_slots(memory_of(loaded, ops), min(num_requests, BATCH_SLOTS), memory_share)
 
 
 def _with_max_length(bundle: Bundle, max_length: int | None) -> Bundle:

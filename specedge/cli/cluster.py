@@ -32,8 +32,7 @@ from specedge.runtime.requests.batch import (
 HEAD_PORT = 6379  # Ray's default
 CONNECT_TIMEOUT = 10.0  # seconds; Ray itself retries for minutes
 MAX_ATTEMPTS = 5  # attempts that may lose a prompt's worker before the prompt gets an error
-
-MAX_BATCH = 32  # prompts of a worker, several of which share passes
+MAX_BATCH = 16  # prompts of a worker that are lost with it, several of which share passes
 
 Attempt = Callable[[list[BatchItem], bool], Iterator[tuple[int, dict[str, Any]]]]
 
@@ -114,8 +113,8 @@ def in_order(items: list[BatchItem], attempt: Attempt) -> Iterator[dict[str, Any
     """Yield results in the order of their prompts, and retry prompts whose worker was lost.
 
     Ray's own retries would wait for the lost actor to restart, which never happens if the cluster
-    has no resources left for it. `attempt` is called with prompts, and with True if a worker may
-    run several of them together: not again after a prompt may have crashed its worker.
+    has no resources left for it. `attempt` is called with prompts, and with True the first time:
+    workers retry single prompts, so that one that crashes them does not take others with it.
     """
     missing = {item.index: item for item in items}
     due, ready = deque(missing), dict[int, dict[str, Any]]()
@@ -158,7 +157,7 @@ def _check_items(bundle: Bundle, items: list[BatchItem]) -> None:
 def _attempt(
     ray: Any,
     items: list[BatchItem],
-    together: bool,
+    is_first: bool,
     *,
     digest: str,
     models: dict[str, Any],
@@ -173,14 +172,13 @@ def _attempt(
     context.max_errored_blocks = -1
     context.max_consecutive_actor_init_deaths = 2
     rows = [{"item": pickle.dumps(item)} for item in items]
-    concurrency = min(concurrency, len(rows))
-    size = min(MAX_BATCH, -(-len(rows) // concurrency)) if together else 1
+    size = min(MAX_BATCH, -(-len(rows) // concurrency)) if is_first else 1
     results = data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         ItemGenerator,
         fn_constructor_args=(digest,),
         fn_constructor_kwargs=models,
         batch_size=size,
-        concurrency=concurrency,
+        concurrency=min(concurrency, -(-len(rows) // size)),
         max_restarts=0,
         max_task_retries=0,
         **resources,

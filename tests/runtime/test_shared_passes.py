@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import specedge
-from specedge.bundle import store
+from specedge.bundle import Bundle, store
 from specedge.runtime.backend import memory
 from specedge.runtime.requests import loader
 from threads import in_threads
@@ -122,5 +122,10 @@ def test_files_of_prompts_get_slots_only_where_passes_are_shared(monkeypatch):
     assert loader.batch_slots(folder, 3) == 3
     assert loader.batch_slots(folder, 500) == loader.BATCH_SLOTS
     assert loader.batch_slots(folder, 500, ops="onnx") == 1
+    need = loader.memory_of(Bundle.read(folder)).with_slots(loader.BATCH_SLOTS)
+    available = int(memory.SAFETY_FACTOR * need.peak)
+    monkeypatch.setattr(memory, "available_bytes", lambda: available)
+    assert loader.batch_slots(folder, 500) == loader.BATCH_SLOTS
+    assert 1 <= loader.batch_slots(folder, 500, memory_share=0.25) < loader.BATCH_SLOTS
     monkeypatch.setattr(memory, "available_bytes", lambda: 0)
     assert loader.batch_slots(folder, 500) == 1

@@ -114,6 +114,23 @@ def test_late_window_is_reported_separately():
     assert report._describe_late(near, distances(original, Model(1000))[1], 1000) is None
 
 
+def test_divergence_and_losses_are_those_of_float64(monkeypatch):
+    monkeypatch.setattr(report, "STRIP_SIZE", 1 << 10)
+    random = np.random.default_rng(0)
+    exact = random.normal(scale=8, size=(40, 300)).astype(np.float32)
+    logits = exact + random.normal(scale=1e-3, size=exact.shape).astype(np.float32)
+    tokens, distance = random.integers(0, 300, 40), LogitDistance()
+    distance.add(logits, exact, tokens, None)
+    p, q = (log_softmax(x[:-1].astype(np.float64)) for x in (exact, logits))
+    divergence = (np.exp(p) * (p - q)).sum()
+    assert distance.divergence == pytest.approx(divergence, abs=1e-7)
+    assert distance.loss == pytest.approx(-q[np.arange(39), tokens[1:]].sum(), rel=1e-7)
+    assert distance.original_loss == pytest.approx(-p[np.arange(39), tokens[1:]].sum(), rel=1e-7)
+    logits[3, 7] = np.nan
+    distance.compare(logits, exact)
+    assert np.isnan(distance.error)
+
+
 def test_texts_are_run_sequentially_if_outputs_are_large(monkeypatch):
     whole = distances(Model(1000), first := Model(1000, late=2.0))
     monkeypatch.setattr(report, "MAX_OUTPUTS", 80 * 5)

@@ -42,6 +42,19 @@ def test_constants_and_scalars_keep_float32():
         assert float(torch.ones((), dtype=torch.float64) * 0.1) == float(np.float32(0.1))
 
 
+def test_rounding_noise_keeps_masked_scores():
+    """Masks are infinite, or the lowest number, which noise must not make infinite or NaN."""
+    lowest = torch.finfo(torch.float32).min
+    scores = torch.zeros(ROUNDINGS, 1, 2, 2) + 1.0
+    for mask in (-torch.inf, lowest):
+        with RoundingNoiseMode():
+            masked = scores + torch.tensor([[0.0, mask], [0.0, 0.0]])
+            weights = masked.softmax(-1)
+        assert (masked[:, 0, 0, 1] == mask).all()
+        assert (weights[:, 0, 0, 1] == 0).all()
+        assert weights.isfinite().all()
+
+
 def test_rounding_noise_perturbs_all_but_the_first_sequence():
     x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).expand(ROUNDINGS, -1, -1)
     weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
