@@ -296,7 +296,8 @@ def measure_distances(
         for name, candidate in candidates.items():
             total = totals[name]
             distances = [*[total.near] * len(part), total.late]
-            add = partial(_add_logits, distances, expected, [*part, text], head)
+            tokens = [*part, text]  # the window's are last
+            add = partial(_add_logits, distances, expected, tokens, head)
             _, all_caches = _run(candidate.runner, part, late, then=add)
             for caches, exact_caches in zip(all_caches, expected_caches, strict=True):
                 for cache, rows, exact_rows in zip(names, caches, exact_caches, strict=True):

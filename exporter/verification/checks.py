@@ -220,11 +220,12 @@ def check_standalone(
     runner: Runner,
     tokens: np.ndarray,
     advance: Advance = lambda amount: None,
-    compares_files: bool = True,
+    is_final: bool = True,
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return a graph's invariant pass lengths, and the files that differ from its decoder.
 
-    A large model runs one layer of each form. Files are only compared if `compares_files`.
+    A large model runs one layer of each form. Files of graphs that are quantized afterwards, which
+    are not final, are not compared.
     """
     tokens = tokens[: runner.geometry.context_length]
     invariance: dict[int, bool] = {}
@@ -233,7 +234,7 @@ def check_standalone(
     all_checks += [
         _fixed_shape_check(file, tokens, differing)
         for file in runner.files.values()
-        if file.length is not None and compares_files
+        if file.length is not None and is_final
     ]
     run_checks(functools.partial(runner.run, advance=advance, only_representative=True), all_checks)
     return tuple(length for length, same in invariance.items() if same), differing
