@@ -21,6 +21,7 @@ from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, load_graph
 from .matrices import matrix_groups
 
 NUM_SAMPLE_ROWS = 48  # rows of the texts used to measure errors
+_NUM_STRIPS, _MIN_STRIP = 8, 256  # strips of a Hessian, and their minimum width
 _DECODER_FILE = GraphFile("decoder", None, prefix="calibration-")
 
 
@@ -32,7 +33,8 @@ class InputStatistics:
         maximum: Largest absolute value by channel, [K].
         mean_square: Mean square by channel, [K].
         rows: Sample of rows, [n, K].
-        hessian: x^T x of all rows, the Hessian of the products' squared errors, [K, K].
+        hessian: Upper triangle of x^T x of all rows, the Hessian of the products' squared errors,
+            [K, K]. Some elements below the diagonal are missing.
     """
 
     maximum: np.ndarray
@@ -113,10 +115,9 @@ def visit_inputs(
             for key in keys[name]:
                 parts[key].append(statistics)
             if with_hessian.intersection(keys[name]):
-                rows = torch.from_numpy(x)
                 if name not in sums:
                     sums[name] = torch.zeros(x.shape[1], x.shape[1])
-                sums[name].addmm_(rows.T, rows)
+                _add_upper_product(sums[name], torch.from_numpy(x))
 
     def finish_part(stages: int) -> None:
         for name, group_keys in keys.items():
@@ -133,3 +134,14 @@ def visit_inputs(
         runner.run([noise, *actions], finish_part)
     finally:
         path.unlink()
+
+
+def _add_upper_product(total: torch.Tensor, x: torch.Tensor) -> None:
+    """Add the upper triangle of x^T x in strips, which takes little more than half of the time.
+
+    [K, K], [n, K]
+    """
+    width = max(_MIN_STRIP, -(-len(total) // _NUM_STRIPS))
+    for start in range(0, len(total), width):
+        end = start + width
+        total[:end, start:end].addmm_(x[:, :end].T, x[:, start:end])

@@ -25,7 +25,8 @@ def inverse_factor(hessian: torch.Tensor, exponents: np.ndarray | None = None) -
     """Return the upper triangular U with U^T U = H^-1 of a damped Hessian. [K, K] -> [K, K]
 
     With reversed rows and columns H is L L^T, and U is the inverse of L: one factorization instead
-    of three, in float32 unless that fails. Channel k of x was divided by 2 ** exponents[k].
+    of three, in float32 unless that fails. Only the upper triangle of H is read. Channel k of x was
+    divided by 2 ** exponents[k].
     """
     for dtype in (torch.float32, torch.float64):
         damped = hessian.to(dtype, copy=True)

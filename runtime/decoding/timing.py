@@ -19,12 +19,28 @@ from .verification import Draft
 
 
 class Stopwatch:
-    """Seconds by part; an inner part interrupts the outer one."""
+    """Seconds by part; an inner part interrupts the outer one.
+
+    As a context manager, it counts the time inside the `with` block, as the part at the end of the
+    block before, first as "other".
+    """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._part: str | None = None
+        self._paused: str | None = "other"
         self._since = 0.0
+
+    def __enter__(self) -> None:
+        self.switch(self._paused)
+
+    def __exit__(self, *_: object) -> None:
+        self._paused = self.switch(None)
+
+    @property
+    def total(self) -> float:
+        """Seconds of all parts."""
+        return sum(self.seconds.values())
 
     def part(self, name: str) -> _Part:
         """Count the time inside a `with` block as `name`."""
@@ -57,12 +73,16 @@ class TimedModel:
     """Language model whose passes are counted and timed as one part of a request.
 
     A pass that includes prompt tokens counts as "prefill".
+
+    Attributes:
+        is_draft: True for a draft model.
     """
 
     def __init__(self, model: LanguageModel, stopwatch: Stopwatch, part: str) -> None:
         self.model = model
         self._stopwatch = stopwatch
         self._part = part
+        self.is_draft = part == "draft"
         self.num_passes = 0
         self._prompt_pass_seconds = self._prompt_pass_share = 0.0
         self._other_pass_seconds: list[float] = []
@@ -85,11 +105,6 @@ class TimedModel:
     def chunk_length(self) -> int:
         """Number of tokens of a pass without logits."""
         return getattr(self.model, "chunk_length", sys.maxsize)
-
-    @property
-    def is_draft(self) -> bool:
-        """True for a draft model."""
-        return self._part == "draft"
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         num_rows = len(tokens) if num_rows is None else num_rows

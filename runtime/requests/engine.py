@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from specedge.errors import SpecEdgeError
@@ -37,13 +38,18 @@ class Job:
         has_ended: True if no event follows.
         result: Return value of the generator.
         operation: Operation that it waits for; None before its code runs on.
+        num_tokens: Number of tokens of its pass; 0 for other operations.
+        num_rows: Number of rows of logits of its pass.
+        is_long: True if its pass is over a part of a prompt that delays others.
+        drafts: True if its operation is a draft model's.
         since: Number of passes of the engine before it.
         prompts_before: Number of passes over prompts before it.
         num_prompt_tokens: Number of tokens of its long passes so far.
         is_cancelled: True if it ends before its next operation.
         is_away: True while its code runs outside the engine.
         waiter: Thread that waits for it.
-        clock: Context in which the time of its code and passes counts.
+        is_absent: True if it has an event, and its thread may be back soon.
+        stopwatch: Context in which the time of its code and passes counts.
         thread: Identifier of the thread that waited for it last.
 
     Args:
@@ -62,16 +68,18 @@ class Job:
         self.has_ended = False
         self.result: Any = None
         self.operation: Operation | None = None
+        self.num_tokens = self.num_rows = 0
+        self.is_long = self.drafts = False
         self.since = 0
         self.prompts_before = 0
         self.num_prompt_tokens = 0
         self.is_cancelled = False
-        self.is_away = False
+        self.is_away = self.is_absent = False
         self.waiter: _Waiter | None = None
+        self.stopwatch = stopwatch
         self.thread = 0
         self._error: BaseException | None = None
         self._steps, self._on_end = steps, on_end
-        self.clock = _Clock(stopwatch)
         self._input: Any = None
         self._running = threading.Lock()  # held while its code or a pass runs, and to end it
 
@@ -81,39 +89,12 @@ class Job:
         return self.event is not None or self.has_ended
 
     @property
-    def model(self) -> TimedModel | None:
-        """Model of its operation."""
-        model = getattr(self.operation, "model", None)
-        return model if isinstance(model, TimedModel) else None
-
-    @property
     def batch(self) -> BatchedModel | None:
         """Batched model of its pass; None if the operation is run alone."""
-        model = self.model if isinstance(self.operation, Feed) else None
-        return None if model is None else model.batch
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of its pass; 0 for other operations."""
         operation = self.operation
-        return len(operation.tokens) if isinstance(operation, Feed) else 0
-
-    @property
-    def is_long(self) -> bool:
-        """True if its pass is over a part of a prompt that delays others."""
-        return self.num_tokens - self.num_rows >= LONG_PASS
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of logits of its pass."""
-        operation = self.operation
-        return operation.num_rows if isinstance(operation, Feed) else 0
-
-    @property
-    def drafts(self) -> bool:
-        """True if its operation is a draft model's."""
-        model = self.model
-        return model is not None and model.is_draft
+        if isinstance(operation, Feed) and isinstance(operation.model, TimedModel):
+            return operation.model.batch
+        return None
 
     def take(self) -> Round | None:
         """Return its event; None if it has ended. Raises its error once."""
@@ -147,7 +128,7 @@ class Job:
             self.cancel()
 
     def advance(self) -> None:
-        """Run its code up to the next operation or event. Takes `hold` and `clock`."""
+        """Run its code up to the next operation or event. Takes `hold` and `stopwatch`."""
         try:
             step = self._steps.send(self._input)
         except StopIteration as end:
@@ -160,10 +141,19 @@ class Job:
             if isinstance(step, Round):
                 self.event = step
             else:
-                self.operation = step
+                self._wait_for(step)
+
+    def _wait_for(self, operation: Operation) -> None:
+        self.operation = operation
+        self.num_tokens = self.num_rows = 0
+        if isinstance(operation, Feed):
+            self.num_tokens, self.num_rows = len(operation.tokens), operation.num_rows
+        self.is_long = self.num_tokens - self.num_rows >= LONG_PASS
+        model = getattr(operation, "model", None)
+        self.drafts = isinstance(model, TimedModel) and model.is_draft
 
     def run(self) -> None:
-        """Run its operation. Takes `hold` and `clock`."""
+        """Run its operation. Takes `hold` and `stopwatch`."""
         assert self.operation is not None
         try:
             self.resume(self.operation.run())
@@ -180,27 +170,6 @@ class Job:
             self.operation, self._error, self.has_ended = None, error, True
             self._steps.close()
             self._on_end()
-
-
-class _Clock:
-    """Context in which the time of a job counts.
-
-    Attributes:
-        seconds: Time so far.
-    """
-
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self.seconds = 0.0
-        self._stopwatch = stopwatch
-        self._part: str | None = "other"
-
-    def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-        self._stopwatch.switch(self._part)
-
-    def __exit__(self, *_: object) -> None:
-        self._part = self._stopwatch.switch(None)
-        self.seconds += time.perf_counter() - self._begin
 
 
 class _Waiter:
@@ -355,7 +324,9 @@ class Engine:
             self._waiters.append(waiter)
             for job in waiter.jobs:
                 job.waiter, job.thread = waiter, waiter.thread
-                self._absent.discard(job)
+                if job.is_absent:
+                    job.is_absent = False
+                    self._absent.discard(job)
             if self._leader is None:
                 self._leader = waiter
                 return
@@ -370,9 +341,10 @@ class Engine:
         while waiter in self._waiters or self._leader is waiter:
             try:
                 with self._lock:
-                    for waiters in (self._waiters, self._claims):
-                        if waiter in waiters:
-                            waiters.remove(waiter)
+                    if waiter in self._waiters:
+                        self._waiters.remove(waiter)
+                    if waiter in self._claims:
+                        self._claims.remove(waiter)
                     for job in waiter.jobs:
                         job.waiter = None
                     if self._leader is waiter:
@@ -442,15 +414,14 @@ class Engine:
         """Run the only job until it is done or another thread arrives, as `_step` would."""
         try:
             job.hold()
-            with job.clock:
+            with job.stopwatch:
                 while len(self._waiters) == 1 and not job.is_done:
-                    if self._continue(job):
-                        continue
-                    num_tokens, is_draft = job.num_tokens, job.drafts
-                    prompts = [(job, num_tokens)] if job.is_long else []
-                    begin = time.perf_counter()
-                    job.run()
-                    self._count(num_tokens, is_draft, prompts, time.perf_counter() - begin)
+                    if job.operation is None or job.is_cancelled or self.is_closed:
+                        self._continue(job)
+                    else:
+                        begin = time.perf_counter()
+                        job.run()
+                        self._count([job], time.perf_counter() - begin)
         finally:
             job.release()
 
@@ -458,13 +429,18 @@ class Engine:
         """Run a job's code up to the next operation; return False if it waits for one."""
         try:
             job.hold()
-            with job.clock:
-                return self._continue(job)
+            with job.stopwatch:
+                has_advanced = self._continue(job)
         finally:
             job.release()
+        if job.event is not None:
+            with self._lock:
+                job.is_absent = True
+                self._absent.add(job)
+        return has_advanced
 
     def _continue(self, job: Job) -> bool:
-        """Do as `_advance`. Takes `hold` and `clock`."""
+        """Do as `_advance`. Takes `hold` and `stopwatch`."""
         if self.is_closed:
             job.end(SpecEdgeError("the pipeline of this stream was closed"))
         elif job.is_cancelled:
@@ -476,9 +452,6 @@ class Engine:
             job.prompts_before = self._num_prompt_passes
             job.advance()
             self._current = None
-            if job.event is not None:
-                with self._lock:
-                    self._absent.add(job)
         return True
 
     def _wake(self, job: Job) -> None:
@@ -497,8 +470,6 @@ class Engine:
         group = self._choose(jobs)
         if (group[0].batch or any(job.is_long for job in group)) and self._expects_jobs():
             return False
-        num_tokens, is_draft = sum(job.num_tokens for job in group), group[0].drafts
-        prompts = [(job, job.num_tokens) for job in group if job.is_long]
         begin = time.perf_counter()
         held: list[Job] = []
         try:
@@ -509,29 +480,27 @@ class Engine:
         finally:
             for job in held:
                 job.release()
-        self._count(num_tokens, is_draft, prompts, time.perf_counter() - begin)
+        self._count(group, time.perf_counter() - begin)
         for job in group:
             self._wake(job)
         return True
 
-    def _count(
-        self, num_tokens: int, is_draft: bool, prompts: Sequence[tuple[Job, int]], seconds: float
-    ) -> None:
-        """Record a pass that was run; `prompts` are jobs with long passes, and their tokens."""
+    def _count(self, group: Sequence[Job], seconds: float) -> None:
+        """Record a pass of jobs that was run."""
         self.num_passes += 1
         self._pass_seconds = seconds
-        if is_draft:
+        if group[0].drafts:
             self._num_draft_passes += 1
         else:
             self._num_draft_passes = 0
-            self.num_passes_by_length[num_tokens] += 1
-        if not prompts:
+            self.num_passes_by_length[sum(map(attrgetter("num_tokens"), group))] += 1
+        if not (prompts := [*filter(attrgetter("is_long"), group)]):
             self._other_seconds += seconds
             return
         self._num_prompt_passes += 1
         self._prompt_seconds, self._other_seconds = seconds, 0.0
-        for job, length in prompts:
-            job.num_prompt_tokens += length
+        for job in prompts:
+            job.num_prompt_tokens += job.num_tokens
 
     def _expects_jobs(self) -> bool:
         """Return True if other threads may be back soon."""
@@ -573,7 +542,7 @@ class Engine:
 def _run(group: Sequence[Job]) -> None:
     """Run the operation of a job, or one pass for several jobs."""
     if len(group) == 1:
-        with group[0].clock:
+        with group[0].stopwatch:
             group[0].run()
     elif group:
         feeds = [cast(Feed, job.operation) for job in group]
@@ -594,5 +563,4 @@ def _run(group: Sequence[Job]) -> None:
         seconds = time.perf_counter() - begin
         for job, model, feed, logits in zip(group, models, feeds, results, strict=True):
             model.record(feed, seconds)
-            job.clock.seconds += seconds
             job.resume(logits)

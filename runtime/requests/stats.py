@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 from ..decoding.protocols import Round
@@ -98,11 +99,9 @@ def compute_stats(
         seconds: Seconds by part.
         **counts: Further fields.
     """
-    drafted, tested, accepted = Counter[str](), Counter[str](), Counter[str]()
-    for round_ in rounds:
-        drafted.update(round_.sources)
-        tested.update(round_.sources[: round_.num_accepted + 1])
-        accepted.update(round_.sources[: round_.num_accepted])
+    drafted = Counter(chain.from_iterable(r.sources for r in rounds))
+    tested = Counter(chain.from_iterable(r.sources[: r.num_accepted + 1] for r in rounds))
+    accepted = Counter(chain.from_iterable(r.sources[: r.num_accepted] for r in rounds))
     num_positions = max([num_draft_tokens, *(r.num_drafted for r in rounds)])
     num_tested = Counter(min(r.num_accepted + 1, r.num_drafted) for r in rounds)
     num_accepted = Counter(r.num_accepted for r in rounds)

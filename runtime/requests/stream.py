@@ -203,7 +203,7 @@ class Stream:
         self._active, self._text, self._slots, self._on_end = active, text, slots, on_end
         self._job = Job(active.steps(), active.stopwatch, active.lease.release)
         self._reading = threading.Lock()  # held by a reader
-        self._seconds = 0.0  # of the job, up to the last round
+        self._seconds = 0.0  # of the request, up to the last round
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -216,7 +216,7 @@ class Stream:
 
     def read(self) -> str | None:
         """Return the text of the next round, which may be empty; None at the end."""
-        if self._text.is_finished or self._job.is_cancelled:
+        if self._job.is_cancelled:
             return None
         try:
             with self._reading:
@@ -335,10 +335,11 @@ class Stream:
         round_ = self._slots.engine.next(job)
         if round_ is None:
             return None
-        seconds, self._seconds = job.clock.seconds - self._seconds, job.clock.seconds
-        self._record_time(round_, seconds)
+        self._record_time(round_, active.stopwatch.total - self._seconds)
         with active.stopwatch.part("other"):
-            return self._piece(round_)
+            piece = self._piece(round_)
+        self._seconds = active.stopwatch.total
+        return piece
 
     def _piece(self, round_: Round) -> str:
         """Add a round; return its text."""

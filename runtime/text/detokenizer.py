@@ -104,7 +104,7 @@ class TextAssembler:
     @property
     def is_finished(self) -> bool:
         """True if no token can follow."""
-        return self.finish_reason != FinishReason.UNFINISHED
+        return self.finish_reason is not FinishReason.UNFINISHED
 
     def feed(self, committed: Iterable[tuple[int, TokenOutcome]]) -> str:
         """Add a round's tokens, up to the end of the text; return the new text."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -36,7 +37,7 @@ class TokenBytes:
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), visible_tokens: Collection[int] = ()
     ) -> None:
         self._tokenizer, self._visible = tokenizer, frozenset(visible_tokens)
-        self._texts: dict[int, str] = {}  # of single tokens
+        self._tokens: dict[int, _Token] = {}
         self._before: list[int] | None = None  # last token of whole characters; None at the start
         last = [*islice(self._without_hidden(reversed(prompt)), CONTEXT_LENGTH + 1)]
         if len(last) > CONTEXT_LENGTH:
@@ -46,7 +47,8 @@ class TokenBytes:
     def add(self, token: int) -> bytes:
         """Append a token; return the bytes that it adds."""
         added = self.peek(token)
-        if self._is_decoded(token) and _REPLACEMENT not in self._decode([token]):
+        properties = self._properties(token)
+        if properties.is_decoded and _REPLACEMENT not in properties.text:
             self._before = [token]
         elif added:
             self._before = self._before or []
@@ -54,13 +56,17 @@ class TokenBytes:
 
     def peek(self, token: int) -> bytes:
         """Return the bytes that a token would add."""
-        if not self._is_decoded(token):
+        properties = self._properties(token)
+        if not properties.is_decoded:
             return self.name(token).encode() if token in self._visible else b""
-        if (spelled := self._spelled_bytes(token)) is not None:
-            return spelled
+        if properties.spelled is not None:
+            return properties.spelled
+        if self._before is None:
+            return properties.text.encode()
         # Without an earlier token, the token itself stands for one.
-        before = [] if self._before is None else self._before or [token]
-        return self._decode([*before, token])[len(self._decode(before)) :].encode()
+        (before,) = self._before or [token]
+        text = decode(self._tokenizer, [before, token])
+        return text[len(self._properties(before).text) :].encode()
 
     def name(self, token: int) -> str:
         """Return the name of a token in the vocabulary, empty for unknown tokens."""
@@ -68,21 +74,25 @@ class TokenBytes:
 
     def is_hidden(self, token: int) -> bool:
         """Return True if a token never has text: hidden special tokens and unknown tokens."""
-        return token not in self._visible and not self._is_decoded(token)
+        return token not in self._visible and not self._properties(token).is_decoded
 
     def _without_hidden(self, tokens: Iterator[int]) -> Iterator[int]:
         return (token for token in tokens if not self.is_hidden(token))
 
-    def _is_decoded(self, token: int) -> bool:
-        """Return True for known tokens that are not special."""
-        if self._decode([token]):
-            return True
-        has_name = bool(self.name(token))
-        return has_name and not decode(self._tokenizer, [token], skip_special_tokens=False)
+    def _properties(self, token: int) -> _Token:
+        """Return a token's properties, computed once."""
+        if (properties := self._tokens.get(token)) is None:
+            text = decode(self._tokenizer, [token])
+            is_special = not text and decode(self._tokenizer, [token], skip_special_tokens=False)
+            properties = self._tokens[token] = _Token(
+                text,
+                is_decoded=bool(text or (self.name(token) and not is_special)),
+                spelled=self._spelled_bytes(token, text),
+            )
+        return properties
 
-    def _spelled_bytes(self, token: int) -> bytes | None:
+    def _spelled_bytes(self, token: int, text: str) -> bytes | None:
         """Return the bytes that a token's name spells, None for whole characters."""
-        text = self._decode([token])
         if _REPLACEMENT not in text:
             return None
         name = self.name(token)
@@ -93,10 +103,16 @@ class TokenBytes:
             candidates.append(bytes(_BYTE_OF[character] for character in name))
         return next((raw for raw in candidates if raw.decode("utf-8", "replace") == text), None)
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        if len(tokens) != 1:
-            return decode(self._tokenizer, tokens)
-        (token,) = tokens
-        if (text := self._texts.get(token)) is None:
-            text = self._texts[token] = decode(self._tokenizer, tokens)
-        return text
+
+class _Token(NamedTuple):
+    """Properties of a token by itself.
+
+    Attributes:
+        text: Its text.
+        is_decoded: True for known tokens that are not special.
+        spelled: Bytes that its name spells, None for whole characters.
+    """
+
+    text: str
+    is_decoded: bool
+    spelled: bytes | None

@@ -75,3 +75,9 @@ def test_zero_inputs_fall_back_to_rounding(problem):
     ).all()
     zero = gptq.quantize_columns(weights.clone(), gptq.inverse_factor(torch.zeros(96, 96)))
     assert np.array_equal(zero.values, rounding.quantize_columns(weights).values)
+
+
+def test_only_the_upper_triangle_of_the_hessian_is_read(problem):
+    _, _, hessian = problem
+    triangle = hessian.triu()
+    assert torch.equal(gptq.inverse_factor(triangle), gptq.inverse_factor(hessian))
