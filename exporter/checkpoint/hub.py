@@ -1,4 +1,9 @@
-"""Checkpoints on the Hugging Face hub: small files are fetched before compatibility checks."""
+"""Checkpoints on the Hugging Face hub: small files are fetched before compatibility checks.
+
+huggingface_hub 2 resumes broken connections, but discards a partial file when its process ends.
+Plain downloads are therefore written to a partial file, which is moved into the cache when it is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,29 @@ import contextlib
 import errno
 import fnmatch
 import glob
+import hashlib
+import importlib.util
+import os
+import re
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import huggingface_hub
-from huggingface_hub import constants, errors
+from huggingface_hub import constants, errors, file_download, utils
 
 from specedge.errors import CheckpointError, SpecEdgeError
 
 from ..libraries import first_line, quiet, translate_errors
-from ..progress import Progress
-from . import downloads, folders, gguf_header
+from ..progress import Advance, Progress
+from . import folders, gguf_files, gguf_header
 from .licenses import is_license_file
 
 TIMEOUT = 10.0
+HEADER_BYTES = 1 << 24  # sufficient for the vocabulary in most GGUF headers
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "README.md")
 _TEMPLATE_FOLDER = "additional_chat_templates"  # the only subfolder whose files are fetched
 # Small files that change a bundle, beside the vocabulary of a repository without tokenizer.json.
@@ -83,15 +94,119 @@ def fetch_weights(snapshot: Snapshot, progress: Progress) -> None:
     ):
         for file in todo:
             with _translate_download_errors(snapshot, file):
-                downloads.fetch(snapshot.name, snapshot.revision, file, snapshot.folder, advance)
+                _fetch(snapshot, file, advance)
+
+
+def _fetch(snapshot: Snapshot, file: str, advance: Advance) -> None:
+    """Download a file to the cache and the snapshot's folder; `advance` gets byte counts."""
+    url = huggingface_hub.hf_hub_url(snapshot.name, file, revision=snapshot.revision)
+    metadata = huggingface_hub.get_hf_file_metadata(url)
+    by_xet = metadata.xet_file_data is not None and importlib.util.find_spec("hf_xet") is not None
+    if (not by_xet or constants.HF_HUB_DISABLE_XET) and metadata.etag and metadata.size:
+        blobs = snapshot.folder.parents[1] / "blobs"
+        _resume(url, blobs / metadata.etag, metadata.size, advance)
+    path = snapshot.folder / file
+    huggingface_hub.hf_hub_download(
+        snapshot.name,
+        file,
+        revision=snapshot.revision,
+        tqdm_class=_progress_bar(advance),
+        force_download=path.exists() and path.stat().st_size != metadata.size,
+    )
 
 
 def fetch_header(snapshot: Snapshot, file: str, folder: Path) -> None:
-    """Download a GGUF file's header into a sparse file in `folder`."""
+    """Download a GGUF file's header into a sparse file of the full size in `folder`."""
+    url = huggingface_hub.hf_hub_url(snapshot.name, file, revision=snapshot.revision)
+    path, size, length = folder / file, snapshot.weights[file], HEADER_BYTES
     with quiet(), _translate_download_errors(snapshot, file):
-        downloads.fetch_header(
-            snapshot.name, snapshot.revision, file, folder / file, snapshot.weights[file]
+        while True:
+            _fetch_range(url, path, length)
+            os.truncate(path, size)
+            if length >= size or gguf_files.header_size(path) <= length:
+                return
+            length *= 2
+
+
+def _progress_bar(advance: Advance) -> type[utils.tqdm]:
+    """Return a progress bar class for huggingface_hub that displays nothing."""
+
+    class Bar(utils.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+            advance(int(options.get("initial") or 0))
+
+        def update(self, n: float | None = 1) -> None:
+            advance(int(n or 0))
+
+    return Bar
+
+
+def _resume(url: str, blob: Path, size: int, advance: Advance) -> None:
+    """Download the missing part of a file, and rename it to `blob` when it is complete.
+
+    A blob with a wrong size is a partial file, and a file with a wrong SHA-256 is downloaded a
+    second time. Raises CheckpointError.
+    """
+    part = blob.with_name(f"{blob.name}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{part}.lock"):
+        if blob.exists():
+            if blob.stat().st_size == size:
+                advance(size)
+                return
+            blob.replace(part)
+        for _ in range(2):
+            if part.exists() and part.stat().st_size == size:
+                advance(size)
+            else:
+                _append(url, part, size, advance)
+            if _has_digest(part, blob.name):
+                part.replace(blob)
+                return
+            part.unlink()
+            advance(-size)
+    raise CheckpointError(
+        f"{url} was downloaded twice, each time with a SHA-256 that differs from the "
+        "hub's; try again later"
+    )
+
+
+def _has_digest(path: Path, etag: str) -> bool:
+    """Return True if a file's SHA-256 is its etag, or if the etag is no SHA-256 (not LFS)."""
+    if not re.fullmatch("[0-9a-f]{64}", etag):
+        return True
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == etag
+
+
+def _append(url: str, part: Path, size: int, advance: Advance) -> None:
+    with part.open("ab") as written:
+        if (start := written.tell()) > size:
+            start = written.truncate(0)
+        file_download.http_get(
+            url,
+            written,
+            resume_size=start,
+            headers=_request_headers(),
+            expected_size=size,
+            tqdm_class=_progress_bar(advance),
         )
+
+
+def _fetch_range(url: str, path: Path, length: int) -> None:
+    headers = {**_request_headers(), "Range": f"bytes=0-{length - 1}"}
+    with huggingface_hub.get_session().stream("GET", url, headers=headers) as response:
+        utils.hf_raise_for_status(response)
+        with path.open("wb") as written:
+            for piece in response.iter_bytes():
+                written.write(piece)
+                if written.tell() >= length:
+                    return
+
+
+def _request_headers() -> dict[str, str]:
+    return {**utils.build_hf_headers(), "Accept-Encoding": "identity"}
 
 
 def check_space(snapshots: list[Snapshot], destination: Path) -> None:
@@ -121,9 +236,7 @@ def _find_online(role: str, name: str, revision: str | None, choose: Choose) -> 
     small = [file for file, size in everything.items() if _is_small(file, size)]
     with quiet():
         # By revision, not by commit, so that the cache records the commit of a branch.
-        folder = _snapshot(
-            name, revision, small, tqdm_class=downloads.progress_bar(lambda amount: None)
-        )
+        folder = _snapshot(name, revision, small, tqdm_class=_progress_bar(lambda amount: None))
         if folder.name not in (info.sha, revision):  # a commit was pushed between the two requests
             return _find_online(role, name, folder.name, choose)
         for file in small:

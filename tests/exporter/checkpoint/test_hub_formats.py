@@ -18,7 +18,7 @@ import hub_server
 from hubs import NAME, WHOLE, files, find, refusal
 from specedge.bundle import Bundle
 from specedge.exporter import Progress
-from specedge.exporter.checkpoint import checkpoints, downloads, hub, loader
+from specedge.exporter.checkpoint import checkpoints, hub, loader
 from traces import WITH_TRACES
 
 GGUF = "model-Q8_0.gguf"
@@ -86,8 +86,8 @@ def logits_of(checkpoint):
 @pytest.mark.parametrize("name", [NAME, f"{NAME}/model-Q8_0.gguf"])
 def test_gguf_repository_is_identified_from_header(gguf_server, name, monkeypatch):
     path = gguf_server.folder / NAME / GGUF
-    ends, size = downloads.gguf_files.header_size(path), path.stat().st_size
-    monkeypatch.setattr(downloads, "HEADER_BYTES", int(ends) // 2)
+    ends, size = hub.gguf_files.header_size(path), path.stat().st_size
+    monkeypatch.setattr(hub, "HEADER_BYTES", int(ends) // 2)
     found, sent = find(name=name), gguf_server.sent
     assert ends <= sent < size
     assert (found.source.id, found.config.hidden_size) == (name, 128)
@@ -129,8 +129,8 @@ def test_adapter_on_hub_is_merged_and_its_commit_is_in_source(server, original, 
 
 
 def test_fetched_header_is_a_sparse_file(server, original, monkeypatch, tmp_path):
-    monkeypatch.setattr(downloads, "HEADER_BYTES", 1000)
-    monkeypatch.setattr(downloads.gguf_files, "header_size", lambda path: 1500)
+    monkeypatch.setattr(hub, "HEADER_BYTES", 1000)
+    monkeypatch.setattr(hub.gguf_files, "header_size", lambda path: 1500)
     found = find()
     size = found.remote.weights[WHOLE]
     hub.fetch_header(found.remote, WHOLE, tmp_path)
