@@ -30,6 +30,7 @@ from . import (
     weight_files,
 )
 from .adapters import Adapter
+from .gguf_files import GgufCheckpoint
 
 
 @dataclass
@@ -41,14 +42,14 @@ class Checkpoint:
         name: Name as the user typed it.
         folder: Local folder, or the snapshot's in the hub's cache.
         source: Source in the manifest.
+        weights: Names of the weight files.
+        remote: Snapshot on the hub; None for a local checkpoint.
+        adapter: Adapter to merge into the weights.
         published: Config of the whole checkpoint.
         config: Config of its text decoder.
         raw: Content of config.json; empty for a GGUF file.
         tokenizer: Tokenizer of transformers.
         generation: Content of generation_config.json.
-        weights: Names of the weight files.
-        remote: Snapshot on the hub; None for a local checkpoint.
-        adapter: Adapter to merge into the weights.
         dtype: Type to convert matrices to; None to keep theirs.
         is_quantized: True if it has integers that a bundle can keep.
     """
@@ -57,14 +58,14 @@ class Checkpoint:
     name: str
     folder: Path
     source: CheckpointSource
+    weights: list[str]
+    remote: hub.Snapshot | None
+    adapter: Adapter | None
     published: Any
     config: Any
     raw: dict[str, Any]
     tokenizer: Any
     generation: dict[str, Any]
-    weights: list[str]
-    remote: hub.Snapshot | None
-    adapter: Adapter | None
     dtype: str | None = None
     is_quantized: bool = False
 
@@ -117,79 +118,48 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
         raise CheckpointError(f"{where}: {path} has no {gguf}")
     folders.check_layout(role, name, folder, {gguf} if gguf else files)
     weights = choose(folder, files)
-    shown = name if remote else (path / gguf if gguf else path).resolve().name
-    contents = _read(role, name, folder, remote, weights, files)
-    if remote is None and contents.name is not None:
-        shown = contents.name
+    stated_name = license = None
+    if gguf_header.is_gguf(weights[0]):
+        contents, opened = _read_gguf(where, [folder / file for file in weights], remote)
+        stated_name, license = opened.model_name, opened.license
+    else:
+        contents = _read_folder(role, name, folder, remote, files)
+    shown = name if remote else stated_name or path.resolve().name
     lora = adapters.find(f"{role} adapter", adapter, name) if adapter is not None else None
     shown = f"{shown} + {lora.source}" if lora else shown
-    commit = remote.revision if remote else None
-    return Checkpoint(
-        role=role,
-        name=name,
-        folder=folder,
-        source=CheckpointSource(
-            folders.printable_line(shown) or "",
-            commit,
-            folders.printable_line(contents.license or licenses.stated_license(folder)),
-        ),
-        published=contents.published,
-        config=contents.config,
-        raw=contents.raw,
-        tokenizer=contents.tokenizer,
-        generation=contents.generation,
-        weights=weights,
-        remote=remote,
-        adapter=lora,
-        is_quantized=contents.is_quantized,
+    source = CheckpointSource(
+        folders.printable_line(shown) or "",
+        remote.revision if remote else None,
+        folders.printable_line(license or licenses.stated_license(folder)),
     )
+    return Checkpoint(role, name, folder, source, weights, remote, lora, **contents)
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """Contents of a checkpoint's small files, or of a GGUF file's header.
-
-    Fields as in `Checkpoint`; a header also has `name` and `license`.
-    """
-
-    published: Any
-    config: Any
-    tokenizer: Any
-    raw: dict[str, Any]
-    generation: dict[str, Any]
-    name: str | None = None
-    license: str | None = None
-    is_quantized: bool = False
-
-
-def _read(
-    role: str,
-    name: str,
-    folder: Path,
-    remote: hub.Snapshot | None,
-    weights: list[str],
-    files: set[str],
-) -> _Contents:
-    """Read everything except the weights."""
+def _read_folder(
+    role: str, name: str, folder: Path, remote: hub.Snapshot | None, files: set[str]
+) -> dict[str, Any]:
+    """Return the fields of a `Checkpoint` that its small files determine."""
     where = f"{role} {name}"
-    if not gguf_header.is_gguf(weights[0]):
-        raw = folders.read_json_object(where, folder / "config.json")
-        raw = quantized_formats.read_old_config(where, raw, folder)
-        config = _load_config(role, name, folder, raw)
-        quantization = quantized_formats.read_format(raw)
-        if remote is not None and quantization is not None:
-            remote.growth = quantization.growth
-        text = text_decoder.decoder_config(where, config)
-        generation = folders.read_json_object(where, folder / "generation_config.json")
-        return _Contents(
-            published=config,
-            config=text,
-            tokenizer=_load_tokenizer(where, folder, files),
-            raw=raw,
-            generation=generation,
-            is_quantized=quantization is not None and quantization.can_be_kept,
-        )
-    paths = [folder / name for name in weights]
+    raw = folders.read_json_object(where, folder / "config.json")
+    raw = quantized_formats.read_old_config(where, raw, folder)
+    config = _load_config(role, name, folder, raw)
+    quantization = quantized_formats.read_format(raw)
+    if remote is not None and quantization is not None:
+        remote.growth = quantization.growth
+    return {
+        "published": config,
+        "config": text_decoder.decoder_config(where, config),
+        "raw": raw,
+        "generation": folders.read_json_object(where, folder / "generation_config.json"),
+        "tokenizer": _load_tokenizer(where, folder, files),
+        "is_quantized": quantization is not None and quantization.can_be_kept,
+    }
+
+
+def _read_gguf(
+    where: str, paths: list[Path], remote: hub.Snapshot | None
+) -> tuple[dict[str, Any], GgufCheckpoint]:
+    """Return the fields of a `Checkpoint` that a GGUF file's header determines, and the header."""
     with tempfile.TemporaryDirectory() as temporary:
         header_folder = Path(temporary)  # other files in the folder must not be read
         if remote is not None and remote.missing():
@@ -204,18 +174,15 @@ def _read(
             AutoConfig.from_pretrained, description, header_folder, gguf_file=whole
         )
         opened.complete_config(config)
-        text = text_decoder.decoder_config(where, config)
         fields = opened.fields
-        return _Contents(
-            published=config,
-            config=text,
-            tokenizer=gguf_tokenizer.build_tokenizer(description, fields),
-            raw={},
-            generation={"eos_token_id": gguf_tokenizer.end_tokens(fields)},
-            name=opened.model_name,
-            license=opened.license,
-            is_quantized=opened.is_quantized,
-        )
+        return {
+            "published": config,
+            "config": text_decoder.decoder_config(where, config),
+            "raw": {},
+            "generation": {"eos_token_id": gguf_tokenizer.end_tokens(fields)},
+            "tokenizer": gguf_tokenizer.build_tokenizer(description, fields),
+            "is_quantized": opened.is_quantized,
+        }, opened
 
 
 def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any]) -> Any:

@@ -73,8 +73,8 @@ def test_rejected_target_is_not_downloaded_and_draft_not_resolved(tmp_path, monk
     def looked_up(role, name, revision, adapter):
         assert role == "target"
         return checkpoints.Checkpoint(
-            role, name, tmp_path, None, config, config, {}, None, {}, ["model.safetensors"],
-            object(), None,
+            role, name, tmp_path, None, ["model.safetensors"], object(), None, config, config,
+            {}, None, {},
         )  # fmt: skip
 
     config = ARCHITECTURES["llama"][1]()
