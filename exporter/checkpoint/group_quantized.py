@@ -11,7 +11,6 @@ each matrix, since a checkpoint may mix them.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -56,6 +55,7 @@ _CACHE_PARTS = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_po
 class GroupFormat(QuantizationFormat):
     """Format of integers with a scale for each group of inputs."""
 
+    main_parts: tuple[str, ...]  # names of tensors of integers; "weight" only in int8
     growth = 8.0  # 4 bits in float32
     can_be_kept = True
 
@@ -83,12 +83,13 @@ class GroupFormat(QuantizationFormat):
         return result
 
     def _tensors_by_module(self, where: str, state: TensorsByName) -> dict[str, QuantizedTensor]:
-        reader = _Reader(where, self.name, self.config, state)
         tensors = {}
         for key, tensor in state.items():
             module, _, part = key.rpartition(".")
-            if (matrix := self._read(reader, module, part, tensor)) is not None:
-                tensors[module] = matrix
+            is_quantized = part != "weight" or tensor.dtype == torch.int8
+            if part in self.main_parts and is_quantized:
+                parts = _ModuleParts(where, self.name, self.config, state, module)
+                tensors[module] = self._read(parts, part)
         if not tensors:
             raise CheckpointError(
                 f"{where}: its config.json says {self.name}, and its files contain no such "
@@ -97,16 +98,15 @@ class GroupFormat(QuantizationFormat):
         return tensors
 
     @abstractmethod
-    def _read(
-        self, reader: _Reader, module: str, part: str, tensor: torch.Tensor
-    ) -> QuantizedTensor | None:
-        """Read the matrix of a module from its main tensor; None for other tensors."""
+    def _read(self, parts: _ModuleParts, main_part: str) -> QuantizedTensor:
+        """Read the matrix of a module."""
 
 
 class GptqFormat(GroupFormat):
     """Integers in 32-bit words in a layout of GPTQ or AWQ."""
 
     name = "GPTQ"
+    main_parts = ("qweight",)
     layouts: tuple[str, ...] = ("gptq", "gptq_v2", "gemm")
 
     @property
@@ -130,14 +130,57 @@ class GptqFormat(GroupFormat):
             return f"{self.name} with {transform}"
         return None
 
-    def _read(
-        self, reader: _Reader, module: str, part: str, tensor: torch.Tensor
-    ) -> QuantizedTensor | None:
-        if part != "qweight":
-            return None
-        if self.layout == "gemm":
-            return reader.awq(module)
-        return reader.gptq(module, is_first_version=self.layout == "gptq")
+    def _read(self, parts: _ModuleParts, main_part: str) -> QuantizedTensor:
+        packed, zeros = parts.get("qweight"), parts.get("qzeros")
+        scales = parts.get("scales", is_float=True)
+        tensors = {"qweight": packed, "scales": scales, "qzeros": zeros}
+        is_words = {packed.dtype, zeros.dtype} == {torch.int32}
+        if not is_words or {tensor.ndim for tensor in tensors.values()} != {2}:
+            raise parts.misfit(tensors)
+        read = self._read_awq if self.layout == "gemm" else self._read_gptq
+        return read(parts, packed, scales, zeros)
+
+    def _read_gptq(
+        self, parts: _ModuleParts, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+    ) -> QuantizedTensor:
+        """Read qweight [K / p, N], scales [G, N] and qzeros [G, N / p], p integers in a word.
+
+        The first version of the format stores zero points minus 1, subtracted from whole words.
+        """
+        num_groups, width = scales.shape
+        bits = 32 * zeros.shape[1] // max(width, 1)
+        size = 32 * packed.shape[0] // max(bits, 1)
+        if (
+            bits not in _BITS
+            or [*packed.shape] != [size * bits // 32, width]
+            or [*zeros.shape] != [num_groups, width * bits // 32]
+        ):
+            raise parts.misfit({"qweight": packed, "scales": scales, "qzeros": zeros})
+        words, integers = zeros.numpy().view(np.uint32), packed.numpy()
+        if self.layout == "gptq" and not parts.is_symmetric:
+            words = words + np.uint32(0x11111111 if bits == 4 else 0x01010101)
+        points = parts.zero_points("qzeros", _unpack(words, bits).T, bits, is_gptq=True)
+        return parts.tensor(
+            bits, (width, size), scales.T, points, "g_idx",
+            lambda rows: _unpack_rows(integers[:, rows], bits),
+        )  # fmt: skip
+
+    def _read_awq(
+        self, parts: _ModuleParts, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+    ) -> QuantizedTensor:
+        """Read qweight [K, N / 8], scales [G, N] and qzeros [G, N / 8], 8 outputs in a word."""
+        size, (num_groups, width) = len(packed), scales.shape
+        if [*packed.shape] != [size, width / 8] or [*zeros.shape] != [num_groups, width / 8]:
+            raise parts.misfit({"qweight": packed, "scales": scales, "qzeros": zeros})
+        words = packed.numpy()
+
+        def read(rows: Any) -> np.ndarray:
+            indices = np.arange(width)[rows]
+            start, end = indices.min() // 8, indices.max() // 8 + 1
+            return _unpack_awq(words[:, start:end])[indices - 8 * start]
+
+        points = parts.zero_points("qzeros", _unpack_awq(zeros.numpy()), 4)
+        return parts.tensor(4, (width, size), scales.T, points, None, read)
 
 
 class AwqFormat(GptqFormat):
@@ -169,27 +212,93 @@ class BitsAndBytesInt8Format(GroupFormat):
     """int8 rows of bitsandbytes (LLM.int8)."""
 
     name = "bitsandbytes"
+    main_parts = ("weight",)
 
-    def _read(
-        self, reader: _Reader, module: str, part: str, tensor: torch.Tensor
-    ) -> QuantizedTensor | None:
-        is_int8 = part == "weight" and tensor.dtype == torch.int8
-        return reader.bitsandbytes(module) if is_int8 else None
+    def _read(self, parts: _ModuleParts, main_part: str) -> QuantizedTensor:
+        """Read int8 weight [N, K] in row layout, and SCB [N], the largest value of each row."""
+        matrix, largest = parts.get("weight"), parts.get("SCB", is_float=True)
+        layout = parts.state.get(f"{parts.module}.weight_format", torch.zeros(()))
+        if matrix.ndim != 2 or largest.shape != matrix.shape[:1] or int(layout.max()) != 0:
+            raise parts.misfit({"weight": matrix, "SCB": largest, "weight_format": layout})
+        values, scales = matrix.numpy(), largest.float()[:, None] * _INT8_STEP
+        shape = (len(matrix), matrix.shape[1])
+        return parts.tensor(
+            8, shape, scales, None, None, lambda rows: _shift_to_unsigned(values[rows])
+        )
 
 
 class CompressedTensorsFormat(GroupFormat):
     """Integers of compressed-tensors (llm-compressor), packed or in int8."""
 
     name = "compressed-tensors"
+    main_parts = ("weight", "weight_packed")
 
     def unsupported_variant(self) -> str | None:
-        return _unsupported_compression(self.config)
+        name, config, groups = self.name, self.config, self.config.get("config_groups")
+        schemes = [*groups.values()] if isinstance(groups, dict) else []
+        formats = [config.get("format"), *(s.get("format") for s in schemes if isinstance(s, dict))]
+        for layout in formats:
+            if layout not in (None, "mixed-precision", *_INTEGER_FORMATS):
+                return f"{name} in the format '{str(layout)[:40]}'"
+        sparsity = config.get("sparsity_config")
+        if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+            return f"{name} in the sparse format '{str(sparsity['format'])[:40]}'"
+        if transform := _transform(config):
+            return f"{name} with {transform}"
+        for scheme in schemes:
+            weights = scheme.get("weights") if isinstance(scheme, dict) else None
+            if not isinstance(weights, dict):
+                return f"{name} with a group whose weights are not described"
+            if weights.get("type", "int") != "int" or weights.get("num_bits", 8) not in _BITS:
+                weight_type = f"{str(weights.get('type'))[:40]}{str(weights.get('num_bits'))[:40]}"
+                return f"{name} with weights in {weight_type}"
+        return None if schemes else f"{name} without config_groups"
 
-    def _read(
-        self, reader: _Reader, module: str, part: str, tensor: torch.Tensor
-    ) -> QuantizedTensor | None:
-        is_int8 = part == "weight" and tensor.dtype == torch.int8
-        return reader.compressed(module, part) if part == "weight_packed" or is_int8 else None
+    def _read(self, parts: _ModuleParts, main_part: str) -> QuantizedTensor:
+        """Read weight_packed [N, K / p] or int8 weight [N, K], and weight_scale [N, G].
+
+        Packed integers and zero points, [N / p, G], are shifted to unsigned ones.
+        """
+        matrix, scales = parts.get(main_part), parts.get("weight_scale", is_float=True)
+        tensors = {main_part: matrix, "weight_scale": scales}
+        width, size, bits = len(matrix), matrix.shape[-1], 8
+        if main_part == "weight_packed":
+            shape = parts.get("weight_shape").tolist()
+            size = shape[-1] if len(shape) == 2 and shape[0] == width else 0
+            bits = next((b for b in _BITS if math.ceil(size * b / 32) == matrix.shape[-1]), 0)
+        if scales.numel() == 1:
+            scales = scales.reshape(1, 1).expand(width, 1)
+        elif scales.ndim == 1:
+            scales = scales[:, None]
+        if matrix.ndim != 2 or scales.ndim != 2 or len(scales) != width or 0 in (size, bits):
+            raise parts.misfit(tensors)
+        values = matrix.numpy()
+
+        def read(rows: Any) -> np.ndarray:
+            if main_part == "weight":
+                return _shift_to_unsigned(values[rows])
+            return _unpack(values[rows], bits)[:, :size]
+
+        points = self._unsigned_zero_points(parts, bits, scales)
+        return parts.tensor(bits, (width, size), scales, points, "weight_g_idx", read)
+
+    def _unsigned_zero_points(
+        self, parts: _ModuleParts, bits: int, scales: torch.Tensor
+    ) -> np.ndarray | None:
+        """Return zero points as unsigned integers, [N, G]; None if there are none."""
+        zeros = parts.find("weight_zero_point")
+        if zeros is None:
+            return None
+        width, num_groups = scales.shape
+        if zeros.dtype == torch.int32 and [*zeros.shape] == [-(-width * bits // 32), num_groups]:
+            unsigned = _unpack_rows(zeros.numpy(), bits)[:, :width].T
+        elif zeros.dtype == torch.int8 and zeros.numel() in (1, scales.numel()):
+            signed = zeros.numpy().reshape(-1, num_groups).astype(np.int16)
+            unsigned = (signed + 2 ** (bits - 1)).astype(np.uint8)
+            unsigned = np.broadcast_to(unsigned, (width, num_groups))
+        else:
+            raise parts.misfit({"weight_zero_point": zeros, "weight_scale": scales})
+        return parts.zero_points("weight_zero_point", unsigned, bits)
 
 
 _MODULE_PARTS = {
@@ -219,173 +328,23 @@ def _transform(config: Mapping[str, Any]) -> str | None:
     return next((key for key in keys if config.get(key)), None)
 
 
-def _unsupported_compression(config: Mapping[str, Any]) -> str | None:
-    name, groups = "compressed-tensors", config.get("config_groups")
-    schemes = [*groups.values()] if isinstance(groups, dict) else []
-    formats = [config.get("format"), *(s.get("format") for s in schemes if isinstance(s, dict))]
-    for layout in formats:
-        if layout not in (None, "mixed-precision", *_INTEGER_FORMATS):
-            return f"{name} in the format '{str(layout)[:40]}'"
-    sparsity = config.get("sparsity_config")
-    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
-        return f"{name} in the sparse format '{str(sparsity['format'])[:40]}'"
-    if transform := _transform(config):
-        return f"{name} with {transform}"
-    for scheme in schemes:
-        weights = scheme.get("weights") if isinstance(scheme, dict) else None
-        if not isinstance(weights, dict):
-            return f"{name} with a group whose weights are not described"
-        if weights.get("type", "int") != "int" or weights.get("num_bits", 8) not in _BITS:
-            weight_type = f"{str(weights.get('type'))[:40]}{str(weights.get('num_bits'))[:40]}"
-            return f"{name} with weights in {weight_type}"
-    return None if schemes else f"{name} without config_groups"
-
-
 @dataclass(frozen=True)
-class _Reader:
-    """Reader of a checkpoint's packed matrices."""
+class _ModuleParts:
+    """Tensors of a module whose matrix is quantized."""
 
     where: str
     method: str
     config: Mapping[str, Any]
     state: TensorsByName
+    module: str
 
-    def gptq(self, module: str, is_first_version: bool) -> QuantizedTensor:
-        """Read qweight [K / p, N], scales [G, N] and qzeros [G, N / p], p integers in a word.
+    def find(self, part: str) -> torch.Tensor | None:
+        """Return a part; None if the checkpoint lacks it."""
+        return self.state.get(f"{self.module}.{part}")
 
-        The first version of the format stores zero points minus 1, subtracted from whole words.
-        """
-        packed, scales, zeros = self._gptq_parts(module)
-        num_groups, width = scales.shape
-        bits = 32 * zeros.shape[1] // max(width, 1)
-        size = 32 * packed.shape[0] // max(bits, 1)
-        if (
-            bits not in _BITS
-            or [*packed.shape] != [size * bits // 32, width]
-            or [*zeros.shape] != [num_groups, width * bits // 32]
-        ):
-            raise self._misfit(module, {"qweight": packed, "scales": scales, "qzeros": zeros})
-        words, integers = zeros.numpy().view(np.uint32), packed.numpy()
-        if is_first_version and not self._is_symmetric:
-            words = words + np.uint32(0x11111111 if bits == 4 else 0x01010101)
-        points = self._zero_points(f"{module}.qzeros", _unpack(words, bits).T, bits, is_gptq=True)
-        return self._tensor(
-            module, bits, (width, size), scales.T, points, f"{module}.g_idx",
-            lambda rows: _unpack_rows(integers[:, rows], bits),
-        )  # fmt: skip
-
-    def awq(self, module: str) -> QuantizedTensor:
-        """Read qweight [K, N / 8], scales [G, N] and qzeros [G, N / 8], 8 outputs in a word."""
-        packed, scales, zeros = self._gptq_parts(module)
-        size, (num_groups, width) = len(packed), scales.shape
-        if [*packed.shape] != [size, width / 8] or [*zeros.shape] != [num_groups, width / 8]:
-            raise self._misfit(module, {"qweight": packed, "scales": scales, "qzeros": zeros})
-        words = packed.numpy()
-
-        def read(rows: Any) -> np.ndarray:
-            indices = np.arange(width)[rows]
-            start, end = indices.min() // 8, indices.max() // 8 + 1
-            return _unpack_awq(words[:, start:end])[indices - 8 * start]
-
-        points = self._zero_points(f"{module}.qzeros", _unpack_awq(zeros.numpy()), 4)
-        return self._tensor(module, 4, (width, size), scales.T, points, None, read)
-
-    def compressed(self, module: str, part: str) -> QuantizedTensor:
-        """Read weight_packed [N, K / p] or int8 weight [N, K], and weight_scale [N, G].
-
-        Packed integers and zero points, [N / p, G], are shifted to unsigned ones.
-        """
-        matrix = self._part(f"{module}.{part}")
-        scales = self._part(f"{module}.weight_scale", is_float=True)
-        parts = {part: matrix, "weight_scale": scales}
-        width, size, bits = len(matrix), matrix.shape[-1], 8
-        if part == "weight_packed":
-            shape = self._part(f"{module}.weight_shape").tolist()
-            size = shape[-1] if len(shape) == 2 and shape[0] == width else 0
-            bits = next((b for b in _BITS if math.ceil(size * b / 32) == matrix.shape[-1]), 0)
-        if scales.numel() == 1:
-            scales = scales.reshape(1, 1).expand(width, 1)
-        elif scales.ndim == 1:
-            scales = scales[:, None]
-        if matrix.ndim != 2 or scales.ndim != 2 or len(scales) != width or 0 in (size, bits):
-            raise self._misfit(module, parts)
-        values = matrix.numpy()
-
-        def read(rows: Any) -> np.ndarray:
-            if part == "weight":
-                return values[rows].view(np.uint8) ^ np.uint8(128)
-            return _unpack(values[rows], bits)[:, :size]
-
-        points = self._unsigned(module, bits, scales)
-        groups = f"{module}.weight_g_idx"
-        return self._tensor(module, bits, (width, size), scales, points, groups, read)
-
-    def bitsandbytes(self, module: str) -> QuantizedTensor:
-        """Read int8 weight [N, K] in row layout, and SCB [N], the largest value of each row."""
-        matrix = self._part(f"{module}.weight")
-        largest = self._part(f"{module}.SCB", is_float=True)
-        layout = self.state.get(f"{module}.weight_format", torch.zeros(()))
-        if matrix.ndim != 2 or largest.shape != matrix.shape[:1] or int(layout.max()) != 0:
-            parts = {"weight": matrix, "SCB": largest, "weight_format": layout}
-            raise self._misfit(module, parts)
-        values, scales = matrix.numpy(), largest.float()[:, None] * _INT8_STEP
-
-        def read(rows: Any) -> np.ndarray:
-            return values[rows].view(np.uint8) ^ np.uint8(128)
-
-        shape = (len(matrix), matrix.shape[1])
-        return self._tensor(module, 8, shape, scales, None, None, read)
-
-    def _unsigned(self, module: str, bits: int, scales: torch.Tensor) -> np.ndarray | None:
-        """Return zero points as unsigned integers, [N, G]; None if there are none."""
-        key = f"{module}.weight_zero_point"
-        zeros = self.state.get(key)
-        if zeros is None:
-            return None
-        width, num_groups = scales.shape
-        if zeros.dtype == torch.int32 and [*zeros.shape] == [-(-width * bits // 32), num_groups]:
-            unsigned = _unpack_rows(zeros.numpy(), bits)[:, :width].T
-            return self._zero_points(key, unsigned, bits)
-        if zeros.dtype == torch.int8 and zeros.numel() in (1, scales.numel()):
-            signed = zeros.numpy().reshape(-1, num_groups).astype(np.int16)
-            unsigned = (signed + 2 ** (bits - 1)).astype(np.uint8)
-            return self._zero_points(key, np.broadcast_to(unsigned, (width, num_groups)), bits)
-        raise self._misfit(module, {"weight_zero_point": zeros, "weight_scale": scales})
-
-    @functools.cached_property
-    def _is_symmetric(self) -> bool:
-        return _is_symmetric(self.config)
-
-    def _zero_points(
-        self, key: str, stored: np.ndarray, bits: int, is_gptq: bool = False
-    ) -> np.ndarray | None:
-        """Return unsigned zero points; None for those of a symmetric method.
-
-        Quantizers of GPTQ disagree whether the middle is stored minus 1, also under one format's
-        name, so a symmetric checkpoint has the middle where either of the two is stored.
-        """
-        if not self._is_symmetric:
-            return stored
-        middle = 2 ** (bits - 1)
-        is_lower = is_gptq and stored.size > 0 and stored.flat[0] == middle - 1
-        if (other := stored[stored != middle - is_lower]).size:
-            raise CheckpointError(
-                f"{self.where}: {key} has the zero point {other[0]}, but the quantization config "
-                f"is symmetric (zero point {middle}); specify the original checkpoint"
-            )
-        return None
-
-    def _gptq_parts(self, module: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the words of integers, the scales and the words of zero points."""
-        packed, zeros = (self._part(f"{module}.{part}") for part in ("qweight", "qzeros"))
-        scales = self._part(f"{module}.scales", is_float=True)
-        parts = {"qweight": packed, "scales": scales, "qzeros": zeros}
-        if {packed.dtype, zeros.dtype} != {torch.int32} or {t.ndim for t in parts.values()} != {2}:
-            raise self._misfit(module, parts)
-        return packed, scales, zeros
-
-    def _part(self, key: str, is_float: bool = False) -> torch.Tensor:
-        tensor = self.state.get(key)
+    def get(self, part: str, is_float: bool = False) -> torch.Tensor:
+        """Return a part of integers, or of floats. Raises CheckpointError."""
+        key, tensor = f"{self.module}.{part}", self.find(part)
         if tensor is None:
             raise CheckpointError(f"{self.where} lacks {key}; download it again")
         if tensor.is_floating_point() != is_float:
@@ -395,47 +354,70 @@ class _Reader:
             )
         return tensor
 
-    def _misfit(self, module: str, parts: Mapping[str, torch.Tensor]) -> CheckpointError:
+    @property
+    def is_symmetric(self) -> bool:
+        return _is_symmetric(self.config)
+
+    def zero_points(
+        self, part: str, stored: np.ndarray, bits: int, is_gptq: bool = False
+    ) -> np.ndarray | None:
+        """Return unsigned zero points; None for those of a symmetric method.
+
+        Quantizers of GPTQ disagree whether the middle is stored minus 1, also under one format's
+        name, so a symmetric checkpoint has the middle where either of the two is stored.
+        """
+        if not self.is_symmetric:
+            return stored
+        middle = 2 ** (bits - 1)
+        is_lower = is_gptq and stored.size > 0 and stored.flat[0] == middle - 1
+        if (other := stored[stored != middle - is_lower]).size:
+            raise CheckpointError(
+                f"{self.where}: {self.module}.{part} has the zero point {other[0]}, but the "
+                f"quantization config is symmetric (zero point {middle}); specify the original "
+                "checkpoint"
+            )
+        return None
+
+    def misfit(self, parts: Mapping[str, torch.Tensor]) -> CheckpointError:
         shapes = ", ".join(
             f"{part} {str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
             for part, tensor in parts.items()
         )
         return CheckpointError(
-            f"{self.where}: the parts of {module} do not fit each other ({shapes}); download it "
-            "again, or specify the original checkpoint"
+            f"{self.where}: the parts of {self.module} do not fit each other ({shapes}); download "
+            "it again, or specify the original checkpoint"
         )
 
-    def _group_size(self, module: str, size: int, num_groups: int) -> int:
+    def _group_size(self, size: int, num_groups: int) -> int:
         """Return the group size: the config's if it fits the number of groups."""
         stated = self.config.get("group_size", self.config.get("q_group_size"))
         for number in (stated, size // max(num_groups, 1)):
             if isinstance(number, int) and number > 0 and -(-size // number) == num_groups:
                 return number
         raise CheckpointError(
-            f"{self.where}: {module} has {num_groups} groups of {size} inputs, an unknown layout; "
-            "specify the original checkpoint"
+            f"{self.where}: {self.module} has {num_groups} groups of {size} inputs, an unknown "
+            "layout; specify the original checkpoint"
         )
 
-    def _input_order(self, key: str, size: int, group_size: int) -> np.ndarray | None:
+    def _input_order(self, part: str, size: int, group_size: int) -> np.ndarray | None:
         """Return the inputs sorted by group; None if they are already in that order. [K]"""
-        groups = self.state.get(key)
+        groups = self.find(part)
         if groups is None or bool((groups == -1).all()):
             return None
         expected = np.arange(size) // group_size
         if groups.shape != (size,) or groups.is_floating_point():
-            raise self._misfit(key.rpartition(".")[0], {key.rpartition(".")[2]: groups})
+            raise self.misfit({part: groups})
         numbers = groups.numpy()
         order = np.argsort(numbers, kind="stable")
         if not np.array_equal(numbers[order], expected):
             raise CheckpointError(
-                f"{self.where}: {key} does not name {expected[-1] + 1} groups of {group_size} "
-                "inputs; download it again, or specify the original checkpoint"
+                f"{self.where}: {self.module}.{part} does not name {expected[-1] + 1} groups of "
+                f"{group_size} inputs; download it again, or specify the original checkpoint"
             )
         return None if np.array_equal(numbers, expected) else order
 
-    def _tensor(
+    def tensor(
         self,
-        module: str,
         bits: int,
         shape: tuple[int, int],
         scales: torch.Tensor,
@@ -443,25 +425,23 @@ class _Reader:
         groups: str | None,
         read: Callable[[Any], np.ndarray],
     ) -> QuantizedTensor:
-        """Return a matrix, [N, K].
+        """Return the matrix, [N, K].
 
         Args:
-            module: Name of its module.
             bits: Bits of an integer.
             shape: N and K.
             scales: Scales, [N, G].
             zeros: Unsigned zero points, [N, G]; None for 2 ** (bits - 1).
-            groups: Name of the tensor of group indices by input, if the format has one.
+            groups: Part of group indices by input, if the format has one.
             read: Return integers of rows, [n, K].
         """
         size, num_groups = shape[1], scales.shape[1]
-        group_size = self._group_size(module, size, num_groups)
+        group_size = self._group_size(size, num_groups)
         order = None if groups is None else self._input_order(groups, size, group_size)
         block_size = math.gcd(group_size, size, _LARGEST_BLOCKS[bits])
         num_blocks = size // block_size
         of_blocks = np.arange(num_blocks) * block_size // group_size
-        middle = 2 ** (bits - 1)
-        has_zeros = zeros is not None and bool((zeros != middle).any())
+        has_zeros = zeros is not None and bool((zeros != 2 ** (bits - 1)).any())
 
         def unpack(rows: Any) -> IntegerBlocks:
             integers = read(rows)
@@ -473,30 +453,27 @@ class _Reader:
             )
 
         def dequantize(rows: slice | np.ndarray) -> np.ndarray:
-            blocks = unpack(rows)
-            points = middle if blocks.zero_points is None else blocks.zero_points[..., None]
-            values = (blocks.integers.astype(np.float32) - np.float32(points)) * blocks.scales[
-                ..., None
-            ]
-            ordered = values.reshape(-1, size)
-            if order is None:
-                return ordered
-            result = np.empty_like(ordered)
-            result[:, order] = ordered
-            return result
+            values = unpack(rows).dequantize(bits).reshape(-1, size)
+            return values if order is None else values[:, np.argsort(order)]
 
         is_kept = block_size >= _SMALLEST_BLOCK
         grouping = f"groups of {group_size}" if num_groups > 1 else "per channel"
+        parts = (f"{self.module}.{part}" for part in _parts(self.module, self.state))
         return QuantizedTensor(
-            module,
+            self.module,
             f"{self.method} int{bits}, {grouping}",
             shape,
-            sum(self.state[f"{module}.{part}"].nbytes for part in _parts(module, self.state)),
+            sum(self.state[part].nbytes for part in parts),
             BlockLayout(bits, block_size, has_zero_points=has_zeros) if is_kept else None,
             dequantize,
             unpack,
             order,
         )
+
+
+def _shift_to_unsigned(values: np.ndarray) -> np.ndarray:
+    """Add 128 to int8 numbers."""
+    return values.view(np.uint8) ^ np.uint8(128)
 
 
 def _unpack(words: np.ndarray, bits: int) -> np.ndarray:

@@ -46,6 +46,13 @@ class IntegerBlocks:
     offsets: np.ndarray | None = None
     zero_points: np.ndarray | None = None
 
+    def dequantize(self, bits: int, dtype: type[np.floating] = np.float32) -> np.ndarray:
+        """Return the values of integers of `bits`, [N, blocks, block_size]."""
+        points = 2 ** (bits - 1) if self.zero_points is None else self.zero_points[..., None]
+        values = self.integers.astype(dtype) - dtype(points)  # type: ignore[arg-type]
+        values *= self.scales[..., None]
+        return values if self.offsets is None else values + self.offsets[..., None]
+
 
 @dataclass(frozen=True)
 class QuantizedTensor:
