@@ -64,16 +64,12 @@ class GgufCheckpoint:
 
     @property
     def architecture(self) -> str:
-        return str(self.value("general.architecture"))
-
-    def value(self, key: str) -> Any:
-        """Return the value of a field; None if there is none."""
-        return self.fields.get(key)
+        return str(self.fields.get("general.architecture"))
 
     @property
     def license(self) -> str | None:
         """License that the header states."""
-        stated = self.value("general.license.name") or self.value("general.license")
+        stated = self.fields.get("general.license.name") or self.fields.get("general.license")
         return ", ".join(map(str, stated)) if isinstance(stated, list) else stated
 
     @property
@@ -83,7 +79,7 @@ class GgufCheckpoint:
         name = _TYPE_SUFFIX.sub("", stem)
         if name.lower() not in _GENERIC_NAMES:
             return name
-        stated = self.value("general.name") or self.value("general.basename")
+        stated = self.fields.get("general.name") or self.fields.get("general.basename")
         return str(stated) if stated else stem
 
     @property
@@ -140,7 +136,7 @@ class GgufCheckpoint:
         has_head = any(tensor.name == "output.weight" for tensor in self.tensors)
         if has_head and config.model_type not in ("falcon", "bloom"):
             config.tie_word_embeddings = False
-        size = self.value("phi3.rope.dimension_count")
+        size = self.fields.get("phi3.rope.dimension_count")
         if config.model_type == "phi3" and size is not None:
             head_size = _head_size(config)
             if not isinstance(size, int) or not 0 < size <= head_size:
@@ -256,7 +252,7 @@ def open_files(where: str, files: Sequence[Path]) -> GgufCheckpoint:
     readers = [_open(where, file) for file in files]
     tensors = [tensor for reader in readers for tensor in reader.tensors]
     first = GgufCheckpoint(where, files[0].name, readers[0].fields, tensors)
-    num_parts, count = first.value("split.count") or 1, first.value("split.tensors.count")
+    num_parts, count = first.fields.get("split.count") or 1, first.fields.get("split.tensors.count")
     if num_parts != len(files):
         raise CheckpointError(
             f"{where}: {files[0].name} is one of {num_parts} parts, and {len(files)} are "

@@ -153,9 +153,8 @@ class _Scanner:
                 raise ValueError(f"{first.name} and {second.name} overlap; download it again")
         return GgufHeader(fields, start, tuple(placed))
 
-    def _number(self, form: str) -> int:
-        (value,) = struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))
-        return int(value)
+    def _number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self._take(struct.calcsize(form)))[0]
 
     def _take(self, size: int) -> bytes:
         if size > self._size - self._at:
@@ -186,9 +185,6 @@ class _Scanner:
         if not name or name in fields:
             raise ValueError("a field has no name" if not name else f"{name[:80]} occurs twice")
         type_id = self._number("I")
-        if type_id == _ARRAY:
-            fields[name] = self._array(name[:80])
-            return
         value = fields[name] = self._value(name[:80], type_id)
         if name == "general.alignment":
             if type_id != 4 or value < 1 or value & (value - 1):
@@ -198,13 +194,13 @@ class _Scanner:
             self._num_layers = value
 
     def _value(self, name: str, type_id: int) -> Any:
+        if type_id == _ARRAY:
+            return self._array(name)
         if type_id == _STRING:
             return self._text(name)
         if type_id not in _FORMATS:
             raise ValueError(f"{name} has the unknown type {type_id}")
-        form = f"<{_FORMATS[type_id]}"
-        (value,) = struct.unpack(form, self._take(struct.calcsize(form)))
-        return value
+        return self._number(_FORMATS[type_id])
 
     def _array(self, name: str) -> list[Any]:
         type_id, count = self._number("I"), self._number("Q")
@@ -214,7 +210,7 @@ class _Scanner:
         if type_id not in _FORMATS:
             raise ValueError(f"{name} is a list of the unknown type {type_id}")
         form = _FORMATS[type_id]
-        size = struct.calcsize(f"<{form}")
+        size = struct.calcsize(form)
         self._check_count(f"numbers in {name}", count, size)
         return list(struct.unpack(f"<{count}{form}", self._take(count * size)))
 
