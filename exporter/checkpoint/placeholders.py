@@ -68,7 +68,6 @@ class WeightSources:
         self,
         model: nn.Module,
         dtype: torch.dtype = torch.float32,
-        at_once: bool = False,
         only_shapes: bool = False,
     ) -> Iterator[None]:
         """Replace placeholders by the stored values, in `dtype`, until the context exits.
@@ -76,7 +75,6 @@ class WeightSources:
         Args:
             model: Model with placeholders.
             dtype: Type to compute in.
-            at_once: Cast all matrices immediately, instead of each module's during its call.
             only_shapes: Do not read files; matrix products return zeros.
         """
         memory, zeros = BufferPool(), functools.cache(torch.zeros)
@@ -90,14 +88,10 @@ class WeightSources:
                     _set_parameters(
                         module, {n: zeros(t.shape) for n, t in stored_weights.items()}, stack
                     )
-                elif not at_once and _is_huge(module, stored_weights, dtype):
+                elif _is_huge(module, stored_weights, dtype):
                     self._compute_in_chunks(module, stored_weights["weight"], dtype, stack)
-                elif at_once or all(_is_plain(t, dtype) for t in stored_weights.values()):
-                    _set_parameters(
-                        module,
-                        {n: materialize(t).to(dtype) for n, t in stored_weights.items()},
-                        stack,
-                    )
+                elif all(_is_plain(t, dtype) for t in stored_weights.values()):
+                    _set_parameters(module, stored_weights, stack)
                 else:
                     _set_parameters_per_call(module, stored_weights, dtype, memory, stack)
             yield

@@ -121,9 +121,8 @@ def test_computing_with_a_placeholder_gives_nan(tmp_path):
     loaded = load(make(tmp_path, "llama", torch.bfloat16))
     with torch.no_grad():
         assert torch.isnan(loaded.model(TOKENS).logits).all()
-    with torch.no_grad(), loaded.sources.materialized(loaded.model, at_once=True):
+    with torch.no_grad(), loaded.sources.materialized(loaded.model):
         assert torch.isfinite(loaded.model(TOKENS).logits).all()
-        assert torch.isfinite(loaded.model.lm_head.weight).all()
     assert torch.isnan(loaded.model.lm_head.weight).all()
 
 
