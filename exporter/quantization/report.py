@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,22 +36,6 @@ MIN_LATE_DIVERGENCE = 0.0001  # plus this many nats; 16-bit ALiBi had 0.0003
 SchemeMap = Mapping[tuple[int, ...], Scheme]
 
 
-@dataclass(frozen=True)
-class MeasuredGraph:
-    """Quantized graph to measure; `factors` [H, 1, D] by name undo the smoothing of caches."""
-
-    runner: Runner
-    factors: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class DistancePair:
-    """Distances from the float graph on the texts, and at the end of the context."""
-
-    near: LogitDistance
-    late: LogitDistance
-
-
 def measure_variants(
     model: FloatModel,
     folder: Path,
@@ -75,33 +59,34 @@ def measure_variants(
     Raises:
         ExportError: Values overflow a graph variant's type.
     """
-    candidates: dict[str, MeasuredGraph] = {}
-    described: dict[str, VariantReport] = {}
+    graphs: dict[str, MeasuredGraph] = {}
     for ops, choices in graph_variants.items():
         runner = model.runner(folder, ops)
         if runner.can_run():
             exponents = {key: choice.exponents for key, choice in choices.items()}
             factors = smoothing.cache_factors(load_graph(model.decoder(ops)).graph, exponents)
-            candidates[ops] = MeasuredGraph(runner, factors)
+            graphs[ops] = MeasuredGraph(runner, factors)
         else:
             progress.note(
                 f"{model.role} ({ops}): not run, as ONNX Runtime has no {cache_dtype(ops)} "
                 "kernels on this machine"
             )
+    by_preference = sorted(graphs, key=lambda ops: attention_ops(ops) == "gqa")
+    primary = {_type_suffix(ops): graphs[ops] for ops in by_preference}
+    others = [graph for ops, graph in graphs.items() if graph is not primary[_type_suffix(ops)]]
+    original = replace(model, folder=model.original or model.folder)
+    reference = original.decoder_runner(model.ops[-1])
+    measure_distances(reference, [*primary.values()], texts.evaluation, model.head)
+    measure_distances(reference, others, [texts.evaluation[0][:NUM_SAMPLE_TOKENS]], model.head)
+    described: dict[str, VariantReport] = {}
+    for ops, choices in graph_variants.items():
+        if ops in graphs:
+            graph, near = graphs[ops], primary[_type_suffix(ops)].near
+            graph.near.error = max(graph.near.error, near.error)
+            described[ops] = _build_report(model, ops, graph, texts, choices, progress)
+        else:
             described[ops] = _quantization_report(LogitDistance(), texts, choices), ()
-    primary = _primary_variants(candidates)
-    measured = _measure_graphs(model, candidates, primary, texts)
-    for ops, candidate in candidates.items():
-        distances = measured[ops]
-        if ops not in primary:
-            first = measured[
-                next(name for name in primary if _type_suffix(name) == _type_suffix(ops))
-            ]
-            distances.near.error = max(distances.near.error, first.near.error)
-        described[ops] = _build_report(
-            model, ops, candidate.runner, distances, texts, graph_variants[ops], progress
-        )
-    return {ops: described[ops] for ops in graph_variants}
+    return described
 
 
 def _type_suffix(ops: str) -> str:
@@ -109,56 +94,29 @@ def _type_suffix(ops: str) -> str:
     return ops.removeprefix(attention_ops(ops))
 
 
-def _primary_variants(graph_variants: Iterable[str]) -> list[str]:
-    """Return the graph variant of each type that is measured on all texts."""
-    chosen: dict[str, str] = {}
-    for ops in graph_variants:
-        if _type_suffix(ops) not in chosen or attention_ops(ops) == "gqa":
-            chosen[_type_suffix(ops)] = ops
-    return list(chosen.values())
-
-
-def _measure_graphs(
-    model: FloatModel,
-    candidates: Mapping[str, MeasuredGraph],
-    primary: Sequence[str],
-    texts: CalibrationTexts,
-) -> dict[str, DistancePair]:
-    """Measure graph variants; return distances by name."""
-    original = replace(model, folder=model.original or model.folder)
-    reference = original.decoder_runner(model.ops[-1])
-    whole = {ops: candidates[ops] for ops in primary}
-    rest = {ops: graph for ops, graph in candidates.items() if ops not in primary}
-    sample = [texts.evaluation[0][:NUM_SAMPLE_TOKENS]]
-    return measure_distances(reference, whole, texts.evaluation, model.head) | measure_distances(
-        reference, rest, sample, model.head
-    )
-
-
 def _build_report(
     model: FloatModel,
     ops: str,
-    runner: Runner,
-    measured: DistancePair,
+    graph: MeasuredGraph,
     texts: CalibrationTexts,
     choices: SchemeMap,
     progress: Progress,
 ) -> VariantReport:
     """Build the report of a measured graph variant, and check its batch invariance."""
-    name, near, late = f"{model.role} ({ops})", measured.near, measured.late
+    name, near, late = f"{model.role} ({ops})", graph.near, graph.late
     numbers = (distance.loss + distance.divergence + distance.error for distance in (near, late))
     if not math.isfinite(sum(numbers)):
         raise ExportError(
             f"{name}: some values exceed the range of {cache_dtype(ops)}; omit --compute and "
             "--cache, or compute in another type"
         )
-    invariant, differing = checks.check_standalone(runner, np.concatenate(texts.evaluation))
+    invariant, differing = checks.check_standalone(graph.runner, np.concatenate(texts.evaluation))
     if differing:
         progress.note(f"{name}: {', '.join(differing)} are not bitwise equal to the decoder")
     described = _quantization_report(near, texts, choices)
     if model.is_self_draft:  # the perplexity of an early exit is not meaningful
         described = replace(described, perplexity=0.0, original_perplexity=0.0)
-    if late_note := _describe_late(near, late, runner.geometry.context_length):
+    if late_note := _describe_late(near, late, graph.runner.geometry.context_length):
         described = replace(described, exceptions=(*described.exceptions, late_note))
         progress.note(f"{name}: {late_note}")
     return described, invariant
@@ -270,20 +228,36 @@ def _exponentials(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return weights, largest[:, 0].double() + weights.sum(1, dtype=torch.float64).log()
 
 
+@dataclass
+class MeasuredGraph:
+    """Quantized graph, and its distances from the float graph.
+
+    Attributes:
+        runner: Runner of the graph.
+        factors: Factors [H, 1, D] that undo the smoothing of caches, by name.
+        near: Distance on the texts.
+        late: Distance at the end of the context.
+    """
+
+    runner: Runner
+    factors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    near: LogitDistance = field(default_factory=LogitDistance)
+    late: LogitDistance = field(default_factory=LogitDistance)
+
+
 def measure_distances(
     original: Runner,
-    candidates: Mapping[str, MeasuredGraph],
+    graphs: Sequence[MeasuredGraph],
     texts: Sequence[np.ndarray],
     head: np.ndarray | None = None,
-) -> dict[str, DistancePair]:
+) -> None:
     """Compare graphs with a float graph on independent texts, [T] each.
 
     Late positions are compared if the texts do not reach the end of the context. `head` [n] are the
     tokens of the logits' columns.
     """
-    totals = {name: DistancePair(LogitDistance(), LogitDistance()) for name in candidates}
-    if not candidates:
-        return totals
+    if not graphs:
+        return
     names = original.geometry.cache_names()
     text = texts[-1][:NUM_LATE_TOKENS]
     start = original.geometry.context_length - len(text)
@@ -293,16 +267,14 @@ def measure_distances(
         part = texts[at : at + size]
         late = window if at + size >= len(texts) else None
         expected, expected_caches = _run(original, part, late, packed=False)
-        for name, candidate in candidates.items():
-            total = totals[name]
-            distances = [*[total.near] * len(part), total.late]
+        for graph in graphs:
+            distances = [*[graph.near] * len(part), graph.late]
             tokens = [*part, text]  # the window's are last
             add = partial(_add_logits, distances, expected, tokens, head)
-            _, all_caches = _run(candidate.runner, part, late, then=add)
+            _, all_caches = _run(graph.runner, part, late, then=add)
             for caches, exact_caches in zip(all_caches, expected_caches, strict=True):
                 for cache, rows, exact_rows in zip(names, caches, exact_caches, strict=True):
-                    total.near.compare(rows * candidate.factors.get(cache, 1), exact_rows)
-    return totals
+                    graph.near.compare(rows * graph.factors.get(cache, 1), exact_rows)
 
 
 def _add_logits(

@@ -96,8 +96,9 @@ TEXTS = [np.arange(80) % 5, np.arange(100, 170) % 5]
 
 
 def distances(original, rounded):
-    measured = report.measure_distances(original, {"": report.MeasuredGraph(rounded)}, TEXTS)[""]
-    return measured.near, measured.late
+    graph = report.MeasuredGraph(rounded)
+    report.measure_distances(original, [graph], TEXTS)
+    return graph.near, graph.late
 
 
 def test_late_window_is_reported_separately():
