@@ -21,21 +21,11 @@ _MAX_EXPONENT = 12
 
 
 @dataclass(frozen=True)
-class VectorFactor:
-    """Constant input of a node that varies only along the last axis. [size]"""
+class ScalableFactor:
+    """Constant input of a node: the matrix of a product, or a vector along the last axis. [size]"""
 
     node: ir.Node
     index: int
-
-
-@dataclass(frozen=True)
-class ColumnFactor:
-    """Product with stored weights whose columns can be scaled. [size]"""
-
-    node: ir.Node
-
-
-ScalableFactor = VectorFactor | ColumnFactor
 
 
 @dataclass(frozen=True)
@@ -101,13 +91,12 @@ def _scalable_factors(value: ir.Value | None, users: set[ir.Node]) -> list[Scala
     if node.op_type in NORMS:
         vectors = [i for i in range(1, len(node.inputs)) if node.inputs[i] is not None]
         are_constant = all(constant_vector(node.inputs[i]) is not None for i in vectors)
-        return (
-            [VectorFactor(node, i) for i in vectors] if are_constant and _last_axis(node) else None
-        )
+        factors = [ScalableFactor(node, i) for i in vectors]
+        return factors if are_constant and _last_axis(node) else None
     if node.op_type == "Reshape":
         return _scalable_factors(node.inputs[0], {node}) if _keeps_channels(node) else None
     if node.op_type == "MatMul":
-        return [ColumnFactor(node)] if _num_columns(node) else None
+        return [ScalableFactor(node, 1)] if _num_columns(node) else None
     if node.op_type == "Mul":
         candidates = (_scalable_input(node, i) for i in (0, 1))
         return next((candidate for candidate in candidates if candidate is not None), None)
@@ -136,8 +125,8 @@ def _through_attention(value: ir.Value, users: set[ir.Node]) -> SmoothingPath | 
     caches = [cache for cache in flow.caches if np.isin(cache.columns, channels).any()]
     if len(caches) != 1:
         return None
-    biases = (VectorFactor(node, index) for node, index in flow.biases)
-    return SmoothingPath((ColumnFactor(product), *biases), size, channels, caches[0])
+    factors = (ScalableFactor(*factor) for factor in ((product, 1), *flow.biases))
+    return SmoothingPath(tuple(factors), size, channels, caches[0])
 
 
 def _num_columns(product: ir.Node) -> int:
@@ -150,7 +139,7 @@ def _scalable_input(node: ir.Node, index: int) -> list[ScalableFactor] | None:
     """Return the scalable constants that determine one input of a node."""
     value = node.inputs[index]
     if value is not None and constant_vector(value) is not None:
-        return [VectorFactor(node, index)]
+        return [ScalableFactor(node, index)]
     return _scalable_factors(value, {node})
 
 
@@ -198,7 +187,7 @@ def apply_smoothing(
     column_exponents: dict[ir.Node, np.ndarray] = {}
     spread = path.spread(exponents)
     for part in path.parts:
-        if isinstance(part, ColumnFactor):
+        if part.node.op_type == "MatMul":
             column_exponents[part.node] = -spread
             continue
         array = constant_vector(part.node.inputs[part.index])
