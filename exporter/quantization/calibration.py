@@ -17,7 +17,7 @@ from ..graph.graphs import GraphFile
 from ..tracing.geometry import Geometry
 from ..verification.runner import FillNoise, PassAction, Runner
 from ..verification.subgraph import Values
-from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, load_graph
+from .experts import ExcludedWeights, expert_layers, load_graph
 from .matrices import matrix_groups
 
 NUM_SAMPLE_ROWS = 48  # rows of the texts used to measure errors
@@ -66,9 +66,9 @@ def visit_inputs(
     ops: str,
     texts: Sequence[np.ndarray],
     visit: Visit,
-    excluded: ExcludedWeights = NO_EXCLUSIONS,
-    hessians: bool = False,
-    keys_to_visit: Container[tuple[int, ...]] | None = None,
+    excluded: ExcludedWeights,
+    hessians: bool,
+    keys_to_visit: Container[tuple[int, ...]],
 ) -> None:
     """Run a graph over independent texts, [T] each, and visit the statistics of each group's input.
 
@@ -83,7 +83,7 @@ def visit_inputs(
         visit: Called with the key and the statistics of each group.
         excluded: Weights that are in no group.
         hessians: Compute Hessians.
-        keys_to_visit: Keys of the groups to visit; all if None.
+        keys_to_visit: Keys of the groups to visit.
     """
     model = load_graph(decoder, excluded)
     keys: defaultdict[str | None, list[tuple[int, ...]]] = defaultdict(list)
@@ -91,10 +91,9 @@ def visit_inputs(
     with_hessian = {group.key for group in all_groups if hessians}
     readers = {group.key: group.value for group in all_groups}
     readers |= {layer.experts.key: layer.x for layer in expert_layers(model.graph, excluded)}
-    readers = {
-        key: x for key, x in readers.items() if keys_to_visit is None or key in keys_to_visit
-    }
     for key, value in readers.items():
+        if key not in keys_to_visit:
+            continue
         keys[value.name].append(key)
         value.dtype = ir.DataType.FLOAT
         if not value.is_graph_output():

@@ -152,38 +152,26 @@ def generate_answers(
     # Constant folding would copy each transposed matrix; fusion with its product does not.
     folding = ["ConstantFolding"]
     session = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
+    texts = []
     try:
-        return [
-            _generate_answer(session, geometry, prompt, end_tokens, num_tokens)
-            for prompt in prompts
-        ]
+        for prompt in prompts:
+            tokens, length = prompt.astype(np.int64), 0
+            session.fill_noise(0, geometry.capacity)
+            for _ in range(min(num_tokens, geometry.context_length - len(prompt))):
+                inputs = {
+                    "input_ids": tokens[None, length:],
+                    "past_length": np.array([length], np.int64),
+                    "logits_from": np.array([len(tokens) - length - 1], np.int64),
+                }
+                logits = session.run("decoder", False, inputs)["logits"][0, -1]
+                length, token = len(tokens), int(logits.argmax())
+                tokens = np.append(tokens, token)
+                if token in end_tokens:
+                    break
+            texts.append(tokens)
     finally:
         session.close()
-
-
-def _generate_answer(
-    session: SubgraphSession,
-    geometry: Geometry,
-    prompt: np.ndarray,
-    end_tokens: Container[int],
-    num_tokens: int,
-) -> np.ndarray:
-    tokens, new, length = [*prompt], prompt, 0
-    session.fill_noise(0, geometry.capacity)
-    for _ in range(min(num_tokens, geometry.context_length - len(prompt))):
-        inputs = {
-            "input_ids": new[None].astype(np.int64),
-            "past_length": np.array([length], np.int64),
-            "logits_from": np.array([len(new) - 1], np.int64),
-        }
-        logits = session.run("decoder", False, inputs)["logits"][0, -1]
-        length += len(new)
-        token = int(logits.argmax())
-        tokens.append(token)
-        if token in end_tokens:
-            break
-        new = np.array([token])
-    return np.array(tokens, np.int64)
+    return texts
 
 
 def _num_shared(text: np.ndarray, vocab_size: int) -> int:
