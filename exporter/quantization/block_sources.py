@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,26 +12,7 @@ import torch
 from ..checkpoint.quantized_rows import QuantizedRows
 from ..checkpoint.quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor, strips
 from . import rounding
-from .rounding import BlockMatrix
-
-
-class BlockSource(Protocol):
-    """Block-wise integers of a matrix, [K, N], with the inputs in `order`, [K], if it has one."""
-
-    @property
-    def layout(self) -> BlockLayout: ...
-
-    @property
-    def order(self) -> np.ndarray | None: ...
-
-    def blocks(self) -> BlockMatrix:
-        """Return integers and scales in the layout of MatMulNBits."""
-
-    def offsets(self) -> np.ndarray:
-        """Return the offsets of blocks, [N, K / block_size]."""
-
-    def zero_points(self) -> np.ndarray:
-        """Return the packed zero points of blocks, [N, bytes]."""
+from .rounding import IntegerMatrix
 
 
 @dataclass(frozen=True)
@@ -49,7 +30,7 @@ class RoundedMatrix:
     weights: torch.Tensor
     bits: int
     importance: np.ndarray | None
-    integers: BlockMatrix | None = None
+    integers: IntegerMatrix | None = None
     exponents: np.ndarray | None = None
     order = None
 
@@ -57,18 +38,13 @@ class RoundedMatrix:
     def layout(self) -> BlockLayout:
         return BlockLayout(self.bits, rounding.BLOCK_SIZE)
 
-    def blocks(self) -> BlockMatrix:
+    def blocks(self) -> IntegerMatrix:
         """Return integers and scales in the layout of MatMulNBits."""
         blocks = self.integers or rounding.quantize_blocks(self.weights, self.bits, self.importance)
         if self.exponents is None:
             return blocks
         factors = np.exp2(self.exponents).astype(np.float32)[:, None]
-        return BlockMatrix(blocks.values, blocks.scales * factors)
-
-    def offsets(self) -> np.ndarray:
-        raise ValueError("a rounded matrix is symmetric: it has neither offsets nor zero points")
-
-    zero_points = offsets
+        return IntegerMatrix(blocks.values, blocks.scales * factors)
 
 
 @dataclass(frozen=True)
@@ -87,7 +63,7 @@ class CheckpointMatrix:
     def order(self) -> np.ndarray | None:
         return self.tensor.order
 
-    def blocks(self) -> BlockMatrix:
+    def blocks(self) -> IntegerMatrix:
         """Return integers and scales in the layout of MatMulNBits."""
         num_blocks, bits = self.tensor.shape[1] // self.layout.block_size, self.layout.bits
         shape = len(self.rows), num_blocks, self.layout.block_size * bits // 8
@@ -96,7 +72,7 @@ class CheckpointMatrix:
             unpacked = self.unpack(at)
             values[at] = rounding.pack(torch.from_numpy(unpacked.integers), bits).numpy()
             scales[at] = unpacked.scales
-        return BlockMatrix(values, scales)
+        return IntegerMatrix(values, scales)
 
     def offsets(self) -> np.ndarray:
         """Return the offsets of blocks, [N, K / block_size]."""
@@ -121,20 +97,12 @@ class CheckpointMatrix:
         return strips(len(self.rows), self.tensor.shape[1])
 
 
+BlockSource: TypeAlias = RoundedMatrix | CheckpointMatrix
+
+
 def find_matrix(rows: QuantizedRows, at: Any = slice(None)) -> CheckpointMatrix | None:
     """Return some rows as a matrix's columns; None if they are of several tensors."""
     sources = rows.sources[at]
     if (sources != sources[0]).any():
         return None
     return CheckpointMatrix(rows.tensors[sources[0]], rows.rows[at])
-
-
-def join_matrices(blocks: Iterable[BlockMatrix]) -> BlockMatrix:
-    """Join block-wise matrices along N."""
-    pieces = list(blocks)
-    if len(pieces) == 1:
-        return pieces[0]
-    return BlockMatrix(
-        np.concatenate([piece.values for piece in pieces]),
-        np.concatenate([piece.scales for piece in pieces]),
-    )

@@ -23,7 +23,7 @@ from ..checkpoint.quantized_tensors import BlockLayout, IntegerBlocks
 from . import rounding
 from .block_sources import CheckpointMatrix, find_matrix
 from .experts import NUM_SAMPLED_EXPERTS, ExpertWeights
-from .rounding import BlockMatrix
+from .rounding import IntegerMatrix
 
 _SMALLEST_BLOCK = 16  # of QMoE
 _LARGEST_INTEGER, _MIDDLE = 255, 128
@@ -52,7 +52,7 @@ class ExpertStack:
         """Number of inputs, K."""
         return self.experts[0][0].tensor.shape[1]
 
-    def blocks(self, layout: BlockLayout) -> tuple[BlockMatrix, np.ndarray]:
+    def blocks(self, layout: BlockLayout) -> tuple[IntegerMatrix, np.ndarray]:
         """Return integers, [E, N, G, bytes], scales, [E, N, G], and packed zero points, if any."""
         num_rows = sum(len(part.rows) for part in self.experts[0])
         shape = len(self.experts), num_rows, self.size // layout.block_size
@@ -70,7 +70,7 @@ class ExpertStack:
                     points[rows][at] = blocks.zero_points
         points = points if self.has_zero_points else points[..., :0]
         packed = rounding.pack(torch.from_numpy(points), layout.bits).numpy()
-        return BlockMatrix(values, scales), packed
+        return IntegerMatrix(values, scales), packed
 
     def offset_error(self, layout: BlockLayout) -> float:
         """Return the relative RMS error of weights by rounded offsets, on a sample of experts."""
@@ -78,8 +78,9 @@ class ExpertStack:
         for parts in self.experts[:: -(-len(self.experts) // NUM_SAMPLED_EXPERTS)]:
             for part in (part for part in parts if part.layout.has_offsets):
                 blocks = part.unpack(next(part.strips()))
-                exact = _dequantize(blocks, part.layout.bits)
-                rounded = _dequantize(convert(blocks, part.layout, layout), layout.bits)
+                exact = blocks.dequantize(part.layout.bits, np.float64)
+                converted = convert(blocks, part.layout, layout)
+                rounded = converted.dequantize(layout.bits, np.float64)
                 error += float(np.square(rounded.reshape(exact.shape) - exact).sum())
                 size += float(np.square(exact).sum())
         return (error / size) ** 0.5 if size else 0.0
@@ -89,13 +90,8 @@ class ExpertStack:
 class CheckpointExperts:
     """Experts of a layer, [E, 2 * I, H] and [E, H, I], and the layout of their integers."""
 
-    first: ExpertStack
-    last: ExpertStack
+    stacks: tuple[ExpertStack, ...]
     layout: BlockLayout
-
-    @property
-    def stacks(self) -> tuple[ExpertStack, ExpertStack]:
-        return self.first, self.last
 
     @cached_property
     def offset_error(self) -> float:
@@ -122,9 +118,8 @@ def find_experts(
                 return None
             matrices.append(kept)
         stacks.append(ExpertStack(tuple(matrices)))
-    first, last = stacks
     layout = _common_layout(stacks)
-    return None if layout is None else CheckpointExperts(first, last, layout)
+    return None if layout is None else CheckpointExperts(tuple(stacks), layout)
 
 
 def _common_layout(stacks: Sequence[ExpertStack]) -> BlockLayout | None:
@@ -187,7 +182,7 @@ def _round_offsets(blocks: IntegerBlocks, bits: int) -> IntegerBlocks:
         (point + shift).astype(np.uint8),
     )
     if not factor.all():  # steps of 0, or far smaller than the offset
-        _round_values(rounded, factor == 0, _dequantize(blocks, bits))
+        _round_values(rounded, factor == 0, blocks.dequantize(bits, np.float64))
     return rounded
 
 
@@ -210,10 +205,3 @@ def _round_values(blocks: IntegerBlocks, mask: np.ndarray, values: np.ndarray) -
     blocks.integers[mask] = np.rint(steps) + _MIDDLE
     blocks.scales[mask] = scales[:, 0]
     blocks.zero_points[mask] = _MIDDLE
-
-
-def _dequantize(blocks: IntegerBlocks, bits: int) -> np.ndarray:
-    """Return the values in float64. [N, G, block_size]"""
-    points = 2 ** (bits - 1) if blocks.zero_points is None else blocks.zero_points[..., None]
-    values = (blocks.integers - np.float64(points)) * blocks.scales[..., None].astype(np.float64)
-    return values if blocks.offsets is None else values + blocks.offsets[..., None]

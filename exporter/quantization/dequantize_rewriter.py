@@ -2,20 +2,27 @@
 
 For devices without kernels for integer products. On CUDA ONNX Runtime fuses DequantizeLinear and
 MatMul. Integers and scales are shared with the other graphs.
+
+In TensorRT only DequantizeLinear may read integers, so it precedes lookups and transpositions.
+Block-wise weights are stored a second time, as signed integers in the matrix's layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
+import torch
 
 from ..graph.external_data import view_tensor
-from ..graph.nodes import static_shape
-from . import expert_rewriter
+from ..graph.nodes import operand, producer, replace_output, static_shape
+from . import expert_rewriter, rounding
+from .block_sources import BlockSource
 from .experts import ExpertLayer
-from .graph_editor import INT8_ACCURACY_LEVEL
-from .integer_rewriter import IntegerRewriter
+from .integer_rewriter import IntegerRewriter, num_columns
+from .matrices import Matrix, StoredTensor
 from .schemes import Scheme
 
 
@@ -27,13 +34,6 @@ class DequantizeRewriter(IntegerRewriter):
     """
 
     has_float_inputs = True
-
-    def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:
-        """Replace experts by a MoE node of dequantized weights."""
-        if choice.num_parts:
-            stored = expert_rewriter.store_experts(self, mixture.experts, choice)
-            level = INT8_ACCURACY_LEVEL if choice.experts is None else 0
-            expert_rewriter.dequantize_experts(self, mixture, stored, level)
 
     def _quantize_input(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
         return (value,)
@@ -71,7 +71,107 @@ class DequantizeRewriter(IntegerRewriter):
         if values.dtype != ir.DataType.INT4:
             # Without zero points, or with shared ones, ONNX Runtime fails with
             # `session.x64quantprecision`.
-            zeros = self.store.zeros(tuple(static_shape(scales)))
+            shape = tuple(static_shape(scales))
+            zeros = self.store.array(("zeros", shape), lambda: np.zeros(shape, np.int8), "zeros")
             zero = f"{name.removesuffix('.wide')}.zero"
             inputs.append(self.external(view_tensor(zeros, zeros.shape, zero)))
         return self.node(before, "DequantizeLinear", inputs, name, values, **sizes)
+
+
+class QdqRewriter(DequantizeRewriter):
+    """Rewriter of the products and embeddings of one graph for TensorRT.
+
+    The lookup and the product of a tied table have separate initializers over the same bytes: with
+    a shared one ONNX Runtime fails with `session.x64quantprecision`. TensorRT-RTX merges both.
+    """
+
+    def _insert_block_lookup(self, node: ir.Node, stored: StoredTensor) -> ir.Value:
+        """Insert a lookup in a table with one scale per row, stored in addition to blocks."""
+        return self._insert_lookup(node, *self._stored_table(stored))
+
+    def _insert_lookup(
+        self, node: ir.Node, stored_values: ir.ExternalTensor, stored_scales: ir.ExternalTensor
+    ) -> ir.Value:
+        """Insert a lookup in a dequantized table."""
+        output, ids = node.outputs[0], operand(node, 1)
+        name = f"{stored_values.name}.rows"
+        table = self.external(view_tensor(stored_values, stored_values.shape, name))
+        wide = self._dequantize_table(node, table, stored_scales)
+        return self.node(node, "Gather", [wide, ids], f"{output.name}.whole", output)
+
+    def _dequantize_weights(
+        self, before: ir.Node, values: ir.Value, scales: ir.Value, name: str
+    ) -> ir.Value:
+        turned = producer(values, "Transpose")
+        if turned is None:
+            return super()._dequantize_weights(before, values, scales, name)
+        stored = scales.const_value
+        assert isinstance(stored, ir.ExternalTensor)
+        wide = self._dequantize_table(before, operand(turned, 0), stored)
+        return self.node(before, "Transpose", [wide], f"{name}.wide", values, perm=[1, 0])
+
+    def _dequantize_table(
+        self, before: ir.Node, table: ir.Value, scales: ir.ExternalTensor
+    ) -> ir.Value:
+        """Dequantize a whole table, [V, H], one scale per row."""
+        flat = view_tensor(scales, ir.Shape([scales.size]), f"{table.name}.wide.scales")
+        return self._insert_dequantize(
+            before, table, self.external(flat), f"{table.name}.wide", axis=0
+        )
+
+    def _insert_block_product(
+        self,
+        before: ir.Node,
+        x: ir.Value,
+        sources: Mapping[Matrix, BlockSource],
+        choice: Scheme,
+    ) -> None:
+        """Insert the product of x with matrices, joined along N, in blocks."""
+        matrices, bits = [*sources], choice.bits
+        like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
+        _, blocks = self._store_blocks(sources)
+        shape = int(matrices[0].stored.data().shape[0]), width
+        name = f"{like.name}.int{bits}"
+        stored = self.store.signed_blocks(blocks, bits, shape)
+        whole = self._insert_signed_product(before, x, stored, name, like)
+        self._replace_outputs(before, matrices, whole, name)
+
+    def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:
+        """Replace the two products of all experts of a layer."""
+        if not choice.num_parts:
+            return
+        stacks = expert_rewriter.store_experts(self, mixture.experts, choice)
+        arrangements = (_stack_experts, _concatenate_experts)
+        for node, stack, arrange in zip(mixture.nodes, stacks, arrangements, strict=True):
+            x, output = operand(node, 0), node.outputs[0]
+            number, width, groups, _ = stack.values.shape.numpy()
+            size, along = groups * rounding.BLOCK_SIZE, arrange is _concatenate_experts
+            shape = (number * size, width) if along else (size, number * width)
+            blocks = stack.values, stack.scales
+            signed = self.store.signed_blocks(blocks, choice.bits, shape, arrange)
+            name = f"{output.name}.int{choice.bits}"
+            replace_output(output, self._insert_signed_product(node, x, signed, name, output))
+
+    def _insert_signed_product(
+        self,
+        before: ir.Node,
+        x: ir.Value,
+        stored: tuple[ir.ExternalTensor, ir.ExternalTensor],
+        name: str,
+        like: ir.Value,
+    ) -> ir.Value:
+        """Insert a product of x and signed blocks, [K, N]."""
+        (values, scales), width = map(self.external, stored), int(stored[0].shape.numpy()[-1])
+        sizes: dict[str, Any] = {"axis": 0, "block_size": rounding.BLOCK_SIZE}
+        wide = self._insert_dequantize(before, values, scales, f"{name}.wide", **sizes)
+        return self.node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
+
+
+def _stack_experts(blocks: torch.Tensor) -> torch.Tensor:
+    """Stack the columns of all experts. [E, N, G, ...] -> [E * N, G, ...]"""
+    return blocks.flatten(0, 1)
+
+
+def _concatenate_experts(blocks: torch.Tensor) -> torch.Tensor:
+    """Concatenate experts along K. [E, N, G, ...] -> [N, E * G, ...]"""
+    return blocks.transpose(0, 1).flatten(1, 2)

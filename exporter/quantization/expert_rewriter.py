@@ -9,6 +9,7 @@ kernel for a single row; there each row is passed twice.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from .checkpoint_experts import ExpertStack
 from .experts import ExpertLayer, ExpertWeights
 from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor
 from .matrices import StoredTensor
-from .rounding import BLOCK_SIZE, BlockMatrix
+from .rounding import BLOCK_SIZE, IntegerMatrix
 from .schemes import Scheme
 
 _RESULT_TYPES = {"Equal": ir.DataType.BOOL, "Cast": ir.DataType.FLOAT}  # else the first input's
@@ -43,11 +44,13 @@ class StoredStack:
     """Stored matrices of all experts, [E, N, K] in G blocks along K.
 
     Attributes:
+        layout: Bits of the integers, and size of the blocks.
         values: Packed integers, [E, N, G, bytes].
         scales: [E, N, G].
         zero_points: Packed, [E, N, bytes]; None for 2 ** (bits - 1).
     """
 
+    layout: BlockLayout
     values: ir.ExternalTensor
     scales: ir.ExternalTensor
     zero_points: ir.ExternalTensor | None = None
@@ -58,65 +61,53 @@ class StoredStack:
         return [tensor for tensor in tensors if tensor is not None]
 
 
-@dataclass(frozen=True)
-class StoredExperts:
-    """Stored experts of a layer: integers of `bits` in blocks of `block_size`."""
-
-    bits: int
-    block_size: int
-    first: StoredStack
-    last: StoredStack
-
-
-def rewrite_experts(editor: GraphEditor, mixture: ExpertLayer, stored: StoredExperts) -> None:
-    """Replace a layer's experts in a graph with quantized activations."""
-    if mixture.is_sparse:
-        _rewrite_sparse(editor, mixture, stored)
-    else:
-        _rewrite_dense(editor, mixture, stored, INT8_ACCURACY_LEVEL)
-
-
-def dequantize_experts(
-    editor: GraphEditor,
-    mixture: ExpertLayer,
-    stored: StoredExperts,
-    accuracy_level: int = INT8_ACCURACY_LEVEL,
+def rewrite_experts(
+    editor: GraphEditor, mixture: ExpertLayer, choice: Scheme, has_float_inputs: bool
 ) -> None:
-    """Replace a layer's experts in a graph with float activations: MoE with dequantized weights.
+    """Replace a layer's experts in a graph with quantized or float activations.
 
-    Not QMoE, which requires another weight layout on CUDA. `accuracy_level` is that of products
-    without a MoE node.
+    With float activations a MoE node reads dequantized weights: QMoE requires another weight layout
+    on CUDA.
     """
+    stacks = store_experts(editor, mixture.experts, choice)
     if not mixture.is_sparse:
-        _rewrite_dense(editor, mixture, stored, accuracy_level)
-        return
-    (node,) = mixture.nodes
-    for index, stack in ((2, stored.first), (4, stored.last)):
-        before, name = operand(node, index), f"{stack.values.name}.wide"
-        node.replace_input_with(index, _dequantized(editor, node, stack, stored, before, name))
+        is_exact = has_float_inputs and choice.experts is not None
+        _rewrite_dense(editor, mixture, stacks, 0 if is_exact else INT8_ACCURACY_LEVEL)
+    elif not has_float_inputs:
+        _rewrite_sparse(editor, mixture, stacks)
+    else:
+        (node,) = mixture.nodes
+        for index, stack in zip((2, 4), stacks, strict=True):
+            before, name = operand(node, index), f"{stack.values.name}.wide"
+            node.replace_input_with(index, _dequantized(editor, node, stack, before, name))
 
 
-def store_experts(editor: GraphEditor, experts: ExpertWeights, choice: Scheme) -> StoredExperts:
+def store_experts(
+    editor: GraphEditor, experts: ExpertWeights, choice: Scheme
+) -> tuple[StoredStack, StoredStack]:
     """Quantize and store both matrices of experts, or store those of a checkpoint."""
-    if choice.experts is not None:
-        layout = choice.experts.layout
-        kept = [
-            _store_kept(editor, offset, stack, layout)
-            for offset, stack in zip(experts.key, choice.experts.stacks, strict=True)
-        ]
-        return StoredExperts(layout.bits, layout.block_size, *kept)
+    if (kept := choice.experts) is not None:
+        pairs = zip(experts.key, kept.stacks, strict=True)
+        first, last = (_store_kept(editor, offset, stack, kept.layout) for offset, stack in pairs)
+        return first, last
     stacks = []
     for matrices, weight in ((experts.first, choice.importance), (experts.last, None)):
         number, width, size = matrices.data().shape
         key = ("experts", matrices.offset, choice.bits)
-        values, scales = editor.store.blocks(
+        values, scales = editor.store.matrix(
             key, partial(_quantize_experts, matrices, choice, weight)
         )
         groups = number, width, size // BLOCK_SIZE
         bytes_ = ir.Shape([*groups, BLOCK_SIZE * choice.bits // 8])
-        scales = view_tensor(scales, ir.Shape(groups), scales.name)
-        stacks.append(StoredStack(view_tensor(values, bytes_, values.name), scales))
-    return StoredExperts(choice.bits, BLOCK_SIZE, *stacks)
+        stacks.append(
+            StoredStack(
+                BlockLayout(choice.bits, BLOCK_SIZE),
+                view_tensor(values, bytes_, values.name),
+                view_tensor(scales, ir.Shape(groups), scales.name),
+            )
+        )
+    first, last = stacks
+    return first, last
 
 
 def _store_kept(
@@ -124,43 +115,43 @@ def _store_kept(
 ) -> StoredStack:
     """Store the matrices of all experts of a checkpoint."""
     key, convert = ("kept experts", offset), functools.cache(lambda: stack.blocks(layout))
-    values, scales = editor.store.blocks(key, lambda: convert()[0])
-    if not stack.has_zero_points:
-        return StoredStack(values, scales)
-    points = editor.store.array(
-        ("zero points", key),
-        lambda: convert()[1],
-        f"{values.name}.zero_points",
-        ir.DataType.UINT8,
-    )
-    return StoredStack(values, scales, points)
+    values, scales = editor.store.matrix(key, lambda: convert()[0])
+    points = None
+    if stack.has_zero_points:
+        points = editor.store.array(
+            ("zero points", key), lambda: convert()[1], f"{values.name}.zero_points"
+        )
+    return StoredStack(layout, values, scales, points)
 
 
 def _quantize_experts(
     matrices: StoredTensor, choice: Scheme, weight: np.ndarray | None
-) -> BlockMatrix:
+) -> IntegerMatrix:
     """Quantize stacked matrices, [E, N, K]."""
-    blocks = [rounding.quantize_blocks(expert.T, choice.bits, weight) for expert in matrices.data()]
-    return BlockMatrix(
-        np.concatenate([expert.values for expert in blocks]),
-        np.concatenate([expert.scales for expert in blocks]),
+    experts = matrices.data()
+    return rounding.join(
+        (rounding.quantize_blocks(expert.T, choice.bits, weight) for expert in experts), 0
     )
 
 
 def _rewrite_dense(
-    editor: GraphEditor, mixture: ExpertLayer, stored: StoredExperts, accuracy_level: int
+    editor: GraphEditor,
+    mixture: ExpertLayer,
+    stacks: tuple[StoredStack, StoredStack],
+    accuracy_level: int,
 ) -> None:
     """Insert two products over all experts, with N = E * 2 * I and with K = E * I."""
-    first, last = mixture.nodes
-    number, width, groups, _ = stored.first.values.shape.numpy()
+    (first, last), (first_stack, last_stack) = mixture.nodes, stacks
+    number, width, groups, _ = first_stack.values.shape.numpy()
     rows = []
-    for tensor in stored.first.tensors:
+    for tensor in first_stack.tensors:
         shape = ir.Shape([number * width, *tensor.shape.numpy()[2:]])
         rows.append(editor.external(view_tensor(tensor, shape, f"{tensor.name}.flat")))
-    _block_product(editor, first, rows, groups, number * width, stored, accuracy_level)
-    _, width, groups, _ = stored.last.values.shape.numpy()
+    layout = first_stack.layout
+    _block_product(editor, first, rows, groups, number * width, layout, accuracy_level)
+    _, width, groups, _ = last_stack.values.shape.numpy()
     turned = []
-    for tensor in stored.last.tensors:
+    for tensor in last_stack.tensors:
         _, _, size, *rest = tensor.shape.numpy()
         name, value = f"{tensor.name}.turned", editor.external(tensor)
         order = [1, 0, 2, 3][: len(tensor.shape)]
@@ -170,7 +161,7 @@ def _rewrite_dense(
         whole = insert_node(last, "Reshape", [moved, dims], f"{name}.whole")
         moved.dtype = whole.dtype = tensor.dtype
         turned.append(whole)
-    _block_product(editor, last, turned, number * groups, width, stored, accuracy_level)
+    _block_product(editor, last, turned, number * groups, width, layout, accuracy_level)
 
 
 def _block_product(
@@ -179,28 +170,30 @@ def _block_product(
     inputs: list[ir.Value],
     groups: int,
     width: int,
-    stored: StoredExperts,
+    layout: BlockLayout,
     accuracy_level: int,
 ) -> None:
     """Replace a product by a block-wise one, x [T, K] times [K, N]."""
     x, output = operand(node, 0), node.outputs[0]
-    name = f"{output.name}.int{stored.bits}"
+    name = f"{output.name}.int{layout.bits}"
     product = editor.node(
         node, "MatMulNBits", [x, *inputs], name, output, domain=MICROSOFT_DOMAIN,
-        K=groups * stored.block_size, N=width, bits=stored.bits, block_size=stored.block_size,
+        K=groups * layout.block_size, N=width, bits=layout.bits, block_size=layout.block_size,
         accuracy_level=accuracy_level,
     )  # fmt: skip
     replace_output(output, product)
 
 
-def _rewrite_sparse(editor: GraphEditor, mixture: ExpertLayer, stored: StoredExperts) -> None:
+def _rewrite_sparse(
+    editor: GraphEditor, mixture: ExpertLayer, stacks: tuple[StoredStack, StoredStack]
+) -> None:
     """Insert a QMoE node over a copy of each row per expert, [k, T, H], and sum the results."""
     (node,) = mixture.nodes
     routing, x, output = _surrounding_values(node)
     before = _NodeInserter(editor, node)
     first, last = before.ints("0", 0), before.ints("-1", -1)
     number, k = mixture.experts.first.data().shape[0], node.attributes["k"].as_int()
-    times = 1 if stored.bits == 8 else 2
+    times = 1 if stacks[0].layout.bits == 8 else 2
     weights, chosen = before.largest(routing, k)
     single_logits = _single_expert_logits(before, chosen, last, number)
     logits = single_logits
@@ -208,7 +201,7 @@ def _rewrite_sparse(editor: GraphEditor, mixture: ExpertLayer, stored: StoredExp
         logits = before.put("Concat", [single_logits] * times, "twice", axis=0)
     copies = before.put("Unsqueeze", [x, first], "one")
     copies = before.put("Expand", [copies, before.ints("copies", times * k, 1, 1)], "x")
-    expert_rows = _insert_qmoe(before, mixture, stored, copies, logits)
+    expert_rows = _insert_qmoe(before, node, stacks, copies, logits)
     if times > 1:
         expert_rows = before.put(
             "Slice", [expert_rows, first, before.ints("count", k), first], "half"
@@ -265,14 +258,13 @@ def _single_expert_logits(
 
 def _insert_qmoe(
     before: _NodeInserter,
-    mixture: ExpertLayer,
-    stored: StoredExperts,
+    node: ir.Node,
+    stacks: tuple[StoredStack, StoredStack],
     x: ir.Value,
     logits: ir.Value,
 ) -> ir.Value:
     """Insert a QMoE node with one expert per row. [k, T, H]"""
-    editor, (node,) = before.editor, mixture.nodes
-    stacks = (stored.first, stored.last)
+    editor, layout = before.editor, stacks[0].layout
     biases = [node.inputs[i] if i < len(node.inputs) else None for i in (3, 5)]
     inputs: list[ir.Value | None] = [x, logits]
     for stack, bias in zip(stacks, biases, strict=True):
@@ -282,8 +274,8 @@ def _insert_qmoe(
         inputs += [None] * 3  # a third matrix, which is joined with the first
         inputs += [None if tensor is None else editor.external(tensor) for tensor in points]
     attributes: dict[str, Any] = {n: a.value for n, a in node.attributes.items()} | {"k": 1}
-    attributes |= {"expert_weight_bits": stored.bits, "block_size": stored.block_size}
-    if stored.bits == 4:  # implied for 8 bits, where ONNX Runtime 1.30 rejects the attribute
+    attributes |= {"expert_weight_bits": layout.bits, "block_size": layout.block_size}
+    if layout.bits == 4:  # implied for 8 bits, where ONNX Runtime 1.30 rejects the attribute
         attributes["accuracy_level"] = INT8_ACCURACY_LEVEL
     return before.put("QMoE", inputs, "each_one", domain=MICROSOFT_DOMAIN, **attributes)
 
@@ -314,12 +306,11 @@ def _dequantized(
     editor: GraphEditor,
     before: ir.Node,
     stack: StoredStack,
-    stored: StoredExperts,
     like: ir.Value,
     name: str,
 ) -> ir.Value:
     """Insert the dequantization of stacked matrices. [E, N, K]"""
-    values, bits, block_size = stack.values, stored.bits, stored.block_size
+    values, bits, block_size = stack.values, stack.layout.bits, stack.layout.block_size
     *outer, groups, _ = values.shape.numpy()
     integer_type = _INTEGER_TYPES[bits]
     whole = view_tensor(
@@ -327,7 +318,12 @@ def _dequantized(
     )
     zeros = stack.zero_points
     if zeros is None:
-        zeros = editor.store.zero_points((*outer, groups), bits)
+        shape, middles = (*outer, groups), 0x80 if bits == 8 else 0x88
+        zeros = editor.store.array(
+            ("middles", shape, bits),
+            lambda: np.full(math.prod(shape) * bits // 8, middles, np.uint8),
+            "middles",
+        )
     zero = view_tensor(zeros, ir.Shape([*outer, groups]), f"{values.name}.zero", integer_type)
     inputs = [editor.external(tensor) for tensor in (whole, stack.scales, zero)]
     dequantized = editor.node(

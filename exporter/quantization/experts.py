@@ -108,11 +108,21 @@ def load_graph(path: Path, excluded: ExcludedWeights = NO_EXCLUSIONS) -> ir.Mode
 
 def expert_layers(graph: ir.Graph, excluded: ExcludedWeights) -> list[ExpertLayer]:
     """Return the expert layers of a graph."""
-    return [
-        layer
-        for experts in excluded.experts
-        if (layer := _expert_layer(graph, experts)) is not None
-    ]
+    fused, products = dict[int | None, ir.Node](), dict[int | None, ir.Node]()
+    for node in graph:
+        if node.op_type == "MoE":
+            fused[_offset(node.inputs[_FIRST])] = node
+        elif node.op_type in ("MatMul", "Gemm"):
+            products[_offset(node.inputs[1])] = node
+    layers = []
+    for experts in excluded.experts:
+        first, last = experts.key
+        if first in fused:
+            layers.append(ExpertLayer(experts, operand(fused[first], 0), (fused[first],)))
+        elif products.keys() >= {first, last}:
+            nodes = products[first], products[last]
+            layers.append(ExpertLayer(experts, operand(nodes[0], 0), nodes))
+    return layers
 
 
 def _is_router(node: ir.Node) -> bool:
@@ -154,19 +164,6 @@ def _expert_weights(node: ir.Node) -> ExpertWeights | None:
 
 
 _ACTIVATION_ATTRIBUTES = {"activation_alpha", "activation_beta", "swiglu_limit"}
-
-
-def _expert_layer(graph: ir.Graph, experts: ExpertWeights) -> ExpertLayer | None:
-    products = {}
-    for node in graph:
-        if node.op_type == "MoE" and _offset(node.inputs[_FIRST]) == experts.first.offset:
-            return ExpertLayer(experts, operand(node, 0), (node,))
-        if node.op_type in ("MatMul", "Gemm"):
-            products[_offset(node.inputs[1])] = node
-    if not products.keys() >= {*experts.key}:
-        return None
-    first, last = (products[offset] for offset in experts.key)
-    return ExpertLayer(experts, operand(first, 0), (first, last))
 
 
 def _offset(value: ir.Value | None) -> int | None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from . import rounding
-from .rounding import BLOCK_SIZE, MAX_INT8, BlockMatrix, IntegerMatrix
+from .rounding import BLOCK_SIZE, MAX_INT8, IntegerMatrix
 
 DAMPING = 0.01  # added to the diagonal, relative to its mean
 _BATCH_ROWS = 64  # rows whose errors are propagated to later rows together
@@ -79,7 +79,7 @@ def quantize_columns(
     return IntegerMatrix(values.numpy(), scale[None].numpy())
 
 
-def quantize_blocks(weights: torch.Tensor, upper: torch.Tensor, bits: int) -> BlockMatrix:
+def quantize_blocks(weights: torch.Tensor, upper: torch.Tensor, bits: int) -> IntegerMatrix:
     """Round a matrix block-wise along K; scales are selected from the compensated weights.
 
     Args:
@@ -102,7 +102,7 @@ def quantize_blocks(weights: torch.Tensor, upper: torch.Tensor, bits: int) -> Bl
         if row % BLOCK_SIZE == 0:
             block = left[row : row + BLOCK_SIZE].T.reshape(width, 1, BLOCK_SIZE)
             weight_of = importance[row : row + BLOCK_SIZE].reshape(1, BLOCK_SIZE)
-            scales[:, number] = rounding.block_scales(block, bits, weight_of)[:, 0, 0]
+            scales[:, number] = rounding.round_blocks(block, bits, weight_of)[1][:, 0, 0]
         scale = scales[:, number]
         integers = (weight / scale).round_().clamp_(smallest, largest)
         values[row] = integers
@@ -110,7 +110,7 @@ def quantize_blocks(weights: torch.Tensor, upper: torch.Tensor, bits: int) -> Bl
 
     _compensate_errors(left, upper, quantized, BLOCK_SIZE)
     packed = (values.T + 2 ** (bits - 1)).reshape(width, -1, BLOCK_SIZE)
-    return BlockMatrix(rounding.pack(packed, bits).numpy(), scales.numpy())
+    return IntegerMatrix(rounding.pack(packed, bits).numpy(), scales.numpy())
 
 
 def _compensate_errors(

@@ -27,7 +27,7 @@ from ..checkpoint.quantized_tensors import BlockLayout
 from ..graph.external_data import view_tensor
 from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, insert_node, replace_output
 from . import expert_rewriter, rounding
-from .block_sources import BlockSource, CheckpointMatrix, RoundedMatrix, join_matrices
+from .block_sources import BlockSource, CheckpointMatrix, RoundedMatrix
 from .experts import ExpertLayer
 from .graph_editor import INT8_ACCURACY_LEVEL, GraphEditor
 from .matrices import Matrix, MatrixGroup, StoredTensor, tensor_data
@@ -79,8 +79,7 @@ class IntegerRewriter(GraphEditor):
     def experts(self, mixture: ExpertLayer, choice: Scheme) -> None:
         """Replace a layer's experts."""
         if choice.num_parts:
-            stored = expert_rewriter.store_experts(self, mixture.experts, choice)
-            expert_rewriter.rewrite_experts(self, mixture, stored)
+            expert_rewriter.rewrite_experts(self, mixture, choice, self.has_float_inputs)
 
     def embedding(self, node: ir.Node, stored: StoredTensor) -> None:
         """Replace a lookup in a table, [V, H]."""
@@ -103,7 +102,7 @@ class IntegerRewriter(GraphEditor):
     def _stored_table(self, stored: StoredTensor) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
         """Return a table's stored integers, [V, H], and scales, [V, 1]."""
         exponents = self.tables[stored.offset]
-        return self.store.integers(
+        return self.store.matrix(
             (stored.offset, exponent_key(exponents)), lambda: quantize_table(stored, exponents)
         )
 
@@ -128,7 +127,7 @@ class IntegerRewriter(GraphEditor):
         """
         output, ids = node.outputs[0], node.inputs[1]
         key = ((stored.offset,), 8, None)
-        blocks, scales = self.store.blocks(
+        blocks, scales = self.store.matrix(
             key, lambda: rounding.quantize_blocks(tensor_data(stored.tensor).T, 8)
         )
         rows, groups, size = blocks.shape.numpy()
@@ -153,7 +152,7 @@ class IntegerRewriter(GraphEditor):
         """Insert a lookup in a checkpoint's table, [V, H], which is shared with a tied LM head."""
         output, ids, layout = node.outputs[0], node.inputs[1], source.layout
         name, key = f"{output.name}.int{layout.bits}", ((stored.offset,), layout.bits, None)
-        values, scales = self.store.blocks(key, source.blocks)
+        values, scales = self.store.matrix(key, source.blocks)
         num_rows, num_blocks, num_bytes = values.shape.numpy()
         table = view_tensor(values, ir.Shape([num_rows, num_blocks * num_bytes]), f"{name}.table")
         inputs = [self.external(table), ids, self.external(scales)]
@@ -262,7 +261,6 @@ class IntegerRewriter(GraphEditor):
         if choice.kept is not None:
             return choice.kept.get(matrix.offset)
         integers = choice.integers.get(matrix.offset)
-        assert not isinstance(integers, IntegerMatrix)
         exponents = self.column_exponents.get(matrix.node)
         return RoundedMatrix(
             matrix.stored.data(), choice.bits, choice.importance, integers, exponents
@@ -275,8 +273,8 @@ class IntegerRewriter(GraphEditor):
         exponents = [exponent_key(self.column_exponents.get(m.node)) for m in sources]
         bits = next(iter(sources.values())).layout.bits
         key = (tuple(matrix.offset for matrix in sources), bits, *exponents)
-        return key, self.store.blocks(
-            key, lambda: join_matrices(source.blocks() for source in sources.values())
+        return key, self.store.matrix(
+            key, lambda: rounding.join((source.blocks() for source in sources.values()), 0)
         )
 
     def _insert_block_product(
@@ -293,7 +291,8 @@ class IntegerRewriter(GraphEditor):
         name, (key, stored) = f"{like.name}.int{layout.bits}", self._store_blocks(sources)
         x = self._in_order(before, x, first.order)
         inputs = [x, *map(self.external, stored)]
-        inputs += self._zero_points(key, [*sources.values()], stored[0].name)
+        kept = [source for source in sources.values() if isinstance(source, CheckpointMatrix)]
+        inputs += self._zero_points(key, kept, stored[0].name)
         is_float = self.has_float_inputs and choice.kept is not None
         level = {} if is_float else {"accuracy_level": INT8_ACCURACY_LEVEL}
         whole = self.node(
@@ -304,7 +303,7 @@ class IntegerRewriter(GraphEditor):
         if layout.has_offsets:
             offsets = self.store.array(
                 ("offsets", key),
-                lambda: np.concatenate([source.offsets() for source in sources.values()]).T,
+                lambda: np.concatenate([source.offsets() for source in kept]).T,
                 f"{stored[0].name}.offsets",
             )
             sums = self._block_sums(before, x, layout, size)
@@ -314,16 +313,15 @@ class IntegerRewriter(GraphEditor):
         self._replace_outputs(before, matrices, whole, name)
 
     def _zero_points(
-        self, key: Hashable, sources: Sequence[BlockSource], name: str | None
+        self, key: Hashable, sources: Sequence[CheckpointMatrix], name: str | None
     ) -> list[ir.Value]:
         """Return the zero points of joined matrices as an input, if they have any. [N, bytes]"""
-        if not sources[0].layout.has_zero_points:
+        if not any(source.layout.has_zero_points for source in sources):
             return []
         points = self.store.array(
             ("zero points", key),
             lambda: np.concatenate([source.zero_points() for source in sources]),
             f"{name}.zero_points",
-            ir.DataType.UINT8,
         )
         return [self.external(points)]
 
@@ -392,7 +390,7 @@ class IntegerRewriter(GraphEditor):
         exponents = [self.column_exponents.get(m.node) for m in matrices]
         exponent_keys = map(exponent_key, (choice.exponents, *exponents))
         key = (tuple(m.offset for m in matrices), choice.num_parts, part, *exponent_keys)
-        values, scales = self.store.integers(
+        values, scales = self.store.matrix(
             key, lambda: _join_columns(matrices, exponents, choice, part)
         )
         return self.external(values), self.external(scales)
@@ -462,12 +460,6 @@ def _join_columns(
         integers = choice.integers.get(matrix.offset)
         if integers is None:
             integers = rounding.quantize_columns(weights[..., rows, :], exponents)
-        assert isinstance(integers, IntegerMatrix)
         factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)
         pieces.append(IntegerMatrix(integers.values, integers.scales * factors))
-    if len(pieces) == 1:
-        return pieces[0]
-    return IntegerMatrix(
-        np.concatenate([piece.values for piece in pieces], -1),
-        np.concatenate([piece.scales for piece in pieces], -1),
-    )
+    return rounding.join(pieces, -1)

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,15 +25,14 @@ from ..graph.external_data import FILE, drop_unused
 from ..progress import Progress
 from . import calibration, gptq, rotation_rewriter, schemes, smoothing
 from .calibration import InputStatistics
-from .dequantize_rewriter import DequantizeRewriter
+from .dequantize_rewriter import DequantizeRewriter, QdqRewriter
 from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_excluded, load_graph
 from .float_model import FloatModel
 from .integer_rewriter import IntegerRewriter, num_columns
 from .kept_schemes import KeptWeights
 from .matrices import MatrixGroup, embeddings, matrix_groups, stored_tensor, ungrouped_weights
-from .qdq_rewriter import QdqRewriter
 from .report import measure_variants
-from .rounding import BLOCK_SIZE, BlockMatrix, IntegerMatrix
+from .rounding import BLOCK_SIZE, IntegerMatrix
 from .schemes import Scheme
 from .texts import CalibrationTexts
 from .weights_writer import WeightsWriter
@@ -43,7 +41,6 @@ ROTATED_PRECISIONS = ("int8", "int4")  # precisions that a rotation makes more a
 # KL divergence in nats per token above which a target is refused; SmolLM2-135M has 0.0034 in int8
 # and 0.085 in int4.
 MAX_DIVERGENCE = {"int8": 0.2, "int8-block": 0.2, KEEP: 0.2, "int4": 2.0}
-NO_ROWS: Mapping[int, QuantizedRows] = MappingProxyType({})
 Schemes = dict[tuple[int, ...], Scheme]
 ChannelMaps = dict[tuple[int, ...], np.ndarray]  # channels of groups that can be smoothed, by key
 
@@ -55,11 +52,11 @@ def quantize(
     texts: CalibrationTexts,
     head: Sequence[int] | None,
     progress: Progress,
-    suffixes: Sequence[str] = (),
-    rounding: str = GPTQ,
-    bits: float = 4.0,
-    tensors: Sequence[QuantizedTensor] = (),
-    quantized: Mapping[int, QuantizedRows] = NO_ROWS,
+    suffixes: Sequence[str],
+    rounding: str,
+    bits: float,
+    tensors: Sequence[QuantizedTensor],
+    quantized: Mapping[int, QuantizedRows],
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Quantize models that share a folder.
 
@@ -331,7 +328,7 @@ class SchemeSelector:
 
     def _round_by_gptq(
         self, group: MatrixGroup, hessian: torch.Tensor, choice: Scheme
-    ) -> dict[int, IntegerMatrix | BlockMatrix]:
+    ) -> dict[int, IntegerMatrix]:
         """Round a group's matrices together by GPTQ if per-channel or in 4-bit blocks."""
         matrices = [matrix for matrix in group.matrices if matrix.stored.data().ndim == 2]
         if choice.num_parts != 1 or choice.bits == 8 or not matrices:
@@ -339,25 +336,21 @@ class SchemeSelector:
         factor = gptq.inverse_factor(hessian, choice.exponents)
         weights = torch.cat([matrix.stored.data().float() for matrix in matrices], 1)
         widths = [matrix.stored.data().shape[1] for matrix in matrices]
-        integers: dict[int, IntegerMatrix | BlockMatrix] = {}
+        integers: dict[int, IntegerMatrix] = {}
+        axis = 0 if choice.bits else 1
         if choice.bits:
-            blocks = gptq.quantize_blocks(weights, factor, choice.bits)
-            parts = np.split(blocks.values, np.cumsum(widths)[:-1])
-            scales = np.split(blocks.scales, np.cumsum(widths)[:-1])
+            rounded = gptq.quantize_blocks(weights, factor, choice.bits)
         else:
-            columns = gptq.quantize_columns(weights, factor, choice.exponents)
-            parts = np.split(columns.values, np.cumsum(widths)[:-1], 1)
-            scales = np.split(columns.scales, np.cumsum(widths)[:-1], 1)
+            rounded = gptq.quantize_columns(weights, factor, choice.exponents)
+        parts, scales = (
+            np.split(array, np.cumsum(widths)[:-1], axis)
+            for array in (rounded.values, rounded.scales)
+        )
         for matrix, part, scale in zip(matrices, parts, scales, strict=True):
-            mapped = self._save_and_map(matrix.offset, part)
-            matrix_class = BlockMatrix if choice.bits else IntegerMatrix
-            integers[matrix.offset] = matrix_class(mapped, scale)
+            path = self.folder / f"{matrix.offset}.npy"
+            np.save(path, part)
+            integers[matrix.offset] = IntegerMatrix(np.load(path, mmap_mode="c"), scale)
         return integers
-
-    def _save_and_map(self, offset: int, values: np.ndarray) -> np.ndarray:
-        path = self.folder / f"{offset}.npy"
-        np.save(path, values)
-        return np.load(path, mmap_mode="c")
 
 
 def _num_weights(group: MatrixGroup) -> int:

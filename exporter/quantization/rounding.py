@@ -7,7 +7,7 @@ quantized independently.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +24,26 @@ _SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 @dataclass(frozen=True)
 class IntegerMatrix:
-    """W = values * scales: int8 [..., K, N], float32 [..., 1, N]."""
+    """Integers and float32 scales of a matrix W.
+
+    Per-channel, W = values * scales: int8 [..., K, N] and [..., 1, N]. Block-wise, in the layout of
+    MatMulNBits: bytes [N, blocks, BLOCK_SIZE * bits / 8] and [N, blocks], where integers have the
+    zero point `2 ** (bits - 1)`, and the first of two is in a byte's low half.
+    """
 
     values: np.ndarray
     scales: np.ndarray
+
+
+def join(matrices: Iterable[IntegerMatrix], axis: int) -> IntegerMatrix:
+    """Join matrices along N, the last axis per-channel and the first one block-wise."""
+    pieces = list(matrices)
+    if len(pieces) == 1:
+        return pieces[0]
+    return IntegerMatrix(
+        np.concatenate([piece.values for piece in pieces], axis),
+        np.concatenate([piece.scales for piece in pieces], axis),
+    )
 
 
 def quantize_columns(weights: torch.Tensor, exponents: np.ndarray | None = None) -> IntegerMatrix:
@@ -44,20 +60,9 @@ def quantize_columns(weights: torch.Tensor, exponents: np.ndarray | None = None)
     return IntegerMatrix(values.numpy(), scales.numpy())
 
 
-@dataclass(frozen=True)
-class BlockMatrix:
-    """W in the layout of MatMulNBits: bytes [N, blocks, BLOCK_SIZE * bits / 8], scales [N, blocks].
-
-    Integers have the zero point `2 ** (bits - 1)`; the first of two is in a byte's low half.
-    """
-
-    values: np.ndarray
-    scales: np.ndarray
-
-
 def quantize_blocks(
     weights: torch.Tensor, bits: int, weight: np.ndarray | None = None
-) -> BlockMatrix:
+) -> IntegerMatrix:
     """Quantize a matrix block-wise. [K, N]
 
     8-bit integers are rounded to nearest. The scale of a 4-bit block minimizes the squared error of
@@ -67,10 +72,10 @@ def quantize_blocks(
     values, scales = [], []
     for at in _column_strips(weights):
         strip = _to_blocks(weights[:, at].float())
-        integers, scale = _round_blocks(strip, bits, _importance(weight, strip))
+        integers, scale = round_blocks(strip, bits, _importance(weight, strip))
         values.append(pack(integers.to(torch.int16) + 2 ** (bits - 1), bits))
         scales.append(scale.squeeze(-1))
-    return BlockMatrix(torch.cat(values).numpy(), torch.cat(scales).numpy())
+    return IntegerMatrix(torch.cat(values).numpy(), torch.cat(scales).numpy())
 
 
 def _to_blocks(weights: torch.Tensor) -> torch.Tensor:
@@ -89,24 +94,18 @@ def _importance(weight: np.ndarray | None, strip: torch.Tensor) -> torch.Tensor:
     return wide.reshape(-1, BLOCK_SIZE) + _TINY
 
 
-def block_scales(strip: torch.Tensor, bits: int, importance: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each block, [N, blocks, 1].
+def round_blocks(
+    strip: torch.Tensor, bits: int, importance: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return integers, [N, blocks, BLOCK_SIZE], and the scale of each block, [N, blocks, 1].
 
     Args:
         strip: Values, [N, blocks, BLOCK_SIZE].
         bits: Bits of an integer.
         importance: Weight of each value's error, [blocks, BLOCK_SIZE].
     """
-    return _round_blocks(strip, bits, importance)[1]
-
-
-def _round_blocks(
-    strip: torch.Tensor, bits: int, importance: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _round_to_nearest(strip) if bits == 8 else _search_scales(strip, importance)
-
-
-def _round_to_nearest(strip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if bits == 4:
+        return _search_scales(strip, importance)
     scale = strip.abs().amax(-1, keepdim=True).clamp_min(_TINY) / MAX_INT8
     return (strip / scale).round(), scale
 
@@ -139,7 +138,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.from_numpy((pairs | pairs >> 4).astype(np.uint8))
 
 
-def to_signed(blocks_: BlockMatrix, bits: int, size: int) -> IntegerMatrix:
+def to_signed(blocks_: IntegerMatrix, bits: int, size: int) -> IntegerMatrix:
     """Return blocks in the layout of DequantizeLinear: integers [K, N], scales [blocks, N].
 
     4-bit integers are packed in pairs. K is `size`.
@@ -152,13 +151,13 @@ def to_signed(blocks_: BlockMatrix, bits: int, size: int) -> IntegerMatrix:
     return IntegerMatrix(whole, np.ascontiguousarray(blocks_.scales.T))
 
 
-def _unpack_bytes(blocks_: BlockMatrix, bits: int) -> torch.Tensor:
+def _unpack_bytes(blocks_: IntegerMatrix, bits: int) -> torch.Tensor:
     """Return one byte per integer. -> [N, blocks, BLOCK_SIZE]"""
     values = torch.from_numpy(blocks_.values)
     return values if bits == 8 else torch.stack((values & 15, values >> 4), -1).flatten(-2)
 
 
-def dequantize(blocks_: BlockMatrix, bits: int) -> torch.Tensor:
+def dequantize(blocks_: IntegerMatrix, bits: int) -> torch.Tensor:
     """Dequantize block-wise weights. -> [padded K, N]"""
     values, scales = _unpack_bytes(blocks_, bits), torch.from_numpy(blocks_.scales)
     return ((values.float() - 2 ** (bits - 1)) * scales[..., None]).flatten(1).T

@@ -15,7 +15,7 @@ from .calibration import InputStatistics
 from .checkpoint_experts import CheckpointExperts
 from .experts import NUM_SAMPLED_EXPERTS, ExpertWeights
 from .matrices import MatrixGroup
-from .rounding import BlockMatrix, IntegerMatrix
+from .rounding import IntegerMatrix
 from .smoothing import smoothing_exponents
 
 # SmoothQuant's alpha; 0.5 distributes a channel's size evenly between input and weights.
@@ -57,7 +57,7 @@ class Scheme:
     bits: int = 0
     importance: np.ndarray | None = None
     reason: str = ""
-    integers: Mapping[int, IntegerMatrix | BlockMatrix] = field(default_factory=dict)
+    integers: Mapping[int, IntegerMatrix] = field(default_factory=dict)
     kept: Mapping[int, CheckpointMatrix] | None = None
     experts: CheckpointExperts | None = None
 

@@ -162,15 +162,15 @@ def test_experts_dequantize_to_checkpoint_values(name, tmp_path):
     tensors, weights = of_types(name, name, name)
     experts = Rewritten(tmp_path / "model", tensors, weights).experts
     assert experts.offset_error == 0
-    assert np.array_equal(dequantized(experts.first, experts.layout), weights["w1"])
-    assert np.array_equal(dequantized(experts.last, experts.layout), weights["w2"])
+    assert np.array_equal(dequantized(experts.stacks[0], experts.layout), weights["w1"])
+    assert np.array_equal(dequantized(experts.stacks[1], experts.layout), weights["w2"])
 
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_offsets_are_rounded_to_a_small_part_of_a_step(name, tmp_path):
     tensors, weights = of_types(name, name, name)
     experts = Rewritten(tmp_path / "model", tensors, weights).experts
-    difference = np.abs(dequantized(experts.last, experts.layout) - weights["w2"])
+    difference = np.abs(dequantized(experts.stacks[1], experts.layout) - weights["w2"])
     blocks = tensors[2].unpack(np.arange(E * SIZE))
     steps = np.abs(blocks.scales).reshape(E, SIZE, -1, 1)
     of_blocks = difference.reshape(*steps.shape[:3], -1)
@@ -197,8 +197,8 @@ def test_expert_layers_match_dequantized_weights(name, nodes, tmp_path, inputs):
     session = Rewritten(tmp_path / "float", tensors, weights, nodes, is_float=True).session
     if rewritten.experts.offset_error:
         layout = rewritten.experts.layout
-        weights |= {"w1": dequantized(rewritten.experts.first, layout)}
-        weights |= {"w2": dequantized(rewritten.experts.last, layout)}
+        weights |= {"w1": dequantized(rewritten.experts.stacks[0], layout)}
+        weights |= {"w2": dequantized(rewritten.experts.stacks[1], layout)}
         expected = run(Model(tmp_path / "rounded", weights, nodes).session(), inputs)
     assert error(run(session, inputs), expected) < 1e-6
 
@@ -265,8 +265,8 @@ def test_matrices_of_single_experts_are_kept_exactly(bits, block_size, zeros, tm
         rewritten = Rewritten(tmp_path / nodes.__name__, tensors, weights, nodes)
         experts = rewritten.experts
         assert experts.layout.bits == bits
-        assert np.array_equal(dequantized(experts.first, experts.layout), weights["w1"])
-        assert np.array_equal(dequantized(experts.last, experts.layout), weights["w2"])
+        assert np.array_equal(dequantized(experts.stacks[0], experts.layout), weights["w1"])
+        assert np.array_equal(dequantized(experts.stacks[1], experts.layout), weights["w2"])
         expected = run(Model(tmp_path / "whole", weights, nodes).session(), (x, routing))
         assert error(run(rewritten.session, (x, routing)), expected) < 0.012  # activations are int8
 

@@ -20,10 +20,9 @@ from mixtures import (
 )  # fmt: skip
 from specedge.exporter.quantization import schemes
 from specedge.exporter.quantization.calibration import InputStatistics
-from specedge.exporter.quantization.dequantize_rewriter import DequantizeRewriter
+from specedge.exporter.quantization.dequantize_rewriter import DequantizeRewriter, QdqRewriter
 from specedge.exporter.quantization.experts import find_excluded
 from specedge.exporter.quantization.matrices import matrix_groups, split_gemms, ungrouped_weights
-from specedge.exporter.quantization.qdq_rewriter import QdqRewriter
 
 
 @pytest.fixture
