@@ -78,9 +78,10 @@ def export(
     )
     try:
         with destination.destination(request.folder) as work:
-            models = _find(request)
+            all_checkpoints = _find(request)
             with mapped_memory.limit_mapped_memory():
-                job = _check(_resolve(request, models), models, calibration, work, progress)
+                request = _resolve(request, all_checkpoints)
+                job = _check(request, all_checkpoints, calibration, work, progress)
                 entries, hashes = list[ModelEntry](), dict[str, FileEntry]()
                 for checkpoint, length in job.exports():
                     traced, weights, kept = _trace_and_verify(job, checkpoint, length)
@@ -98,28 +99,15 @@ def export(
 
 
 @dataclass(frozen=True)
-class _Models:
-    """Checkpoints of target and draft model; a self-draft has the target's."""
-
-    target: Checkpoint
-    draft: Checkpoint | None
-
-    @property
-    def separate(self) -> list[Checkpoint]:
-        """Checkpoints with separate weights, the target first."""
-        is_separate = self.draft is not None and self.draft is not self.target
-        return [self.target, *([self.draft] if is_separate and self.draft else [])]
-
-
-@dataclass(frozen=True)
 class _Job:
     """Validated export, before its models are loaded.
 
-    `draft_ids` are the tokens of a reduced draft vocabulary, ascending.
+    `checkpoints` are those with separate weights, the target first. `draft_ids` are the tokens of a
+    reduced draft vocabulary, ascending.
     """
 
     request: ExportRequest
-    models: _Models
+    checkpoints: list[Checkpoint]
     calibration: texts.TextSource
     work: Path
     progress: Progress
@@ -129,7 +117,7 @@ class _Job:
 
     def exports(self) -> Iterator[tuple[Checkpoint, int]]:
         """Yield each checkpoint with its context length."""
-        return zip(self.models.separate, self.lengths, strict=False)
+        return zip(self.checkpoints, self.lengths, strict=False)
 
     def ids_of(self, checkpoint: Checkpoint) -> list[int] | None:
         """Return the reduced vocabulary of a checkpoint's draft model; None for all tokens."""
@@ -138,15 +126,14 @@ class _Job:
 
     def calibration_texts(self, model: ModelEntry) -> texts.CalibrationTexts:
         """Tokenize the calibration set for a model."""
-        target = self.models.target
         return texts.tokenize(
             self.calibration, self.work / pair.TOKENIZER_FILE, model.vocab_size,
-            model.context_length, pair.chat_writer(target, self.progress),
+            model.context_length, pair.chat_writer(self.checkpoints[0], self.progress),
         )  # fmt: skip
 
 
-def _find(request: ExportRequest) -> _Models:
-    """Find the checkpoints and check that their configs can be exported."""
+def _find(request: ExportRequest) -> list[Checkpoint]:
+    """Find the checkpoints with separate weights, and check that their configs can be exported."""
 
     def find(role: str, name: str, revision: str | None) -> Checkpoint:
         checkpoint = checkpoints.find(role, name, revision, request.adapter_of(role))
@@ -162,30 +149,27 @@ def _find(request: ExportRequest) -> _Models:
         return replace(checkpoint, dtype=HALF_DTYPES.get(request.precision_of(role)))
 
     target = find("target", os.fspath(request.target), request.target_revision)
-    if request.draft_name is None:
-        return _Models(target, None)
-    if request.num_draft_layers is None:
-        return _Models(target, find("draft", request.draft_name, request.draft_revision))
-    self_draft.check_num_layers(request.num_draft_layers, target)
-    return _Models(target, target)
+    if request.num_draft_layers is not None:
+        self_draft.check_num_layers(request.num_draft_layers, target)
+    elif request.draft_name is not None:
+        return [target, find("draft", request.draft_name, request.draft_revision)]
+    return [target]
 
 
-def _resolve(request: ExportRequest, models: _Models) -> ExportRequest:
+def _resolve(request: ExportRequest, all_checkpoints: list[Checkpoint]) -> ExportRequest:
     """Return the request with the precisions of both models. Raises ExportError."""
-    target = models.target
-    for checkpoint, precision in zip(
-        models.separate, (request.precision, request.draft_precision), strict=False
-    ):
+    precisions = (request.precision, request.draft_precision)
+    for checkpoint, precision in zip(all_checkpoints, precisions, strict=False):
         if precision == KEEP and not checkpoint.is_quantized:
             option = "--draft-precision" if checkpoint.role == "draft" else "--precision"
             raise ExportError(
                 f"{checkpoint.role} {checkpoint.name} has no quantized weights to keep; "
                 f"omit {option}, or specify another precision"
             )
-    draft = models.draft
+    target, *drafts = all_checkpoints
     try:
         return request.with_precisions(
-            target.is_quantized, draft.is_quantized if draft and draft is not target else None
+            target.is_quantized, drafts[0].is_quantized if drafts else None
         )
     except ValueError as error:
         raise ExportError(str(error)) from error
@@ -193,17 +177,17 @@ def _resolve(request: ExportRequest, models: _Models) -> ExportRequest:
 
 def _check(
     request: ExportRequest,
-    models: _Models,
+    all_checkpoints: list[Checkpoint],
     calibration: texts.TextSource,
     work: Path,
     progress: Progress,
 ) -> _Job:
     """Check compatibility of the models, memory and disk space; write the tokenizer."""
-    target, draft = models.target, models.draft
+    target, draft = all_checkpoints[0], None if request.draft_name is None else all_checkpoints[-1]
     text = pair.check_pair(draft, target, progress)
     pair.write_tokenizer(text, target, work)
     lengths = pair.context_lengths(target, draft, request.max_length, progress)
-    for checkpoint, length in zip(models.separate, lengths, strict=False):
+    for checkpoint, length in zip(all_checkpoints, lengths, strict=False):
         cost_estimate.check_costs(
             checkpoint, length, request.num_draft_tokens, request.required_ops, progress
         )
@@ -214,9 +198,9 @@ def _check(
             request.draft_vocab, (calibration.name, calibration.text), work / pair.TOKENIZER_FILE,
             pair.end_tokens(target), min(text.num_tokens, rows), progress,
         )  # fmt: skip
-    progress.predicted = cost_estimate.predict_seconds(models.separate, request)
-    hub.check_space([remote for c in models.separate for remote in c.remotes], work)
-    return _Job(request, models, calibration, work, progress, text, lengths, ids)
+    progress.predicted = cost_estimate.predict_seconds(all_checkpoints, request)
+    hub.check_space([remote for c in all_checkpoints for remote in c.remotes], work)
+    return _Job(request, all_checkpoints, calibration, work, progress, text, lengths, ids)
 
 
 def _trace_and_verify(
@@ -273,11 +257,13 @@ def _quantize(
 def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) -> None:
     """Write the GPU graphs and the manifest."""
     request, work, progress = job.request, job.work, job.progress
-    has_draft, target = job.models.draft is not None, job.models.target
+    has_draft, target = request.draft_name is not None, job.checkpoints[0]
     sizes = pair.vocab_sizes(job.text.num_tokens, [m.vocab_size for m in models], progress)
     models = [replace(m, vocab_size=size) for m, size in zip(models, sizes, strict=True)]
     if has_draft:
-        models[1] = replace(models[1], acceptance=_measure_acceptance(job, *models))
+        rates = _measure_acceptance(job, *models)
+        ids = _write_token_ids(job.draft_ids, models[1], work)
+        models[1] = replace(models[1], acceptance=rates, token_ids=ids)
     models = [
         add_batched_graphs(role, model, work, progress)
         for role, model in zip(("target", "draft"), models, strict=False)
@@ -292,8 +278,6 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
         path.unlink()
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
     pair.note_end_tokens(target, ends, progress)
-    if has_draft:
-        models[1] = replace(models[1], token_ids=_write_token_ids(job.draft_ids, models[1], work))
     bundle = Bundle(
         format=FORMAT,
         specedge_version=__version__,
@@ -315,13 +299,13 @@ def _measure_acceptance(
 ) -> MeasuredAcceptance | None:
     """Measure the draft's acceptance rates, for the planner."""
     head = None if job.draft_ids is None else np.array(job.draft_ids)
-    folder = job.work / job.models.separate[-1].role
+    folder = job.work / job.checkpoints[-1].role
     return draft_acceptance.measure_acceptance(
         FloatModel("target", target, job.work / "target"),
         FloatModel("draft", draft, folder, head),
         job.calibration,
         job.work / pair.TOKENIZER_FILE,
-        pair.end_tokens(job.models.target),
+        pair.end_tokens(job.checkpoints[0]),
         job.progress,
     )
 

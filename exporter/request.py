@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -19,6 +20,16 @@ from .checkpoint import self_draft
 OPS_CHOICES = ("auto", "all", *OPS)
 STANDARD_COMPUTE_TYPES = ("fp32", QDQ)  # GPUs have no GroupQueryAttention for them
 LAYERS, FULL = VERIFICATIONS = ("layers", "full")
+_CHOICES: dict[str, Collection[str]] = {
+    "precision": PRECISION_CHOICES,
+    "draft_precision": PRECISION_CHOICES,
+    "ops": OPS_CHOICES,
+    "compute": COMPUTE_TYPES,
+    "cache": CACHE_TYPES,
+    "rounding": ROUNDINGS,
+    "verification": VERIFICATIONS,
+}
+_REQUIRED = ("ops", "rounding", "verification")  # options without None
 NO_DRAFT = "none"  # as a draft's name: no draft model
 PathOrName: TypeAlias = str | os.PathLike[str]
 
@@ -166,24 +177,11 @@ class ExportRequest:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        for precision in (self.precision, self.draft_precision):
-            if precision not in (*PRECISION_CHOICES, None):
-                raise ValueError(
-                    f"precision must be one of {', '.join(PRECISION_CHOICES)}, got {precision!r}"
-                )
-        if self.ops not in OPS_CHOICES:
-            raise ValueError(f"ops must be one of {', '.join(OPS_CHOICES)}, got {self.ops!r}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and (value is not None or name in _REQUIRED):
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         self._check_compute({self.precision_of("target"), self.precision_of("draft")})
-        if self.cache not in (*CACHE_TYPES, None):
-            raise ValueError(f"cache must be {', '.join(CACHE_TYPES)}, got {self.cache!r}")
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(
-                f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}"
-            )
-        if self.verification not in VERIFICATIONS:
-            raise ValueError(
-                f"verification must be one of {', '.join(VERIFICATIONS)}, got {self.verification!r}"
-            )
         if self.bits is not None and not 4 <= self.bits <= 8:
             raise ValueError(f"bits must be from 4 to 8, got {self.bits}")
         if self.bits is not None and self.precision != "int4":
@@ -221,10 +219,6 @@ class ExportRequest:
                 )
 
     def _check_compute(self, precisions: set[str]) -> None:
-        if self.compute not in (*COMPUTE_TYPES, None):
-            raise ValueError(
-                f"compute must be one of {', '.join(COMPUTE_TYPES)}, got {self.compute!r}"
-            )
         quantized = sorted(precisions & {*QUANTIZED_DTYPES})
         if self.precision is None and not quantized:
             return  # a quantized checkpoint has the precision "keep"
