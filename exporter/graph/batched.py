@@ -20,6 +20,7 @@ from specedge.bundle.manifest import GraphEntry, ModelEntry
 
 from .graphs import variant_signature
 from .nodes import add_constant, insert_node, operand, producer
+from .opset import save_graph
 
 ROWS, LAST_POSITIONS, BIAS, QUERY_LENGTHS = range(3), 5, 10, 16  # inputs of GroupQueryAttention
 
@@ -40,7 +41,7 @@ def add_batched_graphs(model: ModelEntry, folder: Path) -> ModelEntry:
         signature = variant_signature(BATCHED, ops)
         signatures[signature] = batched(model.signatures[decoder.signature])
         entries.append(GraphEntry(BATCHED, ops, None, signature, file))
-        ir.save(graph, folder / file)
+        save_graph(graph, folder / file)
     return replace(model, graphs=tuple(entries), signatures=signatures)
 
 

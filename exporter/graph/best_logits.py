@@ -15,6 +15,7 @@ from specedge.bundle.manifest import GraphEntry, ModelEntry
 
 from .graphs import variant_signature
 from .nodes import FLOAT, MICROSOFT_DOMAIN, GraphBuilder, producer
+from .opset import save_graph
 from .shared_bytes import share_int8_embeddings
 
 
@@ -30,7 +31,7 @@ def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
         signature = variant_signature("best_logits", ops)
         signatures[signature] = with_best(model.signatures[decoder.signature], model.num_columns)
         entries.append(GraphEntry(SCORED, ops, None, signature, file))
-        ir.save(_append_best(ir.load(folder / decoder.file), model), folder / file)
+        save_graph(_append_best(ir.load(folder / decoder.file), model), folder / file)
     return replace(model, graphs=tuple(entries), signatures=signatures)
 
 

@@ -29,6 +29,7 @@ from . import sampling_nodes
 from .best_logits import share_embeddings
 from .graphs import variant_signature
 from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, GraphTemplate
+from .opset import save_graph
 from .shared_bytes import MatMulNBitsRewriter
 
 IR_VERSION = 10
@@ -62,7 +63,7 @@ def add_draft_loops(
             graph = _build_graph(draft, part, signature, num_draft_tokens, ids)
             loop = ir.Model(graph, ir_version=IR_VERSION)
             passes.RemoveUnusedNodesPass()(loop)
-            ir.save(loop, folder / file)
+            save_graph(loop, folder / file)
     return replace(draft, graphs=tuple(entries), signatures=signatures)
 
 

@@ -27,6 +27,7 @@ from .nodes import (
     replace_output,
     static_shape,
 )
+from .opset import lower_opset
 
 HEAD_MULTIPLE = 16  # head sizes supported by ONNX Runtime's fused rotary embedding
 COS, SIN = 7, 8  # inputs of GroupQueryAttention
@@ -36,6 +37,7 @@ def fuse(model: ir.Model) -> None:
     """Run every rewrite, in place."""
     for rewrite in (fuse_attention, fuse_residual_norms, fuse_integer_products):
         rewrite(model.graph)
+    lower_opset(model)
     passes.RemoveUnusedNodesPass()(model)
     drop_unused(model.graph)
     model.graph.opset_imports[MICROSOFT_DOMAIN] = 1

@@ -19,6 +19,7 @@ from ..internals import describe_versions
 from . import fusion
 from .lm_head import remove_logits_from
 from .nodes import add_constant, insert_node, producer
+from .opset import save_graph
 
 SOURCE = "source"  # file name, during an export, of a graph before fusion
 # Shape arithmetic runs on the CPU, and control flow prevents CUDA graph capture.
@@ -200,7 +201,7 @@ def write_graphs(model: ir.Model, folder: Path, files: list[GraphFile], ops: str
         variant = model.clone() if file.length is None else _fix_length(model, file)
         isolate_norm_sums(variant.graph)
         check_devices(variant)
-        ir.save(variant, folder / file.file_name(ops))
+        save_graph(variant, folder / file.file_name(ops))
 
 
 def _fix_length(model: ir.Model, file: GraphFile) -> ir.Model:

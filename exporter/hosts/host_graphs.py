@@ -14,6 +14,7 @@ import onnxruntime
 
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.bundle.graph_scan import weights_of
+from specedge.bundle.graph_variants import attention_ops
 from specedge.bundle.hosts import HostFiles, HostGraph
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
@@ -23,6 +24,7 @@ from specedge.errors import ExportError
 from specedge.int8_products import UNSIGNED_OPTION
 from specedge.option_specs import check_integer
 
+from ..graph.opset import save_graph
 from .round_graphs import PLAIN_K, accept_graph, check_fused, draft_graph, fused_round, plain_round
 from .tokenizer_graphs import tokenizer_graphs
 
@@ -128,7 +130,7 @@ class _Embedding:
         has_integers = any(
             model.weights_dtype in QUANTIZED_DTYPES for model in bundle.models.values()
         )
-        compute = "integers" if has_integers else "float"
+        compute = "integers" if has_integers else attention_ops(ops["target"])
         compute = "experts" if _has_experts(bundle, ops) else compute
         hosts = HostFiles(
             ops["target"],
@@ -206,7 +208,7 @@ def _write(
     try:
         with tempfile.TemporaryDirectory(dir=bundle.folder, prefix=".embed-") as work:
             for graph in graphs:
-                ir.save(graph.model, Path(work, graph.file))
+                save_graph(graph.model, Path(work, graph.file))
             for name, text in texts.items():
                 Path(work, name).write_text(text, "utf-8")
             described = {name: file_entry(Path(work, name)) for name in hosts.files}

@@ -43,6 +43,34 @@ def _skip_norm(options: dict[str, Any], x: Array, skip: Array, scale: Array) -> 
     return [total / np.sqrt(mean + options["epsilon"]) * scale, None, None, total]
 
 
+def _simplified_norm(options: dict[str, Any], x: Array, scale: Array) -> list[Array]:
+    """Compute SimplifiedLayerNormalization, the RMS norm over the last axis."""
+    assert options.get("axis", -1) in (-1, x.ndim - 1)
+    return [x / np.sqrt((x**2).mean(-1, keepdims=True) + options["epsilon"]) * scale]
+
+
+def _rotary_embedding(options: dict[str, Any], x: Array, *inputs: Array) -> list[Array]:
+    """Compute RotaryEmbedding of ONNX, or of ONNX Runtime, whose inputs begin with positions.
+
+    [1, T, H D] or [1, H, T, D], 2 * [1, T, R/2], the first R values of each head are rotated;
+    or positions [1, T], 2 * [S, R/2].
+    """
+    assert not options.get("interleaved")
+    *positions, cos, sin = inputs
+    if positions:
+        cos, sin = cos[positions[0]], sin[positions[0]]
+    size = 2 * cos.shape[-1]
+    if x.ndim == 3:
+        heads = options.get("num_heads") or x.shape[-1] // size
+        rows = x.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
+    else:
+        rows = x
+    a, b = np.split(rows[..., :size], 2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = np.concatenate((a * cos - b * sin, b * cos + a * sin, rows[..., size:]), -1)
+    return [rotated.transpose(0, 2, 1, 3).reshape(x.shape) if x.ndim == 3 else rotated]
+
+
 def grouped_query_attention(
     options: dict[str, Any],
     query: Array,
@@ -142,6 +170,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., list[Any]]] = {
     "Erf": lambda options, x: [torch.erf(torch.from_numpy(x)).numpy()],
     # The reference's implementation is limited to 64 rows.
     "GatherElements": lambda options, x, i: [np.take_along_axis(x, i, options.get("axis", 0))],
+    "RotaryEmbedding": _rotary_embedding,
+    "SimplifiedLayerNormalization": _simplified_norm,
     "SkipSimplifiedLayerNormalization": _skip_norm,
     "TensorScatter": _scatter,
     "GroupQueryAttention": grouped_query_attention,

@@ -15,9 +15,12 @@ QUANTIZED_DTYPES = ("int8", *BLOCK_BITS, KEEP)  # types of quantized weights; ac
 PRECISION_CHOICES = ("fp32", *HALF_DTYPES, *QUANTIZED_DTYPES)
 GPTQ, NEAREST = "gptq", "nearest"
 ROUNDINGS = (GPTQ, NEAREST)
-# Oldest version by type of weights. Before 1.30 int8 products are not exact on every processor;
-# before 1.31 QMoE is not batch-invariant and has no 4-bit weights with int8 activations.
-OLDEST_ONNXRUNTIME = {"float": "1.28", "integers": "1.30", "experts": "1.31", "batched": "1.32"}
+# Oldest version by operators and by type of weights. Before 1.30 int8 products are not exact on
+# every processor, which a load tests; before 1.31 QMoE is not batch-invariant and has no 4-bit
+# weights with int8 activations.
+OLDEST_ONNXRUNTIME = {
+    "gqa": "1.23", "onnx": "1.28", "integers": "1.30", "experts": "1.31", "batched": "1.32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

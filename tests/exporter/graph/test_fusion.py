@@ -39,7 +39,7 @@ def test_residual_norms_and_rotary_embedding_are_fused_in_every_file(llama):
         assert ops["RotaryEmbedding"] == 0
         assert ops["SkipSimplifiedLayerNormalization"] == (3 if file.logits else 2)
         # Of the embedding, and of the rows with logits.
-        assert ops["RMSNormalization"] == (2 if file.logits else 1)
+        assert ops["SimplifiedLayerNormalization"] == (2 if file.logits else 1)
     assert ops_of(load(runner, "source-gqa.onnx"))["RotaryEmbedding"] == 4
 
 
