@@ -11,17 +11,21 @@ import operator
 import sys
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
-from enum import StrEnum
+from enum import Enum
 from numbers import Real
 from typing import Any
 
 from .errors import OptionError
 
 
-class NameEnum(StrEnum):
-    """Enumeration of names whose members are their text."""
+class NameEnum(str, Enum):
+    """Enumeration of names whose members are their text; StrEnum requires Python 3.11."""
 
     __repr__ = str.__repr__
+    __str__ = str.__str__
+
+    def __format__(self, format_spec: str) -> str:
+        return str.__format__(self, format_spec)
 
 
 @dataclass(frozen=True)

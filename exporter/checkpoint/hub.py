@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fnmatch
 import glob
-import hashlib
 import importlib.util
 import os
 import re
@@ -25,6 +24,7 @@ import filelock
 import huggingface_hub
 from huggingface_hub import constants, errors, file_download, utils
 
+from specedge.bundle.integrity import sha256
 from specedge.errors import CheckpointError, SpecEdgeError
 
 from ..libraries import first_line, quiet, translate_errors
@@ -176,8 +176,7 @@ def _has_digest(path: Path, etag: str) -> bool:
     """Return True if a file's SHA-256 is its etag, or if the etag is no SHA-256 (not LFS)."""
     if not re.fullmatch("[0-9a-f]{64}", etag):
         return True
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == etag
+    return sha256(path) == etag
 
 
 def _append(url: str, part: Path, size: int, advance: Advance) -> None:

@@ -23,7 +23,7 @@ from . import compatibility
 
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_CONTEXT = 4096
-DATE = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)  # fixed date for chat templates
+DATE = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)  # fixed date for chat templates
 SAMPLES = (
     "def read_config(path):\n    return path",
     "The quick brown fox, 1234567890 times!",

@@ -20,14 +20,15 @@ from specedge.bundle.graph_variants import (
     compute_dtype,
 )
 from specedge.bundle.manifest import REEXPORT_HINT, GraphEntry, ModelEntry, has_mixed_shapes
-from specedge.bundle.precision import QUANTIZED_DTYPES, precision_of
+from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES, precision_of
 from specedge.bundle.signature import SAMPLING_INPUTS, Port, Signature
+from specedge.diagnosis.packages import version_numbers
 from specedge.errors import BundleError, DeviceError
 
 from .cuda import engines
 from .kv_cache import KeyValueCache, cache_arrays
 from .memory import enough_memory, model_memory
-from .ort import translated_errors
+from .ort import onnxruntime, translated_errors
 from .sessions import Device
 
 ORT_TYPES = {"float32": "float", "float64": "double"}  # names that differ from NumPy's
@@ -48,6 +49,7 @@ class ModelSession:
     ) -> None:
         self.model = model
         self.ops = choose_ops(model, ops, device)
+        _check_version(model, self.ops)
         where = f"{bundle.folder / MANIFEST}: {model.source.id}"
         precision_of(where, model.dtype, model.states[0].dtype)
         if device.is_cpu and compute_dtype(self.ops) == "bfloat16":
@@ -238,6 +240,17 @@ def _export_hint(model: ModelEntry, ops: str) -> str:
         return ""  # GroupQueryAttention requires equal sizes
     options = f"--ops all {option}".rstrip()
     return f", or export the pair with {options}, which adds {ops} if the model supports it"
+
+
+def _check_version(model: ModelEntry, ops: str) -> None:
+    """Raise DeviceError if this ONNX Runtime is too old for a graph variant."""
+    installed, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME[attention_ops(ops)]
+    if version_numbers(installed) < version_numbers(oldest):
+        raise DeviceError(
+            f"{model.source.id}: the graph variant '{ops}' requires ONNX Runtime {oldest} or "
+            f"later, but {installed} is installed; upgrade it, or use --ops gqa if the bundle has "
+            "it"
+        )
 
 
 def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path: Path) -> None:

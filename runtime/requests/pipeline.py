@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -39,6 +39,9 @@ from ..text.prompts import Prompts
 from .async_stream import AsyncStream
 from .slots import Slot, Slots
 from .stream import ActiveRequest, Generation, Stream, run_together
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 SCORE_CHUNK = 64  # tokens whose logits are in memory at a time
 

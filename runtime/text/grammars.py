@@ -13,6 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -170,7 +171,7 @@ class _Budget:
         begin = time.perf_counter()
         try:
             return running.result(max(0.0, self._left))
-        except TimeoutError as error:
+        except FutureTimeoutError as error:
             raise OptionError(
                 f"{self._option} takes more than {self._total:g} seconds to compile; simplify it, "
                 "or try again when fewer grammars are being compiled",

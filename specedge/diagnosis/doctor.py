@@ -21,7 +21,7 @@ from specedge.telemetry import VARIABLE
 from specedge.version import __version__
 
 from . import packages, plug_in
-from .driver import jetson_release
+from .driver import jetson_number, jetson_release
 from .packages import LIBRARIES, Package, version_numbers
 
 NAMES = {"cuda": "CUDA", "tensorrt": "TensorRT"}
@@ -29,6 +29,13 @@ SECONDS = 120.0  # timeout: waking a GPU takes seconds, building an engine longe
 LOG_CHARACTERS = 4000
 RTX_CAPABILITIES = ((8, 6), (8, 9))  # and from 12.0; TensorRT-RTX 1.7.1
 FAULT = "see nvidia-smi; to report a bug, attach the file of 'specedge doctor --report FILE'"
+# JetPack and the package index of its CUDA version, by the major number of L4T.
+_JETPACKS = {
+    36: (" with JetPack 6", "jp6/cu126"),
+    38: (" with JetPack 7.0 or 7.1", "sbsa/cu130"),
+    39: (" with JetPack 7.2", "sbsa/cu130"),
+}
+_JETSON_INDEX, _JETSON_VERSION = "https://pypi.jetson-ai-lab.io", "1.24.0"
 CONTAINER = "in a container, start it with --gpus all"
 # Environment variables that change the libraries and GPUs that a process finds.
 VARIABLES = (
@@ -160,7 +167,8 @@ def ask(question: str, *arguments: str, seconds: float = SECONDS) -> ProbeResult
         return ProbeResult(
             ended="cannot be tested: the current executable is not a Python interpreter"
         )
-    command = [sys.executable, "-P", "-X", "faulthandler", "-m", f"{__package__}.probe"]
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+    command = [sys.executable, *safe_path, "-X", "faulthandler", "-m", f"{__package__}.probe"]
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:
         done = subprocess.run(
@@ -298,11 +306,12 @@ def _causes(name: str, index: int, machine: Machine, result: ProbeResult) -> Ite
 
 def _gpu_causes(name: str, index: int, machine: Machine) -> Iterator[Problem]:
     if machine.jetson and name != "rtx":
+        jetpack, wheels = _JETPACKS.get(jetson_number(machine.jetson), ("", "sbsa/cu130"))
         yield Problem(
-            f"this is a Jetson ({machine.jetson}), and PyPI's onnxruntime-gpu has no machine code "
-            "for its GPU",
-            "build onnxruntime-gpu 1.31 or newer for it (sm_87 on Orin, sm_110 on Thor), or use "
-            "--device cpu",
+            f"this is a Jetson{jetpack} ({machine.jetson}), and PyPI's onnxruntime-gpu has no "
+            "machine code for its GPU",
+            f"pip install onnxruntime-gpu=={_JETSON_VERSION} --index-url {_JETSON_INDEX}/"
+            f"{wheels}, or use --device cpu",
         )
     if sys.platform not in ("linux", "win32"):
         yield Problem("NVIDIA GPUs need Linux or Windows")

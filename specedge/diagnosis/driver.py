@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ class DriverError(Exception):
     def __init__(self, call: str, number: int, text: str) -> None:
         super().__init__(f"{call} gave error {number}{f' ({text})' if text else ''}")
         self.number = number
+
+
+def jetson_number(release: str) -> int:
+    """Return the major number of L4T in a Jetson's release, such as 36; 0 if there is none."""
+    number = re.match(r"R(\d+)", release)
+    return int(number[1]) if number else 0
 
 
 def jetson_release() -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 # Oldest supported versions, as in pyproject.toml; a test compares them.
-FLOORS = {"onnxruntime": "1.30", "onnxruntime-gpu": "1.31"}
+FLOORS = {"onnxruntime": "1.23", "onnxruntime-gpu": "1.23"}
 RELATED = re.compile(r"(onnxruntime|ort-|nvidia-|tensorrt|torch$|numpy$|tokenizers$)")
 _CUDA = {
     "libcudart.so.13": "nvidia-cuda-runtime~=13.0",

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from async_timeout import timeout
 from starlette.requests import Request
 
 from .errors import ApiError, busy_error
@@ -53,10 +54,10 @@ class BodyReader:
     async def _read(self, request: Request, body: bytearray) -> None:
         size = int(request.headers.get("content-length", "0"))
         try:
-            async with asyncio.timeout(self._timeout):
+            async with timeout(self._timeout):
                 if size <= DRAIN_FACTOR * self._max_size and await self._fits(request, body):
                     return
-        except TimeoutError as error:
+        except asyncio.TimeoutError as error:
             raise ApiError(
                 f"the body did not arrive within {self._timeout:g} seconds",
                 code="timeout",

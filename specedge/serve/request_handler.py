@@ -11,6 +11,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from async_timeout import timeout, timeout_at
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -94,7 +95,7 @@ class RequestHandler:
     async def _respond(self) -> dict[str, Any]:
         await self._prepare_prompts()
         try:
-            async with asyncio.timeout_at(self._deadline), aclosing(self._events()) as events:
+            async with timeout_at(self._deadline), aclosing(self._events()) as events:
                 async for index, event in events:
                     choice = self._choices[index]
                     self._add(choice, event, _parse(choice, event))
@@ -110,7 +111,7 @@ class RequestHandler:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._has_begun = True
         try:
-            async with asyncio.timeout_at(self._deadline), aclosing(self._lines()) as lines:
+            async with timeout_at(self._deadline), aclosing(self._lines()) as lines:
                 async for line in lines:
                     await _write(send, line)
                 await _end(send)
@@ -121,15 +122,15 @@ class RequestHandler:
     async def _send_error(self, scope: Scope, send: Send, error: ApiError) -> None:
         """End a stream with an error; give up if the client does not read it."""
         scope[STATUS] = str(error.status)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ERROR_TIMEOUT):
+        with suppress(asyncio.TimeoutError):
+            async with timeout(ERROR_TIMEOUT):
                 for line in self._shaper.fail(error):
                     await _write(send, line)
                 await _end(send)
 
     async def _prepare_prompts(self) -> None:
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with timeout_at(self._deadline):
                 self._prepared = await self._prepare()
         except Exception as error:
             raise self._api_error(error) from error
@@ -234,7 +235,7 @@ class RequestHandler:
         choice.tokens += event.tokens
 
     def _api_error(self, error: Exception) -> ApiError:
-        if isinstance(error, TimeoutError):
+        if isinstance(error, asyncio.TimeoutError):
             return ApiError(
                 f"the request exceeded the server's timeout of {self._timeout:g} seconds, which "
                 "includes the wait for a slot",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
@@ -411,7 +411,7 @@ def _about(bundle: Bundle, settings: ExecutionSettings) -> dict[str, str]:
         "exported": f"by specedge {bundle.specedge_version} with {used}",
         **machine(),
         "run": f"on {settings.devices}, graph variant {ops['target']}{draft_ops}, "
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
     }
 
 

@@ -15,12 +15,12 @@ PROJECT = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").rea
 @pytest.mark.parametrize(
     ("name", "version", "is_old"),
     [
-        ("onnxruntime", "1.29.1", True),
-        ("onnxruntime", "1.30.0", False),
-        ("onnxruntime-gpu", "1.30.2", True),
-        ("onnxruntime-gpu", "1.31.0", False),
+        ("onnxruntime", "1.22.1", True),
+        ("onnxruntime", "1.23.0", False),
+        ("onnxruntime-gpu", "1.22.0", True),
+        ("onnxruntime-gpu", "1.23.2", False),
         ("onnxruntime-gpu", "1.100.0", False),
-        ("onnxruntime-directml", "1.24.0", True),
+        ("onnxruntime-directml", "1.22.0", True),
     ],
 )
 def test_old_versions_get_the_command_that_upgrades(tmp_path, monkeypatch, name, version, is_old):

@@ -14,7 +14,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from ...sampling.history import History
 from ...sampling.logits_processors import text_columns
 from ..kv_cache import KeyValueCache
 from ..model_session import BoundPass, ModelSession
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _REPEATS = 5  # timings, of which the median is used
 _LIMITS = np.finfo(np.float32)

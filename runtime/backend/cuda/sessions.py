@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from specedge.diagnosis.doctor import why_not
-from specedge.diagnosis.packages import missing_libraries
+from specedge.diagnosis.packages import missing_libraries, version_numbers
 from specedge.diagnosis.probe import GRAPH
 from specedge.errors import DeviceError
 
@@ -19,6 +19,7 @@ from ..ort import inference_session, onnxruntime
 _NO_FALLBACK = "session.disable_cpu_ep_fallback"
 _PLACEMENT = "session.record_ep_graph_assignment_info"
 # Bits of the provider option `sdpa_kernel`, onnxruntime's AttentionBackend.
+_OPTIONAL_CUDNN = (1, 28)  # first version with the provider option `enable_cudnn`
 _FLASH_ATTENTION, _EFFICIENT_ATTENTION, _UNFUSED_ATTENTION = 1, 2, 16
 
 
@@ -76,12 +77,16 @@ def _provider_options(index: int) -> dict[str, str]:
     and fails; `sdpa_kernel` excludes it.
     """
     number = {"device_id": str(index)} if index else {}  # ONNX Runtime warns about an explicit 0
-    return number | {
-        "use_tf32": "0",
-        "enable_cudnn": "0",
-        "sdpa_kernel": str(_FLASH_ATTENTION | _EFFICIENT_ATTENTION | _UNFUSED_ATTENTION),
-        "arena_extend_strategy": "kSameAsRequested",
-    }
+    has_option = version_numbers(onnxruntime().__version__) >= _OPTIONAL_CUDNN
+    return (
+        number
+        | ({"enable_cudnn": "0"} if has_option else {})
+        | {
+            "use_tf32": "0",
+            "sdpa_kernel": str(_FLASH_ATTENTION | _EFFICIENT_ATTENTION | _UNFUSED_ATTENTION),
+            "arena_extend_strategy": "kSameAsRequested",
+        }
+    )
 
 
 def _nodes_on_cpu(ort: Any, path: str, provider: str, index: int) -> str | None:
@@ -102,8 +107,13 @@ def _nodes_on_cpu(ort: Any, path: str, provider: str, index: int) -> str | None:
 
 
 def node_placements(session: Any) -> Counter[tuple[str, str]]:
-    """Count a session's nodes by provider and operator, if the session records placements."""
+    """Count a session's nodes by provider and operator, if the session records placements.
+
+    ONNX Runtime 1.23 cannot.
+    """
     counts: Counter[tuple[str, str]] = Counter()
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        return counts
     for part in session.get_provider_graph_assignment_info():
         counts.update((part.ep_name, node.op_type) for node in part.get_nodes())
     return counts
