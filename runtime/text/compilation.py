@@ -22,16 +22,16 @@ LOWEST_PRIORITY = 19
 
 
 class Compilations:
-    """Executor of up to `MAX_CONCURRENT` compilations, first in, first out.
+    """Executor of up to `MAX_CONCURRENT` compilations.
 
-    A compilation of more than `PATIENCE` seconds lets the next one begin and continues at the
-    lowest priority (on Linux, where threads have priorities). At most `MAX_OVERRUNS` may do so.
+    A compilation of more than `PATIENCE` seconds lets another one begin and continues at the lowest
+    priority (on Linux, where threads have priorities). At most `MAX_OVERRUNS` may do so.
     """
 
     def __init__(self) -> None:
-        self.permits = threading.Semaphore(MAX_CONCURRENT)
-        self.lock = threading.Lock()
-        self.num_overruns = 0
+        self._changed = threading.Condition()
+        self._running: set[int] = set()  # threads that compile
+        self._overrunning: set[int] = set()  # those that exceeded `PATIENCE`
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` in a daemon thread, unless its future is cancelled before it begins."""
@@ -40,52 +40,36 @@ class Compilations:
         return future
 
     def _run(self, work: Callable[[], T], future: Future[T]) -> None:
-        with _Permit(self):
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
+        thread = threading.get_native_id()
+        with self._changed:
+            self._changed.wait_for(self._may_begin)
+            self._running.add(thread)
+        timer = threading.Timer(PATIENCE, self._overrun, [thread])
+        timer.daemon = True
+        timer.start()
+        try:
+            if future.set_running_or_notify_cancel():
                 future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            timer.cancel()
+            with self._changed:
+                self._running.discard(thread)
+                self._overrunning.discard(thread)
+                self._changed.notify_all()
 
+    def _may_begin(self) -> bool:
+        num_overruns = min(len(self._overrunning), MAX_OVERRUNS)
+        return len(self._running) - num_overruns < MAX_CONCURRENT
 
-class _Permit:
-    """Permission of one thread to compile."""
-
-    def __init__(self, compilations: Compilations) -> None:
-        self._all = compilations
-        self._thread = threading.get_native_id()
-        self._overran = self._ended = False
-
-    def __enter__(self) -> None:
-        self._all.permits.acquire()
-        self._start_timer()
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        with self._all.lock:
-            self._ended = True
-            if self._overran:
-                self._all.num_overruns -= 1
-            else:
-                self._all.permits.release()
-
-    def _start_timer(self) -> None:
-        self._timer = threading.Timer(PATIENCE, self._overrun)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _overrun(self) -> None:
-        """Let the next compilation begin, or retry later if too many run."""
-        with self._all.lock:
-            if self._ended:
+    def _overrun(self, thread: int) -> None:
+        """Let another compilation begin beside that of a thread."""
+        with self._changed:
+            if thread not in self._running:
                 return
-            if self._all.num_overruns == MAX_OVERRUNS:
-                self._start_timer()
-                return
-            self._overran = True
-            self._all.num_overruns += 1
-            self._all.permits.release()
+            self._overrunning.add(thread)
+            self._changed.notify_all()
             if sys.platform == "linux":
                 with suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, self._thread, LOWEST_PRIORITY)
+                    os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)

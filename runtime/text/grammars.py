@@ -50,10 +50,9 @@ class Grammars:
     def __init__(self, bundle: Bundle, tokenizer: Tokenizer) -> None:
         self._bundle, self._tokenizer = bundle, tokenizer
         self._tokens: Any = None
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._compilations = Compilations()
-        self._running: dict[tuple[str, str], Future[LLMatcher]] = {}
-        self._num_waiting: Counter[tuple[str, str]] = Counter()
+        self._cache: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
+        self._num_waiting: Counter[Future[LLMatcher]] = Counter()
         self._lock = threading.Lock()
 
     def constraint(self, request: GenerationRequest) -> GrammarConstraint | None:
@@ -74,9 +73,11 @@ class Grammars:
                 grammar[0],
             )
         budget = _Budget(grammar[0], COMPILE_SECONDS)
-        matcher = self._matcher(*grammar, budget)
-        renew = partial(self._renewed, matcher, *grammar, budget)
-        constraint = GrammarConstraint(matcher, self._bundle.target.vocab_size, ends, renew)
+        compilation = self._compilation(grammar, budget)
+        renew = partial(self._renewed, compilation, grammar, budget)
+        constraint = GrammarConstraint(
+            compilation.result(), self._bundle.target.vocab_size, ends, renew
+        )
         try:
             allows_none = bool(constraint.banned(History([])).all())
         except OptionError as error:  # such as a schema that only refers to itself
@@ -89,57 +90,49 @@ class Grammars:
             )
         return constraint
 
-    def _matcher(self, name: str, text: str, budget: _Budget) -> LLMatcher:
-        """Return a shared matcher, which must be copied before it reads a token."""
-        key = name, text
+    def _compilation(self, key: tuple[str, str], budget: _Budget) -> Future[LLMatcher]:
+        """Return the finished compilation of a grammar, which other requests share.
+
+        Its matcher must be copied before it reads a token.
+        """
         with self._lock:
-            self._tokens = self._tokens or self._llguidance_tokenizer(name)
-            if matcher := self._compiled.get(key):
-                self._compiled.move_to_end(key)
-                return matcher
-            running = self._running.get(key)
-            if running is None:
-                running = self._compilations.begin(partial(self._compile, name, text))
-                self._running[key] = running
-            self._num_waiting[key] += 1
+            self._tokens = self._tokens or self._llguidance_tokenizer(key[0])
+            if key not in self._cache:
+                self._cache[key] = self._compilations.begin(lambda: compiled(self._tokens, *key))
+            self._cache.move_to_end(key)
+            compilation = self._cache[key]
+            self._num_waiting[compilation] += 1
         try:
-            return budget.wait(running)  # concurrent requests wait for the same compilation
+            budget.wait(compilation)
+            return compilation
         finally:
             with self._lock:
-                self._num_waiting[key] -= 1
-                if not self._num_waiting[key]:
-                    del self._num_waiting[key]
-                    if running.cancel():  # not begun, and no longer needed
-                        del self._running[key]
+                self._num_waiting[compilation] -= 1
+                if not self._num_waiting[compilation]:
+                    del self._num_waiting[compilation]
+                    # Not begun and no longer needed, or failed.
+                    if compilation.cancel() or (compilation.done() and compilation.exception()):
+                        self._drop(compilation, key)
+                done = [k for k, future in self._cache.items() if future.done()]
+                for old in done[: max(0, len(self._cache) - NUM_CACHED)]:
+                    del self._cache[old]
 
-    def _renewed(self, full: LLMatcher, name: str, text: str, budget: _Budget) -> LLMatcher:
+    def _drop(self, compilation: Future[LLMatcher], key: tuple[str, str]) -> None:
+        if self._cache.get(key) is compilation:
+            del self._cache[key]
+
+    def _renewed(self, full: Future[LLMatcher], key: tuple[str, str], budget: _Budget) -> LLMatcher:
         """Compile a matcher for one request, and drop the full one from the cache.
 
         Copies of a matcher share one lexer, whose states are never freed.
         """
         with self._lock:
-            if self._compiled.get((name, text)) is full:
-                del self._compiled[name, text]
-        running = self._compilations.begin(lambda: compiled(self._tokens, name, text))
+            self._drop(full, key)
+        running = self._compilations.begin(lambda: compiled(self._tokens, *key))
         try:
             return budget.wait(running)
         finally:
             running.cancel()
-
-    def _compile(self, name: str, text: str) -> LLMatcher:
-        """Compile a matcher and cache it."""
-        try:
-            matcher = compiled(self._tokens, name, text)
-        except BaseException:
-            with self._lock:
-                del self._running[name, text]
-            raise
-        with self._lock:
-            del self._running[name, text]
-            self._compiled[name, text] = matcher
-            while len(self._compiled) > NUM_CACHED:
-                self._compiled.popitem(last=False)
-        return matcher
 
     def _llguidance_tokenizer(self, name: str) -> Any:
         """Return the tokenizer in llguidance's form."""
