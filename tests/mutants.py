@@ -375,12 +375,13 @@ def tokens_after_the_end(original, self, token, fate):
     return original(self, token, fate)
 
 
-@mutant("specedge.runtime.text.detokenizer:StopStrings.feed", "text/test_detokenizer.py")
-def stop_string_at_the_end_missed(original, self, text):
-    if (self._held + text).endswith(self._stops):  # vLLM, pull request 2607
-        text, self._held = self._held + text, ""
-        return text
-    return original(self, text)
+@mutant("specedge.runtime.text.detokenizer:TextBuffer.add", "text/test_detokenizer.py")
+def stop_string_at_the_end_missed(original, self, text, outcome=None):
+    stops = self._stops
+    if (self._held + text).endswith(stops):  # vLLM, pull request 2607
+        self._stops = ()
+    original(self, text, outcome)
+    self._stops = stops
 
 
 @mutant("specedge.runtime.sampling.logprobs:token_logprobs", "sampling/test_logprobs.py")

@@ -94,8 +94,7 @@ class TextAssembler:
         include_stop: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt, visible_tokens)
-        self._stop_strings = StopStrings(stops, include_stop)
-        self._buffer = SpanBuffer()
+        self._buffer = TextBuffer(stops, include_stop)
         self._ends, self._limit, self._at_limit = ends, limit, at_limit
         self.tokens: list[int] = []
         self.spans: list[list[TextSpan]] = []
@@ -108,63 +107,82 @@ class TextAssembler:
 
     def feed(self, committed: Iterable[tuple[int, TokenOutcome]]) -> str:
         """Add a round's tokens, up to the end of the text; return the new text."""
-        piece = "".join(self._add(token, outcome) for token, outcome in committed)
+        for token, outcome in committed:
+            if not self.is_finished:
+                self._add(token, outcome)
         if self.is_finished:
-            piece += self._flush()
-        self.spans.append(self._buffer.take(len(piece)))
-        return piece
+            self._buffer.add(self._detokenizer.flush())
+            self._buffer.flush()
+        if self._buffer.has_matched:
+            self.finish_reason = FinishReason.STOP
+        self.spans.append(self._buffer.take())
+        return "".join(span.text for span in self.spans[-1])
 
-    def _add(self, token: int, outcome: TokenOutcome) -> str:
-        if self.is_finished:
-            return ""
+    def _add(self, token: int, outcome: TokenOutcome) -> None:
         self.tokens.append(token)
         if token in self._ends:
             self.finish_reason = FinishReason.END
-            return ""
-        text = self._detokenizer.feed(token)
-        self._buffer.add(text, outcome)
-        text = self._stop_strings.feed(text)
-        if self._stop_strings.has_matched:
+            return
+        self._buffer.add(self._detokenizer.feed(token), outcome)
+        if self._buffer.has_matched:
             self.finish_reason = FinishReason.STOP
         elif len(self.tokens) == self._limit:
             self.finish_reason = self._at_limit
-        return text
-
-    def _flush(self) -> str:
-        """Return the text that was held back."""
-        text = self._detokenizer.flush()
-        self._buffer.add(text)
-        text = self._stop_strings.feed(text)
-        if self._stop_strings.has_matched:
-            self.finish_reason = FinishReason.STOP
-        return text + self._stop_strings.flush()
 
 
-class SpanBuffer:
-    """Outcomes of text that is emitted later than its tokens were committed.
+class TextBuffer:
+    """Text that ends at a stop string and is held back while it may begin one.
 
-    A character belongs to the token that completed it. Text that is never emitted, such as a stop
-    string, has no span.
+    With `include_stop` the text ends with the stop string, else before it. A character belongs to
+    the token that completed it, also if it is emitted later.
     """
 
-    def __init__(self) -> None:
-        self._pending: deque[TextSpan] = deque()
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        self._stops, self._include_stop = tuple(stops), include_stop
+        self._pending: deque[TextSpan] = deque()  # not yet taken
+        self._held = ""  # end of their text
+        self._num_ready = 0  # length of their text before it
         self._last = TokenOutcome.PLAIN
+        self.has_matched = False
 
     def add(self, text: str, outcome: TokenOutcome | None = None) -> None:
-        """Add the text that a token completed; without an outcome, the rest of the last token."""
+        """Add the text that a token completed; without an outcome, the rest of the last token.
+
+        Text after a stop string is dropped.
+        """
+        if self.has_matched:
+            return
         self._last = outcome or self._last
         self._pending.append(TextSpan(text, self._last))
+        self._held += text
+        starts = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if starts:
+            self.has_matched = True
+            start, stop = min(starts)
+            self._num_ready += start + len(stop) if self._include_stop else start
+            self._held = ""
+            return
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        self._release(len(self._held) - keep)
 
-    def take(self, length: int) -> list[TextSpan]:
-        """Return the spans of the next `length` characters; tokens without text have none."""
+    def flush(self) -> None:
+        """Release the text that was held back, at the end of the text."""
+        self._release(len(self._held))
+
+    def _release(self, length: int) -> None:
+        self._num_ready += length
+        self._held = self._held[length:]
+
+    def take(self) -> list[TextSpan]:
+        """Return the spans of the text that is not held back; tokens without text have none."""
         spans = []
-        while length:
+        while self._num_ready:
             span = self._pending.popleft()
-            if len(span.text) > length:
-                self._pending.appendleft(TextSpan(span.text[length:], span.outcome))
-                span = TextSpan(span.text[:length], span.outcome)
-            length -= len(span.text)
+            if len(span.text) > self._num_ready:
+                rest = TextSpan(span.text[self._num_ready :], span.outcome)
+                self._pending.appendleft(rest)
+                span = TextSpan(span.text[: self._num_ready], span.outcome)
+            self._num_ready -= len(span.text)
             if span.text:
                 spans.append(span)
         return spans
@@ -208,40 +226,6 @@ class Detokenizer:
     def _new_text(self, text: str) -> str:
         if text:
             text, self._prompt_text = text.removeprefix(self._prompt_text), ""
-        return text
-
-
-class StopStrings:
-    """Filter that ends a text at a stop string and holds back a possible beginning of one.
-
-    With `include_stop` the text ends with the stop string, else before it.
-    """
-
-    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
-        self._stops, self._include_stop = tuple(stops), include_stop
-        self._held = ""
-        self.has_matched = False
-
-    def feed(self, text: str) -> str:
-        """Return the text that cannot be part of a stop string; nothing after a match."""
-        if self.has_matched:
-            return ""
-        self._held += text
-        starts = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if starts:
-            self.has_matched = True
-            start, stop = min(starts)
-            end = start + len(stop) if self._include_stop else start
-            text, self._held = self._held[:end], ""
-            return text
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
-        text, self._held = self._held[:cut], self._held[cut:]
-        return text
-
-    def flush(self) -> str:
-        """Return the text that was held back, at the end of the text."""
-        text, self._held = self._held, ""
         return text
 
 

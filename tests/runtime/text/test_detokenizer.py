@@ -8,8 +8,8 @@ from corpus import END, train_tokenizer
 from specedge.runtime.text.detokenizer import (
     Detokenizer,
     FinishReason,
-    StopStrings,
     TextAssembler,
+    TextBuffer,
     TokenOutcome,
 )
 from tokenizer_kinds import KINDS, METASPACE, SHOWN, units_of, visible
@@ -129,23 +129,36 @@ def test_special_tokens_are_not_shown():
     assert "".join(pieces(BYTE_LEVEL, [], tokens)) == "ab"
 
 
+def taken(buffer):
+    return "".join(span.text for span in buffer.take())
+
+
 def fed(stops, texts):
-    strings = StopStrings(stops)
-    return [strings.feed(text) for text in texts], strings
+    buffer = TextBuffer(stops)
+    out = []
+    for text in texts:
+        buffer.add(text)
+        out.append(taken(buffer))
+    return out, buffer
+
+
+def rest(buffer):
+    buffer.flush()
+    return taken(buffer)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_text_ends_before_the_stop_string_for_any_split(size):
     text = "one\ntwo\n\nthree"
-    out, strings = fed(["\n\n"], [text[i : i + size] for i in range(0, len(text), size)])
+    out, buffer = fed(["\n\n"], [text[i : i + size] for i in range(0, len(text), size)])
     assert "".join(out) == "one\ntwo"
-    assert strings.has_matched
+    assert buffer.has_matched
 
 
 def test_a_possible_stop_string_is_held_back():
-    out, strings = fed(["###"], ["a#", "#", "b#"])
+    out, buffer = fed(["###"], ["a#", "#", "b#"])
     assert out == ["a", "", "##b"]
-    assert (strings.flush(), strings.has_matched) == ("#", False)
+    assert (rest(buffer), buffer.has_matched) == ("#", False)
 
 
 def test_earliest_stop_string_wins():
@@ -155,11 +168,11 @@ def test_earliest_stop_string_wins():
 
 @given(st.text("ab#", max_size=20), st.lists(st.text("ab#", min_size=1, max_size=3), max_size=3))
 def test_text_without_a_match_is_complete(text, stops):
-    out, strings = fed(stops, list(text))
+    out, buffer = fed(stops, list(text))
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    joined = "".join(out) + strings.flush()
+    joined = "".join(out) + rest(buffer)
     assert joined == text if not found else text.startswith(joined)
-    assert strings.has_matched == bool(found)
+    assert buffer.has_matched == bool(found)
 
 
 def test_shown_special_tokens_do_not_split_characters(pipeline):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fakes import TableModel
 from specedge.runtime.decoding.protocols import Round
 from specedge.runtime.requests.pipeline import Pipeline
-from specedge.runtime.text.detokenizer import SpanBuffer, TextSpan, TokenOutcome, token_outcomes
+from specedge.runtime.text.detokenizer import TextBuffer, TextSpan, TokenOutcome, token_outcomes
 
 A, R, B, P = TokenOutcome.ACCEPTED, TokenOutcome.RECOVERED, TokenOutcome.BONUS, TokenOutcome.PLAIN
 
@@ -24,20 +24,25 @@ def test_last_token_of_round_is_recovered_bonus_or_plain(num_drafted, num_accept
     assert token_outcomes(round_) == expected
 
 
-@given(st.lists(st.tuples(st.text("ab", max_size=3), st.sampled_from(TokenOutcome))), st.data())
-def test_spans_join_to_the_text_for_any_piece_length(tokens, data):
-    marks, taken = SpanBuffer(), []
-    whole = [fate for text, fate in tokens for _ in text]
-    text, waiting = "".join(text for text, _ in tokens), 0
-    for piece, fate in tokens:
-        marks.add(piece, fate)
-        waiting += len(piece)
-        length = data.draw(st.integers(0, waiting))
-        taken += marks.take(length)
-        waiting -= length
-    joined = "".join(span.text for span in taken)
-    assert text.startswith(joined)
-    assert [span.fate for span in taken for _ in span.text] == whole[: len(joined)]
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=3), st.sampled_from(TokenOutcome))),
+    st.lists(st.text("ab", min_size=1, max_size=3), max_size=2),
+    st.data(),
+)
+def test_spans_join_to_the_text_wherever_it_is_held_back(tokens, stops, data):
+    buffer, taken = TextBuffer(stops), []
+    outcomes = [outcome for text, outcome in tokens for _ in text]
+    for piece, outcome in tokens:
+        buffer.add(piece, outcome)
+        if data.draw(st.booleans()):
+            taken += buffer.take()
+    buffer.flush()
+    taken += buffer.take()
+    text = "".join(span.text for span in taken)
+    whole = "".join(piece for piece, _ in tokens)
+    assert whole.startswith(text)
+    assert buffer.has_matched == any(stop in whole for stop in stops) == (text != whole)
+    assert [span.outcome for span in taken for _ in span.text] == outcomes[: len(text)]
     assert all(span.text for span in taken)
 
 
