@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -93,29 +93,18 @@ def _render_chat(bundle: Bundle, chat: Sequence[Mapping[str, Any]], values: dict
     parts_roles = _parts_roles(text, tuple(sorted(bundle.special_tokens.items())))
     converted = [_convert(message, parts_roles, key) for message in chat]
 
-    def attempt(arguments_of: Callable[[Any], Any]) -> str:
-        messages = [_with_arguments(message, arguments_of) for message in converted]
-        return template.render(bundle.special_tokens | {**values, "messages": messages})
-
-    try:
-        return attempt(lambda a: _JsonText(a) if isinstance(a, str) else a)
-    except _RejectedError:
-        raise
-    except Exception as error:
-        if not any("tool_calls" in message for message in chat):
-            raise
-        forms: list[Callable[[Any], Any]] = [
-            _json_text,
-            lambda arguments: (
-                arguments if isinstance(arguments, dict) else {"arguments": arguments}
-            ),
-        ]
-        for form in forms:
-            try:
-                return attempt(form)
-            except Exception:
-                continue
-        raise error
+    has_calls = any("tool_calls" in message for message in chat)
+    failure: Exception | None = None
+    for form in _ARGUMENT_FORMS if has_calls else _ARGUMENT_FORMS[:1]:
+        messages = [_with_arguments(message, form) for message in converted]
+        try:
+            return template.render(bundle.special_tokens | {**values, "messages": messages})
+        except Exception as error:
+            failure = failure or error
+            if isinstance(failure, _RejectedError):
+                break
+    assert failure is not None
+    raise failure
 
 
 def _convert(
@@ -148,8 +137,28 @@ class _JsonText(str):
     """JSON text, which the filter `tojson` does not quote again."""
 
 
-def _json_text(arguments: Any) -> _JsonText:
-    return _JsonText(arguments if isinstance(arguments, str) else _tojson(arguments))
+# Forms of the arguments of calls, of which a template gets the first that it does not fail on.
+_ARGUMENT_FORMS: tuple[Callable[[Any], Any], ...] = (
+    lambda arguments: _JsonText(arguments) if isinstance(arguments, str) else arguments,
+    lambda arguments: _JsonText(arguments if isinstance(arguments, str) else _tojson(arguments)),
+    lambda arguments: arguments if isinstance(arguments, dict) else {"arguments": arguments},
+)
+
+
+def _shows_marker(
+    template: jinja2.Template,
+    special_tokens: tuple[tuple[str, str], ...],
+    parts_roles: Collection[str],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any = None,
+) -> bool | None:
+    """Return True if a template renders the marker in messages or tools, None if it fails."""
+    converted = [_convert(message, parts_roles, None) for message in messages]
+    values = {"messages": converted, "add_generation_prompt": True, "tools": tools}
+    try:
+        return _MARKER in template.render(dict(special_tokens) | values)
+    except Exception:
+        return None
 
 
 @lru_cache(maxsize=8)
@@ -171,15 +180,8 @@ def _parts_roles(text: str, special_tokens: tuple[tuple[str, str], ...]) -> froz
     }
 
     def shows(role: str, parts_roles: Collection[str]) -> bool:
-        messages = [
-            _convert(m | ({"content": _MARKER} if m["role"] == role else {}), parts_roles, None)
-            for m in chats[role]
-        ]
-        values = {"messages": messages, "add_generation_prompt": True, "tools": None}
-        try:
-            return _MARKER in template.render(dict(special_tokens) | values)
-        except Exception:
-            return False
+        marked = [m | ({"content": _MARKER} if m["role"] == role else {}) for m in chats[role]]
+        return _shows_marker(template, special_tokens, parts_roles, marked) is True
 
     return frozenset(
         role
@@ -230,14 +232,7 @@ def _tool_support(
     tools = [{"type": "function", "function": function}]
     system, user = {"role": "system", "content": "x"}, {"role": "user", "content": "x"}
 
-    def shows(messages: list[dict[str, Any]], tools: Any) -> bool | None:
-        """Return True if the marker is rendered, None if the template fails."""
-        converted = [_convert(message, parts_roles, None) for message in messages]
-        values = {"messages": converted, "add_generation_prompt": True, "tools": tools}
-        try:
-            return _MARKER in template.render(dict(special_tokens) | values)
-        except Exception:
-            return None
+    shows = partial(_shows_marker, template, special_tokens, parts_roles)
 
     def called(arguments: Any) -> list[dict[str, Any]]:
         call_function = {"name": _MARKER, "arguments": arguments}
