@@ -6,12 +6,10 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, product
 from statistics import fmean, median
 from typing import Any
 
-from specedge.bundle import Bundle
 from specedge.sampling_options import Sampling
 
 from ..decoding.decoding import SpeculativeDecoder
@@ -39,31 +37,10 @@ MODES = {"greedy": Sampling(), "sampled": Sampling(1.0)}
 Progress = Callable[[float], None]  # called with the completed share of the work
 
 
-@dataclass(frozen=True)
-class MeasuredModels:
-    """Models to measure and their context lengths; `draft` is None in a bundle without one."""
-
-    target: Any
-    target_context: int
-    draft: Any = None
-    draft_context: int = 0
-
-    @classmethod
-    def from_bundle(cls, bundle: Bundle, target: Any, draft: Any) -> MeasuredModels:
-        """Return the loaded models of a bundle."""
-        if bundle.draft is None:
-            return cls(target, bundle.target.context_length)
-        return cls(target, bundle.target.context_length, draft, bundle.draft.context_length)
-
-    @property
-    def context(self) -> int:
-        """Context length that both models support."""
-        contexts = [self.target_context, self.draft_context]
-        return self.target_context if self.draft is None else min(contexts)
-
-
 def measure(
-    models: MeasuredModels,
+    target: Any,
+    draft: Any,
+    context_length: int,
     max_draft_tokens: int,
     *,
     origin: str = "load",
@@ -81,7 +58,9 @@ def measure(
     twice as long.
 
     Args:
-        models: Models to measure, with contexts of at least MIN_CONTEXT tokens.
+        target: Target model.
+        draft: Draft model; None in a bundle without one.
+        context_length: Context length that both support, at least MIN_CONTEXT.
         max_draft_tokens: Largest K to plan with.
         lengths: Cache lengths to measure at.
         seconds: Time limit.
@@ -89,20 +68,18 @@ def measure(
         origin: Origin recorded in the table.
         on_progress: Callback with the completed share of the work.
     """
-    max_tokens = models.context - 1
+    max_tokens = context_length - 1
     longest = min(max_draft_tokens + 1, max_tokens)
     samples = samples or {}
     is_slow = 1 in samples and len(samples) > 1 and sum(samples.values()) > SLOW_SECONDS
     rows = sorted(samples if is_slow else {t for t in PASS_LENGTHS if t < longest} | {longest})
-    candidates = (
-        [0, *(DRAFT_LENGTHS_IF_SLOW if is_slow else DRAFT_LENGTHS)]
-        if models.draft is not None
-        else [0]
-    )
+    candidates = [0]
+    if draft is not None:
+        candidates += DRAFT_LENGTHS_IF_SLOW if is_slow else DRAFT_LENGTHS
     ks = [k for k in candidates if k < rows[-1] and (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
     num_new = max(longest, (1 + NUM_ROUNDS) * (ks[-1] + 1))
     timings = [
-        _Timings(models, length, rows, ks)
+        _Timings(target, draft, context_length, length, rows, ks)
         for length in sorted({max(1, min(length, max_tokens - num_new)) for length in lengths})
     ]
     begin, sweeps, share = time.perf_counter(), 0, 0.0
@@ -115,9 +92,9 @@ def measure(
         share = (time.perf_counter() - begin) / (patience * seconds)
         share = 1.0 if is_slow else min(share, sweeps / MIN_SWEEPS)
         on_progress(min(share, 1.0))
-    models.target.truncate(0)
-    if models.draft is not None:
-        models.draft.truncate(0)
+    target.truncate(0)
+    if draft is not None:
+        draft.truncate(0)
     greedy, sampled = (_mode_costs(mode, timings) for mode in MODES)
     cache_lengths = tuple(timing.length for timing in timings)
     return Measurement(CostTable(origin, cache_lengths, tuple(rows), greedy, sampled, 0), is_busy)
@@ -134,43 +111,49 @@ class _Timings:
     """
 
     def __init__(
-        self, models: MeasuredModels, length: int, rows: Sequence[int], ks: Sequence[int]
+        self,
+        target: Any,
+        draft: Any,
+        context_length: int,
+        length: int,
+        rows: Sequence[int],
+        ks: Sequence[int],
     ) -> None:
+        self._target, self._draft, self._context_length = target, draft, context_length
         self.length, self.rows, self.ks = length, rows, ks
         self.passes: list[list[float]] = []
         self.rounds: defaultdict[tuple[str, int], list[tuple[float, float, int]]]
         self.rounds = defaultdict(list)
         self.prefill: list[float] = []
-        self._models = models
 
     def sweep(self, passes: Mapping[int, float] | None) -> None:
         """Time everything once, except target passes whose seconds are passed in."""
         self.passes.append([passes[t] for t in self.rows] if passes else self._time_passes())
         for mode, k in product(MODES, self.ks):
             self._time_rounds(mode, k)
-        if (draft := self._models.draft) is not None:
-            _fill(draft, self.length)
-            count = min(PREFILL_LENGTH, self._models.draft_context - self.length)
+        if self._draft is not None:
+            _fill(self._draft, self.length)
+            count = min(PREFILL_LENGTH, self._context_length - self.length)
             begin = time.perf_counter()
-            draft.prefill([0] * count)
+            self._draft.prefill([0] * count)
             self.prefill.append((time.perf_counter() - begin) / count)
 
     def _time_passes(self) -> list[float]:
         """Time a pass of each length, after a warm-up pass."""
-        target, times = self._models.target, []
+        times = []
         for length in (1, *self.rows):
-            _fill(target, self.length)
+            _fill(self._target, self.length)
             begin = time.perf_counter()
-            target.forward([0] * length)[0].largest(1)
+            self._target.forward([0] * length)[0].largest(1)
             times.append(time.perf_counter() - begin)
         return times[1:]
 
     def _time_rounds(self, mode: str, k: int) -> None:
         """Time a few rounds in the decoding loop, after a warm-up round."""
         stopwatch = Stopwatch()
-        target = TimedModel(self._models.target, stopwatch, "verify")
-        drafter: Drafter = DraftModel(self._models.draft) if k else Suffix()
-        for model in (self._models.target, self._models.draft) if k else (self._models.target,):
+        target = TimedModel(self._target, stopwatch, "verify")
+        drafter: Drafter = DraftModel(self._draft) if k else Suffix()
+        for model in (self._target, self._draft) if k else (self._target,):
             _fill(model, self.length)
         decoder = SpeculativeDecoder(target, FixedPlan(drafter, k), stopwatch)
         rounds = decoder.rounds([0] * (self.length + 1), MODES[mode], 0, 1 << 20)

@@ -30,7 +30,7 @@ from ..backend.sessions import Device
 from ..decoding.invariance import longest_invariant
 from ..planning.cost_files import PassCosts, cost_key
 from ..planning.cost_table import Measurement
-from ..planning.measurement import MIN_CONTEXT, MeasuredModels, measure
+from ..planning.measurement import MIN_CONTEXT, measure
 from ..text.tokenizer import load_tokenizer
 from .pipeline import Pipeline
 
@@ -147,25 +147,24 @@ def load(
         more_models,
         shared_chunk_length,
     )
-    measured = MeasuredModels.from_bundle(loaded, target, draft)
-    if measured.context >= MIN_CONTEXT:
+    context_length = min(model.context_length for model in loaded.models.values())
+    if context_length >= MIN_CONTEXT:
         max_draft_tokens = max(1, pipeline.max_planned_tokens)
         acceptance = loaded.draft.acceptance if loaded.draft else None
         costs.complete(
-            lambda: _measure(measured, max_draft_tokens, seconds, invariant_length, acceptance)
+            lambda: _with_properties(
+                measure(target, draft, context_length, max_draft_tokens, samples=seconds),
+                invariant_length,
+                acceptance,
+            )
         )
     return pipeline
 
 
-def _measure(
-    models: MeasuredModels,
-    max_draft_tokens: int,
-    samples: dict[int, float],
-    invariant_length: int,
-    acceptance: MeasuredAcceptance | None,
+def _with_properties(
+    measured: Measurement, invariant_length: int, acceptance: MeasuredAcceptance | None
 ) -> Measurement:
-    """Measure pass costs, and add the longest batch-invariant pass and the bundle's rates."""
-    measured = measure(models, max_draft_tokens, samples=samples)
+    """Add the longest batch-invariant pass and the bundle's acceptance rates to pass costs."""
     costs = replace(measured.costs, invariant_length=invariant_length)
     if acceptance is not None:
         greedy, sampled = (

@@ -23,12 +23,7 @@ from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.drafters.suffix import Suffix, count_accepted
 from specedge.runtime.planning import measurement
 from specedge.runtime.planning.cost_table import Measurement
-from specedge.runtime.planning.measurement import (
-    MIN_CONTEXT,
-    PREFILL_LENGTH,
-    MeasuredModels,
-    Progress,
-)
+from specedge.runtime.planning.measurement import MIN_CONTEXT, PREFILL_LENGTH, Progress
 from specedge.runtime.requests import loader
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
@@ -63,12 +58,13 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
             "no space for draft tokens; 'specedge generate' then uses plain decoding"
         )
     accepted = _run_texts(pipeline, lambda share: progress(share / 4))
-    bundle, target = pipeline.bundle, cast(OrtModel, pipeline.target)
-    models = MeasuredModels.from_bundle(bundle, target, pipeline.draft)
+    target = cast(OrtModel, pipeline.target)
     last = max(1, context - PREFILL_LENGTH)
     try:
         measured = measurement.measure(
-            models,
+            target,
+            pipeline.draft,
+            context,
             max(1, pipeline.max_planned_tokens),
             origin="tune",
             lengths=(min(SHORT, last), last // 2, last),
@@ -88,7 +84,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
         measured.costs,
         greedy=modes["greedy"],
         sampled=modes["sampled"],
-        invariant_length=self_test.longest_invariant_length(target, bundle.target),
+        invariant_length=self_test.longest_invariant_length(target, pipeline.bundle.target),
     )
     return replace(measured, costs=costs)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specedge.runtime.planning import measurement
-from specedge.runtime.planning.measurement import MeasuredModels, measure, on_grid
+from specedge.runtime.planning.measurement import measure, on_grid
 from specedge.runtime.sampling.logits import Logits
 
 
@@ -53,11 +53,12 @@ def clock(monkeypatch):
 
 
 def scripted(clock, target=lambda t: 10 + t, draft=lambda t: 2 + t / 10):
-    return MeasuredModels(Scripted(clock, target), 512, Scripted(clock, draft), 256)
+    """Target, draft model and context length."""
+    return Scripted(clock, target), Scripted(clock, draft), 256
 
 
 def test_measured_costs_equal_pass_times_on_ten_percent_grid(clock):
-    costs = measure(scripted(clock), 16).costs
+    costs = measure(*scripted(clock), 16).costs
     assert (costs.origin, costs.lengths, costs.rows) == ("load", (64,), (1, 2, 3, 5, 9, 17))
     target = costs.greedy.target[0]
     assert target[0] == on_grid(11)
@@ -79,44 +80,44 @@ def test_costs_are_rounded_to_a_grid_of_ten_percent(value):
 
 
 def test_outliers_do_not_affect_costs(clock):
-    calm = measure(scripted(clock), 4).costs
+    calm = measure(*scripted(clock), 4).costs
     slow = iter([50.0] * 9 + [0.0] * 21 + [90.0])
     disturbed = scripted(clock, target=lambda t: 10 + t + next(slow, 0.0))
-    assert measure(disturbed, 4).costs.greedy.target == calm.greedy.target
+    assert measure(*disturbed, 4).costs.greedy.target == calm.greedy.target
 
 
 def test_costs_are_monotonic_in_pass_length(clock):
-    target = measure(scripted(clock, target=lambda t: 20 - t), 8).costs.greedy.target[0]
+    target = measure(*scripted(clock, target=lambda t: 20 - t), 8).costs.greedy.target[0]
     assert list(target) == sorted(target)
 
 
 def test_passes_timed_by_the_self_test_are_not_repeated(clock):
-    models = scripted(clock)
-    costs = measure(models, 16, samples={1: 11.0, 2: 12.0, 5: 15.0, 18: 28.0}).costs
+    target, *others = scripted(clock)
+    costs = measure(target, *others, 16, samples={1: 11.0, 2: 12.0, 5: 15.0, 18: 28.0}).costs
     assert costs.rows == (1, 2, 5, 18)
     assert costs.greedy.target[0][2] == pytest.approx(on_grid(11) + on_grid(4))
-    assert set(models.target.passes) <= {1, 3}  # of plain and of drafted rounds
-    assert len(models.target.passes) == 8
+    assert set(target.passes) <= {1, 3}  # of plain and of drafted rounds
+    assert len(target.passes) == 8
 
 
 def test_fast_models_are_timed_in_sweeps(clock):
-    models = scripted(clock, target=lambda t: 1e-3, draft=lambda t: 1e-4)
-    costs = measure(models, 4, samples={1: 9e-3, 2: 9e-3, 5: 9e-3}).costs
+    target, *others = scripted(clock, target=lambda t: 1e-3, draft=lambda t: 1e-4)
+    costs = measure(target, *others, 4, samples={1: 9e-3, 2: 9e-3, 5: 9e-3}).costs
     assert costs.greedy.target[0][0] == on_grid(1e-3)
-    assert models.target.passes.count(5) >= measurement.MIN_SWEEPS
+    assert target.passes.count(5) >= measurement.MIN_SWEEPS
 
 
 def test_busy_cores_are_reported(clock):
     turn = iter(range(10**6))
-    assert measure(scripted(clock, target=lambda t: 1 + 9 * (next(turn) // 5 % 3 > 0)), 4).busy
-    assert not measure(scripted(clock), 4).busy
+    assert measure(*scripted(clock, target=lambda t: 1 + 9 * (next(turn) // 5 % 3 > 0)), 4).busy
+    assert not measure(*scripted(clock), 4).busy
 
 
 def test_a_bundle_without_a_draft_model_has_target_costs_only(clock):
     models = scripted(clock)
-    costs = measure(MeasuredModels(models.target, 512), 4).costs
+    costs = measure(models[0], None, 512, 4).costs
     assert (costs.greedy.draft, costs.greedy.prefill) == ((), ())
-    assert costs.greedy.target == measure(models, 4).costs.greedy.target
+    assert costs.greedy.target == measure(*models, 4).costs.greedy.target
 
 
 @pytest.mark.parametrize("context", [10, 11, 20])
@@ -128,7 +129,7 @@ def test_short_contexts_are_measured_within_them(clock, context):
             real(tokens), longest.append(model.length)
         )  # fmt: skip
         model.cache = SimpleNamespace(extend=model.extend)
-    measure(MeasuredModels(target, context, draft, context), 16)
+    measure(target, draft, context, 16)
     assert max(longest) <= context
     assert target.length == draft.length == 0
 
@@ -142,8 +143,6 @@ def test_host_costs_are_measured_by_mode():
             self.extend(tokens)
             return Logits(np.zeros((num_rows or len(tokens), 200_000), np.float32))
 
-    costs = measure(
-        MeasuredModels(Fast(None, None), 64, Fast(None, None), 64), 8, seconds=1e-9
-    ).costs
+    costs = measure(Fast(None, None), Fast(None, None), 64, 8, seconds=1e-9).costs
     assert costs.sampled.host == costs.greedy.host > 0
     assert costs.sampled.token > costs.greedy.token == 0
