@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any, cast
 
 from specedge.errors import ReplayError
 from specedge.request import PLAIN, Coupling, DrafterName, GenerationRequest, PlannedRounds
+from specedge.sampling_options import Sampling
 
 from ..decoding.protocols import Drafter, Plan, Round, RoundPlan
 from ..drafters.chain import Chain
@@ -28,6 +31,9 @@ from .planner import (
 PLANNED = (MODEL, SUFFIX, CHAIN)  # drafters with measured costs
 PLANNING_SECONDS = 1e-4  # time to plan a round; limited to BUDGET_SHARE of the time by back-off
 BACKOFF_AFTER, MAX_BACKOFF = 2, 15  # plain choices before a back-off, and its maximum in rounds
+MIN_TIMED_ROUNDS = 16  # rounds of each compared drafter
+MAX_TIME_RATIO = 1.25  # of two drafters' median ratios of measured to predicted time
+MAX_LENGTH_RATIO = 4  # longest text to judge, relative to the longest timed cache
 
 
 def create_plan(
@@ -301,6 +307,52 @@ class ReplayPlan:
     def truncate(self, length: int) -> None:
         for drafter in self._drafters.values():
             drafter.truncate(length)
+
+
+class RoundTimes:
+    """Ratios of measured to predicted times of a request's rounds, by drafter.
+
+    Only the ratio between drafters is judged: a busy machine slows all rounds down alike, which
+    changes no choice. Times are recorded during a request and judged after it; no choice depends on
+    them.
+    """
+
+    def __init__(self, table: CostTable, greedy: bool) -> None:
+        self.table = table
+        self._greedy = greedy
+        self._ratios: defaultdict[str, list[float]] = defaultdict(list)
+
+    def record(self, choice: RoundChoice, round_: Round, length: int, seconds: float) -> None:
+        """Record a round with `length` tokens of text, unless its costs were not measured.
+
+        Those of catch-ups, shortened drafts and long texts are extrapolated.
+        """
+        is_long = length > MAX_LENGTH_RATIO * self.table.lengths[-1]
+        if choice.catch_up_seconds or is_long or round_.num_drafted != choice.num_draft_tokens:
+            return
+        token = self.table.mode(self._greedy).token
+        predicted = choice.seconds + token * len(round_.tokens)
+        self._ratios[choice.drafter].append(seconds / predicted)
+
+    @property
+    def contradicts_table(self) -> bool:
+        """True if the ratios of two drafters disagree."""
+        medians = [
+            median(ratios) for ratios in self._ratios.values() if len(ratios) >= MIN_TIMED_ROUNDS
+        ]
+        return len(medians) > 1 and max(medians) > MAX_TIME_RATIO * min(medians)
+
+
+def create_round_times(plan: Plan, sampling: Sampling, has_logprobs: bool) -> RoundTimes | None:
+    """Return the times of a request; None if its costs were not measured.
+
+    Costs are measured without filters, modified logits and log-probabilities.
+    """
+    measured = Sampling(sampling.temperature, end_tokens=sampling.end_tokens)
+    is_measured = sampling == measured and (sampling.constraint or sampling.noise) is None
+    if not isinstance(plan, AutoPlan) or not is_measured or has_logprobs:
+        return None
+    return RoundTimes(plan.planner.table, sampling.greedy)
 
 
 def _draft_model(drafters: Mapping[str, Drafter]) -> DraftModel | None:

@@ -18,8 +18,7 @@ from ..decoding.invariance import UNBOUNDED
 from ..decoding.near_ties import NearTieResolver
 from ..decoding.protocols import Feed, NearTie, Operation, Operations, Plan, Round
 from ..decoding.timing import Stopwatch, TimedModel
-from ..planning.plans import AutoPlan, summarize_rounds
-from ..planning.round_times import RoundTimes, create_round_times
+from ..planning.plans import AutoPlan, RoundTimes, create_round_times, summarize_rounds
 from ..sampling.logprobs import TokenLogprobs
 from ..text.detokenizer import FinishReason, TextAssembler, TextSpan, token_outcomes
 from .engine import Job

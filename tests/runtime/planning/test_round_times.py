@@ -6,10 +6,10 @@ import pytest
 
 from specedge.bundle import store
 from specedge.runtime.decoding.protocols import Round
-from specedge.runtime.planning import round_times
+from specedge.runtime.planning import plans
 from specedge.runtime.planning.cost_table import Measurement
 from specedge.runtime.planning.planner import ChoiceReason, RoundChoice
-from specedge.runtime.planning.round_times import RoundTimes, create_round_times
+from specedge.runtime.planning.plans import RoundTimes, create_round_times
 from specedge.runtime.requests import loader
 from specedge.sampling_options import Sampling
 from virtual import untuned
@@ -20,7 +20,7 @@ PLAIN = RoundChoice("plain", 0, ChoiceReason.PLAIN, 1.0, 1.0, 1.0)
 DRAFTED = RoundChoice("model", 4, ChoiceReason.GAIN, 3.0, 1.6, 1.0)
 
 
-def times(plain, drafted, count=round_times.MIN_ROUNDS, length=LENGTH, num_drafted=4):
+def times(plain, drafted, count=plans.MIN_TIMED_ROUNDS, length=LENGTH, num_drafted=4):
     """Rounds that take a factor of their predicted time, with one outlier of each drafter."""
     recorded = RoundTimes(COSTS, greedy=True)
     for i in range(count):
@@ -45,8 +45,8 @@ def test_the_ratio_between_drafters_contradicts_a_table(plain, drafted, contradi
 @pytest.mark.parametrize(
     "rounds",
     [
-        {"count": round_times.MIN_ROUNDS - 1},
-        {"length": round_times.MAX_LENGTH_RATIO * LENGTH + 1},
+        {"count": plans.MIN_TIMED_ROUNDS - 1},
+        {"length": plans.MAX_LENGTH_RATIO * LENGTH + 1},
         {"num_drafted": 3},
     ],
 )
@@ -57,7 +57,7 @@ def test_few_long_and_shortened_rounds_contradict_nothing(rounds):
 def test_catch_ups_contradict_nothing():
     recorded = times(1.0, 1.0)
     late = dataclasses.replace(DRAFTED, drafter="chain", catch_up_seconds=1.0)
-    for _ in range(round_times.MIN_ROUNDS):
+    for _ in range(plans.MIN_TIMED_ROUNDS):
         recorded.record(late, Round([1, 2], 4, 1), LENGTH, 99.0)
     assert not recorded.contradicts_table
 
@@ -65,7 +65,7 @@ def test_catch_ups_contradict_nothing():
 def test_host_work_per_token_is_predicted():
     mode = dataclasses.replace(COSTS.sampled, token=1.0)
     recorded = RoundTimes(dataclasses.replace(COSTS, sampled=mode), greedy=False)
-    for _ in range(round_times.MIN_ROUNDS):
+    for _ in range(plans.MIN_TIMED_ROUNDS):
         recorded.record(PLAIN, Round([1], 0, 0), LENGTH, 2.0)
         recorded.record(DRAFTED, Round([1, 2, 3], 4, 2), LENGTH, 4.6)
     assert not recorded.contradicts_table
@@ -76,7 +76,7 @@ def constant_rounds(monkeypatch):
     """Let every round take the same time, and few of them suffice."""
     record = RoundTimes.record
     monkeypatch.setattr(RoundTimes, "record", lambda self, *round_: record(self, *round_[:-1], 1.0))
-    monkeypatch.setattr(round_times, "MIN_ROUNDS", 2)
+    monkeypatch.setattr(plans, "MIN_TIMED_ROUNDS", 2)
 
 
 PROMPT = "class A:\n    def f(self):\n"
