@@ -5,6 +5,7 @@ T tokens per pass, K and N the sizes of a matrix.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -79,11 +80,11 @@ def verify_cpu_lengths(
     if not tested:
         return None
     seconds = {} if seconds is None else seconds
-    varying = _varying_lengths(model, entry, tested, seconds)
+    varying = _varying_at_any_total(model, entry, tested, seconds)
     if 2 in {*tested} - {*varying} and (1 in varying or 1 not in tested):
         model.pad_single_tokens()
         recorded = tuple(sorted({1, *recorded}))
-        varying = _varying_lengths(model, entry, sorted({1, *tested}), seconds)
+        varying = _varying_at_any_total(model, entry, sorted({1, *tested}), seconds)
     if not varying:
         model.invariant_lengths = recorded
         return None
@@ -97,23 +98,16 @@ def verify_cpu_lengths(
     )
 
 
-def _varying_lengths(
+def _varying_at_any_total(
     model: OrtModel, entry: ModelEntry, lengths: list[int], seconds: dict[int, float]
 ) -> list[int]:
     """Return the lengths whose rows differ from those of the longest pass, ascending."""
-    by_step = [
-        _invariant_lengths(model, lengths, seconds, step=step) for step in token_steps(entry)
-    ]
-    invariant: set[int] = set.intersection(*by_step)
-    varying = {*lengths} - invariant
+    steps = token_steps(entry)
+    varying = _varying_lengths(model, lengths, seconds, steps)
     # The cause may be the total instead of the length: test shorter passes at all residues.
     for length in [t for t in lengths if varying and t < min(varying)]:
         pair = [length, lengths[-1]]
-        for step in token_steps(entry):
-            if length not in _invariant_lengths(
-                model, pair, seconds, step=step, num_ends=NUM_RESIDUES
-            ):
-                varying.add(length)
+        varying |= {length} & _varying_lengths(model, pair, seconds, steps, num_ends=NUM_RESIDUES)
     return sorted(varying)
 
 
@@ -132,10 +126,8 @@ def longest_invariant_length(model: OrtModel, entry: ModelEntry) -> int:
     tested = [t for t in recorded if LONGEST <= t <= entry.context_length]
     if len(tested) < 2 or LONGEST not in model.invariant_lengths:
         return LONGEST
-    invariant = set.intersection(
-        *(_invariant_lengths(model, tested, {}, step=step) for step in token_steps(entry))
-    )
-    first_varying = min((t for t in tested if t not in invariant), default=tested[-1] + 1)
+    varying = _varying_lengths(model, tested, {}, token_steps(entry))
+    first_varying = min(varying, default=tested[-1] + 1)
     return max((t for t in tested if t < first_varying), default=LONGEST)
 
 
@@ -158,10 +150,8 @@ def _verify_gpu_lengths(
     """Test every pass length of requests; rely on all of them if they are invariant."""
     lengths = list(range(1, min(longest, entry.context_length) + 1))
     pasts = {min(past, entry.context_length - lengths[-1]) for past in PASTS}
-    invariant = set.intersection(
-        *(_invariant_lengths(model, lengths, seconds, past, caches=False) for past in pasts)
-    )
-    if not (varying := sorted({*lengths} - invariant)):
+    varying = sorted(_varying_lengths(model, lengths, seconds, (STEP,), pasts, caches=False))
+    if not varying:
         model.invariant_lengths = tuple(lengths)
         return None
     return (
@@ -171,16 +161,16 @@ def _verify_gpu_lengths(
     )
 
 
-def _invariant_lengths(
+def _varying_lengths(
     model: OrtModel,
     lengths: list[int],
     seconds: dict[int, float],
-    past: int = 0,
+    steps: Iterable[int],
+    pasts: Iterable[int] = (0,),
     caches: bool = True,
-    step: int = STEP,
     num_ends: int | None = None,
 ) -> set[int]:
-    """Return the lengths whose rows of logits, and of caches, equal those of the longest pass.
+    """Return the lengths whose rows of logits, or of caches, differ from those of the longest pass.
 
     Kernels may depend on the number of cache rows after a pass, its total, as well: on Arm, flash
     attention of GroupQueryAttention does (ONNX Runtime 1.30 to 1.32). Passes therefore end at
@@ -190,32 +180,33 @@ def _invariant_lengths(
         model: The model.
         lengths: Pass lengths.
         seconds: Receives the seconds of each length.
-        past: Cache rows before the passes.
+        steps: Differences of consecutive tokens.
+        pasts: Cache rows before the passes.
         caches: Also compare cache rows.
-        step: Difference of consecutive tokens.
         num_ends: Number of ends of each shorter length, as for `passes_to_compare`.
     """
-    longest = past + max(lengths)
-    tokens = [step * i % model.vocab_size for i in range(longest)]
-    model.truncate(0)
-    model.prefill(tokens[:past])
-    expected = model.forward(tokens[past:]).array().copy()
-    rows = model.cache_rows(past, longest) if caches else []
     varying = set[int]()
-    for length, end in passes_to_compare(lengths, num_ends):
-        start = past + end - length
-        model.truncate(start)
-        begin = time.perf_counter()
-        logits = model.forward(tokens[start : past + end]).array()
-        seconds[length] = time.perf_counter() - begin
-        compared = slice(end - length, end)
-        is_equal = np.array_equal(logits, expected[compared])
-        new_rows = model.cache_rows(start, past + end) if caches else []
-        pairs = zip(new_rows, rows, strict=True)
-        if not is_equal or not all(np.array_equal(new, old[:, compared]) for new, old in pairs):
-            varying.add(length)
+    for past, step in itertools.product(pasts, steps):
+        longest = past + max(lengths)
+        tokens = [step * i % model.vocab_size for i in range(longest)]
+        model.truncate(0)
+        model.prefill(tokens[:past])
+        expected = model.forward(tokens[past:]).array().copy()
+        rows = model.cache_rows(past, longest) if caches else []
+        for length, end in passes_to_compare(lengths, num_ends):
+            start = past + end - length
+            model.truncate(start)
+            begin = time.perf_counter()
+            logits = model.forward(tokens[start : past + end]).array()
+            seconds[length] = time.perf_counter() - begin
+            compared = slice(end - length, end)
+            is_equal = np.array_equal(logits, expected[compared])
+            new_rows = model.cache_rows(start, past + end) if caches else []
+            pairs = zip(new_rows, rows, strict=True)
+            if not is_equal or not all(np.array_equal(new, old[:, compared]) for new, old in pairs):
+                varying.add(length)
     model.truncate(0)
-    return {*lengths} - varying
+    return varying
 
 
 def passes_to_compare(
