@@ -6,7 +6,7 @@ cache has K + 1 rows beyond the context, where K is the bundle's number of draft
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -49,41 +49,25 @@ class FixedShapeModel(OrtModel):
         return Logits(np.concatenate(rows)[start:], self._ids)
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        for part in self._parts(tokens):
-            self._run(part, wants_logits=False)
+        assert self._prefill.length is not None
+        while tokens:
+            longest = max(self._sessions)
+            if self.length + self._prefill.length <= self._capacity:  # with its padding
+                longest = max(longest, self._prefill.length)
+            self._run(tokens[:longest])
+            tokens = tokens[longest:]
 
     def _drop(self) -> None:
         super()._drop()
         del self._sessions, self._prefill
 
-    def _parts(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Split a prompt into passes, lazily: the next pass depends on the cache length."""
-        start = 0
-        while start < len(tokens):
-            lengths = [*self._sessions]
-            if self._fits_prefill():
-                lengths.append(self._prefill_length)
-            end = start + max(lengths)
-            yield tokens[start:end]
-            start = end
-
-    @property
-    def _prefill_length(self) -> int:
-        assert self._prefill.length is not None
-        return self._prefill.length
-
-    def _fits_prefill(self) -> bool:
-        """Return True if a padded prefill pass ends within the cache."""
-        return self.length + self._prefill_length <= self._capacity
-
-    def _run(self, tokens: Sequence[int], wants_logits: bool = True) -> BoundPass:
-        """Run the shortest graph that fits all tokens."""
-        candidates = {n: s for n, s in self._sessions.items() if n >= len(tokens)}
-        if not candidates:
-            assert not wants_logits
-            candidates = {self._prefill_length: self._prefill}
-        length = min(candidates)
-        if length not in self._passes:
-            self._passes[length] = candidates[length].bind(self.cache, length, length)
-        candidates[length].run(self._passes[length], tokens)
-        return self._passes[length]
+    def _run(self, tokens: Sequence[int]) -> BoundPass:
+        """Run the shortest graph that fits all tokens; only the longest has no logits."""
+        candidates = [length for length in self._sessions if length >= len(tokens)]
+        session = self._sessions[min(candidates)] if candidates else self._prefill
+        assert session.length is not None
+        if session.length not in self._passes:
+            bound = session.bind(self.cache, session.length, session.length)
+            self._passes[session.length] = bound
+        session.run(self._passes[session.length], tokens)
+        return self._passes[session.length]
