@@ -76,10 +76,10 @@ def test_memory_counts_the_target_only(bundle):
     from specedge.runtime.requests.loader import memory_of
 
     alone, pair = memory_of(bundle), memory_of(Bundle.read(store.embedded_folder()))
-    assert alone.draft is None
-    assert alone.caches == pair.target.caches < pair.caches
+    assert len(alone.models) == 1
+    assert alone.caches == pair.models[0].caches < pair.caches
     assert alone.peak < pair.peak
-    assert alone.with_int8_weights().with_context_below(alone.peak).draft is None
+    assert len(alone.with_context_below(alone.peak).models) == 1
 
 
 def test_a_draft_device_is_refused(bundle):

@@ -40,7 +40,7 @@ def main(bundles: tuple[Path, ...], ops: str, fill: bool) -> None:
         command = [sys.executable, __file__, "--fill", "--ops", ops, str(bundle)]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         measured = list(map(int, output.split()))
-        weights = need.target.weights + (need.draft.weights if need.draft else 0)
+        weights = sum(model.weights for model in need.models)
         sizes = [weights, need.parts["caches"], need.opening, need.running, *measured]
         cells = [f"{size / MB:.0f} MB" for size in sizes]
         click.echo(table_row(bundle.name, *cells, f"{need.peak / measured[-1]:.3f}"))

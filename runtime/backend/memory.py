@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 
 from specedge.bundle import Bundle
@@ -90,21 +90,15 @@ class ModelMemory:
 class PairMemory:
     """Bytes of a process that loads a pair and fills its context.
 
-    The draft model is loaded first; it is None if the bundle has none.
+    `models` are the target and, if the bundle has one, the draft model, which is loaded first.
     """
 
     process: int
     tokenizer: int
-    target: ModelMemory
-    draft: ModelMemory | None
+    models: tuple[ModelMemory, ...]
     context_length: int
     slots: int = 1
     ops: str = "gqa"  # the target's attention
-
-    @property
-    def models(self) -> tuple[ModelMemory, ...]:
-        """Loaded models."""
-        return (self.target,) if self.draft is None else (self.target, self.draft)
 
     @property
     def caches(self) -> int:
@@ -119,10 +113,9 @@ class PairMemory:
     @property
     def opening(self) -> int:
         """Peak while the sessions open."""
-        target = self.target.weights + self.target.opening
-        if self.draft is None:
-            return self.process + target
-        return self.process + self.draft.weights + max(self.draft.opening, target)
+        loaded = list(accumulate(model.weights for model in reversed(self.models)))
+        openings = (model.opening for model in reversed(self.models))
+        return self.process + max(map(sum, zip(loaded, openings, strict=True)))
 
     @property
     def running(self) -> int:
@@ -149,18 +142,10 @@ class PairMemory:
 
     def with_slots(self, slots: int) -> PairMemory:
         """Return the same pair with another number of slots."""
-        changed = self._each(
+        changed = self.with_models(
             lambda model: replace(model, caches=model.caches * slots // self.slots)
         )
         return replace(changed, slots=slots)
-
-    def with_int8_weights(self) -> PairMemory:
-        """Return the same pair with weights in int8."""
-        return self._each(ModelMemory.with_int8_weights)
-
-    def with_float16_caches(self) -> PairMemory:
-        """Return the same pair with caches in float16."""
-        return self._each(ModelMemory.with_float16_caches)
 
     def with_context_below(self, limit: int) -> PairMemory:
         """Return the pair with the longest context whose peak is below a limit, else itself."""
@@ -168,15 +153,14 @@ class PairMemory:
         length = int(self.context_length * share) // CONTEXT_STEP * CONTEXT_STEP
         if not CONTEXT_STEP <= length < self.context_length:
             return self
-        shortened = self._each(
+        shortened = self.with_models(
             lambda model: replace(model, caches=model.caches * length // self.context_length)
         )
         return replace(shortened, context_length=length)
 
-    def _each(self, change: Callable[[ModelMemory], ModelMemory]) -> PairMemory:
+    def with_models(self, change: Callable[[ModelMemory], ModelMemory]) -> PairMemory:
         """Return the same pair with each model changed."""
-        draft = None if self.draft is None else change(self.draft)
-        return replace(self, target=change(self.target), draft=draft)
+        return replace(self, models=tuple(map(change, self.models)))
 
 
 def pair_memory(
@@ -196,15 +180,13 @@ def pair_memory(
         BundleError: A graph cannot be read.
     """
     length = bundle.context_length if max_length is None else max_length
-    models = {
-        role: model_memory(bundle, model, ops[role], slots, max_length)
-        for role, model in bundle.models.items()
-    }
     return PairMemory(
         process=PROCESS,
         tokenizer=TOKENIZER * bundle.files[bundle.tokenizer].size,
-        target=models["target"],
-        draft=models.get("draft"),
+        models=tuple(
+            model_memory(bundle, model, ops[role], slots, max_length)
+            for role, model in bundle.models.items()
+        ),
         context_length=length,
         slots=slots,
         ops=attention_ops(ops["target"]),
@@ -294,7 +276,7 @@ def check_memory(need: PairMemory) -> None:
     """
     available = available_bytes()
     if available is not None and not _fits(need, available):
-        models = need.target.id if need.draft is None else f"{need.target.id} and its draft"
+        models = need.models[0].id + (" and its draft" if need.models[1:] else "")
         raise DeviceError(
             f"not enough memory for {models}: loading needs about {format_bytes(need.peak)} "
             f"({', '.join(f'{name} {format_bytes(size)}' for name, size in need.parts.items())}), "
@@ -327,13 +309,13 @@ def _advice(need: PairMemory, available: int) -> str:
         if _fits(need.with_slots(num_slots), available):
             return f"use at most {num_slots} of {need.slots} slots"
     limit = available + need.process
-    quantized = need.with_int8_weights()
-    smallest = quantized.with_float16_caches()
+    quantized = need.with_models(ModelMemory.with_int8_weights)
+    smallest = quantized.with_models(ModelMemory.with_float16_caches)
     int8, caches = "--precision int8", f"--cache fp16, for --ops {need.ops}-{CACHE_TYPES['fp16']}"
     one_option = {
         _max_length_option(need, limit): need.with_context_below(limit),
         int8: quantized,
-        caches: need.with_float16_caches(),
+        caches: need.with_models(ModelMemory.with_float16_caches),
     }
     two_options = {
         f"{int8} {_max_length_option(quantized, limit)}": quantized.with_context_below(limit),

@@ -34,7 +34,7 @@ def need():
     """A pair that takes 1.3 GB opening and 1.6 GB running."""
     small = dict.fromkeys(("packed", "unpacked", "opening", "caches", "passes"), 40)
     draft = model("some/draft", **small)
-    return PairMemory(95 * MB, 5 * MB, model(), draft, context_length=4096)
+    return PairMemory(95 * MB, 5 * MB, (model(), draft), context_length=4096)
 
 
 def leave(monkeypatch, megabytes):
@@ -103,7 +103,7 @@ def test_16_bit_weights_count_as_float32_on_cpu():
 def test_components_sum_to_peak_estimate(need):
     found = loader.memory_of(Bundle.read(store.embedded_folder()))
     assert sum(found.parts.values()) == found.peak
-    large = replace(need, target=model(opening=900))
+    large = replace(need, models=(model(opening=900), need.models[1]))
     assert sum(large.parts.values()) == large.peak == large.opening
     assert found.peak == max(found.running, found.opening)
 
@@ -186,7 +186,7 @@ def test_an_advised_length_fits(need):
 
 
 def test_existing_graph_variants_are_not_advised(need):
-    ready = replace(need.target, weights_dtype="int8", cache_dtype="float16")
+    ready = replace(need.models[0], weights_dtype="int8", cache_dtype="float16")
     assert ready.with_int8_weights() is ready
     assert ready.with_float16_caches() is ready
 
