@@ -77,17 +77,11 @@ class Prompts:
             tokens = plain
         return self.tokens(tokens if max_length is None else tokens[-max_length:])
 
-    def tokens_of(
-        self,
-        prompt: UserPrompt,
-        special_tokens: bool = False,
-        tools: Tools | None = None,
-        options: TemplateOptions = _DEFAULTS,
-    ) -> list[int]:
+    def tokens_of(self, prompt: UserPrompt, special_tokens: bool = False) -> list[int]:
         """Return the tokens of text, token ids or a chat, as `tokens` does."""
         if not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt):
             chat = cast(Sequence[Mapping[str, Any]], prompt)
-            prompt = self.chat_tokens(chat, special_tokens, tools, options)
+            prompt = self.chat_tokens(chat, special_tokens)
         return self.tokens(cast(str | Sequence[int], prompt), special_tokens)
 
     def chat_tokens(

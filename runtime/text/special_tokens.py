@@ -6,6 +6,7 @@ Special tokens are the added tokens that the tokenizer's file flags as special. 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -146,14 +147,9 @@ class PlainTextTokenizer:
 
 
 def _renamed(token: AddedToken, name: str) -> AddedToken:
-    return AddedToken(
-        name,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized,
-        special=False,  # special tokens would be encoded as text
-    )
+    renamed = copy.copy(token)
+    renamed.content, renamed.special = name, False  # special tokens would be encoded as text
+    return renamed
 
 
 def _unknown(tokenizer: Tokenizer) -> set[int]:

@@ -298,7 +298,7 @@ def test_special_tokens_in_tool_descriptions_are_encoded_as_text(pairs):
 
     def count(description):
         tool = {"type": "function", "function": CLOCK | {"description": description}}
-        tokens = pipeline.prompts.tokens_of(MESSAGES, tools=[tool])
+        tokens = pipeline.prompts.chat_tokens(MESSAGES, tools=[tool])
         assert description in pipeline.tokenizer.decode(tokens, skip_special_tokens=False)
         return tokens.count(pipeline.tokenizer.token_to_id("<|im_end|>"))
 

@@ -106,16 +106,13 @@ class CudaBuffers:
     def fetch(self, array: CudaArray) -> Array:
         """Copy an array to the host; the result is valid until the next fetch."""
         with self._lock.shared():
-            return self._fetch(array)
-
-    def _fetch(self, array: CudaArray) -> Array:
-        if array.fetched is None and array.session is self._session:
-            array.fetched = self._pinned(array.shape, array.dtype)
-        if array.fetched is None or array.fetched.host is None:
-            contents: Array = array.value.numpy()
-            return contents
-        array.fetched.value.update_inplace(array.value)
-        return array.fetched.host
+            if array.fetched is None and array.session is self._session:
+                array.fetched = self._pinned(array.shape, array.dtype)
+            if array.fetched is None or array.fetched.host is None:
+                contents: Array = array.value.numpy()
+                return contents
+            array.fetched.value.update_inplace(array.value)
+            return array.fetched.host
 
     def bind(
         self, binding: Any, inputs: Mapping[str, CudaArray], outputs: Mapping[str, CudaArray]
