@@ -6,7 +6,7 @@ import pytest
 from fakes import Sure
 from specedge import Distribution, Draft
 from specedge.errors import DrafterError
-from specedge.runtime.drafters.custom import CustomDrafter
+from specedge.runtime.drafters.registry import CustomDrafter
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 

@@ -10,10 +10,9 @@ import pytest
 from exact import distribution_of_strings, joint_distribution
 from fakes import Sure, TableModel, decoder, generate, hashed_distribution, quarters
 from specedge.runtime.drafters.chain import Chain
-from specedge.runtime.drafters.custom import CustomDrafter
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.ngrams import NGramDrafter, count
-from specedge.runtime.drafters.registry import RandomDrafter
+from specedge.runtime.drafters.registry import CustomDrafter, RandomDrafter
 from specedge.runtime.drafters.suffix import EarlierOutputs, Suffix
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
