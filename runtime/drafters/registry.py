@@ -23,7 +23,7 @@ from . import ngram_files
 from .chain import Chain
 from .draft_model import DraftModel
 from .ngrams import NGramDrafter, NGramTables
-from .suffix import MAX_LENGTH, EarlierOutputs, Suffix
+from .suffix import MAX_LENGTH, EarlierOutputs, Suffix, SuffixBeforeModel
 
 NEEDS_MODEL = (DrafterName.MODEL, DrafterName.CHAIN)
 LOOKUP_MIN, LOOKUP_MAX = 2, 4  # match lengths of prompt lookup
@@ -76,7 +76,7 @@ class DrafterRegistry:
                 draft = DraftModel(
                     model, context_length=sizes.context_length, vocab_size=sizes.vocab_size
                 )
-                chain = Chain(suffix.for_chain(), draft)
+                chain = Chain(SuffixBeforeModel(suffix), draft)
                 by_name: dict[str, list[Drafter]] = {
                     DrafterName.AUTO: [draft, suffix, chain],
                     DrafterName.MODEL: [draft],

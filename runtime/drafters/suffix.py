@@ -7,7 +7,6 @@ derived from the counts. A run is a sequence of 1, 2, 4, 8 or 16 tokens.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,13 +53,11 @@ class Suffix:
 
     Each token of the text tests the prediction at its position, drafted or not, so each class of
     predictions has a measured acceptance rate. A draft ends when the product of its tokens' rates
-    falls below MIN_PROBABILITY or, with `before_model`, when a rate falls below MIN_RATE. Earlier
-    outputs are searched, too; the prediction with the best rate is used, the text's on ties. Drafts
-    are deterministic.
+    falls below MIN_PROBABILITY. Earlier outputs are searched, too; the prediction with the best
+    rate is used, the text's on ties. Drafts are deterministic.
 
     Args:
         earlier: Outputs of earlier requests to draft from.
-        before_model: True if a draft model continues the draft.
         min_match: Shortest match, rounded down to 1, 2, 4, 8 or 16 tokens.
         max_match: Longest match, rounded down likewise.
     """
@@ -70,7 +67,6 @@ class Suffix:
     def __init__(
         self,
         earlier: EarlierOutputs | None = None,
-        before_model: bool = False,
         min_match: int = 1,
         max_match: int = MAX_LENGTH,
     ) -> None:
@@ -78,57 +74,39 @@ class Suffix:
             raise ValueError(
                 f"lookup_min must be between 1 and lookup_max, got {min_match} and {max_match}"
             )
-        levels = range(_level(min_match), _level(max_match) + 1)
-        self._state = _SuffixState(earlier, levels)
-        self._before_model = before_model
+        self._earlier = earlier
+        self._levels = range(_level(min_match), _level(max_match) + 1)
+        self._begin()
 
-    def for_chain(self) -> Suffix:
-        """Return a drafter over the same state, for use before a draft model."""
-        drafter = copy.copy(self)
-        drafter._before_model = True
-        return drafter
-
-    def predict(self, history: History, max_tokens: int) -> Prediction:
-        """Return the predicted continuation of up to `max_tokens` tokens."""
-        return self._state.predict(history, max_tokens)
-
-    def propose(
-        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-    ) -> Draft:
-        prediction = self._state.predict(history, max_tokens)
-        count = prediction.num_before_model if self._before_model else prediction.num_standalone
-        return Draft(prediction.tokens[: min(count, max_tokens)])
-
-    def truncate(self, length: int) -> None:
-        """Roll back; the index is rebuilt if the text was shortened or replaced."""
-        self._state.truncate(length)
-
-
-def count_accepted(draft: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
-    """Return the numbers of accepted and of tested tokens of a deterministic draft."""
-    num_accepted = common_prefix_length(draft, tokens)
-    return num_accepted, min(num_accepted + 1, len(draft), len(tokens))
-
-
-def _level(length: int) -> int:
-    """Return the index of the longest indexed match length up to `length`."""
-    return min(length.bit_length(), NUM_LENGTHS) - 1
-
-
-class _SuffixState:
-    """Index of the text so far, and acceptance rates of predictions from it."""
-
-    def __init__(self, earlier: EarlierOutputs | None, levels: range) -> None:
-        self._earlier, self._levels = earlier, levels
+    def _begin(self) -> None:
         self._length = 0
         self._max_predicted = -1  # limit of the last prediction; -1 if there is none
         self._last = Prediction([], [], 0, 0)
         self._rates = ClassRates()
-        self._readers: list[_Reader] = []
-        self._begin()
+        self._readers = [_Reader(SuffixIndex(), self._levels, adds=True)]
+        if self._earlier is not None:
+            self._readers += [
+                _Reader(index, self._levels, NUM_CLASSES)
+                for index in self._earlier.indexes
+                if index.num_tokens
+            ]
+
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        prediction = self.predict(history, max_tokens)
+        return Draft(prediction.tokens[: min(prediction.num_standalone, max_tokens)])
+
+    def truncate(self, length: int) -> None:
+        """Roll back; the index is rebuilt if the text was shortened or replaced."""
+        if length < self._length or not length:
+            self._begin()
 
     def predict(self, history: History, max_tokens: int) -> Prediction:
-        """Return a prediction; the last one is reused for the same text and length."""
+        """Return the predicted continuation of up to `max_tokens` tokens.
+
+        The last prediction is reused for the same text and length.
+        """
         drafted = history.last(history.length - history.num_committed)
         if (
             (missing := history.num_committed - self._length)
@@ -167,21 +145,6 @@ class _SuffixState:
                 reader.read(token)
         return Prediction(tokens, rates, num_standalone, num_before_model)
 
-    def truncate(self, length: int) -> None:
-        if length < self._length or not length:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._length, self._max_predicted = 0, -1
-        self._rates = ClassRates()
-        self._readers = [_Reader(SuffixIndex(), self._levels, adds=True)]
-        if self._earlier is not None:
-            self._readers += [
-                _Reader(index, self._levels, NUM_CLASSES)
-                for index in self._earlier.indexes
-                if index.num_tokens
-            ]
-
     def _read(self, tokens: Sequence[int]) -> None:
         readers, record = self._readers, self._rates.record
         for token in tokens:
@@ -190,6 +153,38 @@ class _SuffixState:
                     record(follower[1], follower[0] == token)
                 reader.read(token)
         self._length += len(tokens)
+
+
+class SuffixBeforeModel:
+    """Suffix decoding of `suffix` whose draft a draft model continues.
+
+    A draft ends when a token's rate falls below MIN_RATE.
+    """
+
+    name = DrafterName.SUFFIX
+
+    def __init__(self, suffix: Suffix) -> None:
+        self._suffix = suffix
+
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        prediction = self._suffix.predict(history, max_tokens)
+        return Draft(prediction.tokens[: min(prediction.num_before_model, max_tokens)])
+
+    def truncate(self, length: int) -> None:
+        self._suffix.truncate(length)
+
+
+def count_accepted(draft: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
+    """Return the numbers of accepted and of tested tokens of a deterministic draft."""
+    num_accepted = common_prefix_length(draft, tokens)
+    return num_accepted, min(num_accepted + 1, len(draft), len(tokens))
+
+
+def _level(length: int) -> int:
+    """Return the index of the longest indexed match length up to `length`."""
+    return min(length.bit_length(), NUM_LENGTHS) - 1
 
 
 class _Reader:

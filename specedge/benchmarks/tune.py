@@ -20,7 +20,7 @@ from specedge.runtime.backend import self_test
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import has_pool
 from specedge.runtime.decoding.protocols import Drafter
-from specedge.runtime.drafters.suffix import Suffix, count_accepted
+from specedge.runtime.drafters.suffix import Suffix, SuffixBeforeModel, count_accepted
 from specedge.runtime.planning import measurement
 from specedge.runtime.planning.cost_table import Measurement
 from specedge.runtime.planning.measurement import MIN_CONTEXT, PREFILL_LENGTH, Progress
@@ -98,7 +98,7 @@ def _run_texts(pipeline: Pipeline, progress: Progress) -> dict[str, Accepted]:
         tokens = _run(pipeline, prompt, MODES[mode], i, accepted[mode])
         accepted[mode].setdefault(DrafterName.SUFFIX, []).extend(
             accepted_copies(
-                Suffix(before_model=True),
+                SuffixBeforeModel(Suffix()),
                 [*prompt, *tokens],
                 len(prompt),
                 pipeline.max_planned_tokens,

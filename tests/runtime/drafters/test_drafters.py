@@ -13,7 +13,7 @@ from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.ngrams import NGramDrafter, count
 from specedge.runtime.drafters.registry import CustomDrafter, RandomDrafter
-from specedge.runtime.drafters.suffix import EarlierOutputs, Suffix
+from specedge.runtime.drafters.suffix import EarlierOutputs, Suffix, SuffixBeforeModel
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
@@ -57,7 +57,7 @@ DRAFTERS = {
     "ngram": lambda: NGramDrafter(TABLES),
     "random": lambda: RandomDrafter(2),
     "chain": lambda: Chain(Suffix(min_match=1, max_match=3), model()),
-    "suffix, then model": lambda: Chain(Suffix(before_model=True), model()),
+    "suffix, then model": lambda: Chain(SuffixBeforeModel(Suffix()), model()),
     "sure, then model": lambda: Chain(Sure(), model()),
     "sure, ngram, then model": lambda: Chain(Sure(), Sometimes(DRAFTERS["ngram"]()), model()),
     "model, then suffix": lambda: Chain(Sometimes(model()), Suffix()),

@@ -18,6 +18,7 @@ from specedge.runtime.drafters.suffix import (
     PRIOR_TESTS,
     EarlierOutputs,
     Suffix,
+    SuffixBeforeModel,
 )
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
@@ -102,7 +103,7 @@ TEXTS = st.one_of(
 @pytest.mark.parametrize("before_model", [False, True])
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=6), st.integers(0, 20))
 def test_draft_equals_brute_force_counting(before_model, text, drafted, max_tokens):
-    drafter = Suffix(before_model=before_model)
+    drafter = SuffixBeforeModel(Suffix()) if before_model else Suffix()
     alone = propose(drafter, text, max_tokens)
     assert alone == counted_out(text, max_tokens, (), before_model)
     again = propose(drafter, text, max_tokens, drafted)
@@ -160,7 +161,7 @@ class CountedRuns(dict):
 @pytest.mark.parametrize("alphabet", [1, 3, 50])
 def test_steps_per_token_do_not_depend_on_text_length(alphabet):
     drafter, history = Suffix(), History([0])
-    runs = drafter._state._readers[0]._index._runs = CountedRuns()
+    runs = drafter._readers[0]._index._runs = CountedRuns()
     rng, asked = np.random.default_rng(0), []
     for _ in range(600):
         history.extend(rng.integers(0, alphabet, 3).tolist())
