@@ -25,7 +25,6 @@ FILES = {
 }  # fmt: skip
 BUILD = "ngram build words.txt"
 BATCH = "generate --prompts prompts.txt --output out"
-COSTS = "theory --alpha 0.8 --draft-cost 0.1"
 BAD = [
     ("frobnicate", "frobnicate"),
     ("generate", "PROMPT"),
@@ -138,21 +137,6 @@ BAD = [
     ("doctor --device tpu", "'tpu' is not one of"),
     ("doctor --overwrite", "--overwrite requires --report"),
     ("doctor --report no/report.json", "does not exist"),
-    ("theory --alpha 0.8", "--alpha and --draft-cost must be"),
-    ("theory --host-cost 0", "--alpha and --draft-cost must be"),
-    ("theory --alpha 1.5 --draft-cost 0.1", "--alpha"),
-    ("theory --alpha nan --draft-cost 0.1", "alpha must be between 0 and 1"),
-    (f"{COSTS} --verify-cost 1,x", "--verify-cost"),
-    (f"{COSTS} --verify-cost ''", "--verify-cost"),
-    (f"{COSTS} --verify-cost 0", "verify_cost must be above 0"),
-    (f"{COSTS} --verify-cost 1.1,1.2", "begin with the cost at K = 0, which is 1"),
-    ("theory --alpha 0.8 --draft-cost 1e308", "the cost of a round"),
-    ("theory --alpha 0.8 --draft-cost 0 --verify-cost 1e-320 --json", "out of range"),
-    ("theory --format png", "require --figures"),
-    ("theory --overwrite", "require --figures"),
-    ("theory --figures ''", "is not a folder"),
-    ("theory --figures README.md", "is not a folder"),
-    ("theory --figures no/such/place", "does not exist"),
     ("serve --max-length 513", "max_length must be between 2 and 512, got 513"),
     ("serve --slots 0", "0 is not in the range"),
     ("serve --slots 1000000", "not enough memory for python-9m"),

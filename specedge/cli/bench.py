@@ -113,8 +113,7 @@ def bench(
 ) -> None:
     """Benchmark drafters and draft lengths.
 
-    Each setting is compared with plain decoding and with the speed-up predicted by the formulas of
-    'specedge theory'.
+    Each setting is compared with plain decoding and with the speed-up that formulas predict.
     """
     from specedge.benchmarks.measure import settings
     from specedge.cli import bench_output, bench_page, plots

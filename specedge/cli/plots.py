@@ -1,20 +1,14 @@
-"""Plots of `specedge theory` and `specedge bench`, drawn with matplotlib (the `plot` extra)."""
+"""Plots of `specedge bench`, drawn with matplotlib (the `plot` extra)."""
 
 from __future__ import annotations
 
 import importlib
 import io
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from specedge.bundle.store import temporary_beside
 from specedge.errors import MissingExtraError, SpecEdgeError
-from specedge.theory import formulas
 
 if TYPE_CHECKING:
     from specedge.benchmarks.summary import Figures
@@ -24,40 +18,6 @@ _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00")
 _LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _TIME_PARTS = ("draft", "verify", "sampling", "rest")
-
-
-def check_folder(folder: str, form: str, overwrite: bool) -> None:
-    """Raise click.UsageError for a folder that figures cannot be written to."""
-    path = Path(os.path.abspath(folder))
-    if not folder or (path.exists() and not path.is_dir()):
-        raise click.UsageError(f"'{folder}' is not a folder; specify one for --figures")
-    if not path.parent.is_dir():
-        raise click.UsageError(f"the parent folder of {folder} does not exist; create it first")
-    for name in _THEORY:
-        file = Path(folder, f"{name}.{form}")
-        if os.path.lexists(file) and not overwrite:
-            raise click.UsageError(f"{file} exists; specify another folder, or use --overwrite")
-
-
-def write_theory(folder: str, form: str, overwrite: bool) -> list[Path]:
-    """Write the figures of the papers to a folder and return their paths.
-
-    Args:
-        folder: Folder, which is created if its parent exists.
-        form: "svg" or "png".
-        overwrite: Replace existing figures.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
-    """
-    contents = {Path(folder, f"{name}.{form}"): draw(_THEORY[name], form) for name in _THEORY}
-    check_folder(folder, form, overwrite)  # drawing takes seconds
-    Path(folder).mkdir(exist_ok=True)
-    for path, content in contents.items():
-        with temporary_beside(path) as temporary:
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-    return list(contents)
 
 
 def benchmark_plots(rows: Sequence[Figures]) -> Iterator[tuple[str, str]]:
@@ -91,12 +51,11 @@ def require_matplotlib() -> None:
         pass
 
 
-def draw(plot: Callable[[Any], None], form: str) -> bytes:
-    """Return a plot as a file's bytes, reproducible for one version of matplotlib.
+def draw(plot: Callable[[Any], None]) -> str:
+    """Return a plot as the text of an SVG file, reproducible for one version of matplotlib.
 
     Args:
         plot: Draws on the axes that it receives.
-        form: "svg" or "png".
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
@@ -108,10 +67,9 @@ def draw(plot: Callable[[Any], None], form: str) -> bytes:
         axes.set_axisbelow(True)
         plot(axes)
         figure.legend(loc="outside right upper", frameon=False)
-        hidden = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
         file = io.BytesIO()
-        figure.savefig(file, format=form, metadata=hidden[form])
-    return file.getvalue()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return file.getvalue().decode("utf-8")
 
 
 @contextmanager
@@ -136,14 +94,8 @@ def _matplotlib() -> Iterator[Any]:
 
 def _element(plot: Callable[[Any], None]) -> str:
     """Return a plot as an SVG element for HTML, without the XML prolog."""
-    text = draw(plot, "svg").decode("utf-8")
+    text = draw(plot)
     return text[text.index("<svg") :]
-
-
-def _style(index: int, marked: bool = False) -> dict[str, Any]:
-    index %= len(_COLORS)
-    style = {"color": _COLORS[index], "linestyle": _LINES[index], "markersize": 4}
-    return style | ({"marker": _MARKERS[index]} if marked else {})
 
 
 def _drafters(rows: Sequence[Figures]) -> Iterator[tuple[int, str, list[Figures]]]:
@@ -189,7 +141,9 @@ def _acceptance(axes: Any, rows: Sequence[Figures]) -> None:
     for i, name, figures in _drafters(rows):
         longest = max(figures, key=lambda row: len(row.acceptance_by_position))
         rates = [rate for rate in longest.acceptance_by_position if rate is not None]
-        axes.plot(range(1, len(rates) + 1), rates, label=name, **_style(i, marked=True))
+        i %= len(_COLORS)
+        style = {"color": _COLORS[i], "linestyle": _LINES[i], "marker": _MARKERS[i]}
+        axes.plot(range(1, len(rates) + 1), rates, label=name, markersize=4, **style)
     axes.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
 
 
@@ -201,56 +155,3 @@ def _round_time(axes: Any, rows: Sequence[Figures]) -> None:
         k = f", K = {row.num_draft_tokens}" if row.drafter not in ("plain", "auto") else ""
         bars.append((f"{row.drafter[:12]}{k}", times))
     stacked_bars(axes, "ms", _TIME_PARTS, bars)
-
-
-def _expected_tokens(axes: Any) -> None:
-    alphas = [i / 100 for i in range(101)]
-    limits = [formulas.expected_tokens_limit(alpha) for alpha in alphas[:91]]
-    axes.plot(alphas[:91], limits, label="any K (limit)", **_style(0))
-    for i, k in enumerate((10, 7, 5, 3, 1), 1):
-        tokens = [formulas.expected_tokens(alpha, k) for alpha in alphas]
-        axes.plot(alphas, tokens, label=f"K = {k}", **_style(i))
-    axes.set_title("Tokens per round (Leviathan et al. 2023, figure 2)", size=11)
-    axes.set(xlabel="acceptance rate α", ylabel="expected tokens per round")
-
-
-def _best_k(axes: Any) -> None:
-    alphas = [i / 200 for i in range(191)]
-    for i, cost in enumerate((0.01, 0.02, 0.05, 0.1, 0.2, 0.5)):
-        ks = [formulas.best_k(alpha, cost) for alpha in alphas]
-        axes.plot(alphas, ks, label=f"c = {cost:g}", drawstyle="steps-pre", **_style(i))
-    axes.set_title("Optimal number of draft tokens (Leviathan et al. 2023, figure 3)", size=11)
-    axes.set(xlabel="acceptance rate α", ylabel="optimal K")
-
-
-def _operations(axes: Any) -> None:
-    for i, alpha in enumerate((0.9, 0.8, 0.7, 0.6, 0.5)):
-        factors = [formulas.operations_factor(alpha, k) for k in range(11)]
-        speedups = [formulas.speedup(alpha, k, 0) for k in range(11)]
-        axes.plot(factors, speedups, label=f"α = {alpha:g}", **_style(i, marked=True))
-    axes.set_title(
-        "Speed-up and operations, K = 0 to 10, free drafts (Leviathan et al. 2023)", size=11
-    )
-    axes.set(xlabel="arithmetic operations relative to the target alone", ylabel="speed-up")
-
-
-def _verify_cost(axes: Any) -> None:
-    alpha, draft_cost, ks = 0.8, 0.05, range(17)
-    for i, slope in enumerate((0.0, 0.05, 0.1, 0.25, 0.8)):
-        costs = [1 + slope * k for k in ks]
-        speedups = [formulas.speedup(alpha, k, draft_cost, costs) for k in ks]
-        label = f"v = 1 + {slope:g} K" if slope else "v = 1"
-        best = formulas.best_k(alpha, draft_cost, costs)
-        axes.plot(ks, speedups, label=f"{label}: optimal K = {best}", **_style(i, marked=True))
-    axes.set_title(
-        f"Speed-up by cost of a verify pass (α = {alpha:g}, c = {draft_cost:g})", size=11
-    )
-    axes.set(xlabel="draft tokens per round, K", ylabel="speed-up")
-
-
-_THEORY = {
-    "tokens": _expected_tokens,
-    "best-k": _best_k,
-    "operations": _operations,
-    "verify-cost": _verify_cost,
-}

@@ -195,7 +195,7 @@ def test_expected_rounds_of_a_text_follow_acceptance():
     assert text_rounds([0.25], [1.0, 1.5], 2, greedy=True) == pytest.approx(1.5 + 0.75 * 1.0)
     assert text_rounds([], [2.0], 7, greedy=True) == 14
     rounds, n = [1.0, 1.2, 1.4, 1.6], 4000
-    expected = n / speedup(0.7, 3, 0.0, rounds)
+    expected = n / speedup(0.7, 3, 0.0, rounds[3])
     found = text_rounds([0.7] * 3, [1.0, 1.6, 1.6, 1.6], n, greedy=False)
     assert found == pytest.approx(expected, rel=1e-3)
 

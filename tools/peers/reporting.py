@@ -215,4 +215,4 @@ def chart(model: Figures) -> str:
         axes.set_title(title)
         plots.stacked_bars(axes, "ms per token", ("plain", "with drafts"), bars)
 
-    return plots.draw(draw, "svg").decode("utf-8")
+    return plots.draw(draw)
