@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 _SPACE = " \t\n\r"
-_WORDS = {"t": "rue", "f": "alse", "n": "ull"}
 _CLOSERS = {"{": "}", "[": "]"}
-# State machine of a number: "-" sign, "0" leading zero, "1" digits, "." point, "f" fraction digits,
-# "e" exponent letter, "+" its sign, "x" its digits.
-_NUMBERS = {
-    "": {"-": "-", "0": "0", "1": "1"},
-    "-": {"0": "0", "1": "1"},
-    "0": {".": ".", "e": "e"},
-    "1": {"0": "1", "1": "1", ".": ".", "e": "e"},
-    ".": {"0": "f", "1": "f"},
-    "f": {"0": "f", "1": "f", "e": "e"},
-    "e": {"+": "+", "-": "+", "0": "x", "1": "x"},
-    "+": {"0": "x", "1": "x"},
-    "x": {"0": "x", "1": "x"},
+_DIGITS = "0123456789"
+_WORDS = ("true", "false", "null")
+_FRACTION, _EXPONENT = {".": "point"}, dict.fromkeys("eE", "exponent")
+_KEYS = ("key", "first key")  # "first": after the opening character, before which it may close
+_VALUES = ("value", "first item")
+_BETWEEN_TOKENS = (*_KEYS, *_VALUES, "colon", "after")  # whitespace is allowed
+
+# Next state by state and character. Those of strings, and after values, depend on what is open.
+_STATES: dict[str, dict[str, str]] = {
+    **{state: {'"': "string"} for state in _KEYS},
+    **{
+        state: {'"': "string", "-": "minus", "0": "zero"}
+        | dict.fromkeys(_DIGITS[1:], "digits")
+        | {word[0]: word[0] for word in _WORDS}
+        for state in _VALUES
+    },
+    "colon": {":": "value"},
+    "escape": dict.fromkeys('"\\/bfnrt', "string") | {"u": "u"},
+    **{
+        "u" * i: dict.fromkeys("0123456789abcdefABCDEF", "u" * (i + 1) if i < 4 else "string")
+        for i in range(1, 5)
+    },
+    "minus": {"0": "zero"} | dict.fromkeys(_DIGITS[1:], "digits"),
+    "point": dict.fromkeys(_DIGITS, "fraction"),
+    "exponent": dict.fromkeys("+-", "exponent sign") | dict.fromkeys(_DIGITS, "exponent digits"),
+    "exponent sign": dict.fromkeys(_DIGITS, "exponent digits"),
+    **{word[:i]: {word[i]: word[: i + 1]} for word in _WORDS for i in range(1, len(word))},
 }
-_CHARACTER_CLASSES = dict.fromkeys("123456789", "1") | {"E": "e"}  # in numbers
+# States in which a number or word may be complete: other characters follow the value.
+_COMPLETE: dict[str, dict[str, str]] = {
+    "zero": _FRACTION | _EXPONENT,
+    "digits": _FRACTION | _EXPONENT | dict.fromkeys(_DIGITS, "digits"),
+    "fraction": _EXPONENT | dict.fromkeys(_DIGITS, "fraction"),
+    "exponent digits": dict.fromkeys(_DIGITS, "exponent digits"),
+    **{word: {} for word in _WORDS},
+}
 
 
 class JsonScanner:
@@ -29,89 +48,43 @@ class JsonScanner:
     def __init__(self) -> None:
         self.closed = False
         self._closers: list[str] = []  # expected closing characters
-        self._take: Callable[[str], bool] = self._value
-        self._rest = self._number = ""
-        self._is_key = False
-        self._num_digits = 0
+        self._state = "value"
+        self._is_key = False  # the string is a key
+
+    def read(self, text: str) -> int:
+        """Return the number of characters of a valid text up to the end of the value."""
+        for i, character in enumerate(text, 1):
+            if self.take(character) and self.closed:
+                return i
+        return len(text)
 
     def take(self, character: str) -> bool:
         """Read a character; return False if it is invalid at this position."""
-        return self._take(character)
-
-    def _value(self, character: str) -> bool:
-        if character in _SPACE:
+        transitions = _COMPLETE.get(self._state)
+        if transitions is not None and character not in transitions:
+            self._state = "after"
+        state = self._state
+        if state == "string":
+            if character == '"':
+                self._state = "colon" if self._is_key else "after"
+            elif character == "\\":
+                self._state = "escape"
+            return character >= " "
+        if state in _BETWEEN_TOKENS:
+            if character in _SPACE:
+                return True
+            self._is_key = state in _KEYS
+        if state in ("after", "first key", "first item") and character == self._closers[-1]:
+            self._closers.pop()
+            self._state, self.closed = "after", not self._closers
             return True
-        if character in _CLOSERS:
+        if state == "after":
+            self._state = "key" if self._closers[-1] == "}" else "value"
+            return character == ","
+        if state in _VALUES and character in _CLOSERS:
             self._closers.append(_CLOSERS[character])
-            self._take = self._first_key if character == "{" else self._first_item
-        elif character == '"':
-            self._is_key, self._take = False, self._string
-        elif character in _WORDS:
-            self._rest, self._take = _WORDS[character], self._word
-        else:
-            self._number, self._take = "", self._in_number
-            return self._in_number(character)
-        return True
-
-    def _first_item(self, character: str) -> bool:
-        return self._closes(character) or self._value(character)
-
-    def _first_key(self, character: str) -> bool:
-        return self._closes(character) or self._key(character)
-
-    def _key(self, character: str) -> bool:
-        if character == '"':
-            self._is_key, self._take = True, self._string
+            self._state = "first key" if character == "{" else "first item"
             return True
-        return character in _SPACE
-
-    def _colon(self, character: str) -> bool:
-        if character == ":":
-            self._take = self._value
-            return True
-        return character in _SPACE
-
-    def _after(self, character: str) -> bool:
-        """Read a character after a value."""
-        if character == ",":
-            self._take = self._key if self._closers[-1] == "}" else self._value
-            return True
-        return character in _SPACE or self._closes(character)
-
-    def _closes(self, character: str) -> bool:
-        if character != self._closers[-1]:
-            return False
-        self._closers.pop()
-        self._take, self.closed = self._after, not self._closers
-        return True
-
-    def _string(self, character: str) -> bool:
-        if character == '"':
-            self._take = self._colon if self._is_key else self._after
-        elif character == "\\":
-            self._take = self._escape
-        return character >= " "
-
-    def _escape(self, character: str) -> bool:
-        self._num_digits, self._take = 0, self._hexadecimal if character == "u" else self._string
-        return character in '"\\/bfnrtu'
-
-    def _hexadecimal(self, character: str) -> bool:
-        self._num_digits += 1
-        if self._num_digits == 4:
-            self._take = self._string
-        return character in "0123456789abcdefABCDEF"
-
-    def _word(self, character: str) -> bool:
-        expected, self._rest = self._rest[0], self._rest[1:]
-        if not self._rest:
-            self._take = self._after
-        return character == expected
-
-    def _in_number(self, character: str) -> bool:
-        state = _NUMBERS[self._number].get(_CHARACTER_CLASSES.get(character, character))
-        if state is not None:
-            self._number = state
-            return True
-        self._take = self._after
-        return self._number in ("0", "1", "f", "x") and self._after(character)
+        next_state = (transitions or _STATES[state]).get(character)
+        self._state = next_state or state
+        return next_state is not None

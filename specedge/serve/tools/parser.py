@@ -12,6 +12,7 @@ from typing import Any
 from ..reasoning import partial_marker_length
 from .declarations import ToolSet
 from .families import ARGS, CALL_ID, HERMES, LLAMA, MISTRAL, CallFamily
+from .json_scanner import JsonScanner
 from .scanner import CLOSING, CallScanner
 from .syntaxes import DECODER, Schemas, call_of, parse_syntax
 
@@ -51,7 +52,7 @@ class ToolCallParser:
         self._has_output = self._after_call = False  # any part so far; the last one was a call
         self._inside = False  # the pending text may be a call
         self._scan: CallScanner | None = None
-        self._arguments: _Arguments | None = None
+        self._arguments: JsonScanner | None = None
         self.num_calls = 0
 
     @property
@@ -177,7 +178,7 @@ class ToolCallParser:
                 if header is None:
                     return
                 self._pending = self._pending[header.end() :]
-                self._arguments = _Arguments()
+                self._arguments = JsonScanner()
                 yield self._begin_call(header[1], "")
             length = self._arguments.read(self._pending)
             if length:
@@ -191,29 +192,6 @@ class ToolCallParser:
         self.num_calls += 1
         self._has_output = self._after_call = True
         return CallDelta(self.num_calls - 1, f"call_{secrets.token_hex(12)}", name, arguments)
-
-
-class _Arguments:
-    """Scanner that finds the end of a JSON object."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = self._escaped = self.closed = False
-
-    def read(self, text: str) -> int:
-        """Return the number of characters that are part of the object."""
-        for i, character in enumerate(text):
-            if self._in_string:
-                self._in_string = self._escaped or character != '"'
-                self._escaped = character == "\\" and not self._escaped
-            elif character == '"':
-                self._in_string = True
-            else:
-                self._depth += (character in "{[") - (character in "}]")
-                if not self._depth:
-                    self.closed = True
-                    return i + 1
-        return len(text)
 
 
 # For complete calls that are followed by a truncated or invalid one.
