@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,8 +19,6 @@ from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
     from specedge.runtime.requests.stream import Generation, Stream
-
-_MAX_REPLAY_LENGTH = 64 * 2**20  # characters
 
 
 @click.command()
@@ -269,23 +266,10 @@ def _replay_options(name: str, num_draft_tokens: int | str) -> dict[str, Any]:
     if num_draft_tokens != AUTO:
         raise click.UsageError("--replay excludes --num-draft-tokens")
     try:
-        document = parse(_read_replay(name))
+        document = parse(options.read_text(name))
         if not isinstance(document, dict) or "plan" not in document:
             raise JsonError("has no 'plan'; specify the output of 'specedge generate --json'")
         GenerationRequest(replay=document["plan"])
     except ValueError as error:
         raise click.UsageError(f"{name}: {error}") from error
     return {"replay": document["plan"]}
-
-
-def _read_replay(name: str) -> str:
-    try:
-        with Path(name).open(encoding="utf-8-sig") as file:
-            text = file.read(_MAX_REPLAY_LENGTH + 1)
-    except UnicodeDecodeError as error:
-        raise JsonError(f"is not UTF-8 text ({error.reason})") from error
-    except (OSError, ValueError) as error:  # a NUL in a path is a ValueError
-        raise JsonError(str(getattr(error, "strerror", None) or error)) from error
-    if len(text) > _MAX_REPLAY_LENGTH:
-        raise JsonError(f"exceeds the limit of {_MAX_REPLAY_LENGTH} characters")
-    return text
