@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HERMES, LLAMA = "<tool_call>", "<|python_tag|>"
 MISTRAL, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -67,9 +67,9 @@ class CallFamily:
 
     name: str
     marker: str
-    before: str
-    middle: str
-    after: str
+    before: str = '{"name": "'
+    middle: str = '", "arguments": '
+    after: str = "}"
     between: str = ""
     opening: str = ""
     closing: str = ""
@@ -98,12 +98,10 @@ class CallFamily:
 
 
 _ID = "\0"  # placeholder of an id in `middle`
-_OBJECT = '{"name": "'
 _HERMES = CallFamily(
     "Hermes",
     HERMES,
-    before=f"{HERMES}\n{_OBJECT}",
-    middle='", "arguments": ',
+    before=f'{HERMES}\n{{"name": "',
     after="}\n</tool_call>",
     between="\n",
     delimiters=(HERMES, "</tool_call>"),
@@ -111,15 +109,12 @@ _HERMES = CallFamily(
 _GENERIC = CallFamily(
     "JSON",
     HERMES,
-    before=_OBJECT,
-    middle='", "arguments": ',
-    after="}",
     between="\n",
     requires_marker=False,
     syntax="json",
     alternatives=("```json", "{", "["),
 )
-EXPLAINED = CallFamily(**{**vars(_HERMES), "name": "explained", "is_native": False})
+EXPLAINED = replace(_HERMES, name="explained", is_native=False)
 _XML = CallFamily(
     "Qwen3-Coder",
     HERMES,
@@ -190,7 +185,6 @@ _COMMAND = CallFamily(
     "<|START_ACTION|>",
     before='{"tool_call_id": "0", "tool_name": "',
     middle='", "parameters": ',
-    after="}",
     between=",\n    ",
     opening="<|START_ACTION|>[\n    ",
     closing="\n]<|END_ACTION|>",
@@ -213,9 +207,7 @@ _HARMONY = CallFamily(
 _LLAMA = CallFamily(
     "Llama 3",
     LLAMA,
-    before=_OBJECT,
     middle='", "parameters": ',
-    after="}",
     delimiters=(LLAMA,),
     arguments="parameters",
     requires_marker=False,
@@ -265,15 +257,13 @@ def _family_of_text(template: str) -> CallFamily:
 def _mistral(template: str) -> CallFamily:
     short = re.search(r"length\s*!=\s*9", template) is not None
     if ARGS in template:
-        middle = f"{CALL_ID}{_ID}{ARGS}" if CALL_ID in template else ARGS
-        delimiters = (MISTRAL, CALL_ID, ARGS)
         return CallFamily(
             "Mistral",
             MISTRAL,
-            MISTRAL,
-            middle,
-            "",
-            delimiters=delimiters,
+            before=MISTRAL,
+            middle=f"{CALL_ID}{_ID}{ARGS}" if CALL_ID in template else ARGS,
+            after="",
+            delimiters=(MISTRAL, CALL_ID, ARGS),
             arguments=None,
             short_ids=short,
         )
@@ -281,9 +271,6 @@ def _mistral(template: str) -> CallFamily:
     return CallFamily(
         "Mistral",
         MISTRAL,
-        before=_OBJECT,
-        middle='", "arguments": ',
-        after="}",
         between=", ",
         opening=f"{MISTRAL}{space}[",
         closing="]",
@@ -297,9 +284,6 @@ def _listed(end: str) -> CallFamily:
     return CallFamily(
         "Phi-4-mini" if end else "Granite 3",
         "<|tool_call|>",
-        before=_OBJECT,
-        middle='", "arguments": ',
-        after="}",
         between=", ",
         opening="<|tool_call|>[",
         closing=f"]{end}",

@@ -195,7 +195,7 @@ class ToolCallParser:
 
 
 # For complete calls that are followed by a truncated or invalid one.
-_JSON_CALLS = CallFamily("JSON", LLAMA, "", "", "", syntax="json", alternatives=(HERMES, MISTRAL))
+_JSON_CALLS = CallFamily("JSON", LLAMA, syntax="json")
 
 
 def _parse_calls(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str] | None:
