@@ -19,7 +19,7 @@ from specedge.bundle.manifest import (
     ModelEntry,
     signatures,
 )
-from specedge.bundle.precision import FLOAT32, KEEP, QUANTIZED_DTYPES
+from specedge.bundle.precision import DTYPE, KEEP, QUANTIZED_DTYPES
 from specedge.bundle.reports import ParityReport
 from specedge.errors import ExportError
 
@@ -302,7 +302,7 @@ def _model_entry(
         vocab_size=part.num_tokens,
         padded_vocab_size=shape.padded_vocab_size,
         context_length=shape.context_length,
-        dtype=FLOAT32.compute,
+        dtype=DTYPE,
         weights_dtype=part.loaded.dtype,
         capacity=shape.capacity,
         states=shape.states,

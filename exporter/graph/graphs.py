@@ -12,7 +12,7 @@ import onnxscript.optimizer
 
 from specedge.bundle.graph_variants import cache_dtype
 from specedge.bundle.manifest import PREFILL_LENGTH, GraphEntry, signature_name
-from specedge.bundle.precision import FLOAT32
+from specedge.bundle.precision import DTYPE
 from specedge.errors import ExportError
 
 from ..internals import describe_versions
@@ -64,7 +64,7 @@ class GraphFile:
 def variant_signature(base: str, ops: str) -> str:
     """Return the name of a signature in a graph variant, with its cache type unless float32."""
     dtype = cache_dtype(ops)
-    return base if dtype == FLOAT32.cache else f"{base}_{dtype}"
+    return base if dtype == DTYPE else f"{base}_{dtype}"
 
 
 def graph_files(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[GraphFile]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specedge.bundle.manifest import State, key_value_states
-from specedge.bundle.precision import FLOAT32
+from specedge.bundle.precision import DTYPE
 from specedge.errors import ExportError, MissingExtraError, SpecEdgeError
 
 from .. import internals
@@ -100,7 +100,7 @@ def _states(model_type: str, index: int, layer: Any) -> tuple[State, ...]:
     if (rows := layer.keys.shape[2]) != 2:
         raise ExportError(f"layer {index} of {model_type} models has {rows} rows for two tokens")
     keys, values = layer.keys.shape, layer.values.shape
-    return key_value_states(index, (keys[1], keys[3]), (values[1], values[3]), FLOAT32.cache)
+    return key_value_states(index, (keys[1], keys[3]), (values[1], values[3]), DTYPE)
 
 
 def _check_optimum(model: torch.nn.Module, layers: tuple[tuple[State, ...], ...]) -> None:

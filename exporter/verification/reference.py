@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
-from specedge.bundle.precision import FLOAT32
+from specedge.bundle.precision import ERROR_MULTIPLE
 from specedge.errors import ParityError
 
 from .. import internals
@@ -372,5 +372,5 @@ def near_routing_ties(
                 ordered = -np.sort(-exact_scores, axis=1)
                 margin = np.nan_to_num(ordered[:, k - 1] - ordered[:, k], nan=np.inf)
             part = near[positions]
-            part |= (margin < 2 * FLOAT32.multiple * noise).reshape(len(part), -1).any(1)
+            part |= (margin < 2 * ERROR_MULTIPLE * noise).reshape(len(part), -1).any(1)
     return near

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specedge.bundle.precision import FLOAT32
+from specedge.bundle.precision import ERROR_FLOOR, ERROR_MULTIPLE
 from specedge.errors import ParityError
 
 TINY = 1e-6  # minimum scale of a row, relative to the output's largest value
@@ -37,7 +37,7 @@ def float32_error_bounds(error: np.ndarray, exact: np.ndarray) -> np.ndarray:
     """Return float32's relative `error` of each row, at least the median. [..., n] -> [..., n]"""
     relative = error / row_scales(exact)
     usual = np.median(relative, axis=-1, keepdims=True)
-    return np.maximum(relative, usual) + FLOAT32.floor / FLOAT32.multiple
+    return np.maximum(relative, usual) + ERROR_FLOOR / ERROR_MULTIPLE
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ErrorCheck:
     role: str
     reference_name: str
     tolerance: float | None = None
-    multiple: float = FLOAT32.multiple
+    multiple: float = ERROR_MULTIPLE
     worst: dict[str, float] = field(default_factory=dict)  # relative to the output's largest value
     row: float = 0.0  # the worst of all relative to its row's largest value
     ratio: float = 0.0  # the largest multiple of float32's own error

@@ -20,7 +20,7 @@ from specedge.bundle.graph_variants import (
     compute_dtype,
 )
 from specedge.bundle.manifest import REEXPORT_HINT, GraphEntry, ModelEntry, has_mixed_shapes
-from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES, precision_of
+from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES, check_dtypes
 from specedge.bundle.signature import SAMPLING_INPUTS, Port, Signature
 from specedge.diagnosis.packages import version_numbers
 from specedge.errors import BundleError, DeviceError
@@ -51,7 +51,7 @@ class ModelSession:
         self.ops = choose_ops(model, ops, device)
         _check_version(model, self.ops)
         where = f"{bundle.folder / MANIFEST}: {model.source.id}"
-        precision_of(where, model.dtype, model.states[0].dtype)
+        check_dtypes(where, model.dtype, model.states[0].dtype)
         if device.is_cpu and compute_dtype(self.ops) == "bfloat16":
             alternatives = ", ".join(
                 name for name in model.parity if compute_dtype(name) != "bfloat16"

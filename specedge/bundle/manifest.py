@@ -26,7 +26,7 @@ from .graph_variants import (
     is_qdq,
     is_reduced_precision,
 )
-from .precision import DTYPES, PRECISIONS, QUANTIZED_DTYPES, Precision, precision_of
+from .precision import DTYPE, DTYPES, ERROR_MULTIPLE, QUANTIZED_DTYPES
 from .reports import ParityReport, QuantizationReport, check_single_line
 from .signature import Port, Signature
 
@@ -222,12 +222,11 @@ class ModelEntry:
             raise ValueError("num_parameters and num_experts must be at least 0")
         for graph in self.graphs:
             self._check_signature(graph)
-        if precision := PRECISIONS.get(self.dtype):
-            for report in self.parity.values():
-                if report.tolerance is None and report.error_ratio > precision.multiple:
-                    raise ValueError(
-                        f"error_ratio must be at most {precision.multiple:g} without a tolerance"
-                    )
+        for report in self.parity.values() if self.dtype == DTYPE else ():
+            if report.tolerance is None and report.error_ratio > ERROR_MULTIPLE:
+                raise ValueError(
+                    f"error_ratio must be at most {ERROR_MULTIPLE:g} without a tolerance"
+                )
 
     def _check_signature(self, graph: GraphEntry) -> None:
         signature = self.signatures.get(graph.signature)
@@ -345,7 +344,7 @@ class ModelEntry:
 
     def describe_parity(self, ops: str) -> str:
         """Return the verification results of a graph variant as one line."""
-        summary = self.parity[ops].summary(self.precision)
+        summary = self.parity[ops].summary()
         if ops in self.quantization:
             quality = self.quantization[ops].summary()
             name = f"{self.weights_dtype}{describe_dtypes(ops)}"
@@ -356,12 +355,7 @@ class ModelEntry:
         """Return the largest error of a graph variant, relative to the largest value."""
         if ops in self.quantization:
             return 2 * self.quantization[ops].error  # other texts may have larger errors
-        return self.parity[ops].bound(self.precision)
-
-    @property
-    def precision(self) -> Precision:
-        """Numeric types; raises BundleError if this version does not support them."""
-        return precision_of(self.source.id, self.dtype, self.states[0].dtype)
+        return self.parity[ops].bound
 
     def has(self, name: str, ops: str) -> bool:
         """Return True if a graph variant has a graph of that name."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..errors import BundleError
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per element
@@ -23,44 +21,17 @@ OLDEST_ONNXRUNTIME = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Types of a model and the error bounds of its graphs.
-
-    Attributes:
-        compute: Compute type.
-        weights: Storage types; weights are stored in the first that is the checkpoint's type and
-            loses no bits.
-        cache: Type of the caches.
-        multiple: Largest error as a multiple of PyTorch's in the same precision.
-        floor: Error allowed in addition, relative to the largest value: sums in another order
-            differ by some ulps.
-    """
-
-    compute: str
-    weights: tuple[str, ...]
-    cache: str
-    multiple: float
-    floor: float
+DTYPE = "float32"  # of activations and caches in graph variants whose names have no type
+# Float32 error of a correct graph: a multiple of PyTorch's, and a part of the largest value, since
+# sums in another order differ by some ulps.
+ERROR_MULTIPLE = 16.0
+ERROR_FLOOR = 16 * 2.0**-24
 
 
-FLOAT32 = Precision(
-    compute="float32",
-    weights=("float32", "float16", "bfloat16"),
-    cache="float32",
-    multiple=16.0,
-    floor=16 * 2.0**-24,
-)
-PRECISIONS = {FLOAT32.compute: FLOAT32}
-
-
-def precision_of(name: str, compute: str, cache: str) -> Precision:
-    """Return the precision of a model; raise BundleError if it is not supported."""
-    precision = PRECISIONS.get(compute)
-    if precision is None or precision.cache != cache:
-        supported = ", ".join(f"{p.compute} with caches in {p.cache}" for p in PRECISIONS.values())
+def check_dtypes(name: str, compute: str, cache: str) -> None:
+    """Raise BundleError if the compute type or cache type of a model is not supported."""
+    if (compute, cache) != (DTYPE, DTYPE):
         raise BundleError(
             f"{name} computes in {compute} with caches in {cache}; this version of specedge "
-            f"supports {supported}; upgrade specedge, or export the bundle again"
+            f"supports {DTYPE} with caches in {DTYPE}; upgrade specedge, or export the bundle again"
         )
-    return precision

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from ..strict_json import OPTIONAL
-from .precision import Precision
+from .precision import ERROR_FLOOR, ERROR_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class ParityReport:
         for text in (*self.versions, *self.versions.values()):
             check_single_line("versions", text)
 
-    def summary(self, precision: Precision) -> str:
+    def summary(self) -> str:
         """Return both checks as one line."""
-        allowed = f"limit {precision.multiple:g}"
+        allowed = f"limit {ERROR_MULTIPLE:g}"
         if self.tolerance is not None:
             allowed = f"--tolerance {self.tolerance:g}"
         return (
@@ -67,12 +67,13 @@ class ParityReport:
             f"{self.error_ratio:.1f} times PyTorch's ({allowed}); {self.num_positions} positions"
         )
 
-    def bound(self, precision: Precision) -> float:
-        """Return the largest error of a correct graph, relative to the largest value."""
+    @property
+    def bound(self) -> float:
+        """Largest error of a correct graph, relative to the largest value."""
         if self.tolerance is not None:
             return self.tolerance
         error = max(self.float32_logits_error, self.float32_cache_error)
-        return precision.multiple * error + precision.floor
+        return ERROR_MULTIPLE * error + ERROR_FLOOR
 
 
 @dataclass(frozen=True)

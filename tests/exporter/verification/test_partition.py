@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from cases import exhaustive
 from comparing import computed, measure, model_of, traced
-from specedge.bundle.precision import FLOAT32
+from specedge.bundle.precision import ERROR_MULTIPLE
 from specedge.exporter.checkpoint.placeholders import BufferPool
 from specedge.exporter.graph import graphs
 from specedge.exporter.graph.external_data import FILE
@@ -35,9 +35,9 @@ def test_partitioned_model_is_verified_like_a_whole_one(kind, ops, tmp_path, in_
     runner = traced(model, tmp_path, ops)
     assert runner.num_stages > 3
     found = measure(model, runner)
-    assert 0 < found.logits_error <= found.bound(FLOAT32)
-    assert 0 < found.cache_error <= found.bound(FLOAT32)
-    assert found.error_ratio <= FLOAT32.multiple
+    assert 0 < found.logits_error <= found.bound
+    assert 0 < found.cache_error <= found.bound
+    assert found.error_ratio <= ERROR_MULTIPLE
     assert found.invariant_lengths[:8] == (1, 2, 3, 5, 9, 18, 36, 64)
 
 

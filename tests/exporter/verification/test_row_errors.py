@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from comparing import computed, measure, model_of, traced
-from specedge.bundle import precision
 from specedge.errors import ParityError
 from specedge.exporter.checkpoint.placeholders import WeightSources
 from specedge.exporter.tracing import geometry
@@ -136,7 +135,7 @@ def test_tolerance_is_recorded_and_does_not_accept_another_model(tmp_path):
     model = model_of()
     runner = traced(model, tmp_path)
     found = measure(model, runner, tolerance=0.01)
-    assert found.tolerance == found.bound(precision.FLOAT32) == 0.01
+    assert found.tolerance == found.bound == 0.01
     model.model.norm.weight.data *= 1.001
     references = computed(model, runner)
     for tolerance in (None, 0.01):
