@@ -48,6 +48,11 @@ class Port:
                     f"{self.name}: a dimension must be at least 1 or one of {names}, got {size!r}"
                 )
 
+    @property
+    def summary(self) -> str:
+        """Role or state, type and shape as one line."""
+        return f"{self.state or self.role}, {self.dtype} {[*self.shape]}"
+
     def at(self, batch: int, length: int, rows: int, block: int = 0) -> list[int]:
         """Return the shape for a batch size, pass length, and numbers of rows (R and N)."""
         sizes = {"B": batch, "T": length, "R": rows, "N": block}
@@ -85,13 +90,18 @@ class Signature:
         sizes = [port.shape[-1] for port in ports if port.shape]
         return next((size for size in sizes if isinstance(size, int)), 1)
 
-    def has(self, other: Signature) -> bool:
-        """Return True if all ports of known roles are those of another signature."""
-        pairs = ((self.inputs, other.inputs), (self.outputs, other.outputs))
-        return all(
-            {port for port in ports if port.role in ROLES} == {*expected}
-            for ports, expected in pairs
-        )
+    def difference(self, expected: Signature) -> str | None:
+        """Describe the first difference from another signature in ports of known roles."""
+        pairs = ((self.inputs, expected.inputs), (self.outputs, expected.outputs))
+        for ports, expected_ports in pairs:
+            by_name = {port.name: port for port in expected_ports}
+            for port in (port for port in ports if port.role in ROLES):
+                if port != (other := by_name.pop(port.name, None)):
+                    expected_port = other.summary if other else "no such port"
+                    return f"{port.name} is {port.summary}, expected {expected_port}"
+            for name in by_name:
+                return f"{name} is missing"
+        return None
 
     @property
     def unknown(self) -> list[str]:

@@ -193,7 +193,7 @@ def test_manifest_with_missing_report_or_wrong_cache_is_rejected(made):
     for graph in value["models"]["target"]["graphs"]:
         if graph["ops"] in made.sets and made.compute != "fp32":
             graph["signature"] = "chosen_logits"
-            with pytest.raises(ValueError, match="must have the type and shape of state"):
+            with pytest.raises(ValueError, match="its signature does not match its states"):
                 Bundle.from_json(json.dumps(value))
             return
 
