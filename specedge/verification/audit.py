@@ -24,7 +24,7 @@ from specedge.runtime.text.prompts import Prompts, UserPrompt
 from specedge.runtime.text.tokenizer import encode, load_tokenizer
 
 from . import decoding_checks, graph_checks, joint_distribution, sampled_text
-from .audited_pair import AuditedPair, AuditPrompt, DecoderParts, SubstituteDraft
+from .audited_pair import AuditedPair, AuditPrompt, SubstituteDraft
 from .batched_check import BatchedCheck
 from .budget import Budget
 from .defects import BATCHED_DEFECT, DEFECTS, Defect
@@ -141,9 +141,8 @@ def audit(
     findings: list[CheckResult] = []
     about = _about(bundle, settings)
 
-    def step(name: str, run: Callable[[], CheckResult]) -> bool:
-        on_progress(name)
-        findings.append(_guarded(name, run))
+    def run(checks: Mapping[str, Check]) -> bool:
+        findings.extend(_run_checks(checks, budget, on_progress))
         return findings[-1].status != FAILED
 
     def report() -> AuditReport:
@@ -151,7 +150,7 @@ def audit(
             about, _with_skipped(findings), _confidence_notes(bundle), budget.clock.used
         )
 
-    if not step("files", lambda: graph_checks.files(bundle, budget)):
+    if not run({"files": partial(graph_checks.files, bundle)}):
         return report()
     texts = _prompts(bundle, prompts, special_tokens)
     try:
@@ -164,24 +163,16 @@ def audit(
     except SpecEdgeError as error:  # a graph that does not match the manifest, or returns NaN
         findings.append(CheckResult("graphs", FAILED, str(error)))
         return report()
-    findings += _checks(DETERMINISTIC, pair, budget, on_progress)
+    run(_checks_of(pair, DETERMINISTIC))
     on_first_verdict(AuditReport(about, tuple(findings), (), budget.clock.used))
     measured = {name: getattr(pair, name) for name in ("noise", "seconds_per_pass")}
     del pair  # graphs are compared one at a time
-    share = budget.share(SHARES["graphs"])
-    if step("graphs", lambda: graphs_of(bundle, settings, share)):
-        batched = make_batched_check(bundle, settings, texts)
-        findings.append(_run_batched(batched, budget, on_progress))
+    graph_variant, open_ = partial(settings.graph_variant, bundle), partial(settings.open, bundle)
+    if run({"graphs": partial(graph_checks.graphs, bundle, graph_variant, open_)}):
+        run({"batched": make_batched_check(bundle, settings, texts).run})
         pair = dataclasses.replace(make_audited_pair(bundle, settings, texts), **measured)
-        findings += _checks(STATISTICAL, pair, budget, on_progress)
+        run(_checks_of(pair, STATISTICAL))
     return report()
-
-
-def graphs_of(bundle: Bundle, settings: ExecutionSettings, budget: Budget) -> CheckResult:
-    """Run the graph check; it fails if a graph cannot be loaded or run."""
-    open_ = partial(settings.open, bundle)
-    graph_variant = partial(settings.graph_variant, bundle)
-    return _guarded("graphs", lambda: graph_checks.graphs(bundle, graph_variant, open_, budget))
 
 
 def unreadable(folder: Path, error: SpecEdgeError, budget: Budget) -> AuditReport:
@@ -239,11 +230,11 @@ def self_test(
     control = _loop_checks(pair, budget.share(CONTROL), on_progress, "no defect: ")
     results: list[tuple[Defect, list[CheckResult]]] = []
     if batched is not None:
-        run = partial(_run_batched, batched, budget, on_progress)
-        control.append(run("no defect: "))
+        control += _run_checks({"batched": batched.run}, budget, on_progress, "no defect: ")
         if control[-1].status != SKIPPED:
-            finding = run(f"{BATCHED_DEFECT.name}: ", BATCHED_DEFECT.parts)
-            results.append((BATCHED_DEFECT, [finding]))
+            run = {"batched": partial(batched.run, parts=BATCHED_DEFECT.parts)}
+            findings = _run_checks(run, budget, on_progress, f"{BATCHED_DEFECT.name}: ")
+            results.append((BATCHED_DEFECT, findings))
     for i, defect in enumerate(defects):
         defective = dataclasses.replace(pair, parts=defect.parts)
         share = budget.share(1 / (len(defects) - i))
@@ -258,14 +249,15 @@ def self_test(
     return SelfTest(control, results)
 
 
-Check = Callable[[AuditedPair, Budget], CheckResult]
-DETERMINISTIC: dict[str, Check] = {
+Check = Callable[[Budget], CheckResult]
+PairCheck = Callable[[AuditedPair, Budget], CheckResult]
+DETERMINISTIC: dict[str, PairCheck] = {
     "caches": decoding_checks.caches,
     "self-draft": decoding_checks.self_draft,
     "greedy": decoding_checks.greedy,
     "coupled": decoding_checks.coupled,
 }
-STATISTICAL: dict[str, Check] = {
+STATISTICAL: dict[str, PairCheck] = {
     "joint": lambda pair, budget: joint_distribution.joint(
         pair, budget, sampled_text.SETTINGS, ALPHA
     ),
@@ -320,38 +312,35 @@ def _loop_checks(
 ) -> list[CheckResult]:
     """Run the decoding checks, all or up to the first that fails."""
     pair.measure(budget.share(SHARES["measuring"]))
-    return _checks(DETERMINISTIC | STATISTICAL, pair, budget, on_progress, prefix, until_caught)
+    checks = _checks_of(pair, DETERMINISTIC | STATISTICAL)
+    return _run_checks(checks, budget, on_progress, prefix, until_caught)
 
 
-def _checks(
+def _checks_of(pair: AuditedPair, checks: Mapping[str, PairCheck]) -> dict[str, Check]:
+    return {name: partial(check, pair) for name, check in checks.items()}
+
+
+def _run_checks(
     checks: Mapping[str, Check],
-    pair: AuditedPair,
     budget: Budget,
     on_progress: OnProgress,
     prefix: str = "",
     until_caught: bool = False,
 ) -> list[CheckResult]:
+    """Run checks; one fails if it raises an error because of the bundle."""
     findings: list[CheckResult] = []
     for name, check in checks.items():
         on_progress(prefix + name)
         share = budget.share(_share(name, budget.left))
-        findings.append(_guarded(name, partial(check, pair, share)))
+        try:
+            findings.append(check(share))
+        except (DeviceError, MissingExtraError):
+            raise
+        except SpecEdgeError as error:
+            findings.append(CheckResult(name, FAILED, str(error)))
         if until_caught and findings[-1].status == FAILED:
             break
     return findings
-
-
-def _run_batched(
-    check: BatchedCheck,
-    budget: Budget,
-    on_progress: OnProgress,
-    prefix: str = "",
-    parts: DecoderParts | None = None,
-) -> CheckResult:
-    """Run the batched check with passes over several slots of these parts."""
-    on_progress(f"{prefix}batched")
-    share = budget.share(SHARES["batched"])
-    return _guarded("batched", lambda: check.run(share, parts))
 
 
 def _share(check: str, seconds_left: float) -> float:
@@ -360,16 +349,6 @@ def _share(check: str, seconds_left: float) -> float:
     if check == "greedy":
         share = max(share, min(GREEDY_SHARE, GREEDY_SECONDS / max(seconds_left, 1e-9)))
     return share
-
-
-def _guarded(name: str, run: Callable[[], CheckResult]) -> CheckResult:
-    """Run a check; it fails if it raises an error because of the bundle."""
-    try:
-        return run()
-    except (DeviceError, MissingExtraError):
-        raise
-    except SpecEdgeError as error:
-        return CheckResult(name, FAILED, str(error))
 
 
 def _prompts(
