@@ -30,14 +30,9 @@ if TYPE_CHECKING:
 @options.as_json
 def compare(
     prompt: str,
-    bundle: str | None,
     repeats: int,
     chat: bool,
     system: str | None,
-    device: str,
-    draft_device: str | None,
-    threads: int | None,
-    ops: str,
     as_json: bool,
     **request: Any,
 ) -> None:
@@ -49,7 +44,7 @@ def compare(
 
     if system is not None and not chat:
         raise click.UsageError("--system requires --chat")
-    pipeline = options.load_pipeline(bundle, device, threads, ops, draft_device)
+    pipeline = options.load_pipeline(**options.pop_model_options(request))
     prompt_input: str | list[int] = options.read_prompt(prompt, chat)
     with options.usage_errors():
         if isinstance(prompt_input, str) and chat:

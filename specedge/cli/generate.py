@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 @options.as_json
 def generate(
     prompt: str | None,
-    bundle: str | None,
     chat: bool,
     system: str | None,
     traced: bool,
@@ -73,10 +72,6 @@ def generate(
     resume: bool,
     address: str | None,
     num_actors: int | None,
-    device: str,
-    draft_device: str | None,
-    threads: int | None,
-    ops: str,
     as_json: bool,
     **request: Any,
 ) -> None:
@@ -98,13 +93,7 @@ def generate(
         raise click.UsageError("--ray requires --prompts")
     if num_actors is not None and address is None:
         raise click.UsageError("--ray-actors requires --ray")
-    models = {
-        "bundle": bundle,
-        "device": device,
-        "draft_device": draft_device,
-        "threads": threads,
-        "ops": ops,
-    }
+    models = options.pop_model_options(request)
     if prompts is not None:
         if traced or as_json or explain or replay is not None:
             raise click.UsageError(

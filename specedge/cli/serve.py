@@ -89,6 +89,7 @@ KEY = "SPECEDGE_API_KEY"
 )
 @click.option(
     "--queue",
+    "max_waiting",
     type=click.IntRange(0),
     default=32,
     show_default=True,
@@ -118,7 +119,7 @@ KEY = "SPECEDGE_API_KEY"
 @click.option(
     "--allowed-origin",
     "--cors",
-    "cors",
+    "origins",
     metavar="ORIGIN",
     multiple=True,
     help="Allow requests from web pages of this origin, in addition to localhost; may be repeated.",
@@ -149,25 +150,19 @@ def serve(
     host: str,
     port: int,
     model_names: tuple[str, ...],
-    strict: bool,
     chat_template: str | None,
     chat_template_kwargs: str | None,
     reasoning_effort: str | None,
-    reuse_sampled_tokens: bool,
     access_log: bool,
     slots: int,
     max_length: int | None,
-    queue: int,
-    timeout: float,
     grace: int,
-    max_body: int,
-    cors: tuple[str, ...],
     allow_host: tuple[str, ...],
-    generation_config: str,
     device: str,
     draft_device: str | None,
     threads: int | None,
     ops: str,
+    **settings: Any,
 ) -> None:
     """Run an OpenAI-compatible server.
 
@@ -203,18 +198,12 @@ def serve(
         if chat_template is not None:
             pipeline.use_chat_template(_read_template(Path(chat_template)))
         model_name, aliases = next(iter(model_names), None), model_names[1:]
-        settings = app.ServerSettings(
+        server_settings = app.ServerSettings(
             model=model_name,
             aliases=aliases,
-            strict=strict,
             template_variables=variables,
-            reuse_sampled_tokens=reuse_sampled_tokens,
-            max_waiting=queue,
-            timeout=timeout,
-            max_body=max_body,
             api_key=key,
-            origins=cors,
-            generation_config=generation_config,
+            **settings,
             hosts=(*middleware.LOOPBACK, host, *allow_host) if allow_host or key is None else (),
         )
         url = server.base_url(listening)
@@ -223,7 +212,7 @@ def serve(
             click.echo(sanitize_line(_started(url, model_name, pipeline, ops)), err=True)
             options.print_notes(pipeline)
             defaults = app.model_defaults(pipeline.bundle.default_sampling)
-            if defaults and generation_config == "auto":
+            if defaults and server_settings.generation_config == "auto":
                 listed = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
                 click.echo(f"note: sampling defaults of the model: {listed}", err=True)
             if key is None and not is_loopback:
@@ -235,7 +224,7 @@ def serve(
                 note = f"note: to serve the last exported bundle, use --bundle {last_exported}"
                 click.echo(sanitize_line(note), err=True)
 
-        server.serve(app.make_app(pipeline, settings), listening, grace, ready)
+        server.serve(app.make_app(pipeline, server_settings), listening, grace, ready)
     click.echo("specedge: stopped", err=True)
 
 
