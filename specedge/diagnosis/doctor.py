@@ -132,7 +132,7 @@ def diagnose(
     return Diagnosis(machine, tried)
 
 
-def why_not(device: str, machine: Machine | None = None) -> str | None:
+def why_not(device: str) -> str | None:
     """Return the cause of a device's failure and its fix, as one line; None if it works.
 
     This takes a second or two: the device is tried in a child process, which a broken driver may
@@ -140,10 +140,9 @@ def why_not(device: str, machine: Machine | None = None) -> str | None:
 
     Args:
         device: "cpu", "cuda", "tensorrt" or "rtx", optionally with a GPU number, as in "cuda:1".
-        machine: The machine, if it has been examined before.
     """
     device = device.removesuffix(":0")
-    result = check(device, machine or Machine())
+    result = check(device, Machine())
     return None if result.works else f"{device} does not work here: {result.reasons[0]}"
 
 

@@ -17,8 +17,6 @@ from specedge.request import DrafterName, build_request
 
 from .errors import UNSUPPORTED, ApiError
 
-ANY = object()
-
 # Pipeline options and their field names in OpenAI's API, vLLM and llama.cpp.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "temperature": ("temperature",),
