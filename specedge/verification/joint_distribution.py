@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from specedge.sampling_options import Sampling
 from .audited_pair import AuditedPair, first_tokens, input_token, tested_tokens
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, CheckResult
-from .sampled_text import NAME, AcceptanceSample, failed_tests, name_of
+from .sampled_text import NAME, AcceptanceSample, failed_tests
 from .statistics import Array, ChiSquareTest, FrequencyTest, chi_square_test
 
 LENGTH = 2
@@ -51,27 +51,27 @@ class SettingTests:
 
 
 def joint(
-    pair: AuditedPair, budget: Budget, settings: Sequence[Sampling], alpha: float
+    pair: AuditedPair, budget: Budget, settings: Mapping[str, Sampling], alpha: float
 ) -> CheckResult:
     """Compare counts of the first tokens' strings with the target's exact distribution, by setting.
 
     Args:
         pair: The pair.
         budget: Time limit.
-        settings: Sampling options.
+        settings: Sampling options by name.
         alpha: Probability of a false alarm of one test.
     """
     results: dict[str, SettingTests] = {}
     prompts: dict[str, str] = {}
     first, later = AcceptanceSample(), AcceptanceSample()
-    for i, sampling in enumerate(settings):
+    for i, (name, sampling) in enumerate(settings.items()):
         setting = _Setting(pair, sampling)
         # Separate seeds for each setting, so that texts are independent.
         seeds = itertools.count(i, len(settings))
         tests = setting.test(budget.share(1 / (len(settings) - i)), seeds, alpha)
         if tests is not None:
-            results[name_of(sampling)] = tests
-            prompts[name_of(sampling)] = setting.prompt
+            results[name] = tests
+            prompts[name] = setting.prompt
             first.add(setting.first)
             later.add(setting.later)
     together = {"first": first.frequency_test(alpha), "later": later.frequency_test(alpha)}

@@ -8,9 +8,8 @@ its distribution.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,15 +28,17 @@ from .statistics import (
     uniform_place,
 )
 
-SETTINGS = (
-    Sampling(1.0),
-    Sampling(0.7),
-    Sampling(1.0, top_k=20),
-    Sampling(1.0, top_p=0.9),
-    Sampling(1.0, min_p=0.05),
-    Sampling(1.0, typical_p=0.9),
-    Sampling(0.9, top_k=50, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5),
-)
+SETTINGS = {
+    "temperature 1": Sampling(1.0),
+    "temperature 0.7": Sampling(0.7),
+    "temperature 1, top-k 20": Sampling(1.0, top_k=20),
+    "temperature 1, top-p 0.9": Sampling(1.0, top_p=0.9),
+    "temperature 1, min-p 0.05": Sampling(1.0, min_p=0.05),
+    "temperature 1, typical-p 0.9": Sampling(1.0, typical_p=0.9),
+    "temperature 0.9, penalties 1.2/0.5/0.5, top-k 50": Sampling(
+        0.9, top_k=50, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5
+    ),
+}
 NAME = 49  # width of the column with the setting's name
 NUM_CELLS = 16  # cells of [0, 1); pairs use a grid of 4 by 4
 TESTS = 4  # tests per setting, and for all settings
@@ -82,44 +83,28 @@ class TextTests:
     acceptance: FrequencyTest
 
 
-def name_of(sampling: Sampling) -> str:
-    """Return the name of a setting: its options that differ from the defaults."""
-    plain = Sampling(sampling.temperature)
-    fields = [f"temperature {sampling.temperature:g}"]
-    penalties = (
-        sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-    )  # fmt: skip
-    if penalties != (1, 0, 0):
-        fields.append("penalties {:g}/{:g}/{:g}".format(*penalties))
-    for field_ in dataclasses.fields(sampling):
-        value = getattr(sampling, field_.name)
-        if value != getattr(plain, field_.name) and not field_.name.endswith("penalty"):
-            fields.append(f"{field_.name.replace('_', '-')} {value}")
-    return ", ".join(fields)
-
-
 def sampled(
-    pair: AuditedPair, budget: Budget, settings: Sequence[Sampling], alpha: float
+    pair: AuditedPair, budget: Budget, settings: Mapping[str, Sampling], alpha: float
 ) -> CheckResult:
     """Draw texts at every setting in turn until the time is up, then test them.
 
     Args:
         pair: The pair; K cycles through `pair.ks`.
         budget: Time limit.
-        settings: Sampling options.
+        settings: Sampling options by name.
         alpha: Probability of a false alarm of one test.
     """
     length = _text_length(pair, budget, len(settings))
-    samples = {name_of(sampling): TextSample() for sampling in settings}
+    samples = {name: TextSample() for name in settings}
     for i in itertools.count():
-        for j, sampling in enumerate(settings):
+        for j, (name, sampling) in enumerate(settings.items()):
             if budget.over:
                 break
             k = pair.ks[-1 - i % len(pair.ks)]
             prompt = pair.short_prompt(i, length)
             # A separate seed for each text, so that texts are independent.
             seed = i * len(settings) + j
-            samples[name_of(sampling)].add(_draw(pair, sampling, prompt, seed, k, length))
+            samples[name].add(_draw(pair, sampling, prompt, seed, k, length))
         if budget.over:
             break
     together = TextSample()

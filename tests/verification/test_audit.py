@@ -17,7 +17,7 @@ from specedge.verification.defects import DEFECTS
 from specedge.verification.memoization import MemoizedModel
 from specedge.verification.report import FAILED, PASSED, SHORT, AuditReport, CheckResult
 
-SETTINGS = (Sampling(1.0), Sampling(0.7, top_k=4))
+SETTINGS = {"plain": Sampling(1.0), "top-k": Sampling(0.7, top_k=4)}
 ALPHA = 1e-8
 DETERMINISTIC = (
     decoding_checks.caches,
