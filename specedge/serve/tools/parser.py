@@ -208,17 +208,15 @@ def _parse_calls(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls
     try:
         if family.marker == HERMES:
             return _parse_hermes(text, schemas)
-        if family.marker == LLAMA:
-            value = DECODER.decode(text.removeprefix(LLAMA).strip())
-            calls = [_dump(*call_of(value, schemas))]
-        elif family.arguments is None:
+        if family.arguments is None:
             calls = list(_parse_marked(text, schemas))
         else:
-            value = DECODER.decode(text.removeprefix(MISTRAL).strip())
-            calls = [_dump(*call_of(item, schemas)) for item in _call_list(value)]
+            value = DECODER.decode(text.removeprefix(family.marker).strip())
+            items = value if isinstance(value, list) else [value]
+            calls = [_dump(*call_of(item, schemas)) for item in items]
     except (ValueError, RecursionError):
         return None
-    return calls, ""
+    return (calls, "") if calls else None
 
 
 def _parse_hermes(text: str, schemas: Schemas) -> tuple[Calls, str]:
@@ -243,12 +241,6 @@ def _parse_marked(text: str, schemas: Schemas) -> Iterator[tuple[str, str]]:
             raise ValueError("no call")
         value, at = DECODER.raw_decode(text, match.end())
         yield _dump(*call_of({"name": match[1], "arguments": value}, schemas))
-
-
-def _call_list(value: object) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("no calls")
-    return value
 
 
 def _dumped(
