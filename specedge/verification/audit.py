@@ -258,12 +258,8 @@ DETERMINISTIC: dict[str, PairCheck] = {
     "coupled": decoding_checks.coupled,
 }
 STATISTICAL: dict[str, PairCheck] = {
-    "joint": lambda pair, budget: joint_distribution.joint(
-        pair, budget, sampled_text.SETTINGS, ALPHA
-    ),
-    "sampled": lambda pair, budget: sampled_text.sampled(
-        pair, budget, sampled_text.SETTINGS, ALPHA
-    ),
+    "joint": partial(joint_distribution.joint, settings=sampled_text.SETTINGS, alpha=ALPHA),
+    "sampled": partial(sampled_text.sampled, settings=sampled_text.SETTINGS, alpha=ALPHA),
 }
 
 
