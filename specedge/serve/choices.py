@@ -102,14 +102,6 @@ class ResponseChoice:
         """Return a detokenizer of the text, at its beginning."""
         return Detokenizer(tokenizer, self.prompt_tokens, self.visible_tokens)
 
-    def parse(self, piece: TextPiece) -> list[AnswerPart]:
-        """Return the parts completed by a piece."""
-        return self.parser.feed(piece.text)
-
-    def parse_end(self) -> list[AnswerPart]:
-        """Return the remaining parts at the end of the text."""
-        return self.parser.end()
-
     def add(self, parts: Sequence[AnswerPart], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Append parts to the items."""
         self.logprobs += logprobs

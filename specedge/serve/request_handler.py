@@ -19,7 +19,7 @@ from specedge.errors import DrafterError, OptionError
 from specedge.request import Coupling
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.requests.stream import Generation, Stream, TextPiece
-from specedge.runtime.text.detokenizer import Detokenizer, FinishReason
+from specedge.runtime.text.detokenizer import FinishReason
 
 from . import errors
 from .choices import ReasoningCounter, ResponseChoice, ResponseShaper
@@ -136,30 +136,21 @@ class RequestHandler:
             raise self._api_error(error) from error
         if self._prepared.num_sampled:
             self._headers[SAMPLED_HEADER] = str(self._prepared.num_sampled)
+        visible, tokenizer = self._prepared.visible_tokens, self._pipeline.tokenizer
         self._choices = [
-            ResponseChoice(
-                self._prepared.parser,
-                reasoning_counter=self._reasoning_counter(prompt),
-                prompt_tokens=prompt,
-                visible_tokens=self._prepared.visible_tokens,
-            )
+            ResponseChoice(self._prepared.parser, prompt_tokens=prompt, visible_tokens=visible)
             for prompt in self._prepared.prompts
             for _ in range(self._request.num_choices_each)
         ]
+        for choice in self._choices if self._prepared.has_reasoning else ():
+            detokenizer, parser = choice.detokenizer(tokenizer), choice.new_parser()
+            choice.reasoning_counter = ReasoningCounter(detokenizer, parser)
 
     def _keep_tokens(self) -> None:
         """Store the sampled tokens, including those of cancelled texts."""
         for choice in self._choices if self._request.sampled is not None else ():
             tokens = choice.tokens if choice.finished is None else choice.finished.tokens
             self._request.sampled.add([*choice.prompt_tokens, *tokens])  # type: ignore[union-attr]
-
-    def _reasoning_counter(self, prompt: list[int]) -> ReasoningCounter | None:
-        prepared = self._prepared
-        if not prepared.has_reasoning:
-            return None
-        tokenizer = self._pipeline.tokenizer
-        detokenizer = Detokenizer(tokenizer, prompt, prepared.visible_tokens)
-        return ReasoningCounter(detokenizer, prepared.parser())
 
     async def _lines(self) -> AsyncGenerator[str]:
         for line in self._shaper.begin(self._choices):
@@ -271,7 +262,8 @@ def _without_text(generation: Generation) -> Generation:
 
 def _parse(choice: ResponseChoice, event: JobEvent) -> list[AnswerPart]:
     """Return the parts completed by an event."""
-    return choice.parse_end() if isinstance(event, Generation) else choice.parse(event)
+    parser = choice.parser
+    return parser.end() if isinstance(event, Generation) else parser.feed(event.text)
 
 
 async def _write(send: Send, line: str) -> None:
