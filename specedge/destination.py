@@ -26,16 +26,6 @@ _ADDED = re.compile(r"engines(/\.?[0-9a-f]{32}(\.[a-z-]+)?(/.+)?)?|\.embed-\w+(/
 _OF_FILE_SYSTEM = "lost+found"  # in the root folder of a mounted file system
 
 
-def reason_to_keep(folder: Path) -> str | None:
-    """Return the reason not to replace or remove a folder; None if nothing else would be lost.
-
-    A bundle may be replaced and removed if it contains only files that its manifest lists, and
-    engines. Only the manifest's list of files is read, so it may have another format. A bundle in
-    the user's data folder may have a manifest that cannot be read.
-    """
-    return _reason_to_keep_path(folder) or _foreign_content(folder)
-
-
 def _reason_to_keep_path(folder: Path) -> str | None:
     """Return the reason not to replace or remove a folder whatever it contains."""
     if folder.is_symlink():
@@ -55,7 +45,9 @@ def _reason_to_keep_path(folder: Path) -> str | None:
 def _foreign_content(folder: Path, original: Path | None = None) -> str | None:
     """Describe content of a folder that is not part of a bundle; None without any.
 
-    `original` is the folder's path before it was moved aside.
+    A bundle contains only files that its manifest lists, and engines. Only the manifest's list of
+    files is read, so it may have another format. A bundle in the user's data folder may have a
+    manifest that cannot be read. `original` is the folder's path before it was moved aside.
     """
     shown = original or folder
     if not folder.is_dir():
@@ -125,7 +117,7 @@ def destination(output: Path, error: type[SpecEdgeError] = ExportError) -> Itera
 
 def check_removable(folder: Path) -> None:
     """Raise BundleError if a folder is not a bundle that may be removed."""
-    reason = reason_to_keep(folder)
+    reason = _reason_to_keep_path(folder) or _foreign_content(folder)
     if reason is None and os.path.ismount(folder):
         reason = f"{folder} is a mount point"
     if reason is None and not (folder / MANIFEST).is_file():

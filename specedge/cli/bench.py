@@ -17,7 +17,7 @@ from specedge.request import AUTO, DrafterName, GenerationRequest
 from specedge.sampling_options import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
-    from specedge.benchmarks.measure import BenchmarkPrompt, BenchmarkRuns, Setting
+    from specedge.benchmarks.measure import BenchmarkPrompt, BenchmarkRuns
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.runtime.text.prompts import UserPrompt
 
@@ -115,7 +115,7 @@ def bench(
 
     Each setting is compared with plain decoding and with the speed-up that formulas predict.
     """
-    from specedge.benchmarks.measure import settings
+    from specedge.benchmarks.measure import measure, settings
     from specedge.cli import bench_output, bench_page, plots
     from specedge.runtime.drafters.registry import NEEDS_MODEL
 
@@ -136,7 +136,8 @@ def bench(
         pipeline.drafters.check(name)
     tokens = _prompts(pipeline, prompt_inputs, request["special_tokens"])
     ks = lengths or range(1, min(_DEFAULT_MAX_K, pipeline.max_planned_tokens) + 1)
-    measured = _measure(pipeline, tokens, settings(names, ks), repeats, request)
+    with options.usage_errors(), terminal.progress_reports("measuring") as show:
+        measured = measure(pipeline, tokens, settings(names, ks), repeats, show, **request)
     devices = " and ".join(dict.fromkeys((device, draft_device or device)))
     conditions = _conditions(pipeline, devices, threads, repeats, request)
     report = _report(pipeline, tokens, measured, request, conditions)
@@ -207,19 +208,6 @@ def _text(pipeline: Pipeline, prompt: UserPrompt) -> str:
         return "\n".join(str(message["content"]) for message in messages)
     tokens = [part for part in prompt if isinstance(part, int)]
     return str(pipeline.tokenizer.decode(tokens, skip_special_tokens=False))
-
-
-def _measure(
-    pipeline: Pipeline,
-    prompts: Sequence[BenchmarkPrompt],
-    settings: Sequence[Setting],
-    repeats: int,
-    request: dict[str, Any],
-) -> BenchmarkRuns:
-    from specedge.benchmarks.measure import measure
-
-    with options.usage_errors(), terminal.progress_reports("measuring") as report:
-        return measure(pipeline, prompts, settings, repeats, report, **request)
 
 
 def _report(
