@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 
 class Clock:
@@ -26,26 +27,21 @@ class Clock:
         return used
 
 
+@dataclass
 class Budget:
     """Time up to an end, in seconds of a clock."""
 
-    def __init__(self, end: float, clock: Clock) -> None:
-        self.clock = clock
-        self._end = end
-
-    @property
-    def end(self) -> float:
-        """End in seconds of the clock."""
-        return self._end
+    end: float
+    clock: Clock
 
     def extend(self, seconds: float) -> None:
         """Move the end to a later time of the clock."""
-        self._end = max(self._end, seconds)
+        self.end = max(self.end, seconds)
 
     @property
     def left(self) -> float:
         """Seconds until the end; negative after it."""
-        return self._end - self.clock.used
+        return self.end - self.clock.used
 
     @property
     def over(self) -> bool:
@@ -55,4 +51,4 @@ class Budget:
     def share(self, fraction: float) -> Budget:
         """Return a budget of a fraction of the remaining time."""
         used = self.clock.used
-        return Budget(used + fraction * max(0.0, self._end - used), self.clock)
+        return Budget(used + fraction * max(0.0, self.end - used), self.clock)
