@@ -6,7 +6,6 @@ number of columns that are tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from .signature import SAMPLING_SETTINGS, Port, Signature
@@ -35,52 +34,31 @@ def with_best(signature: Signature, num_columns: int) -> Signature:
 
 
 def one_call(name: str, signature: Signature, num_columns: int, num_draft_tokens: int) -> Signature:
-    """Return the signature of a graph that drafts in one call."""
-    if name == UNROLLED:
-        return unrolled(signature, num_draft_tokens)
-    return sampled(signature, num_columns, num_draft_tokens)
+    """Return the signature of a graph that drafts K tokens in one call, greedily or by sampling.
 
-
-def unrolled(signature: Signature, num_draft_tokens: int) -> Signature:
-    """Return the signature of an unrolled graph of K greedy draft steps."""
-    tokens = Port("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
-    return Signature(_inputs(signature), (tokens, *_caches(signature, num_draft_tokens)))
-
-
-def sampled(signature: Signature, num_columns: int, num_draft_tokens: int) -> Signature:
-    """Return the signature of a graph of K draft steps that sample.
-
-    `drawn` has, for each token: its column; a number that is 0 if all logits are finite; the number
-    of nonzero weights; its weight; the sum of weights; then the largest weights in descending order
-    and their columns. All weights are separate outputs, for hosts that need more of them.
+    Each step has outputs for the caches. In a sampling graph, `drawn` has, for each token: its
+    column; a number that is 0 if all logits are finite; the number of nonzero weights; its weight;
+    the sum of weights; then the largest weights in descending order and their columns. All weights
+    are separate outputs, for hosts that need more of them.
     """
+    steps = range(num_draft_tokens)
+    caches = [port for port in signature.outputs if port.role == "state"]
+    step_caches = [replace(p, name=step_output(i, p.name)) for i in steps for p in caches]
+    inputs = [port for port in signature.inputs if port.role != "logits_from"]
+    if name == UNROLLED:
+        drafted = Port("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
+        return Signature(tuple(inputs), (drafted, *step_caches))
     types = {"top_k": "int64", "top_p": "float64"}
-    settings = [Port(s, s, None, types.get(s, "float32"), (1,)) for s in SAMPLING_SETTINGS]
-    seen = Port("seen", "seen", None, "bool", ("B", num_columns))
-    uniforms = Port("uniforms", "uniforms", None, "float64", (num_draft_tokens,))
+    inputs += [Port(s, s, None, types.get(s, "float32"), (1,)) for s in SAMPLING_SETTINGS]
+    inputs.append(Port("seen", "seen", None, "bool", ("B", num_columns)))
+    inputs.append(Port("uniforms", "uniforms", None, "float64", (num_draft_tokens,)))
     shape = (num_draft_tokens, 2 * num_best(num_columns) + NUM_SUMMARY_FIELDS)
-    outputs = [Port("drawn", "drawn", None, "float64", shape)]
-    for i in range(num_draft_tokens):
-        name = step_output(i, "weights")
-        outputs.append(Port(name, "weights", None, "float32", ("B", num_columns)))
-    return Signature(
-        (*_inputs(signature), *settings, seen, uniforms),
-        (*outputs, *_caches(signature, num_draft_tokens)),
-    )
+    drawn = Port("drawn", "drawn", None, "float64", shape)
+    names = [step_output(i, "weights") for i in steps]
+    step_weights = [Port(n, "weights", None, "float32", ("B", num_columns)) for n in names]
+    return Signature(tuple(inputs), (drawn, *step_weights, *step_caches))
 
 
 def step_output(step: int, name: str) -> str:
     """Return the name of a decoder's output at a step of a multi-step graph."""
     return f"step.{step}.{name}"
-
-
-def _inputs(signature: Signature) -> tuple[Port, ...]:
-    return tuple(t for t in signature.inputs if t.role != "logits_from")
-
-
-def _caches(signature: Signature, num_draft_tokens: int) -> Iterator[Port]:
-    """Yield the cache outputs of each step."""
-    for i in range(num_draft_tokens):
-        for port in signature.outputs:
-            if port.role == "state":
-                yield replace(port, name=step_output(i, port.name))
