@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +63,20 @@ def verify(
     """
     from specedge.bundle import store
     from specedge.cli.prompts import read_prompt_texts
+    from specedge.runtime.requests.loader import devices_of
+    from specedge.verification.audit import ExecutionSettings
 
     if form and not prompts:
         raise click.UsageError("--format requires --prompts")
     if self_test and prompts:
         raise click.UsageError("--self-test excludes --prompts")
     additional = [] if prompts is None else read_prompt_texts(prompts, form)
-    settings_for = partial(
-        _execution_settings, device=device, threads=threads, ops=ops, draft_device=draft_device
-    )
+
+    def settings_for(bundle: Bundle) -> ExecutionSettings:
+        """Return devices and graph variants that share one thread pool."""
+        on = devices_of(bundle, device, threads, True, ops, draft_device)
+        return ExecutionSettings(on["target"], ops, on["draft"])
+
     folder = store.find_bundle(bundle)
     if self_test:
         manifest = Bundle.read(folder)
@@ -82,17 +86,6 @@ def verify(
     click.echo(json.dumps(report.as_dict(), indent=1) if as_json else sanitize(report.text()))
     if report.result == "FAILED" or (strict and report.result != "PASSED"):
         raise click.exceptions.Exit(1)
-
-
-def _execution_settings(
-    bundle: Bundle, device: str, threads: int | None, ops: str, draft_device: str | None
-) -> ExecutionSettings:
-    """Return devices and graph variants that share one thread pool."""
-    from specedge.runtime.requests.loader import devices_of
-    from specedge.verification.audit import ExecutionSettings
-
-    on = devices_of(bundle, device, threads, True, ops, draft_device)
-    return ExecutionSettings(on["target"], ops, on["draft"])
 
 
 def _audit(
