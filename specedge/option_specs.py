@@ -96,41 +96,19 @@ class OptionSpec:
 _LARGEST = sys.float_info.max
 
 
-def number_option(
-    default: float,
-    help: str,
-    *,
-    minimum: float | None = None,
-    exclusive_minimum: float | None = None,
-    maximum: float | None = None,
-) -> Any:
-    """Return a dataclass field for a number."""
-    return _declare(
-        default,
-        OptionSpec(
-            help, "number", minimum=minimum, exclusive_minimum=exclusive_minimum, maximum=maximum
-        ),
+def option_field(default: Any, help: str, values: str = "", **limits: float) -> Any:
+    """Return a dataclass field for an option, of the type of its default.
+
+    Args:
+        default: Default; None for an optional integer.
+        help: Help text of the command line.
+        values: Description of the values of an option that its class validates.
+        **limits: Limits of a number or integer, as in `OptionSpec`.
+    """
+    types = {bool: "flag", float: "number"}
+    declared = OptionSpec(
+        help, "custom" if values else types.get(type(default), "integer"), values, **limits
     )
-
-
-def integer_option(
-    default: int | None, help: str, minimum: int = 0, maximum: int | None = None
-) -> Any:
-    """Return a dataclass field for an integer; a `default` of None makes it optional."""
-    return _declare(default, OptionSpec(help, "integer", minimum=minimum, maximum=maximum))
-
-
-def flag_option(help: str) -> Any:
-    """Return a dataclass field for a flag that is off by default."""
-    return _declare(False, OptionSpec(help, "flag"))
-
-
-def custom_option(default: Any, help: str, values: str) -> Any:
-    """Return a dataclass field whose class validates it."""
-    return _declare(default, OptionSpec(help, values=values))
-
-
-def _declare(default: Any, declared: OptionSpec) -> Any:
     return field(default=default, metadata={"declared": declared})
 
 

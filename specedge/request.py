@@ -11,9 +11,7 @@ from .errors import OptionError
 from .option_specs import (
     NameEnum,
     check_integer,
-    custom_option,
-    flag_option,
-    integer_option,
+    option_field,
     option_specs,
     shorten,
     suggest,
@@ -73,55 +71,58 @@ class GenerationRequest(SamplingRules):
     None selects an option's default. An invalid value raises OptionError with the option's name.
     """
 
-    max_new_tokens: int = integer_option(128, "Maximum number of new tokens.", 1)
-    seed: int | None = integer_option(None, "Random seed.  [default: random]", -(2**64), 2**64)
-    coupling: str = custom_option(
+    max_new_tokens: int = option_field(128, "Maximum number of new tokens.", minimum=1)
+    seed: int | None = option_field(
+        None, "Random seed.  [default: random]", minimum=-(2**64), maximum=2**64
+    )
+    coupling: str = option_field(
         Coupling.RESIDUAL.value,
         "Accept rule; with gumbel the text depends on the seed only.",
         " or ".join(Coupling),
     )
-    choice: int = integer_option(
-        0, "Index of one of the texts of a seed, with coupling gumbel.", 0, 2**32
+    choice: int = option_field(
+        0, "Index of one of the texts of a seed, with coupling gumbel.", maximum=2**32
     )
-    num_draft_tokens: int | str | None = custom_option(
+    num_draft_tokens: int | str | None = option_field(
         AUTO,
         "Draft tokens per round; 0 is plain decoding.",
         f"auto, or 0 to {MAX_DRAFT_TOKENS}",
     )
-    stop: str | Sequence[str] = custom_option((), "Stop before this text.", "texts")
-    ignore_eos: bool = flag_option("Continue after end-of-text tokens.")
-    logprobs: int | None = integer_option(
+    stop: str | Sequence[str] = option_field((), "Stop before this text.", "texts")
+    ignore_eos: bool = option_field(False, "Continue after end-of-text tokens.")
+    logprobs: int | None = option_field(
         None, "Return log-probabilities of the tokens and of the N most likely ones."
     )
-    drafter: Any = custom_option(
+    drafter: Any = option_field(
         AUTO,
         f"Drafter: {', '.join(DrafterName)}, or {NGRAM}FILE.",
         "a name; in the API also an object",
     )
-    lookup_min: int | None = integer_option(
-        None, "Shortest match of suffix decoding in tokens.", 1, MAX_MATCH
+    lookup_min: int | None = option_field(
+        None, "Shortest match of suffix decoding in tokens.", minimum=1, maximum=MAX_MATCH
     )
-    lookup_max: int | None = integer_option(
-        None, "Longest match of suffix decoding in tokens.", 1, MAX_MATCH
+    lookup_max: int | None = option_field(
+        None, "Longest match of suffix decoding in tokens.", minimum=1, maximum=MAX_MATCH
     )
-    remember: bool = flag_option(
-        "Also draft from the outputs of earlier requests, and store the output for later requests."
+    remember: bool = option_field(
+        False,
+        "Also draft from the outputs of earlier requests, and store the output for later requests.",
     )
-    exact: bool = flag_option("At temperature 0, resolve near-ties as plain decoding does.")
-    replay: Sequence[Sequence[Any]] | None = custom_option(
+    exact: bool = option_field(False, "At temperature 0, resolve near-ties as plain decoding does.")
+    replay: Sequence[Sequence[Any]] | None = option_field(
         None, "Repeat the drafter and K of each round of an earlier run.", "Generation.plan"
     )
-    special_tokens: bool = flag_option(
-        "Encode prompt text that spells a special token as that token."
+    special_tokens: bool = option_field(
+        False, "Encode prompt text that spells a special token as that token."
     )
 
-    json_schema: str | Mapping[str, Any] | None = custom_option(
+    json_schema: str | Mapping[str, Any] | None = option_field(
         None, "Constrain the output to this JSON schema.", "a schema, or its JSON text"
     )
-    regex: str | None = custom_option(
+    regex: str | None = option_field(
         None, "Constrain the output to this regular expression.", "text"
     )
-    grammar: str | None = custom_option(None, "Constrain the output to this Lark grammar.", "text")
+    grammar: str | None = option_field(None, "Constrain the output to this Lark grammar.", "text")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,9 +11,7 @@ from .errors import OptionError
 from .option_specs import (
     OptionSpec,
     check_integer,
-    custom_option,
-    integer_option,
-    number_option,
+    option_field,
     shorten,
     validate_options,
 )
@@ -34,17 +32,15 @@ class SamplingFilters:
     the most likely token.
     """
 
-    temperature: float = number_option(
-        0.0, "Sampling temperature; 0 is greedy decoding.", minimum=0
-    )
-    top_k: int = integer_option(0, "Sample from the k most likely tokens; 0 is off.")
-    top_p: float = number_option(
+    temperature: float = option_field(0.0, "Sampling temperature; 0 is greedy decoding.", minimum=0)
+    top_k: int = option_field(0, "Sample from the k most likely tokens; 0 is off.")
+    top_p: float = option_field(
         1.0,
         "Sample from the smallest set of tokens with total probability p; 1 is off.",
         exclusive_minimum=0,
         maximum=1,
     )
-    min_p: float = number_option(
+    min_p: float = option_field(
         0.0,
         "Minimum probability relative to the most likely token; 0 is off.",
         minimum=0,
@@ -61,7 +57,7 @@ class SamplingFilters:
 
 
 def _repetition_penalty() -> Any:
-    return number_option(
+    return option_field(
         1.0, "Penalty for tokens in the prompt or output; 1 is off.", exclusive_minimum=0
     )
 
@@ -92,30 +88,30 @@ class SamplingRules(SamplingFilters):
     from a distribution that is not the target's. It has no effect at temperature 0.
     """
 
-    typical_p: float = number_option(
+    typical_p: float = option_field(
         1.0,
         "Locally typical sampling with this total probability; 1 is off.",
         exclusive_minimum=0,
         maximum=1,
     )
     repetition_penalty: float = _repetition_penalty()
-    presence_penalty: float = number_option(
+    presence_penalty: float = option_field(
         0.0, "Penalty for tokens that occur in the output.", minimum=-2, maximum=2
     )
-    frequency_penalty: float = number_option(
+    frequency_penalty: float = option_field(
         0.0,
         "Penalty for each occurrence of a token in the output.",
         minimum=-2,
         maximum=2,
     )
-    logit_bias: Mapping[int, float] | LogitBiases = custom_option(
+    logit_bias: Mapping[int, float] | LogitBiases = option_field(
         (), "Bias added to a token's logit.", "numbers from -100 to 100 by token id"
     )
-    bad_words: str | Sequence[str | Sequence[int]] = custom_option(
+    bad_words: str | Sequence[str | Sequence[int]] = option_field(
         (), "Never generate this text.", "texts, or lists of token ids"
     )
-    min_new_tokens: int = integer_option(0, "Minimum number of new tokens.")
-    lenience: float = number_option(
+    min_new_tokens: int = option_field(0, "Minimum number of new tokens.")
+    lenience: float = option_field(
         1.0,
         "Below 1, accept more draft tokens; lossy, since it changes the distribution.",
         exclusive_minimum=0,
