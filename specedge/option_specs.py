@@ -58,9 +58,7 @@ class OptionSpec:
             if self.exclusive_minimum is None
             else f"above {self.exclusive_minimum}"
         )
-        if self.maximum is not None:
-            return f"{low} and at most {self.maximum}"
-        return f"{low} and finite" if self.type == "number" else low
+        return f"{low} and {'finite' if self.maximum is None else f'at most {self.maximum}'}"
 
     def validate(self, name: str, value: Any, option: str | None = None) -> Any:
         """Return a value if it is valid.
@@ -83,7 +81,13 @@ class OptionSpec:
         return value
 
     def _check_number(self, name: str, value: Any, option: str) -> None:
-        check_number(name, value, option)
+        try:
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number:
+                raise TypeError
+            float(value)
+        except (TypeError, OverflowError) as error:
+            raise OptionError(f"{name} must be a number, got {shorten(value)}", option) from error
         low = (
             value > self.exclusive_minimum
             if self.exclusive_minimum is not None
@@ -119,12 +123,6 @@ def option_specs(options: Any) -> dict[str, tuple[Field[Any], OptionSpec]]:
         for option in fields(options)
         if "declared" in option.metadata
     }
-
-
-def format_default(option: Field[Any]) -> str:
-    """Return an option's default for display; empty if it has none."""
-    default = option.default
-    return "" if default is None or default is False or default == () else f"{default}"
 
 
 def validate_options(options: Any) -> None:
@@ -171,18 +169,6 @@ def check_integer(
     if integer < minimum or (maximum is not None and integer > maximum):
         raise OptionError(f"{name} must be {limits}, got {integer}", option or name)
     return integer
-
-
-def check_number(name: str, value: object, option: str | None = None) -> None:
-    """Raise OptionError if a value is not a real number."""
-    try:
-        if not isinstance(value, Real) or isinstance(value, bool):
-            raise TypeError
-        float(value)
-    except (TypeError, OverflowError) as error:
-        raise OptionError(
-            f"{name} must be a number, got {shorten(value)}", option or name
-        ) from error
 
 
 def shorten(value: object) -> str:

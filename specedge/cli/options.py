@@ -15,7 +15,7 @@ import click
 from specedge.bundle.graph_variants import GRAPH_VARIANTS
 from specedge.cli.panics import hidden_panics
 from specedge.cli.terminal import sanitize_line
-from specedge.option_specs import format_default, option_specs
+from specedge.option_specs import option_specs
 from specedge.request import AUTO, Coupling, GenerationRequest
 from specedge.sampling_options import MAX_DRAFT_TOKENS, SamplingRules
 
@@ -194,9 +194,9 @@ def request_option(name: str) -> Callable[[F], F]:
         settings["type"] = click.IntRange(int(declared.minimum or 0), maximum)
     elif declared.type == "flag":
         settings["is_flag"] = True
-    if format_default(field):
-        is_name = isinstance(field.default, str)
-        default = str(field.default) if is_name else field.default
+    default = field.default
+    if default is not None and default is not False and default != ():
+        default = str(default) if isinstance(default, str) else default
         settings |= {"default": default, "show_default": True}
     settings |= _CLICK_SETTINGS.get(name, {})
     if settings.get("multiple"):
