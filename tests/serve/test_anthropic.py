@@ -98,6 +98,24 @@ def test_tool_choice_forces_call_and_results_are_rendered(served):
     assert "So?" in prompt.partition("31 degrees")[2]
 
 
+def test_tool_runner_calls_the_function_and_ends(served):
+    from anthropic import beta_tool
+
+    pipeline, client, _ = served
+    pipeline.text = CALL
+    cities = []
+
+    @beta_tool
+    def weather(city: str) -> str:
+        """Tell the weather of a city."""
+        cities.append(city)
+        pipeline.text = "It is hot."
+        return "31"
+
+    message = client.beta.messages.tool_runner(tools=[weather], **ASKED).until_done()
+    assert (cities, message.content[0].text) == (["Rom"], "It is hot.")
+
+
 def test_count_tokens_equals_usage(served):
     pipeline, client, _ = served
     pipeline.text = "Yes."

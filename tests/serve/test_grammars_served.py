@@ -58,6 +58,10 @@ def test_parsed_object_terminates_despite_whitespace_preference(ai):
     choice = ai.chat.completions.parse(**asked).choices[0]
     assert choice.finish_reason == "stop"
     assert choice.message.parsed.age >= 0
+    found = ai.responses.parse(
+        model=MODEL, input=MESSAGES, temperature=0, max_output_tokens=60, text_format=person
+    )
+    assert found.output_parsed.age >= 0
 
 
 def test_truncated_json_reports_length_at_every_endpoint(ai):

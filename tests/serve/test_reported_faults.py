@@ -91,6 +91,28 @@ def test_responses_requests_of_known_clients_succeed(port, pair, fields):
     assert answer["output"]
 
 
+def test_requests_of_open_webui_have_no_ignored_fields(port, pair):
+    """Those of Open WebUI 0.12.4, of a chat with all of its settings and of a continued answer."""
+    pair.text = None
+    settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 7,
+                "frequency_penalty": 0.1, "presence_penalty": 0.1, "stop": ["\n\n"],
+                "logit_bias": {"5": -100}, "reasoning_effort": "low"}  # fmt: skip
+    chat = {"messages": [USER], "tools": [FUNCTION], **settings}
+    cut = [USER, {"role": "assistant", "content": "One, two,"}]
+    flags = {"continue_final_message": True, "add_generation_prompt": False}
+    text = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
+    for path, body in (
+        ("chat/completions", chat),
+        ("chat/completions", {"messages": cut, **flags}),
+        ("responses", {"input": [text], "tools": [tool], "instructions": "Be brief."}),
+    ):
+        limit = {"max_output_tokens": 2} if path == "responses" else {"max_tokens": 2}
+        fields = {"model": MODEL, **limit, **body}
+        status, headers, answer = ask(port, "POST", f"/v1/{path}", fields)
+        assert (status, headers.get("x-specedge-ignored")) == (200, None), answer
+
+
 def test_paths_without_v1_are_served_and_unknown_paths_rejected(port):
     for path in ("/models", f"/models/{MODEL}", "/v1/models"):
         assert ask(port, "GET", path)[0] == 200

@@ -32,6 +32,20 @@ CODEX = {
     "client_metadata": {"session": "b"},
     "text": {"verbosity": "low"},
 }
+# Those of Home Assistant 2026.11.0 (integration openai_conversation) for a reasoning model.
+HOME_ASSISTANT = {
+    "model": "gpt-5-mini",
+    "max_output_tokens": 3000,
+    "tools": [TOOL, {"type": "web_search", "search_context_size": "medium"}],
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "text": {"verbosity": "medium"},
+    "service_tier": "auto",
+    "store": False,
+    "stream": True,
+    "safety_identifier": "01KB0ZC4T9V7K1Q3W5X7Y9ZA2B",
+    "prompt_cache_key": "01KB0Z8M3N5P7R9S1T3V5X7Z9B",
+    "prompt_cache_retention": "24h",
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +55,13 @@ def served():
         yield pipeline, ai, port
 
 
-def test_codex_session_with_reasoning_and_tool_call(served):
+@pytest.mark.parametrize("fields", [CODEX, HOME_ASSISTANT], ids=["Codex", "Home Assistant"])
+def test_agent_session_with_reasoning_and_tool_call(served, fields):
     pipeline, ai, _ = served
     pipeline.text = f"<think>\nLook.\n</think>\n\n{CALL}"
     user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}]}
-    body = {k: v for k, v in CODEX.items() if k != "client_metadata"}
-    extra = {"client_metadata": CODEX["client_metadata"]}
+    body = {k: v for k, v in fields.items() if k != "client_metadata"}
+    extra = {"client_metadata": fields.get("client_metadata")}
     events = list(ai.responses.create(input=[user], extra_body=extra, **body))
     done = [event.item for event in events if event.type == "response.output_item.done"]
     assert [item.type for item in done] == ["reasoning", "function_call"]
@@ -55,7 +70,7 @@ def test_codex_session_with_reasoning_and_tool_call(served):
     assert names[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
     assert names[-1] == "response.completed"
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    # Codex sends back what it keeps of the items.
+    # The clients send back what they keep of the items.
     reasoning = {"type": "reasoning", "summary": [], "content": None,
                  "encrypted_content": done[0].encrypted_content}  # fmt: skip
     call = {"type": "function_call", "name": "shell", "arguments": done[1].arguments,
@@ -65,7 +80,7 @@ def test_codex_session_with_reasoning_and_tool_call(served):
     events = list(ai.responses.create(input=[user, reasoning, call, output], **body))
     assert events[-1].response.output_text == "There is a.py."
     prompt = pipeline.asked_text
-    assert "<think>\nLook.\n</think>" in prompt
+    assert ("<think>\nLook.\n</think>" in prompt) == ("include" in fields)
     assert "a.py" in prompt
 
 

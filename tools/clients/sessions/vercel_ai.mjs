@@ -4,7 +4,26 @@ import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { Output, generateText, isStepCount, streamText, tool } from "ai";
 import { z } from "zod";
-import { LOOP, TEXT, TOOLS, same, step } from "./steps.mjs";
+
+const { TEXT_URL: TEXT, TOOLS_URL: TOOLS } = process.env; // without /v1
+const CALL = '<tool_call> {"name": "weather", "arguments": {"city": "Rome"}} </tool_call>';
+const LOOP = `SCRIPT: ${CALL} ||| It is 31 degrees in Rome.`; // a call, and its result's answer
+
+// A step prints one line of JSON with its name and its error, if any, as those of steps.py.
+async function step(name, run) {
+  let error = null;
+  try {
+    await run();
+  } catch (caught) {
+    console.error(caught);
+    error = `${caught}`.slice(0, 300);
+  }
+  console.log(JSON.stringify({ step: name, error }));
+}
+
+function same(value, expected) {
+  if (value !== expected) throw new Error(`${JSON.stringify(value)} is not ${JSON.stringify(expected)}`);
+}
 
 // The model of a server by each of the three ways.
 function models(url, name) {
