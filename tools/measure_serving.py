@@ -14,26 +14,24 @@ the throughput of OpenAI-compatible servers, whose commands have places for {slo
 
 from __future__ import annotations
 
-import queue
 import random
-import re
 import shlex
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
 import click
-from openai import APIError, OpenAI
+from openai import OpenAI
 
 from harness import MB, bundle_option, process_memory, table_header, table_row
+from server_process import running_server
 
 LENGTHS = (4, 8, 16, 32, 64, 128)
 TEXTS = ("def read_config(path):", "import json", "class Parser:", "for i in range(")
@@ -48,151 +46,140 @@ PROSE = (
     "The best recipe for bread",
 )
 DISCONNECTED = 7  # index, modulo 20, of requests whose client disconnects
+OFF = {"off": True}  # plain decoding
 
 
-@dataclass
-class Observations:
-    """Seconds to the first text and per token after it, and the outcome of each request."""
+@dataclass(frozen=True)
+class StreamedText:
+    """Text of a stream, with the seconds to its first piece and to its end."""
 
-    first: list[float] = field(default_factory=list)
-    per_token: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
+    text: str
+    first: float
+    seconds: float
 
 
 @contextmanager
-def running_server(bundle: str | None, slots: int) -> Iterator[tuple[OpenAI, int]]:
-    """Run a server in a process; yield a client and the process id."""
-    command = [sys.executable, "-m", "specedge", "serve", "--port", "0", "--slots", str(slots)]
-    command += ["--queue", "1000", *([] if bundle is None else ["--bundle", bundle])]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            match = re.search(r"http://\S+", process.stderr.readline() if process.stderr else "")
-            if match is None:
-                raise click.ClickException("the server did not start")
-            url = match[0].rstrip("/")
-            url = url if url.endswith("/v1") else f"{url}/v1"
-            yield OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600), process.pid
-        finally:
-            process.terminate()
+def server_client(command: Sequence[object]) -> Iterator[tuple[OpenAI, int]]:
+    """Run a server; yield a client and the process id."""
+    with running_server(command, stderr=subprocess.DEVNULL) as (url, pid):
+        yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600), pid
 
 
-def request_options(index: int) -> tuple[str, dict[str, Any]]:
-    """Return the prompt and the pipeline's options of a request."""
+def specedge_command(bundle: str | None, slots: int) -> list[object]:
+    """Return the command of `specedge serve`."""
+    command = [sys.executable, "-m", "specedge", "serve", "--port", "{port}", "--slots", slots]
+    return [*command, "--queue", 1000, *([] if bundle is None else ["--bundle", bundle])]
+
+
+def stream(
+    client: OpenAI,
+    prompt: str | list[int],
+    length: int,
+    speculative: dict[str, Any] | None = None,
+    is_disconnected: bool = False,
+    temperature: float = 0.0,
+    **options: Any,
+) -> StreamedText:
+    """Stream a completion of `length` tokens; disconnect after the first piece if told so."""
+    extra: dict[str, Any] = {"ignore_eos": True}
+    extra |= {"speculative": speculative} if speculative else {}
+    start, first, text = time.perf_counter(), 0.0, ""
+    pieces = client.completions.create(
+        model="default", prompt=prompt, max_tokens=length, stream=True, extra_body=extra,
+        temperature=temperature, **options,
+    )  # fmt: skip
+    for piece in pieces:
+        first = first or time.perf_counter() - start
+        text += piece.choices[0].text if piece.choices else ""
+        if is_disconnected:
+            pieces.close()
+            break
+    return StreamedText(text, first, time.perf_counter() - start)
+
+
+def measure_load(
+    bundle: str | None, all_slots: Sequence[int], count: int, num_clients: int
+) -> None:
+    """Print times and outcomes of requests of concurrent clients by number of slots."""
+    import specedge
+
+    requests, expected = [_request(index) for index in range(count)], []
+    with specedge.load(bundle) as pipeline:
+        for prompt, length, k, sampling in requests:
+            options = {"num_draft_tokens": k} if k else {}
+            expected.append(
+                pipeline.generate(prompt, length, ignore_eos=True, **options, **sampling).text
+            )
+    columns = ("first text, p50, p95", "per token, p50, p95", "tokens/s", "memory", "texts")
+    click.echo(table_header("slots", *columns))
+    for slots in all_slots:
+        with server_client(specedge_command(bundle, slots)) as (client, pid):
+
+            def send(index: int, client: OpenAI = client) -> StreamedText:
+                prompt, length, k, sampling = requests[index]
+                speculative = {"num_draft_tokens": k} if k else None
+                is_disconnected = index % 20 == DISCONNECTED
+                return stream(client, prompt, length, speculative, is_disconnected, **sampling)
+
+            start = time.perf_counter()
+            with ThreadPoolExecutor(num_clients) as pool:
+                results = list(pool.map(send, range(count)))
+            seconds = time.perf_counter() - start
+            memory = process_memory("VmHWM", pid)
+        whole = [i for i in range(count) if i % 20 != DISCONNECTED]
+        lengths = {i: requests[i][1] for i in whole}
+        outcomes = Counter(
+            "equal" if results[i].text == expected[i] else "DIFFERENT" for i in whole
+        ) + Counter(disconnected=count - len(whole))
+        times = (
+            [results[i].first for i in whole],
+            [(results[i].seconds - results[i].first) / lengths[i] for i in whole],
+        )
+        summary = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
+        speed = f"{sum(lengths.values()) / seconds:.0f}"
+        cells = (*map(_percentiles, times), speed, f"{memory / MB:.0f} MB", summary)
+        click.echo(table_row(slots, *cells))
+
+
+def _request(index: int) -> tuple[str, int, int, dict[str, Any]]:
+    """Return the prompt, length, K (0: automatic) and sampling options of a request."""
     rng = random.Random(index)
-    options: dict[str, Any] = {"max_new_tokens": rng.choice(LENGTHS), "ignore_eos": True}
+    length = rng.choice(LENGTHS)
     prompt = f"{rng.choice(TEXTS)}  # {rng.randrange(40)}"
     if rng.random() < 0.5:
-        return prompt, options | {"temperature": 0.8, "seed": index, "num_draft_tokens": 3}
-    return prompt, options | {"temperature": 0.0}
+        return prompt, length, 3, {"temperature": 0.8, "seed": index}
+    return prompt, length, 0, {"temperature": 0.0}
 
 
-def send_request(
-    client: OpenAI, model: str, index: int, expected: str, observations: Observations
-) -> None:
-    """Stream one request and record its times and outcome."""
-    prompt, options = request_options(index)
-    length = options["max_new_tokens"]
-    body = {name: options[name] for name in ("temperature", "seed") if name in options}
-    extra = {"ignore_eos": True}
-    if "num_draft_tokens" in options:
-        extra["speculative"] = {"num_draft_tokens": options["num_draft_tokens"]}
-    start, first, text = time.perf_counter(), 0.0, ""
-    stream = client.completions.create(
-        model=model, prompt=prompt, max_tokens=length, stream=True, extra_body=extra, **body
-    )
-    for chunk in stream:
-        first = first or time.perf_counter()
-        text += chunk.choices[0].text
-        if index % 20 == DISCONNECTED:
-            stream.close()
-            observations.outcomes["disconnected"] += 1
-            return
-    observations.outcomes["equal" if text == expected else "DIFFERENT"] += 1
-    observations.first.append(first - start)
-    observations.per_token.append((time.perf_counter() - first) / length)
-    observations.num_tokens += length
-
-
-def time_completion(client: OpenAI, model: str, prompt_tokens: int, length: int) -> float:
-    """Return the seconds of a streamed completion of random tokens."""
-    prompt = [random.randrange(300, 400) for _ in range(prompt_tokens)]
-    extra = {"ignore_eos": True, "speculative": {"off": True}}
-    start = time.perf_counter()
-    for _ in client.completions.create(
-        model=model, prompt=prompt, max_tokens=length, temperature=0, stream=True, extra_body=extra
-    ):
-        pass
-    return time.perf_counter() - start
+def _percentiles(seconds: list[float]) -> str:
+    cuts = quantiles(seconds, n=20)
+    return f"{1e3 * cuts[9]:.1f}, {1e3 * cuts[18]:.1f} ms"
 
 
 def compare_streams(bundle: str | None, long_prompt: int, repeats: int = 3) -> None:
     """Print the median times of streams alone and during the prefill of a long prompt."""
     click.echo(table_header("tokens of the stream", "alone", "beside", "ratio"))
-    with running_server(bundle, 4) as (client, _):
-        model = client.models.list().data[0].id
-        time_completion(client, model, 20, 20)
+
+    def seconds(prompt_tokens: int, length: int) -> float:
+        prompt = [random.randrange(300, 400) for _ in range(prompt_tokens)]
+        return stream(client, prompt, length, OFF).seconds
+
+    with (
+        server_client(specedge_command(bundle, 4)) as (client, _),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        seconds(20, 20)
         for length in (20, 64, 128):
             times: tuple[list[float], list[float]] = ([], [])
             for _ in range(repeats):
-                times[0].append(time_completion(client, model, 20, length))
-                request = (client, model, long_prompt, 1)
-                thread = threading.Thread(target=time_completion, args=request)
-                thread.start()
+                times[0].append(seconds(20, length))
+                other = pool.submit(seconds, long_prompt, 1)
                 time.sleep(0.05)  # the long prompt comes first
-                times[1].append(time_completion(client, model, 20, length))
-                thread.join()
+                times[1].append(seconds(20, length))
+                other.result()
             alone, beside = map(median, times)
             cells = (f"{alone:.2f} s", f"{beside:.2f} s", f"{beside / alone:.2f}")
             click.echo(table_row(length, *cells))
-
-
-@contextmanager
-def running_command(command: str, slots: int) -> Iterator[OpenAI]:
-    """Run a server's command; yield a client once it answers."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = shlex.split(command.format(slots=slots, port=port))
-    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600)
-    with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
-        try:
-            while process.poll() is None:
-                try:
-                    client.completions.create(model="default", prompt="x", max_tokens=1)
-                    break
-                except APIError:
-                    time.sleep(0.2)
-            else:
-                raise click.ClickException(f"the server ended: {command}")
-            yield client
-        finally:
-            process.terminate()
-
-
-def time_clients(client: OpenAI, num_clients: int, length: int, plain: bool) -> float:
-    """Return the tokens per second of clients that each stream a greedy completion."""
-    extra: dict[str, Any] = {"ignore_eos": True}
-    extra |= {"speculative": {"off": True}} if plain else {}
-
-    def stream(index: int) -> None:
-        for _ in client.completions.create(
-            model="default",
-            prompt=PROSE[index % len(PROSE)],
-            max_tokens=length,
-            temperature=0,
-            stream=True,
-            extra_body=extra,
-        ):
-            pass
-
-    start = time.perf_counter()
-    threads = [threading.Thread(target=stream, args=(i,)) for i in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return num_clients * length / (time.perf_counter() - start)
 
 
 def compare_servers(servers: dict[str, str], length: int, repeats: int, plain: bool) -> None:
@@ -200,16 +187,29 @@ def compare_servers(servers: dict[str, str], length: int, repeats: int, plain: b
     click.echo(table_header("clients", *(f"{name}, tokens/s" for name in servers)))
     for num_clients in (1, 2, 4, 8):
         with ExitStack() as stack:
-            clients = {
-                name: stack.enter_context(running_command(command, num_clients))
+            pool = stack.enter_context(ThreadPoolExecutor(num_clients))
+            commands = {
+                name: shlex.split(command.replace("{slots}", str(num_clients)))
                 for name, command in servers.items()
+            }
+            clients = {
+                name: stack.enter_context(server_client(command))[0]
+                for name, command in commands.items()
             }
             speeds: dict[str, list[float]] = {name: [] for name in servers}
             for repeat in range(repeats + 1):
                 for name, client in clients.items():
-                    speed = time_clients(client, num_clients, length, plain)
+                    start = time.perf_counter()
+                    prompts = (PROSE[i % len(PROSE)] for i in range(num_clients))
+                    streams = [
+                        pool.submit(stream, client, prompt, length, OFF if plain else None)
+                        for prompt in prompts
+                    ]
+                    for running in streams:
+                        running.result()
                     if repeat:  # the first one is a warm-up
-                        speeds[name].append(speed)
+                        elapsed = time.perf_counter() - start
+                        speeds[name].append(num_clients * length / elapsed)
         cells = [f"{median(values):.1f} ({max(values):.1f})" for values in speeds.values()]
         click.echo(table_row(num_clients, *cells))
 
@@ -235,60 +235,17 @@ def main(
     repeats: int,
     plain: bool,
 ) -> None:
-    """Send all requests from concurrent clients, for each number of slots."""
-    import specedge
-
-    if servers:
-        named = dict(server.split("=", 1) for server in servers)
-        compare_servers(named, tokens, repeats, plain)
-        return
-    if long_prompt is not None:
-        compare_streams(bundle, long_prompt)
-        return
-
-    pipeline, expected = specedge.load(bundle), []
-    for index in range(count):
-        prompt, options = request_options(index)
-        expected.append(pipeline.generate(prompt, **options).text)
-    columns = ("first text, p50, p95", "per token, p50, p95", "tokens/s", "memory", "texts")
-    click.echo(table_header("slots", *columns))
-    for slots in all_slots:
-        observations, indexes = Observations(), queue.SimpleQueue[int]()
-        for index in range(count):
-            indexes.put(index)
-        with running_server(bundle, slots) as (client, pid):
-            model = client.models.list().data[0].id
-
-            def work(
-                client: OpenAI = client,
-                model: str = model,
-                indexes: queue.SimpleQueue[int] = indexes,
-                observations: Observations = observations,
-            ) -> None:
-                while True:
-                    try:
-                        index = indexes.get_nowait()
-                    except queue.Empty:
-                        return
-                    send_request(client, model, index, expected[index], observations)
-
-            start = time.perf_counter()
-            threads = [threading.Thread(target=work) for _ in range(num_clients)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            seconds = time.perf_counter() - start
-            memory = process_memory("VmHWM", pid)
-        cells = [_percentiles(times) for times in (observations.first, observations.per_token)]
-        outcomes = ", ".join(f"{n} {how}" for how, n in sorted(observations.outcomes.items()))
-        speed = f"{observations.num_tokens / seconds:.0f}"
-        click.echo(table_row(slots, *cells, speed, f"{memory / MB:.0f} MB", outcomes))
-
-
-def _percentiles(seconds: list[float]) -> str:
-    cuts = quantiles(seconds, n=20)
-    return f"{1e3 * cuts[9]:.1f}, {1e3 * cuts[18]:.1f} ms"
+    """Measure servers under load."""
+    try:
+        if servers:
+            named = dict(server.split("=", 1) for server in servers)
+            compare_servers(named, tokens, repeats, plain)
+        elif long_prompt is not None:
+            compare_streams(bundle, long_prompt)
+        else:
+            measure_load(bundle, all_slots, count, num_clients)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -13,14 +13,10 @@ import os
 import re
 import shutil
 import site
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -28,6 +24,10 @@ from pathlib import Path
 import click
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
+
+from server_process import running_server  # noqa: E402
+
 PAGE = HERE.parents[1] / "docs" / "clients.md"
 BEGIN, END = "<!-- matrix -->\n", "<!-- end of matrix -->"
 TIMEOUT = 900  # seconds per session
@@ -59,32 +59,6 @@ CLIENTS = [
     for path in sorted((HERE / "sessions").iterdir())
     if path.suffix in (".py", ".mjs") and path.stem != "steps"
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
-
-
-@contextmanager
-def server(*command: str) -> Iterator[str]:
-    """Run a server on a free port; yield its address."""
-    port = free_port()
-    process = subprocess.Popen([sys.executable, *command, "--port", str(port)])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            except OSError:
-                if process.poll() is not None:
-                    raise click.ClickException(f"the server did not start: {command}") from None
-                time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def install(client: Client, folder: Path) -> list[str]:
@@ -159,17 +133,20 @@ def main(
     if unknown := set(names) - set(stems):
         raise click.UsageError(f"no session {', '.join(unknown)}; choose from {', '.join(stems)}")
     bundle = str(Path(bundle).resolve())
-    serve = ("-m", "specedge", "serve", "--served-model-name", "smollm2", "--bundle")
+    port = ("--port", "{port}", "--bundle")
+    serve = (sys.executable, "-m", "specedge", "serve", "--served-model-name", "smollm2", *port)
+    scripted = (sys.executable, HERE / "scripted.py", *port)
     rows, failed = {}, 0
     with ExitStack() as stack:
         urls = {
-            "TEXT_URL": stack.enter_context(server(*serve, bundle)),
-            "TOOLS_URL": stack.enter_context(server(str(HERE / "scripted.py"), "--bundle", bundle)),
+            "TEXT_URL": stack.enter_context(running_server([*serve, bundle]))[0],
+            "TOOLS_URL": stack.enter_context(running_server([*scripted, bundle]))[0],
             "BUNDLE": bundle,
+            "DIALOGUES": str(HERE.parent / "peers" / "texts" / "chat.jsonl"),
             "EXPORTER_PATH": os.pathsep.join(site.getsitepackages()),
         }
         if float_bundle:
-            urls["FLOAT_URL"] = stack.enter_context(server(*serve, float_bundle))
+            urls["FLOAT_URL"] = stack.enter_context(running_server([*serve, float_bundle]))[0]
         if gguf:
             urls["GGUF"] = str(Path(gguf).resolve())
         for client in CLIENTS:
