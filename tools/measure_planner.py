@@ -1,7 +1,7 @@
 """Measure `auto` relative to plain decoding and to the best fixed setting.
 
     python tools/measure_planner.py [--bundle FOLDER] [--set SET]... [--temperature T]... [--tune]
-        [--fixed DRAFTER:K]... [--json FILE]
+        [--fixed DRAFTER:K]...
 
 Times are of complete requests including prefill, on an idle machine. The requests of a prompt, one
 for each setting, alternate round by round. Costs are measured at load with an empty data folder,
@@ -12,14 +12,12 @@ advance.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Sequence
 from itertools import product
-from math import exp, log
 from pathlib import Path
-from statistics import fmean
+from statistics import geometric_mean
 
 import click
 
@@ -74,7 +72,6 @@ def load_fresh(bundle: str | None, threads: int | None, tuned: bool, slots: int)
     callback=lambda _, __, values: [_setting(value) for value in values],
     help="Fixed settings to compare with.",
 )  # fmt: skip
-@click.option("--json", "output", type=click.Path(path_type=Path), help="Write the rows, too.")
 def main(
     bundle: str | None,
     threads: int | None,
@@ -85,7 +82,6 @@ def main(
     each: int,
     tuned: bool,
     fixed: list[Setting],
-    output: Path | None,
 ) -> None:
     """Measure auto against plain decoding and fixed settings."""
     path = os.fspath(Path(bundle).absolute()) if bundle else None
@@ -105,27 +101,28 @@ def main(
             seconds = time_requests(pipeline, prompts[name][i], length, requests)
             for setting, per_token in zip(order, seconds, strict=True):
                 times.setdefault((temperature, name, setting), []).append(per_token)
-    rows = []
+    ratios: dict[str, list[float]] = {"plain": [], "the best fixed": []}
     for temperature, name in product(temperatures, sets):
-        auto, plain = (times[temperature, name, setting] for setting in (AUTO, PLAIN_SETTING))
-        pairs = list(zip(auto, plain, strict=True))
-        ratio, low, high = confidence_interval(pairs)
-        sums = {setting: sum(times[temperature, name, setting]) for setting in settings}
-        del sums[AUTO]
-        best = min(sums, key=lambda setting: sums[setting])
-        of_best = confidence_interval(list(zip(auto, times[temperature, name, best], strict=True)))
-        label = f"{best.drafter} K = {best.num_draft_tokens}"
-        row = {"temperature": temperature, "set": name, "ratio": (ratio, low, high)}
-        rows.append({**row, "best": label, "of_best": of_best})
-        click.echo(
-            f"temperature {temperature:g}, {name}: {ratio:.3f} ({low:.3f} to {high:.3f}) of plain; "
-            f"{of_best[0]:.3f} ({of_best[1]:.3f} to {of_best[2]:.3f}) of the best fixed, "
-            f"{label} at {sums[best] / sum(plain):.3f}" + ("; SLOWER" if low > 1.02 else "")
+        measured = {setting: times[temperature, name, setting] for setting in settings}
+        auto, plain = measured.pop(AUTO), measured[PLAIN_SETTING]
+        best = min(measured, key=lambda setting: sum(measured[setting]))
+        over_plain, over_best = (
+            confidence_interval(list(zip(auto, other, strict=True)))
+            for other in (plain, measured[best])
         )
-    for key, name in (("ratio", "plain"), ("of_best", "the best fixed")):
-        click.echo(f"geometric mean over {name}: {exp(fmean(log(r[key][0]) for r in rows)):.3f}")
-    if output:
-        output.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+        for base, interval in zip(ratios, (over_plain, over_best), strict=True):
+            ratios[base].append(interval[0])
+        click.echo(
+            f"temperature {temperature:g}, {name}: {_text(over_plain)} of plain; "
+            f"{_text(over_best)} of the best fixed, {best.drafter} K = {best.num_draft_tokens} at "
+            f"{sum(measured[best]) / sum(plain):.3f}" + ("; SLOWER" if over_plain[1] > 1.02 else "")
+        )
+    for base, values in ratios.items():
+        click.echo(f"geometric mean over {base}: {geometric_mean(values):.3f}")
+
+
+def _text(interval: tuple[float, float, float]) -> str:
+    return "{:.3f} ({:.3f} to {:.3f})".format(*interval)
 
 
 def _setting(text: str) -> Setting:

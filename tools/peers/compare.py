@@ -1,11 +1,12 @@
 """Compare specedge with other libraries on real weights: quality, size, passes and requests.
 
-    python tools/peers/compare.py
+    python tools/peers/compare.py [FILE ...]
+    python tools/peers/compare.py TARGET --draft DRAFT [--variants NAME,...] [--output FOLDER]
 
-Converts the weights for each library, measures quality relative to the float32 model, times
-requests in interleaved rounds, and writes README.md, figures.json and chart.svg. Results are
-cached: a run that was interrupted, or limited by --minutes, is resumed. docs/benchmarks.md
-describes the method.
+Converts GGUF files for each library, measures quality relative to the float32 model, times requests
+in interleaved rounds, and writes README.md, figures.json and chart.svg. With `--draft`, libraries
+with speculative decoding are compared on a target and a draft model. Results are cached: a run that
+was interrupted, or limited by --minutes, is resumed. docs/benchmarks.md describes the method.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from __future__ import annotations
 import json
 import operator
 import os
-import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -29,16 +30,15 @@ import platformdirs
 import measuring
 import reporting
 from environments import (
-    DEFAULT_GGUF_TYPES,
+    EXTRA_GGUF_TYPES,
     GGUF_TYPES,
     KEEP,
-    PAIR_PEERS,
     PEERS,
     UnavailableError,
     llama_cpp,
     python_of,
 )
-from measuring import LENGTHS, Figures, Kernels, Variant, loaded, measure_rounds
+from measuring import AUTO, LENGTHS, Figures, Kernels, Variant, loaded, measure_rounds
 from processes import Worker, WorkerError
 from reference import Reference
 
@@ -46,56 +46,75 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tools"))
 
 import real_weights  # noqa: E402
+from specedge.cpu_count import processor_name  # noqa: E402
 
 STEPS = ("convert", "quality", "kernels", "time")
-COMMAND = "python tools/peers/compare.py"
 NAMES = {
     "SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M-Instruct",
     "gemma-3-270m-q4_k_m": "Gemma-3-270M",
 }
 
 
+@dataclass
 class Comparison:
-    """Comparison with its caches and results."""
+    """Comparison of the selected variants of one file.
 
-    known_peers = PEERS
-    lengths: tuple[int, ...] = LENGTHS  # tokens of timed passes
+    Attributes:
+        reference: The compared file.
+        figures: Its results.
+        draft: File of a draft model, or None.
+        patterns: Patterns of the names of variants; if there are none, all but `EXTRA_GGUF_TYPES`.
+        bundles: Existing bundles by the name of their variant.
+        num_prompts: Number of timed prompts of each kind; None for all.
+        write: Function that stores the results of all files.
+    """
 
-    def __init__(
-        self,
-        output: Path,
-        cache: Path,
-        peers: list[str],
-        types: list[str],
-        pythons: dict[str, str],
-        threads: int,
-    ) -> None:
-        self.output, self.cache, self.threads = output, cache, threads
-        self.peers, self.types, self.pythons = peers, types, pythons
-        self.models = cache / "models"
-        self.figures: list[Figures] = measuring.read(output / "figures.json")
-        for folder in (output, cache):
-            folder.mkdir(parents=True, exist_ok=True)
+    reference: Reference
+    figures: Figures
+    draft: Reference | None
+    patterns: Sequence[str]
+    bundles: dict[str, str]
+    pythons: dict[str, str]
+    cache: Path
+    threads: int
+    num_prompts: int | None
+    write: Callable[[], None]
 
-    def figures_of(self, file: Path) -> Figures:
-        """Return the figures of a file, which are empty if it was not measured yet."""
-        name = NAMES.get(file.stem, file.stem)
-        for figures in self.figures:
-            if figures.name == name:
-                return figures
-        self.figures.append(Figures(name))
-        return self.figures[-1]
+    def __post_init__(self) -> None:
+        self.models = self.cache / "models"
+        names = [variant.name for variant in self.variants()]
+        unknown = [
+            *(self.pythons.keys() - PEERS.keys()),
+            *(self.bundles.keys() - names),
+            *(p for p in self.patterns if not any(fnmatchcase(name, p) for name in names)),
+        ]
+        if unknown:
+            raise click.UsageError(f"no {unknown[0]}; variants are {', '.join(names)}")
 
-    def convert(self, reference: Reference, figures: Figures) -> None:
+    def variants(self) -> list[Variant]:
+        """Return all variants, not yet converted."""
+        return [
+            Variant(
+                peer.name,
+                precision,
+                drafters=[d for d in peer.drafters if self.draft or d[0] == AUTO],
+            )
+            for peer in PEERS.values()
+            for precision in (peer.pair_precisions if self.draft else peer.precisions)
+        ]
+
+    def convert(self) -> None:
         """Convert the file for every library and precision."""
-        for variant in self.variants():
+        figures = self.figures
+        for variant in filter(self._is_selected, self.variants()):
             previous = figures.variants.get(variant.name, variant)
             _say(f"{figures.name}: converting to {variant.name}")
             try:
                 with self._worker(variant) as worker:
-                    source = self.source(reference, variant)
+                    source = self._source(variant)
                     answer = worker.ask("convert", **source, cache=str(self.models))
-                variant.model = Path(answer["model"]).name
+                model = Path(answer["model"])
+                variant.model = model.name if model.parent == self.models else str(model)
                 variant.num_bytes = answer["bytes"]
                 if variant.model == previous.model:
                     variant = replace(previous, reason="", drafters=variant.drafters)
@@ -105,26 +124,26 @@ class Comparison:
             figures.variants[variant.name] = variant
             self.write()
 
-    def variants(self) -> list[Variant]:
-        """Return the selected variants, not yet converted."""
-        return [
-            Variant(peer.name, precision, has_drafts=peer.has_drafts)
-            for peer in map(PEERS.__getitem__, self.peers)
-            for precision in filter(self._is_selected, peer.precisions)
-        ]
-
-    def source(self, reference: Reference, variant: Variant) -> dict[str, str]:
+    def _source(self, variant: Variant) -> dict[str, str]:
         """Return the arguments of a variant's conversion."""
-        paths = {"gguf": str(reference.gguf), "checkpoint": str(reference.checkpoint)}
-        return {**paths, "precision": variant.precision}
 
-    def measure_quality(self, reference: Reference, figures: Figures) -> None:
+        def path(reference: Reference) -> str:
+            is_checkpoint = PEERS[variant.peer].reads_checkpoint
+            return str(reference.checkpoint if is_checkpoint else reference.gguf)
+
+        arguments = {"source": path(self.reference), "precision": variant.precision}
+        arguments |= {"draft": path(self.draft)} if self.draft else {}
+        bundle = self.bundles.get(variant.name)
+        return arguments | ({"bundle": str(Path(bundle).absolute())} if bundle else {})
+
+    def measure_quality(self) -> None:
         """Measure the quality of every variant that has not been measured."""
-        windows, folder = reference.windows(), reference.log_probabilities(_say)
-        for variant in self._available(figures):
+        windows = self.reference.windows()
+        folder = self.reference.log_probabilities(_say)
+        for variant in self._available():
             if variant.quality:
                 continue
-            _say(f"{figures.name}: quality of {variant.name}")
+            _say(f"{self.figures.name}: quality of {variant.name}")
             try:
                 with self._worker(variant) as worker:
                     model = str(self.models / variant.model)
@@ -136,27 +155,26 @@ class Comparison:
                 _say(variant.reason)
             self.write()
 
-    def measure_kernels(self, reference: Reference, figures: Figures, tokens: int) -> None:
+    def measure_kernels(self, tokens: int) -> None:
         """Compare kept GGUF types and llama.cpp with the same weights in float32."""
-        for gguf_type in self.types:
+        figures, available = self.figures, {v.name: v for v in self._available()}
+        for gguf_type in GGUF_TYPES:
             names = f"llamacpp {gguf_type}", f"specedge {KEEP}{gguf_type}"
-            variants = [figures.variants.get(name) for name in names]
-            if gguf_type in figures.kernels or any(v is None or v.reason for v in variants):
+            if gguf_type in figures.kernels or not available.keys() >= {*names}:
                 continue
             _say(f"{figures.name}: kernels of {gguf_type}")
             try:
-                figures.kernels[gguf_type] = self._kernels(reference, *variants, tokens)
+                theirs, ours = (available[name] for name in names)
+                figures.kernels[gguf_type] = self._kernels(theirs, ours, tokens)
             except (UnavailableError, WorkerError) as error:
                 _say(f"no kernels: {error}")
             self.write()
 
-    def _kernels(
-        self, reference: Reference, theirs: Variant, ours: Variant, tokens: int
-    ) -> Kernels:
-        prompts = [prompt for _, prompt in reference.prompts()]
+    def _kernels(self, theirs: Variant, ours: Variant, tokens: int) -> Kernels:
+        prompts = [prompt for _, prompt in self.prompts()]
         with TemporaryDirectory(dir=self.cache) as temporary:
             windows, folder = Path(temporary, "windows.json"), Path(temporary, "reference")
-            reference.first_windows(windows)
+            self.reference.first_windows(windows)
 
             def run(worker: Worker, model: str, **options: Any) -> list[list[int]]:
                 worker.ask("load", model=model, threads=self.threads, **options)
@@ -168,7 +186,7 @@ class Comparison:
                 return fmean(text["kl"] for text in answer["texts"].values())
 
             model = self.models / theirs.model
-            source = {"gguf": str(model / "model.gguf"), "checkpoint": "", "precision": "F32"}
+            source = {"source": str(model / "model.gguf"), "precision": "F32"}
             with self._worker(theirs) as worker:
                 whole = worker.ask("convert", cache=temporary, **source)["model"]
                 texts = run(worker, whole, float32_cache=True)
@@ -183,50 +201,38 @@ class Comparison:
                 same = map(operator.eq, texts, run(worker, bundle, ops="gqa-fp32"))
                 return Kernels(llamacpp, keep, divergence(worker), (sum(same), len(texts)))
 
-    def time(
-        self, reference: Reference, figures: Figures, tokens: int, rounds: int, seconds: float
-    ) -> None:
+    def time(self, tokens: int, rounds: int, seconds: float) -> None:
         """Time every variant in interleaved rounds."""
-        prompts = self.prompts(reference)
-        variants = self._available(figures)
-        figures.machine = f"{_processor()}, {os.cpu_count()} cores, {self.threads} threads"
+        figures, prompts, variants = self.figures, self.prompts(), self._available()
+        figures.machine = f"{_processor()}, {self.threads} threads"
         load = {"models": self.models, "threads": self.threads, "prompt": prompts[0][1]}
+        lengths = () if self.draft else LENGTHS
         with (
             TemporaryDirectory(dir=self.cache) as data,  # pass costs are measured anew
             loaded(variants, partial(self._worker, data_home=data), **load, say=_say) as workers,
         ):
-            measured = (workers, figures, prompts, tokens, rounds, seconds, self.lengths)
+            measured = (workers, figures, prompts, tokens, rounds, seconds, lengths)
             for _ in measure_rounds(*measured):
                 _say(f"{figures.name}: {len(figures.rounds)} of {rounds} rounds")
                 self.write()
         self.write()
 
-    def prompts(self, reference: Reference) -> list[tuple[str, list[int]]]:
+    def prompts(self) -> list[tuple[str, list[int]]]:
         """Return the kinds and token ids of the timed prompts."""
-        return reference.prompts()
+        prompts = self.reference.prompts("pair.jsonl" if self.draft else "prompts.jsonl")
+        kinds = dict.fromkeys(kind for kind, _ in prompts)
+        by_kind = ([prompt for prompt in prompts if prompt[0] == kind] for kind in kinds)
+        return [prompt for some in by_kind for prompt in some[: self.num_prompts]]
 
-    def write(self) -> None:
-        """Write figures, tables and chart."""
-        fields = {"models": [figures.json() for figures in self.figures]}
-        (self.output / "figures.json").write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
-        page = reporting.page(self.figures, COMMAND)
-        (self.output / "README.md").write_text(page, "utf-8")
-        (self.output / "chart.svg").write_text(reporting.chart(self.figures[0]) + "\n", "utf-8")
+    def _is_selected(self, variant: Variant) -> bool:
+        if self.patterns:
+            return any(fnmatchcase(variant.name, pattern) for pattern in self.patterns)
+        return not variant.precision.endswith(EXTRA_GGUF_TYPES)
 
-    def _is_selected(self, precision: str) -> bool:
-        """Return True unless the precision is a GGUF type that is not compared."""
-        gguf_type = precision.removeprefix(KEEP)
-        return gguf_type in self.types or gguf_type not in GGUF_TYPES
-
-    def _available(self, figures: Figures) -> list[Variant]:
+    def _available(self) -> list[Variant]:
         """Return the selected variants that were converted."""
-        return [
-            variant
-            for variant in figures.variants.values()
-            if not variant.reason
-            and variant.peer in self.peers
-            and self._is_selected(variant.precision)
-        ]
+        variants = self.figures.variants.values()
+        return [v for v in variants if not v.reason and self._is_selected(v)]
 
     def _worker(self, variant: Variant, data_home: str | None = None) -> Worker:
         """Start a worker process of a variant's library.
@@ -235,7 +241,7 @@ class Comparison:
             variant: The variant.
             data_home: Folder instead of the user's data folder.
         """
-        peer, environments = self.known_peers[variant.peer], self.cache / "environments"
+        peer, environments = PEERS[variant.peer], self.cache / "environments"
         python = python_of(peer, environments, self.pythons)
         folders = (ROOT, ROOT / "tools", ROOT / "tools/peers/workers")
         paths = os.pathsep.join(map(str, folders))
@@ -249,102 +255,107 @@ class Comparison:
 
 
 def _processor() -> str:
-    """Return the processor's name and its vector extensions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    fields = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
-    fields = {key.strip(): value.strip() for key, value in fields.items()}
-    flags = fields.get("flags", "").split()
+    """Return the processor's name, its vector extensions and the number of cores."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text("utf-8").split() if info.exists() else []
     named = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "VNNI", "avx_vnni": "AVX-VNNI"}
     extensions = [label for flag, label in named.items() if flag in flags]
-    return f"{fields.get('model name', platform.machine())} ({', '.join(extensions)})"
+    return ", ".join([processor_name(), *extensions])
 
 
-def names_option(
-    flag: str, choices: Sequence[str], default: Sequence[str] = (), **options: Any
-) -> Callable[[Any], Any]:
-    """Return an option with comma-separated choices, by default all."""
-
-    def parse(_: Any, __: Any, value: str) -> list[str]:
-        names = [part.strip() for part in value.split(",")]
-        if unknown := [name for name in names if name not in choices]:
-            raise click.BadParameter(f"no {unknown[0]}; choose from {', '.join(choices)}")
-        return names
-
-    options |= {"default": ",".join(default or choices), "callback": parse, "show_default": True}
-    return click.option(flag, **options)
+def _names(context: click.Context, option: click.Parameter, value: str) -> list[str]:
+    """Parse comma-separated names."""
+    return [name.strip() for name in value.split(",") if name.strip()]
 
 
-def _pythons(_: Any, __: Any, values: tuple[str, ...]) -> dict[str, str]:
-    pythons = dict(value.partition("=")[::2] for value in values)
-    if unknown := pythons.keys() - PEERS.keys() - PAIR_PEERS.keys():
-        raise click.BadParameter(f"no library {', '.join(unknown)}")
-    return pythons
-
-
-def timing_options(command: Any) -> Any:
-    """Add the options of measured rounds to a command."""
-    for option in (
-        click.option(
-            "--minutes", default=60.0, show_default=True, help="Time limit of a file's rounds."
-        ),
-        click.option("--rounds", type=click.IntRange(1), default=3, show_default=True),
-        click.option("--threads", type=click.IntRange(1), default=2, show_default=True),
-        click.option(
-            "--python", "pythons", multiple=True, metavar="LIBRARY=PATH", callback=_pythons,
-            help="Python of an environment with the library.",
-        ),
-    ):  # fmt: skip
-        command = option(command)
-    return command
+def _paths(
+    context: click.Context, option: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
+    """Parse values of the form NAME=PATH."""
+    return dict(value.partition("=")[::2] for value in values)
 
 
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=ROOT / "docs/benchmarks",
-    help="Folder of the results.  [default: docs/benchmarks]",
-)
-@names_option("--steps", STEPS)
-@names_option("--peers", [*PEERS])
-@names_option("--types", GGUF_TYPES, DEFAULT_GGUF_TYPES, help="GGUF types to compare.")
+    "--draft", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="GGUF file of a draft model.",
+)  # fmt: skip
 @click.option(
-    "--tokens", type=click.IntRange(2), default=48, show_default=True, help="New tokens per prompt."
+    "--output", type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the results.  [default: docs/benchmarks; with --draft, pair in the cache]",
+)  # fmt: skip
+@click.option("--steps", default=",".join(STEPS), show_default=True, callback=_names)
+@click.option(
+    "--variants", "patterns", default="", callback=_names,
+    help="Patterns of libraries with a precision, such as 'specedge int*,* Q8_0'.",
+)  # fmt: skip
+@click.option("--prompts", "num_prompts", type=click.IntRange(1), help="Prompts of each kind.")
+@click.option(
+    "--tokens", type=click.IntRange(2), help="New tokens per prompt.  [default: 48, pairs 64]"
 )
-@timing_options
+@click.option("--minutes", default=60.0, show_default=True, help="Time limit of a file's rounds.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
+@click.option(
+    "--python", "pythons", multiple=True, metavar="LIBRARY=PATH", callback=_paths,
+    help="Python of an environment with the library.",
+)  # fmt: skip
+@click.option(
+    "--bundle", "bundles", multiple=True, metavar="VARIANT=FOLDER", callback=_paths,
+    help="Existing bundle of a variant, such as 'specedge int8=FOLDER'.",
+)  # fmt: skip
 def main(
     files: tuple[Path, ...],
-    output: Path,
+    draft: Path | None,
+    output: Path | None,
     steps: list[str],
-    peers: list[str],
-    types: list[str],
-    minutes: float,
+    tokens: int | None,
     rounds: int,
-    tokens: int,
-    threads: int,
-    pythons: dict[str, str],
+    minutes: float,
+    **selection: Any,
 ) -> None:
     """Compare libraries on GGUF FILES, by default SmolLM2-135M-Instruct and Gemma-3-270M."""
+    if unknown := {*steps} - {*STEPS}:
+        raise click.UsageError(f"no step {', '.join(unknown)}; choose from {', '.join(STEPS)}")
     cache = Path(platformdirs.user_cache_dir("specedge")).absolute()
     if not files:
         files = tuple(map(real_weights.path_of, (real_weights.SMOLLM2, real_weights.GEMMA)))
-    comparison = Comparison(output, cache, peers, types, pythons, threads)
+    output = output or (cache / "pair" if draft else ROOT / "docs/benchmarks")
+    for folder in (output, cache):
+        folder.mkdir(parents=True, exist_ok=True)
+    results = measuring.read(output / "figures.json")
+
+    def write() -> None:
+        fields = {"models": [figures.json() for figures in results]}
+        (output / "figures.json").write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
+        (output / "README.md").write_text(reporting.page(results), "utf-8")
+        (output / "chart.svg").write_text(reporting.chart(results[0]) + "\n", "utf-8")
+
     for file in files:
-        reference = Reference(file.absolute(), cache / "models")
-        figures = comparison.figures_of(file)
+        name = NAMES.get(file.stem, file.stem)
+        if name not in [figures.name for figures in results]:
+            results.append(Figures(name))
+        reference, draft_reference = (
+            path and Reference(path.absolute(), cache / "models") for path in (file, draft)
+        )
+        figures = next(figures for figures in results if figures.name == name)
+        comparison = Comparison(
+            reference, figures, draft_reference, cache=cache, write=write, **selection
+        )
+        new_tokens = tokens or (64 if draft else 48)
         if "convert" in steps:
-            comparison.convert(reference, figures)
+            comparison.convert()
         if "quality" in steps:
-            comparison.measure_quality(reference, figures)
+            comparison.measure_quality()
         if "kernels" in steps:
-            comparison.measure_kernels(reference, figures, tokens)
+            comparison.measure_kernels(new_tokens)
         if "time" in steps:
-            comparison.time(reference, figures, tokens, rounds, 60 * minutes)
-    comparison.write()
+            try:
+                comparison.time(new_tokens, rounds, 60 * minutes)
+            except (UnavailableError, WorkerError) as error:
+                raise click.ClickException(str(error)) from error
+    write()
     click.echo((output / "README.md").read_text("utf-8"))
 
 

@@ -39,15 +39,21 @@ class Peer:
     """Library with its precisions.
 
     Attributes:
-        has_drafts: True if the library plans its speculative decoding.
+        precisions: Precisions in which single models are compared.
+        pair_precisions: Precisions in which a model with a draft model is compared.
+        drafters: Drafters with their K that are measured besides plain decoding; of single models,
+            only `auto`, by which the library plans its speculative decoding.
+        reads_checkpoint: True if it converts a float32 checkpoint instead of the GGUF file.
         environment: Name of the requirements; a library without them runs in the environment of
             this tool.
     """
 
     name: str
     label: str
-    precisions: tuple[str, ...]
-    has_drafts: bool = False
+    precisions: tuple[str, ...] = ()
+    pair_precisions: tuple[str, ...] = ()
+    drafters: tuple[tuple[str, int | str], ...] = ()
+    reads_checkpoint: bool = False
     environment: str = ""
 
     @property
@@ -59,37 +65,26 @@ class Peer:
         return HERE / "requirements" / f"{self.environment or self.name}.txt"
 
 
-DEFAULT_GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_0")
-GGUF_TYPES = (*DEFAULT_GGUF_TYPES, "Q3_K_M", "Q2_K", "IQ4_XS", "IQ4_NL")
+EXTRA_GGUF_TYPES = ("Q3_K_M", "Q2_K", "IQ4_XS", "IQ4_NL")  # compared only if they are named
+GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_0", *EXTRA_GGUF_TYPES)
 KEEP = "keep "  # prefix of a GGUF type that specedge keeps
 PRECISIONS = ("fp32", "int8", "int8-block", "int4", *(KEEP + name for name in GGUF_TYPES))
+MODEL, LOOKUP = tuple(("model", k) for k in (2, 3, 4)), (("lookup", 4),)
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("llamacpp", "llama.cpp", GGUF_TYPES),
-        Peer("specedge", "specedge", PRECISIONS, has_drafts=True),
-        Peer("openvino", "OpenVINO GenAI", ("int8",)),
-        Peer("genai", "onnxruntime-genai", ("int4",)),
+        Peer("specedge", "specedge", PRECISIONS, ("keep", "int8", "int4"),
+             (("auto", "auto"), ("suffix", 4), *MODEL, ("chain", 4))),
+        Peer("llamaserver", "llama.cpp server", (), ("file",),
+             (*MODEL, *LOOKUP, ("cache", 4)), environment="llamacpp"),
+        Peer("openvino", "OpenVINO GenAI", ("int8",), ("int8", "int4"), (*MODEL, *LOOKUP),
+             reads_checkpoint=True),
+        Peer("genai", "onnxruntime-genai", ("int4",), reads_checkpoint=True),
+        Peer("transformers", "transformers", (), ("bfloat16",), (*MODEL, *LOOKUP),
+             reads_checkpoint=True),
     )
-}
-EXPORTERS = {
-    peer.name: peer
-    for peer in (
-        Peer("specedge", "specedge", PRECISIONS),
-        Peer("llamacpp", "llama.cpp", ("f16", "Q8_0", "Q4_K_M")),
-        Peer("genai", "onnxruntime-genai", ("fp32", "int4")),
-        Peer("optimum", "optimum", ("fp32",)),
-    )
-}
-PAIR_PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer("specedge", "specedge", ("keep", "int8", "int4"), has_drafts=True),
-        Peer("llamaserver", "llama.cpp server", ("file",), environment="llamacpp"),
-        Peer("openvino", "OpenVINO GenAI", ("int8", "int4")),
-        Peer("transformers", "transformers", ("bfloat16",)),
-    )
-}
+}  # fmt: skip
 
 
 def python_of(peer: Peer, cache: Path, pythons: dict[str, str]) -> str:

@@ -9,20 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from processes import WorkerError
+from processes import Worker, WorkerError
 
 AUTO = "auto"  # K is planned by the library
 LENGTHS = (1, 5)  # tokens of the passes that are timed
 REPEATS = 8  # passes of each length in a round
 WARM_UP = 8  # tokens after loading
-
-
-class Client(Protocol):
-    """The part of a worker that measuring needs."""
-
-    def ask(self, op: str, **arguments: Any) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -32,8 +26,7 @@ class Variant:
     Attributes:
         model: Folder name of the conversion; empty if there is none.
         reason: Reason if there are no figures.
-        has_drafts: True if speculative decoding is measured as well.
-        drafters: Drafters with their K that are measured besides.
+        drafters: Drafters with their K that are measured besides plain decoding.
     """
 
     peer: str
@@ -42,10 +35,8 @@ class Variant:
     num_bytes: int = 0
     reason: str = ""
     version: str = ""
-    peak_bytes: int = 0
-    has_drafts: bool = False
     quality: dict[str, dict[str, float]] = field(default_factory=dict)
-    drafters: list[tuple[str, int]] = field(default_factory=list)
+    drafters: list[tuple[str, int | str]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -54,8 +45,7 @@ class Variant:
     @property
     def settings(self) -> list[tuple[str, int | str]]:
         """Drafters with their K to measure, plain decoding first."""
-        planned = [(AUTO, AUTO)] if self.has_drafts else []
-        return [(AUTO, 0), *planned, *((drafter, k) for drafter, k in self.drafters)]
+        return [(AUTO, 0), *((drafter, k) for drafter, k in self.drafters)]
 
 
 @dataclass(frozen=True)
@@ -112,17 +102,6 @@ class Kernels:
     same_text: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Tested and accepted draft tokens by position, of the prompts of one kind."""
-
-    variant: str
-    kind: str
-    temperature: float
-    tested: list[int]
-    accepted: list[int]
-
-
 @dataclass
 class Figures:
     """Results of one file, on the machine of its times."""
@@ -133,8 +112,6 @@ class Figures:
     variants: dict[str, Variant] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     kernels: dict[str, Kernels] = field(default_factory=dict)  # by GGUF type
-    acceptance: list[Acceptance] = field(default_factory=list)
-    planner: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by variant
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Figures:
@@ -146,9 +123,7 @@ class Figures:
         variants = {name: Variant(**values) for name, values in fields["variants"].items()}
         kernels = {name: Kernels(**values) for name, values in fields.get("kernels", {}).items()}
         names = fields["name"], fields.get("machine", ""), fields["kinds"]
-        acceptance = [Acceptance(**values) for values in fields.get("acceptance", [])]
-        planner = fields.get("planner", {})
-        return cls(*names, variants, rounds, kernels, acceptance, planner)
+        return cls(*names, variants, rounds, kernels)
 
     def json(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -156,7 +131,7 @@ class Figures:
 
 
 def measure_rounds(
-    workers: Mapping[str, Client],
+    workers: Mapping[str, Worker],
     figures: Figures,
     prompts: Sequence[tuple[str, list[int]]],
     tokens: int,
@@ -182,22 +157,20 @@ def measure_rounds(
             first = (i + len(figures.rounds)) % len(settings)
             for variant, drafter, k in [*settings[first:], *settings[:first]]:
                 runs.append(_run(workers[variant.name], variant, drafter, k, i, prompt, tokens))
+        request = {"prompt": prompts[0][1], "lengths": lengths, "repeats": REPEATS}
         passes = {
-            name: worker.ask("passes", prompt=prompts[0][1], lengths=lengths, repeats=REPEATS)
+            name: worker.ask("passes", **request)["seconds_by_length"]
             for name, worker in workers.items()
             if lengths
         }
-        times = {name: answer["seconds_by_length"] for name, answer in passes.items()}
-        for name, answer in passes.items():
-            figures.variants[name].peak_bytes = answer["peak_bytes"]
-        figures.rounds.append(Round(stamp, time.strftime("%Y-%m-%d"), runs, times))
+        figures.rounds.append(Round(stamp, time.strftime("%Y-%m-%d"), runs, passes))
         yield figures.rounds[-1]
         if time.monotonic() > end:
             return
 
 
 def _run(
-    worker: Client,
+    worker: Worker,
     variant: Variant,
     drafter: str,
     k: int | str,
@@ -230,16 +203,16 @@ def _named(drafter: str) -> dict[str, str]:
 @contextmanager
 def loaded(
     variants: Sequence[Variant],
-    start: Callable[[Variant], Any],
+    start: Callable[[Variant], Worker],
     *,
     models: Path,
     prompt: list[int],
     threads: int,
     say: Callable[[str], object],
-) -> Iterator[dict[str, Client]]:
+) -> Iterator[dict[str, Worker]]:
     """Load and warm up each variant in a separate process; record the reason of failures."""
     with ExitStack() as stack:
-        workers: dict[str, Client] = {}
+        workers: dict[str, Worker] = {}
         for variant in variants:
             worker = stack.enter_context(start(variant))
             try:

@@ -21,13 +21,7 @@ class WorkerError(Exception):
 class Worker:
     """Process group of a worker, as a context manager."""
 
-    def __init__(
-        self,
-        command: list[str],
-        log: Path,
-        environment: dict[str, str],
-        patience: float = PATIENCE,
-    ) -> None:
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
                 command,
@@ -38,7 +32,7 @@ class Worker:
                 env=environment,
                 start_new_session=True,
             )
-        self._log, self._patience, self._is_late = log, patience, False
+        self._log, self._is_late = log, False
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Send a request and return its answer.
@@ -48,7 +42,7 @@ class Worker:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        alarm = threading.Timer(self._patience, self._give_up)
+        alarm = threading.Timer(PATIENCE, self._give_up)
         alarm.start()
         try:
             self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
@@ -61,7 +55,7 @@ class Worker:
         if not line:
             self.close()
             if self._is_late:
-                raise WorkerError(f"no answer to {op} in {self._patience:g} seconds")
+                raise WorkerError(f"no answer to {op} in {PATIENCE:g} seconds")
             raise WorkerError(f"ended with {self._process.returncode}: {self._last_line()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:

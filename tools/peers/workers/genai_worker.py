@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime_genai as og
 
-from serving import FirstToken, cached, serve, size_of
+from serving import FirstToken, cached, run_converter, serve, size_of
 
 CONTEXT = 1024
 
@@ -21,9 +20,9 @@ CONTEXT = 1024
 class GenAI:
     """Models of the builder with its default options for a CPU."""
 
-    def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
+    def convert(self, source: str, precision: str, cache: str) -> Path:
         name = f"genai-{og.__version__}-{precision}"
-        return cached(cache, checkpoint, name, lambda path: _build(path, checkpoint, precision))
+        return cached(cache, source, name, lambda path: _build(path, source, precision))
 
     def num_bytes(self, model: Path) -> int:
         return size_of(*model.glob("*.onnx*"))
@@ -81,11 +80,7 @@ def _build(folder: Path, checkpoint: str, precision: str) -> None:
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
     options = ["-i", checkpoint, "-o", str(folder), "-p", precision, "-e", "cpu"]
     with tempfile.TemporaryDirectory() as scratch:
-        command = [*builder, *options, "-c", scratch]
-        process = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
-    sys.stderr.write(process.stderr)
-    if process.returncode:
-        raise RuntimeError(process.stderr.strip().splitlines()[-1])
+        run_converter([*builder, *options, "-c", scratch])
 
 
 if __name__ == "__main__":

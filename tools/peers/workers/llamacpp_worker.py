@@ -20,12 +20,12 @@ BATCH = 512  # tokens of a pass, at most
 class LlamaCpp:
     """Files quantized from the published file's dequantized values; float16 caches, the default."""
 
-    def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
-        whole = cached(cache, gguf, "llamacpp-F32", lambda folder: _dequantize(gguf, folder))
+    def convert(self, source: str, precision: str, cache: str) -> Path:
+        whole = cached(cache, source, "llamacpp-F32", lambda folder: _dequantize(source, folder))
         if precision == "F32":
             return whole
         name = f"llamacpp-{precision}"
-        return cached(cache, gguf, name, lambda folder: _quantize(whole, folder, precision))
+        return cached(cache, source, name, lambda folder: _quantize(whole, folder, precision))
 
     def num_bytes(self, model: Path) -> int:
         return size_of(model / "model.gguf")

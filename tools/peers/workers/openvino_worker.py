@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 
-from serving import FirstToken, cached, serve, size_of
+from serving import FirstToken, cached, run_converter, serve, size_of
 
 MATCH = 3  # tokens of a match of prompt lookup
 
@@ -22,16 +21,14 @@ class OpenVINO:
     Requests run in the pipeline; passes and logits use the same graph, compiled separately.
     """
 
-    def convert(
-        self, gguf: str, checkpoint: str, precision: str, cache: str, draft: str = ""
-    ) -> Path:
+    def convert(self, source: str, precision: str, cache: str, draft: str = "") -> Path:
         def make(folder: Path) -> None:
-            _export(folder, checkpoint, precision)
+            _export(folder, source, precision)
             if draft:
                 _export(folder / "draft", draft, precision)
 
         name = f"openvino-{openvino_genai.__version__}-{precision}"
-        return cached(cache, checkpoint, f"{name}-{Path(draft).name}" if draft else name, make)
+        return cached(cache, source, f"{name}-{Path(draft).name}" if draft else name, make)
 
     def num_bytes(self, model: Path) -> int:
         return size_of(*model.rglob("openvino_model.bin"))
@@ -125,11 +122,7 @@ def _export(folder: Path, checkpoint: str, precision: str) -> None:
     """Export by the command line, as `main_export` of optimum-intel 2.2 does not quantize."""
     cli = str(Path(sys.executable).with_name("optimum-cli"))
     options = ["--task", "text-generation-with-past", "--weight-format", precision]
-    command = [cli, "export", "openvino", "--model", checkpoint, *options, str(folder)]
-    process = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
-    sys.stderr.write(process.stderr)
-    if process.returncode:
-        raise RuntimeError(process.stderr.strip().splitlines()[-1])
+    run_converter([cli, "export", "openvino", "--model", checkpoint, *options, str(folder)])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Protocol of the workers: JSON requests as lines on stdin, JSON answers as lines on stdout.
 
-    {"op": "convert", "gguf": FILE, "checkpoint": FOLDER, "precision": NAME, "cache": FOLDER,
-     "draft": PATH of a draft model}
+    {"op": "convert", "source": PATH, "precision": NAME, "cache": FOLDER, "draft": PATH}
     {"op": "load", "model": PATH, "threads": N, options of the library}
     {"op": "generate", "prompt": [ids], "tokens": N, "k": K or "auto", "drafter": NAME}
     {"op": "passes", "prompt": [ids], "lengths": [T, ...], "repeats": N}
@@ -10,8 +9,8 @@
 
 A worker passes a `Peer` to `serve`. The module requires only the standard library and NumPy, so
 that it runs in the environment of any library. The answer to a failed request has an "error".
-"draft" and "drafter" are for libraries of which speculative decoding is measured: a drafter is
-"model", "lookup" (prompt lookup) or another one of the library.
+"draft" (a draft model) and "drafter" are for libraries of which speculative decoding is measured: a
+drafter is "model", "lookup" (prompt lookup) or another one of the library.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,12 +37,11 @@ WARM_UP = 2  # passes of each length before timing
 class Peer(Protocol):
     """Library with at most one loaded model."""
 
-    def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
+    def convert(self, source: str, precision: str, cache: str) -> Path:
         """Return the converted model's path, from the cache if it exists.
 
         Args:
-            gguf: The published file.
-            checkpoint: The same weights as a float32 checkpoint folder.
+            source: The published GGUF file, or the same weights as a float32 checkpoint folder.
             precision: One of the library's precisions.
             cache: Folder of converted models.
         """
@@ -81,31 +79,29 @@ def serve(peer: Peer) -> None:
 
 
 def _answer(peer: Peer, request: dict[str, Any]) -> dict[str, Any]:
-    start = time.perf_counter()
     arguments = {key: value for key, value in request.items() if key != "op"}
     try:
         match request["op"]:
             case "convert":
                 model = peer.convert(**arguments)
-                result = {"model": str(model), "bytes": peer.num_bytes(model)}
+                return {"model": str(model), "bytes": peer.num_bytes(model)}
             case "load":
                 model = Path(arguments.pop("model"))
-                result = {"version": peer.load(model, **arguments)}
+                return {"version": peer.load(model, **arguments)}
             case "generate":
-                result = peer.generate(**arguments)
+                return peer.generate(**arguments)
             case "passes":
-                result = {"seconds_by_length": time_passes(peer, **arguments)}
+                return {"seconds_by_length": time_passes(peer, **arguments)}
             case "reference":
                 paths = map(Path, (arguments["windows"], arguments["folder"]))
                 quality.write_reference(peer.logits, *paths, dtype=np.float32)
-                result = {}
+                return {}
             case "quality":
-                result = quality.measure(peer.logits, **arguments)
+                return quality.measure(peer.logits, **arguments)
             case other:
                 raise ValueError(f"unknown op {other}")
     except Exception as error:  # any error of a library is the answer
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(), **result}
 
 
 def time_passes(
@@ -121,16 +117,6 @@ def time_passes(
             if repeat >= WARM_UP:
                 seconds.append(time.perf_counter() - start)
     return times
-
-
-def peak_bytes() -> int:
-    """Return the peak resident memory of this process."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def cached(cache: str, source: str, name: str, make: Callable[[Path], object]) -> Path:
@@ -166,6 +152,14 @@ def linked(cache: str, source: str, name: str, links: dict[str, str]) -> Path:
 def size_of(*paths: Path) -> int:
     """Return the bytes of files."""
     return sum(path.stat().st_size for path in paths)
+
+
+def run_converter(command: list[str]) -> None:
+    """Run a command of a library's converter; raise RuntimeError with its last line if it fails."""
+    process = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(process.stderr)
+    if process.returncode:
+        raise RuntimeError(process.stderr.strip().splitlines()[-1])
 
 
 class FirstToken:

@@ -18,16 +18,19 @@ class SpecEdge:
     """Bundles of the current exporter; to keep a GGUF type, from llama.cpp's file."""
 
     def convert(
-        self, gguf: str, checkpoint: str, precision: str, cache: str, draft: str = ""
+        self, source: str, precision: str, cache: str, draft: str = "", bundle: str = ""
     ) -> Path:
-        source, name = Path(gguf), Path(gguf).stem
+        """Return the bundle, by default exported once for the current sources."""
+        if bundle:
+            return Path(bundle)
+        gguf, name = Path(source), Path(source).stem
         precision, _, gguf_type = precision.partition(" ")
         if gguf_type:
-            source = cached(cache, gguf, f"llamacpp-{gguf_type}", _require) / "model.gguf"
+            gguf = cached(cache, source, f"llamacpp-{gguf_type}", _require) / "model.gguf"
             name += f"-{gguf_type}"
         if draft:
             name += f"+{Path(draft).stem}"
-        return bundle_of(source, precision, Path(cache), name, Path(draft) if draft else None)
+        return bundle_of(gguf, precision, Path(cache), name, Path(draft) if draft else None)
 
     def num_bytes(self, model: Path) -> int:
         return size_of(*(path for path in model.rglob("*") if "weights" in path.name))
@@ -43,7 +46,6 @@ class SpecEdge:
     def generate(
         self, prompt: list[int], tokens: int, k: int | str, **options: Any
     ) -> dict[str, Any]:
-        """Generate with further options of a request: drafter, temperature, seed."""
         self.pipeline.forget()
         times = FirstToken()
         result = self.pipeline.generate(
@@ -56,8 +58,6 @@ class SpecEdge:
             "decode_seconds": whole - result.stats.prefill_seconds,
             "accepted": result.stats.num_accepted,
             "drafted": result.stats.num_drafted,
-            "tested_by_position": result.stats.tested_by_position,
-            "accepted_by_position": result.stats.accepted_by_position,
         }
 
     def prefill(self, tokens: list[int]) -> None:
@@ -80,7 +80,7 @@ class SpecEdge:
 
 def _require(folder: Path) -> None:
     """Reject to create a file that llama.cpp has to quantize first."""
-    raise RuntimeError("requires llama.cpp's file; run with --peers llamacpp,specedge")
+    raise RuntimeError("requires llama.cpp's file; run with its variant of llamacpp")
 
 
 if __name__ == "__main__":

@@ -16,15 +16,9 @@ from serving import linked, serve, size_of
 class Transformers:
     """Links to the float32 checkpoints, loaded in the precision, with the library's defaults."""
 
-    def convert(
-        self, gguf: str, checkpoint: str, precision: str, cache: str, draft: str = ""
-    ) -> Path:
-        return linked(
-            cache,
-            checkpoint,
-            f"transformers-{precision}-{Path(draft).name}",
-            {"target": checkpoint, "draft": draft},
-        )
+    def convert(self, source: str, precision: str, cache: str, draft: str = "") -> Path:
+        name = f"transformers-{precision}-{Path(draft).name}"
+        return linked(cache, source, name, {"target": source, "draft": draft})
 
     def num_bytes(self, model: Path) -> int:
         """Return the size of weights with 16 bits."""
