@@ -82,7 +82,11 @@ sources() {
 managed() {
     [ -d "$dir/managed/sources" ] && [ -d "$dir/dotnet/sdk" ] ||
         { echo "requires the .NET SDK and the C# sources"; return 1; }
-    sh "$here/csharp8.sh" "$dir/managed/sources"
+    # Three static lambdas, a `new` without its type and an `is not` are C# 9; .NET SDK 3.1 has C# 8.
+    sed -i 's/Select(static ptr =>/Select(ptr =>/' "$dir/managed/sources/InferenceSession.shared.cs"
+    sed -i 's/DisposableList<OrtValue> sequenceOrtValues = new(/var sequenceOrtValues = new DisposableList<OrtValue>(/
+            s/if (node.Value is not TensorBase)/if (!(node.Value is TensorBase))/' \
+        "$dir/managed/sources/ManagedProjections.shared.cs"
     "$dir/bin/dotnet" "$(echo "$dir"/dotnet/sdk/*/Roslyn/bincore/csc.dll)" -noconfig -nologo -nostdlib \
         -optimize+ -deterministic -unsafe+ -langversion:8.0 -nowarn:1591,0649 -target:library \
         -out:"$dir/managed/Microsoft.ML.OnnxRuntime.dll" -recurse:"$dir/managed/sources/*.cs" \
