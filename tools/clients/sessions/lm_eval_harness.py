@@ -78,8 +78,8 @@ results["transformers"], values["transformers"] = score(
 )
 results["float32"], values["float32"] = score_served(os.environ["FLOAT_URL"])
 results["int8"], values["int8"] = score_served(TEXT)
-accuracies = [f"{name} {result['acc,none']:.3f}" for name, result in results.items()]
-error = results["transformers"]["acc_stderr,none"]
+accuracies = [f"{name} {result['acc_norm,none']:.3f}" for name, result in results.items()]
+error = results["transformers"]["acc_norm_stderr,none"]
 count = len(values["transformers"]) // CHOICES
 
 
