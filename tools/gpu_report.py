@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,10 +47,6 @@ COLUMNS = (
 )
 
 
-class ReportError(ValueError):
-    """Error of a file that is not a report, or that is a report of another machine."""
-
-
 class Report:
     """Report file, whose parts are updated separately."""
 
@@ -61,13 +58,17 @@ class Report:
         self.read()
 
     def read(self) -> dict[str, Any]:
-        """Return the file's content. Raises ReportError if it is of another machine."""
+        """Return the file's content. Raises ClickException if it is not one of this machine."""
         if not self.path.exists():
             return {"doctor": self._doctor}
-        content = read_report(self.path)
+        content = None
+        with suppress(ValueError):
+            content = json.loads(self.path.read_text("utf-8"))
+        if not isinstance(content, dict) or not isinstance(content.get("doctor"), dict):
+            raise click.ClickException(f"{self.path} is not a report; name another file")
         before, now = _machine(content["doctor"]), _machine(self._doctor)
         if before != now:
-            raise ReportError(
+            raise click.ClickException(
                 f"{self.path} was written on another machine: {before}; this is {now}"
             )
         return content | {"doctor": self._doctor}
@@ -79,17 +80,6 @@ class Report:
         temporary = self.path.with_name(f"{self.path.name}.new")
         temporary.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
         os.replace(temporary, self.path)
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """Read a report. Raises ReportError if the file is not one."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ReportError(f"{path} is not a report; name another file") from error
-    if not isinstance(content, dict) or not isinstance(content.get("doctor"), dict):
-        raise ReportError(f"{path} is not a report; name another file")
-    return content
 
 
 def _machine(doctor: dict[str, Any]) -> str:
@@ -325,10 +315,7 @@ def prepare(folder: Path, shape: str, noise: float) -> None:
 @click.option("--report", "path", type=click.Path(path_type=Path), help="Report file to extend.")
 def run(folder: Path, device: str, path: Path | None) -> None:
     """Measure the pair of FOLDER and print a table."""
-    try:
-        report = None if path is None else Report(path)
-    except ReportError as error:
-        raise click.ClickException(str(error)) from error
+    report = None if path is None else Report(path)
     try:
         speed = bandwidth(device, 1 << 24 if device == "cpu" else 1 << 28)
     except Exception as error:  # ONNX Runtime's own types

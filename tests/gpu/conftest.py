@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import standin
@@ -48,8 +49,8 @@ def pytest_configure(config):
     if path and not hasattr(config, "workerinput"):
         try:
             config.pluginmanager.register(Reporting(Path(path)))
-        except ValueError as error:
-            raise pytest.UsageError(str(error)) from error
+        except click.ClickException as error:
+            raise pytest.UsageError(error.message) from error
 
 
 def pytest_itemcollected(item):
