@@ -45,7 +45,7 @@ class LayerCalls:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[tuple[nn.Module, Any]] = []
-        self._seen: list[Any] = []  # keeps objects alive, so that their addresses stay unique
+        self._values: list[list[Any]] = []  # kept alive, so that addresses stay unique
         self._inputs: list[Any] = []  # hidden states before and after each call
         self._outputs: list[Any] = []
         try:
@@ -56,25 +56,19 @@ class LayerCalls:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Record calls while the context lasts."""
-        hooks = [
-            hook
-            for layer in self.layers
-            for hook in (
-                layer.register_forward_pre_hook(self._record, with_kwargs=True),
-                layer.register_forward_hook(self._record_output),
-            )
-        ]
-        try:
+        with contextlib.ExitStack() as stack:
+            for layer in self.layers:
+                hook = layer.register_forward_pre_hook(self._record, with_kwargs=True)
+                stack.enter_context(hook)
+                stack.enter_context(layer.register_forward_hook(self._record_output))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _record(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = [*args, *(x for pair in sorted(kwargs.items()) for x in pair)]
         position = _hidden_states(values)
-        described = [i if i == position else self._describe(x) for i, x in enumerate(values)]
+        described = [i if i == position else _describe(x) for i, x in enumerate(values)]
         self.calls.append((layer, (len(args), tuple(described))))
+        self._values.append(values)
         self._inputs.append(values[position] if position >= 0 else None)
 
     def _record_output(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -86,17 +80,6 @@ class LayerCalls:
         pairs = zip(self._outputs, self._inputs[1:], strict=False)
         is_chain = all(output is following for output, following in pairs)
         return is_chain and [layer for layer, _ in self.calls] == list(self.layers)
-
-    def _describe(self, value: Any) -> Any:
-        """Describe an argument; tensors and other objects by identity."""
-        if isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, tuple | list):
-            return tuple(map(self._describe, value))
-        if isinstance(value, dict):
-            return tuple((key, self._describe(x)) for key, x in value.items())
-        self._seen.append(value)
-        return id(value)
 
 
 def find_kinds(
@@ -148,7 +131,7 @@ def _describe_module(layer: nn.Module, indices: set[tuple[str, str]]) -> Any:
             name,
             type(module),
             tuple(
-                (key, _describe_attribute(_unbound(value, module)))
+                (key, _describe(_unbound(value, module)))
                 for key, value in _attributes(module)
                 if (name, key) not in indices
             ),
@@ -164,16 +147,16 @@ def _unbound(value: Any, module: nn.Module) -> Any:
     return value.__func__ if getattr(value, "__self__", None) is module else value
 
 
-def _describe_attribute(value: Any) -> Any:
-    """Describe an attribute; objects other than numbers and texts by identity."""
+def _describe(value: Any) -> Any:
+    """Describe an attribute or argument; objects other than numbers and texts by identity."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple | list | set):
-        return type(value), tuple(map(_describe_attribute, value))
+        return type(value), tuple(map(_describe, value))
     if isinstance(value, dict):
-        return tuple((key, _describe_attribute(x)) for key, x in value.items())
+        return tuple((key, _describe(x)) for key, x in value.items())
     if isinstance(value, functools.partial):
-        return tuple(map(_describe_attribute, (value.func, value.args, value.keywords)))
+        return tuple(map(_describe, (value.func, value.args, value.keywords)))
     return id(value)
 
 
@@ -185,15 +168,12 @@ def _hidden_states(values: Sequence[Any]) -> int:
 @contextlib.contextmanager
 def marked_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Trace a node at the beginning and at the end of each layer while the context lasts."""
-    hooks = []
-    for i, layer in enumerate(layers):
-        hooks.append(layer.register_forward_pre_hook(_begin(i), with_kwargs=True))
-        hooks.append(layer.register_forward_hook(_end(i)))
-    try:
+    with contextlib.ExitStack() as stack:
+        for i, layer in enumerate(layers):
+            hook = layer.register_forward_pre_hook(_begin(i), with_kwargs=True)
+            stack.enter_context(hook)
+            stack.enter_context(layer.register_forward_hook(_end(i)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _begin(index: int) -> Callable[..., Any]:
@@ -260,25 +240,19 @@ class LayerGraph:
         self._ends: dict[int, ir.Node] = {}
         restore_weights(self.graph, weights)
 
-    def repeat(self, kinds: Sequence[int], cache_names: Sequence[str]) -> None:
+    def repeat(self, kinds: Sequence[int]) -> None:
         """Add the layers that were not traced, and remove the marks.
 
-        Args:
-            kinds: First layer of the kind of each layer.
-            cache_names: Inputs of the whole model's caches, in order.
-
-        Raises:
-            NotRepeatableError: The nodes of the layers cannot be separated.
+        `kinds` are the first layer of the kind of each layer. Raises NotRepeatableError if the
+        nodes of the layers cannot be separated.
         """
         self._assign_nodes()
         num_traced = len(self._begins)
-        per_layer = len(cache_names) // len(kinds)
-        hidden = self._ends[num_traced - 1].inputs[0]
         before = self._ends[num_traced - 1]
-        for layer in range(num_traced, len(kinds)):
-            names = cache_names[layer * per_layer : (layer + 1) * per_layer]
-            hidden = self._copy(kinds[layer], layer, hidden, before, names)
+        hidden = before.inputs[0]
         assert hidden is not None
+        for layer in range(num_traced, len(kinds)):
+            hidden = self._copy(kinds[layer], layer, hidden, before)
         before.outputs[0].replace_all_uses_with(hidden, replace_graph_outputs=True)
         for mark in (*self._begins.values(), *list(self._ends.values())[:-1]):
             mark.outputs[0].replace_all_uses_with(mark.inputs[0])
@@ -326,59 +300,40 @@ class LayerGraph:
         name = value.name or ""
         return name.startswith(self._prefix) and name in self.weights
 
-    def _copy(
-        self,
-        source: int,
-        layer: int,
-        hidden: ir.Value | None,
-        before: ir.Node,
-        caches: Sequence[str],
-    ) -> ir.Value | None:
+    def _copy(self, source: int, layer: int, hidden: ir.Value, before: ir.Node) -> ir.Value:
         """Copy a layer's nodes with another layer's weights and caches; return its output."""
-        copies: dict[ir.Value | None, ir.Value | None] = {self._begins[source].outputs[0]: hidden}
-        source_caches = [
-            value for value in self.graph.inputs if self._owner_of_leaf(value) == source
-        ]
-        for value, name in zip(source_caches, caches, strict=True):
-            copies[value] = _set_like(ir.Value(name=name), value)
-            self.graph.inputs.append(copies[value])
-        for node in self._nodes[source]:
-            inputs = [self._input(value, copies, source, layer) for value in node.inputs]
-            copied = ir.Node(
-                node.domain, node.op_type, inputs, node.attributes.values(),
-                overload=node.overload, num_outputs=len(node.outputs), version=node.version,
-                name=f"{node.name}.{layer}",
-            )  # fmt: skip
-            for old, new in zip(node.outputs, copied.outputs, strict=True):
-                new.name = f"{old.name}.{layer}"
-                copies[old] = _set_like(new, old)
-            self.graph.insert_before(before, copied)
-        for name in caches:
-            present = name.replace("past_key_values", "present")
-            old = present.replace(f".{layer}.", f".{source}.")
-            output = next(copies[x] for x in self.graph.outputs if x.name == old)
-            assert output is not None
-            output.name = present
-            self.graph.outputs.append(output)
-        return copies.get(self._ends[source].inputs[0], self._ends[source].inputs[0])
-
-    def _input(
-        self,
-        value: ir.Value | None,
-        copies: dict[ir.Value | None, ir.Value | None],
-        source: int,
-        layer: int,
-    ) -> ir.Value | None:
-        """Return the value that a copied node reads."""
-        if value is not None and value not in copies and self._is_weight(value):
-            rest = (value.name or "").removeprefix(f"{self._prefix}{source}.")
-            new = _set_like(ir.Value(name=f"{self._prefix}{layer}.{rest}"), value)
-            register_weight(self.graph, new, self.weights)
-            copies[value] = new
-        return copies.get(value, value)
-
-
-def _set_like(new: ir.Value, old: ir.Value) -> ir.Value:
-    """Give a value copies of the shape and type of another, which may be changed in place."""
-    new.shape, new.type = copy.copy(old.shape), copy.copy(old.type)
-    return new
+        begin, end = self._begins[source].outputs[0], self._ends[source].inputs[0]
+        caches = [x for x in self.graph.inputs if self._owner_of_leaf(x) == source]
+        written = [x for x in self.graph.outputs if str(x.name).startswith(f"present.{source}.")]
+        nodes = self._nodes[source]
+        inner = {begin, *caches, *(x for node in nodes for x in node.outputs)}
+        read = dict.fromkeys(x for node in nodes for x in node.inputs if x is not None)
+        outer = [*caches, *(x for x in read if x not in inner)]
+        assert end is not None
+        copied = ir.GraphView([begin, *outer], [end, *written], nodes=nodes).clone()
+        (first, *inputs), (last, *outputs) = list(copied.inputs), list(copied.outputs)
+        nodes = list(copied)
+        copied.inputs.clear()
+        copied.outputs.clear()
+        copied.remove(nodes)
+        for node in nodes:
+            node.name = f"{node.name}.{layer}"
+            for value in node.outputs:
+                value.name, value.const_value = f"{value.name}.{layer}", None
+        for value in (*inputs, *(x for node in nodes for x in node.outputs)):
+            value.type = copy.copy(value.type)  # which may be changed in place
+            value.metadata_props.clear()
+        for new, old in zip((*inputs, *outputs), (*outer, *written), strict=True):
+            if old in caches or old in written or self._is_weight(old):
+                new.name = str(old.name).replace(f".{source}.", f".{layer}.", 1)
+            if old in caches:
+                self.graph.inputs.append(new)
+            elif old in written:
+                self.graph.outputs.append(new)
+            elif self._is_weight(old):
+                register_weight(self.graph, new, self.weights)
+            else:
+                new.replace_all_uses_with(old)
+        first.replace_all_uses_with(hidden)
+        self.graph.insert_before(before, nodes)
+        return last

@@ -209,8 +209,7 @@ def _trace_first_layers(
     program.optimize()
 
     def repeat(graph_model: ir.Model, num_layers: int) -> ir.Model:
-        names = geometry.cache_names()[: 2 * num_layers]
-        LayerGraph(graph_model, prefix, weights).repeat(layers.kinds[:num_layers], names)
+        LayerGraph(graph_model, prefix, weights).repeat(layers.kinds[:num_layers])
         onnxscript.optimizer.fold_constants(
             graph_model,
             onnx_shape_inference=False,
