@@ -6,9 +6,7 @@ T tokens per pass, V vocabulary entries, n positions; H heads of D in the caches
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -28,10 +26,7 @@ SPAN = 128  # rows that passes of each length cover
 LONGEST_DRAFT = 18  # pass length up to which all residues of the total are tested
 NUM_RESIDUES = 8
 TURNS = ("step", "verify", "catchup", "decoder", "prefill", "step", "verify")
-LARGE_TURNS = TURNS[:5]
 ENDS = ("verify", "catchup", "step", "decoder")
-LARGE_ENDS = ENDS[:1]
-Check = tuple[list[Action], Callable[[list[Any]], None]]
 
 
 def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, int, int]]:
@@ -41,9 +36,8 @@ def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, i
     context passes are padded, as in a host that has only fixed-shape graphs.
     """
     at = start
-    turns, ends = (LARGE_TURNS, LARGE_ENDS) if runner.in_parts else (TURNS, ENDS)
     while at < end:
-        for name in turns:
+        for name in TURNS:
             length = runner.files[name].length or 7
             if at + length + (attention_ops(runner.ops) == "gqa") > runner.geometry.capacity:
                 continue
@@ -52,10 +46,9 @@ def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, i
             if length > 0:
                 yield name, at, length, kept
             at += kept
-    for name in ends if end == runner.geometry.context_length else ():
+    for name in ENDS if end == runner.geometry.context_length else ():
         length = min(runner.files[name].length or 3, 2)
-        if not runner.in_parts:
-            yield name, end - length, length, length
+        yield name, end - length, length, length
         yield name, end - 1, 1, 1
 
 
@@ -67,10 +60,10 @@ def compared_lengths(runner: Runner) -> list[int]:
     return sorted(t for t in {*INDEPENDENT, *used} if t <= longest)
 
 
-def segment_check(
+def segment_actions(
     runner: Runner, part: Reference, error_check: ErrorCheck, in_two_passes: bool = False
-) -> Check:
-    """Compare passes over a segment with the reference, with rollbacks and noise.
+) -> list[Action]:
+    """Return passes over a segment that are compared with the reference, with rollbacks and noise.
 
     Passes of the decoder are repeated with half of their logits. `in_two_passes` checks two passes
     of the decoder only.
@@ -88,12 +81,9 @@ def segment_check(
             after = functools.partial(_compare_logits, part, error_check, start + row, length - row)
             actions.append(PassAction(name, tokens, start, row, packed=is_decoder, then=after))
         actions.append(FillNoise(start + kept, start + len(tokens)))
-    actions.append(ReadRows(part.start, part.end))
-
-    def decide(results: list[Any]) -> None:
-        _compare_caches(runner.geometry.cache_names(), part, error_check, results[-1])
-
-    return actions, decide
+    names = runner.geometry.cache_names()
+    compare_cache = functools.partial(_compare_cache, names, part, error_check)
+    return [*actions, ReadRows(part.start, part.end, then=compare_cache)]
 
 
 def _two_passes(part: Reference) -> Iterator[tuple[str, int, int, int]]:
@@ -113,46 +103,47 @@ def _compare_logits(
     error_check.compare("logits", "logits", actual, expected, float32, start, largest)
 
 
-def _compare_caches(
-    names: list[str], part: Reference, error_check: ErrorCheck, rows: list[np.ndarray]
+def _compare_cache(
+    names: list[str], part: Reference, error_check: ErrorCheck, name: str, actual: np.ndarray
 ) -> None:
-    caches = zip(names, rows, part.caches, part.caches_float32, strict=True)
-    for name, actual, expected, float32 in caches:
-        present = name.replace("past_key_values", "present")
-        error_check.compare("cache", present, actual, expected, float32, part.start)
+    expected, float32 = (x[names.index(name)] for x in (part.caches, part.caches_float32))
+    present = name.replace("past_key_values", "present")
+    error_check.compare("cache", present, actual, expected, float32, part.start)
 
 
-def invariance_check(runner: Runner, tokens: np.ndarray, invariance: dict[int, bool]) -> Check:
-    """Check that passes of each T are bitwise equal to one pass over all rows.
+def invariance_actions(
+    runner: Runner, tokens: np.ndarray, invariance: dict[int, bool]
+) -> list[Action]:
+    """Return passes of each T that are compared bitwise with one pass over all rows.
 
     Kernels may also depend on the total, the number of cache rows after a pass: flash attention of
     GroupQueryAttention does on Arm (ONNX Runtime 1.30 to 1.32). Short passes therefore end at
     totals of all residues modulo 8, at the beginning and at the end of the context.
+
+    Args:
+        runner: Runner of the graph variant.
+        tokens: Tokens to repeat.
+        invariance: Result by T, for all `compared_lengths`.
     """
-    lengths, context = compared_lengths(runner), runner.geometry.context_length
+    lengths, context = [*invariance], runner.geometry.context_length
     size = NUM_RESIDUES * LONGEST_DRAFT
     num_rows = max(lengths) + (12 if runner.in_parts else PREFILL_LENGTH)
     num_rows = min(max(num_rows, size), context)
-    actions, decide = _window_check(runner, np.resize(tokens, num_rows), 0, lengths, invariance)
-    if (late := context - size) < num_rows:
-        return actions, decide
-    short = [length for length in lengths if length <= LONGEST_DRAFT]
-    later, decide_later = _window_check(runner, np.resize(tokens, size), late, short, invariance)
-
-    def decide_both(results: list[Any]) -> None:
-        decide(results[: len(actions)])
-        decide_later(results[len(actions) + 1 :])
-
-    return [*actions, RepeatRows(num_rows, late), *later], decide_both
+    actions = _window_actions(runner, np.resize(tokens, num_rows), 0, lengths, invariance)
+    if (late := context - size) >= num_rows:
+        short = [length for length in lengths if length <= LONGEST_DRAFT]
+        actions.append(RepeatRows(num_rows, late))
+        actions += _window_actions(runner, np.resize(tokens, size), late, short, invariance)
+    return actions
 
 
-def _window_check(
+def _window_actions(
     runner: Runner,
     tokens: np.ndarray,
     past: int,
     lengths: list[int],
     invariance: dict[int, bool],
-) -> Check:
+) -> list[Action]:
     """Compare passes of some lengths with one pass over all tokens after `past` rows.
 
     The LM head does not depend on the total, and takes most of the time in models with large
@@ -168,37 +159,28 @@ def _window_check(
         for start in (starts if every_pass else starts[:1])
     }
     wide_from = min(first_rows.values())
-    wide: list[np.ndarray] = []
+    expected: dict[str, np.ndarray] = {}
+
+    def compare(length: int, first: int, name: str, actual: np.ndarray) -> None:
+        rows = expected[name][..., first:, :][..., : actual.shape[-2], :]
+        invariance[length] &= np.array_equal(actual, rows)
+
+    keep_logits = functools.partial(expected.__setitem__, "logits")
     actions: list[Action] = [
         FillNoise(past, end),  # later rows have noise from the segments
-        PassAction("decoder", tokens, past, wide_from, packed=True, then=wide.append),
-        ReadRows(past, end),
+        PassAction("decoder", tokens, past, wide_from, packed=True, then=keep_logits),
+        ReadRows(past, end, then=expected.__setitem__),
     ]
-
-    def same_logits(row: int | None, actual: np.ndarray) -> bool:
-        if row is None:
-            return True
-        return np.array_equal(actual, wide[0][row - wide_from :][: len(actual)])
-
     for length, starts in starts_of.items():
         actions.append(FillNoise(past + starts[0], end))
         for start in starts:
-            part, row = tokens[start:][:length], first_rows.get((length, start))
-            logits_from = length if row is None else row - start
-            after = functools.partial(same_logits, row)
-            action = PassAction("decoder", part, past + start, logits_from, True, after)
-            actions.append(action)
-        actions.append(ReadRows(past + starts[0], end))
-
-    def decide(results: list[Any]) -> None:
-        caches, rest = results[2], iter(results[3:])
-        for length, starts in starts_of.items():
-            _, *same, rows = itertools.islice(rest, len(starts) + 2)
-            expected = [cache[:, starts[0] :] for cache in caches]
-            is_equal = all(same) and all(map(np.array_equal, rows, expected))
-            invariance[length] = is_equal and invariance.get(length, True)
-
-    return actions, decide
+            row = first_rows.get((length, start), start + length)
+            after = functools.partial(compare, length, row - wide_from, "logits")
+            part = tokens[start:][:length]
+            actions.append(PassAction("decoder", part, past + start, row - start, True, after))
+        same_rows = functools.partial(compare, length, starts[0])
+        actions.append(ReadRows(past + starts[0], end, then=same_rows))
+    return actions
 
 
 def _starts(length: int, num_rows: int, in_parts: bool) -> range:
@@ -228,39 +210,37 @@ def check_standalone(
     are not final, are not compared.
     """
     tokens = tokens[: runner.geometry.context_length]
-    invariance: dict[int, bool] = {}
-    differing: list[str] = []
-    all_checks = [invariance_check(runner, tokens, invariance)]
-    all_checks += [
-        _fixed_shape_check(file, tokens, differing)
-        for file in runner.files.values()
-        if file.length is not None and is_final
-    ]
-    run_checks(functools.partial(runner.run, advance=advance, only_representative=True), all_checks)
-    return tuple(length for length, same in invariance.items() if same), differing
+    invariance = dict.fromkeys(compared_lengths(runner), True)
+    is_equal = {x.name: True for x in runner.files.values() if x.length is not None and is_final}
+    actions = invariance_actions(runner, tokens, invariance)
+    for name in is_equal:
+        actions += _fixed_shape_actions(runner.files[name], tokens, is_equal)
+    runner.run(actions, advance, only_representative=True)
+    return (
+        tuple(length for length, same in invariance.items() if same),
+        [name for name, same in is_equal.items() if not same],
+    )
 
 
-def run_checks(run: Callable[[list[Action]], list[Any]], checks: Sequence[Check]) -> None:
-    """Run all actions in a single run, as each loads all subgraphs of a large model."""
-    results = iter(run([action for actions, _ in checks for action in actions]))
-    for actions, decide in checks:
-        decide(list(itertools.islice(results, len(actions))))
-
-
-def _fixed_shape_check(file: GraphFile, tokens: np.ndarray, differing: list[str]) -> Check:
+def _fixed_shape_actions(
+    file: GraphFile, tokens: np.ndarray, is_equal: dict[str, bool]
+) -> list[Action]:
     """Compare a pass of a fixed-shape file with the decoder, after a few rows if there is room."""
     assert file.length is not None
     size = file.length
     start = max(0, min(8, len(tokens) - size))
     padded = np.pad(tokens[start:][:size], (0, max(0, size - len(tokens) + start)))
-    rows, stale = ReadRows(start, start + size), FillNoise(start, start + size)
-    first = PassAction("decoder", tokens[:start], 0, packed=True) if start else stale
+    expected: dict[str, np.ndarray] = {}
 
-    def decide(results: list[Any]) -> None:
-        logits, expected_rows, _, actual, actual_rows = results[2:]
-        same = all(map(np.array_equal, actual_rows, expected_rows))
-        if not same or not (actual is None or np.array_equal(actual, logits)):  # or without logits
-            differing.append(file.name)
+    def compare(name: str, actual: np.ndarray) -> None:
+        is_equal[file.name] &= np.array_equal(actual, expected[name])
 
-    passes = [PassAction(name, padded, start, packed=True) for name in ("decoder", file.name)]
-    return [first, stale, passes[0], rows, stale, passes[1], rows], decide
+    actions: list[Action] = [PassAction("decoder", tokens[:start], 0, packed=True)] if start else []
+    for name, keep in (("decoder", expected.__setitem__), (file.name, compare)):
+        after = functools.partial(keep, "logits")
+        actions += [
+            FillNoise(start, start + size),
+            PassAction(name, padded, start, packed=True, then=after),
+            ReadRows(start, start + size, then=keep),
+        ]
+    return actions

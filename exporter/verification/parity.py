@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,17 +54,10 @@ def verify(
     Raises:
         ParityError: The graph differs from the model.
     """
-    runner.check_files()
-    difference, ratio = structure.check_structure(
-        role, runner.path("decoder"), runner.geometry, parts, tolerance, runner.quantized
-    )
-    error_check = ErrorCheck(role, "the exact result", tolerance, ratio=ratio)
-    segments = [checks.segment_check(runner, part, error_check) for part in parts]
-    checks.run_checks(partial(runner.run, advance=advance), segments)
+    errors = _compare(role, "the exact result", parts, runner, tolerance, advance)
     invariance, differing = checks.check_standalone(runner, parts[0].tokens, advance, is_final)
     parity = ParityReport(
-        **_errors(parts, error_check),
-        structure_error=difference,
+        **errors,
         tolerance=tolerance,
         num_positions=sum(len(part.tokens) for part in parts),
         num_left_out=sum(part.left_out for part in parts),
@@ -106,29 +99,35 @@ def verify_depth(
     Raises:
         ParityError: The graph differs from the model.
     """
-    runner.check_files()
     for name in runner.files:
         check_forms(role, runner.path(name), first.path(name), kinds)
-    difference, ratio = report.structure_error, report.error_ratio
-    if parts[0].is_exact:
-        errors = structure.check_structure(
-            role, runner.path("decoder"), runner.geometry, parts, tolerance
-        )
-        difference, ratio = (max(pair) for pair in zip(errors, (difference, ratio), strict=True))
-    error_check = ErrorCheck(role, "PyTorch's", tolerance, ratio=ratio)
-    depth_checks = [checks.segment_check(runner, x, error_check, in_two_passes=True) for x in parts]
-    checks.run_checks(partial(runner.run, advance=advance), depth_checks)
+    errors = _compare(role, "PyTorch's", parts, runner, tolerance, advance, in_two_passes=True)
+    for key in ("structure_error", "error_ratio"):
+        errors[key] = max(errors[key], getattr(report, key))
     num_left_out = report.num_left_out + sum(part.left_out for part in parts)
-    return replace(
-        report,
-        **_errors(parts, error_check),
-        structure_error=difference,
-        num_left_out=num_left_out,
-    )
+    return replace(report, **errors, num_left_out=num_left_out)
 
 
-def _errors(parts: Sequence[Reference], error_check: ErrorCheck) -> dict[str, Any]:
-    """Return the largest errors of a graph, and those of float32, as fields of the report."""
+def _compare(
+    role: str,
+    reference_name: str,
+    parts: Sequence[Reference],
+    runner: Runner,
+    tolerance: float | None,
+    advance: Advance,
+    in_two_passes: bool = False,
+) -> dict[str, Any]:
+    """Check a graph's structure if the results are exact, and its float32 errors.
+
+    Returns the largest errors, and those of float32, as fields of the report.
+    """
+    runner.check_files()
+    difference, ratio = 0.0, 0.0
+    if parts[0].is_exact:
+        difference, ratio = structure.check_structure(role, runner, parts, tolerance)
+    error_check = ErrorCheck(role, reference_name, tolerance, ratio=ratio)
+    actions = (checks.segment_actions(runner, x, error_check, in_two_passes) for x in parts)
+    runner.run([*itertools.chain.from_iterable(actions)], advance)
     caches = [c for p in parts for c in map(_largest_error, p.caches_float32, p.caches)]
     return {
         "logits_error": error_check.worst["logits"],
@@ -136,6 +135,7 @@ def _errors(parts: Sequence[Reference], error_check: ErrorCheck) -> dict[str, An
         "float32_logits_error": max(_largest_error(p.logits_float32, p.logits) for p in parts),
         "float32_cache_error": max(caches),
         "error_ratio": error_check.ratio,
+        "structure_error": difference,
         "logits_std": float(parts[0].logits.std(1).mean()),  # mean over rows
     }
 

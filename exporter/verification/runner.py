@@ -73,10 +73,14 @@ class RepeatRows:
 
 @dataclass(frozen=True)
 class ReadRows:
-    """Copy rows of the caches, [H, end - start, D] each."""
+    """Copy rows of the caches, [H, end - start, D] each.
+
+    `then` maps the name and the rows of a cache to the result.
+    """
 
     start: int
     end: int
+    then: Callable[[str, np.ndarray], Any] = lambda name, rows: rows
 
 
 Action = PassAction | FillCaches | FillNoise | RepeatRows | ReadRows
@@ -168,7 +172,8 @@ class Runner:
                             continue
                         results[i] = action.then(logits[0]) if action.then else logits[0]
                     elif isinstance(action, ReadRows):
-                        results[i] += session.rows(action.start, action.end)  # in order of caches
+                        rows = session.rows(action.start, action.end)
+                        results[i] += map(action.then, rows.keys(), rows.values())
                     elif isinstance(action, FillNoise):
                         session.fill_noise(action.start, action.end)
                     elif isinstance(action, RepeatRows):

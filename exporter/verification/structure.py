@@ -7,8 +7,7 @@ operator's definition, on the inputs of this pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -16,13 +15,13 @@ import onnxruntime as ort
 
 from specedge.errors import ExportError
 
-from ..checkpoint.quantized_rows import QuantizedRows
 from ..libraries import translate_errors
 from ..tracing.geometry import Geometry
 from .exact_graph import ExactGraph, attributes, cast_arrays, inputs_by_name, visible_inputs
 from .exact_nodes import Array
 from .reference import Reference, chunk_length
 from .row_errors import STRUCTURE, ErrorCheck, float32_error_bounds, row_errors
+from .runner import Runner
 from .subgraph import NOISE, open_session
 
 ORDERS = 8  # summation orders of attention scores, to measure float32 rounding
@@ -31,11 +30,9 @@ FUSED = ("Attention", "GroupQueryAttention")
 
 def check_structure(
     role: str,
-    path: Path,
-    geometry: Geometry,
+    runner: Runner,
     parts: Sequence[Reference],
     tolerance: float | None = None,
-    quantized: Mapping[int, QuantizedRows] | None = None,
 ) -> tuple[float, float]:
     """Compare the decoder with the model, row by row of logits and of every cache.
 
@@ -46,7 +43,7 @@ def check_structure(
     Raises:
         ParityError: The graph differs from the model.
     """
-    graph = ExactGraph(path, quantized)
+    graph, geometry = ExactGraph(runner.path("decoder"), runner.quantized), runner.geometry
     size = max(map(math.prod, geometry.cache_shapes()))
     noise = NOISE * np.random.default_rng(0).standard_normal(size)
     error_check = ErrorCheck(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)

@@ -87,9 +87,9 @@ class SubgraphSession:
             rows = np.arange(length, end)
             cache[:, :, length:end] = cache[:, :, rows % length]
 
-    def rows(self, start: int, end: int) -> list[np.ndarray]:
-        """Copy the caches' rows."""
-        return [cache[0, :, start:end].copy() for cache in self.caches.values()]
+    def rows(self, start: int, end: int) -> Values:
+        """Copy the caches' rows, in the order of the caches."""
+        return {name: cache[0, :, start:end].copy() for name, cache in self.caches.items()}
 
     def _session(self, name: str, packed: bool) -> ort.InferenceSession | None:
         key = (name, packed)
