@@ -109,20 +109,15 @@ def grouped_query_attention(
         assert not options.get("rotary_interleaved")
         factors = [torch.from_numpy(table[start:end]).to(q) for table in (cos, sin)]
         q, k = (_rotated(x, *factors) for x in (q, k))
-    caches = [torch.from_numpy(history.copy()) for history in (past_key, past_value)]
+    caches = [past_key.copy(), past_value.copy()]
     for cache, rows in zip(caches, (k, v), strict=True):
         cache[0, :, start:end] = rows
-    seen, read = (cache[0, :, :end].repeat_interleave(heads // groups, 0) for cache in caches)
-    scores = _scores(options, q, seen)
+    mask = _visible(start, end, options).numpy()
     if bias is not None:
-        scores = scores + torch.from_numpy(bias)[0, ..., :end]
-    scores = scores.masked_fill(~_visible(start, end, options), -torch.inf)
-    if sinks is not None:
-        sink = torch.from_numpy(sinks).to(scores)[:, None, None].expand(heads, length, 1)
-        scores = torch.cat((scores, sink), -1)
-    weights = torch.softmax(scores, -1)[..., :end]
-    output = (weights @ read).transpose(0, 1).reshape(1, length, -1)
-    return [output.numpy(), *(cache.numpy() for cache in caches)]
+        mask = np.where(mask, bias[..., :end], -np.inf)
+    seen, read = (cache[:, :, :end] for cache in caches)
+    (output,) = attention(options, q[None].numpy(), seen, read, mask, sinks)
+    return [output.transpose(0, 2, 1, 3).reshape(1, length, -1), *caches]
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -132,28 +127,31 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def attention(
-    options: dict[str, Any], query: Array, key: Array, value: Array, mask: Array | None = None
+    options: dict[str, Any],
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None = None,
+    sinks: Array | None = None,
 ) -> list[Array]:
     """Compute Attention of opset 24 without caches, where the softcap precedes the mask.
 
     The reference of onnx 1.20 applies it after the mask, and computes roots in double.
-    [1, H, T, D], 2 * [1, G, S, D], [..., T, S] -> [1, H, T, D]
+    [1, H, T, D], 2 * [1, G, S, D], [..., T, S] -> [1, H, T, D]; `sinks` are GroupQueryAttention's.
     """
     q, k, v = (torch.from_numpy(np.ascontiguousarray(x)) for x in (query, key, value))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = _scores(options, q, k)
+    scores = q @ k.transpose(-2, -1) * (options.get("scale") or q.shape[-1] ** -0.5)
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None and mask.dtype == bool:
         scores = scores.masked_fill(~torch.from_numpy(mask), -torch.inf)
     elif mask is not None:
         scores = scores + torch.from_numpy(mask)
-    return [(torch.softmax(scores, -1) @ v).numpy()]
-
-
-def _scores(options: dict[str, Any], q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Compute attention scores. [..., T, D], [..., S, D] -> [..., T, S]"""
-    scores = q @ k.transpose(-2, -1) * (options.get("scale") or q.shape[-1] ** -0.5)
-    softcap = options.get("softcap")
-    return softcap * torch.tanh(scores / softcap) if softcap else scores
+    if sinks is not None:
+        sink = torch.from_numpy(sinks).to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), -1)
+    return [(torch.softmax(scores, -1)[..., : k.shape[2]] @ v).numpy()]
 
 
 def _visible(start: int, end: int, options: dict[str, Any]) -> torch.Tensor:
