@@ -6,8 +6,6 @@ as a padded block. B sequences, T tokens in total, N rows of the block per seque
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +14,10 @@ import onnx_ir.passes.common as passes
 
 from specedge.bundle.batched_signature import BATCHED, BATCHED_INPUTS, batched
 from specedge.bundle.graph_variants import attention_ops, has_compute_type
-from specedge.bundle.manifest import GraphEntry, ModelEntry
+from specedge.bundle.manifest import ModelEntry
 
-from .graphs import variant_signature
-from .nodes import add_constant, insert_node, operand, producer
-from .opset import save_graph
+from .graphs import add_graph
+from .nodes import add_constant, insert_node, is_token_positions, operand, producer
 
 ROWS, LAST_POSITIONS, BIAS, QUERY_LENGTHS = range(3), 5, 10, 16  # inputs of GroupQueryAttention
 
@@ -30,19 +27,14 @@ def add_batched_graphs(model: ModelEntry, folder: Path) -> ModelEntry:
 
     Returns the model's entry with the graphs. `folder` is the bundle's.
     """
-    entries, signatures = list(model.graphs), dict(model.signatures)
-    for ops in model.parity:
+    for ops in tuple(model.parity):
         decoder = model.graph("decoder", ops)
         if attention_ops(ops) != "gqa" or has_compute_type(ops):
             continue
-        if (graph := batch(ir.load(folder / decoder.file))) is None:
-            continue
-        file = decoder.file.replace("decoder", BATCHED)
-        signature = variant_signature(BATCHED, ops)
-        signatures[signature] = batched(model.signatures[decoder.signature])
-        entries.append(GraphEntry(BATCHED, ops, None, signature, file))
-        save_graph(graph, folder / file)
-    return replace(model, graphs=tuple(entries), signatures=signatures)
+        if (graph := batch(ir.load(folder / decoder.file))) is not None:
+            signature = batched(model.signatures[decoder.signature])
+            model = add_graph(model, folder, ops, BATCHED, BATCHED, signature, graph)
+    return model
 
 
 def batch(decoder: ir.Model) -> ir.Model | None:
@@ -53,22 +45,15 @@ def batch(decoder: ir.Model) -> ir.Model | None:
     """
     graph = decoder.graph
     before = {value.name: value for value in graph.inputs}
-    new = {
-        tensor.name: ir.Value(
-            name=tensor.name,
-            shape=ir.Shape(tensor.shape),
-            type=ir.TensorType(ir.DataType[tensor.dtype.upper()]),
-        )
-        for tensor in BATCHED_INPUTS
-    }
+    new = {x.name: ir.val(x.name, ir.DataType[x.dtype.upper()], x.shape) for x in BATCHED_INPUTS}
     new["input_ids"] = before["input_ids"]
     for node in [node for node in graph if node.op_type == "GroupQueryAttention"]:
         if len(node.inputs) > BIAS and node.inputs[BIAS] is not None:
             return None
         if not _batch_attention(graph, node, new):
             return None
-    for positions in _positions(before["past_length"]):
-        positions.replace_all_uses_with(new["positions"])
+    for value in [value for node in graph for value in node.outputs if is_token_positions(value)]:
+        value.replace_all_uses_with(new["positions"])
     ((slice_, _),) = before["logits_from"].uses()
     rows = insert_node(
         slice_, "Gather", [operand(slice_, 0), new["logits_rows"]], "logits_rows.rows",
@@ -141,15 +126,3 @@ def _clear_shapes(value: ir.Value) -> None:
     for user, _ in value.uses():
         if user.op_type == "Cast":
             _clear_shapes(user.outputs[0])
-
-
-def _positions(past_length: ir.Value) -> Iterator[ir.Value]:
-    """Yield the positions of a pass's tokens, sums of the past length and 0, 1 ... [1, T]"""
-    for unsqueezed, _ in past_length.uses():
-        if unsqueezed.op_type != "Unsqueeze":
-            continue
-        for user, _ in unsqueezed.outputs[0].uses():
-            others = [x for x in user.inputs if x is not unsqueezed.outputs[0]]
-            count = producer(others[0], "Sub") if user.op_type == "Add" and others else None
-            if count is not None and producer(count.inputs[0], "CumSum") is not None:
-                yield user.outputs[0]

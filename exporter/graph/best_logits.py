@@ -5,17 +5,16 @@ A row of 128,000 logits is half a megabyte to copy to the host, and most request
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
+import onnx_ir.passes.common as passes
 
 from specedge.bundle.gpu_signatures import SCORED, num_best, with_best
-from specedge.bundle.manifest import GraphEntry, ModelEntry
+from specedge.bundle.manifest import ModelEntry
 
-from .graphs import variant_signature
+from .graphs import add_graph
 from .nodes import FLOAT, MICROSOFT_DOMAIN, GraphBuilder, producer
-from .opset import save_graph
 from .shared_bytes import share_int8_embeddings
 
 
@@ -24,15 +23,12 @@ def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
 
     Returns the model's entry with the graphs. `folder` is the bundle's.
     """
-    entries, signatures = list(model.graphs), dict(model.signatures)
-    for ops in filter(model.supports_gpu, model.parity):
+    for ops in filter(model.supports_gpu, tuple(model.parity)):
         decoder = model.graph("decoder", ops)
-        file = decoder.file.replace("decoder", SCORED)
-        signature = variant_signature("best_logits", ops)
-        signatures[signature] = with_best(model.signatures[decoder.signature], model.num_columns)
-        entries.append(GraphEntry(SCORED, ops, None, signature, file))
-        save_graph(_append_best(ir.load(folder / decoder.file), model), folder / file)
-    return replace(model, graphs=tuple(entries), signatures=signatures)
+        signature = with_best(model.signatures[decoder.signature], model.num_columns)
+        graph = _append_best(ir.load(folder / decoder.file), model)
+        model = add_graph(model, folder, ops, SCORED, "best_logits", signature, graph)
+    return model
 
 
 def _append_best(decoder: ir.Model, model: ModelEntry) -> ir.Model:
@@ -40,7 +36,7 @@ def _append_best(decoder: ir.Model, model: ModelEntry) -> ir.Model:
 
     The flag is 0 if all logits of the row are finite. [1, R, 2 * num_best + 1]
     """
-    share_embeddings(decoder.graph)
+    share_embeddings(decoder)
     nodes, count = GraphBuilder("best", decoder.graph), num_best(model.num_columns)
     columns = decoder.graph.outputs[0]
     if model.num_columns < model.padded_vocab_size:
@@ -53,12 +49,12 @@ def _append_best(decoder: ir.Model, model: ModelEntry) -> ir.Model:
     return decoder
 
 
-def share_embeddings(graph: ir.Graph) -> None:
+def share_embeddings(model: ir.Model) -> None:
     """Multiply by a tied embedding without a transposed copy of it, in place.
 
     CPU kernels pack matrices in any case, but on a GPU the table is then in memory once.
     """
-    for node in [n for n in graph if n.op_type == "MatMul"]:
+    for node in [n for n in model.graph if n.op_type == "MatMul"]:
         turned = producer(node.inputs[1], "Transpose")
         table = turned.inputs[0] if turned is not None else None
         if turned is None or table is None or not _is_table(table):
@@ -67,8 +63,8 @@ def share_embeddings(graph: ir.Graph) -> None:
             node.replace_input_with(1, table)
             node.op_type, node.domain = "FusedMatMul", MICROSOFT_DOMAIN
             node.attributes["transB"] = ir.AttrInt64("transB", 1)
-            graph.remove(turned, safe=True)
-    share_int8_embeddings(graph)
+    share_int8_embeddings(model.graph)
+    passes.RemoveUnusedNodesPass()(model)
 
 
 def _is_table(value: ir.Value) -> bool:

@@ -13,30 +13,23 @@ T input tokens of the first step, K draft tokens, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
 from specedge.bundle.gpu_signatures import SAMPLED, UNROLLED, num_best, one_call, step_output
-from specedge.bundle.manifest import GraphEntry, ModelEntry
+from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.signature import SAMPLING_INPUTS, SAMPLING_SETTINGS, Signature
 
 from . import sampling_nodes
 from .best_logits import share_embeddings
-from .graphs import variant_signature
+from .graphs import add_graph
 from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, GraphTemplate
-from .opset import save_graph
 from .shared_bytes import MatMulNBitsRewriter
 
 IR_VERSION = 10
-_TYPES = {dtype.name.lower(): dtype for dtype in ir.DataType} | {
-    "float32": ir.DataType.FLOAT,
-    "float64": ir.DataType.DOUBLE,
-}
 _SIGNATURES = {UNROLLED: "drafted", SAMPLED: "drawn"}
 
 
@@ -48,23 +41,19 @@ def add_draft_loops(
     Returns the draft model's entry with the graphs. `folder` is the bundle's; `ids` are the tokens
     of a pruned LM head's columns.
     """
-    entries, signatures = list(draft.graphs), dict(draft.signatures)
-    for ops in filter(draft.supports_gpu, draft.parity):
+    for ops in filter(draft.supports_gpu, tuple(draft.parity)):
         decoder = draft.graph("decoder", ops)
+        path = folder / decoder.file
         for name, base in _SIGNATURES.items():
-            file = decoder.file.replace("decoder", name)
             signature = one_call(
                 name, draft.signatures[decoder.signature], draft.num_columns, num_draft_tokens
             )
-            signatures[variant_signature(base, ops)] = signature
-            entries.append(GraphEntry(name, ops, None, variant_signature(base, ops), file))
-            path = folder / decoder.file
             part = GraphTemplate(path.parent, path.name, shares_bytes=True)
             graph = _build_graph(draft, part, signature, num_draft_tokens, ids)
             loop = ir.Model(graph, ir_version=IR_VERSION)
-            passes.RemoveUnusedNodesPass()(loop)
-            save_graph(loop, folder / file)
-    return replace(draft, graphs=tuple(entries), signatures=signatures)
+            share_embeddings(loop)
+            draft = add_graph(draft, folder, ops, name, base, signature, loop)
+    return draft
 
 
 def _build_graph(
@@ -78,9 +67,7 @@ def _build_graph(
     inputs = {t.name: nodes.input(t.name, *_value_type(t.dtype, t.shape)) for t in signature.inputs}
     fed, length = inputs.pop("input_ids"), inputs.pop("past_length")
     sampling_inputs = {name: inputs.pop(name) for name in SAMPLING_INPUTS if name in inputs}
-    chooser = (
-        _SampledChoice(nodes, draft, sampling_inputs) if sampling_inputs else _GreedyChoice(nodes)
-    )
+    sampler = TokenSampler(nodes, draft.num_columns, sampling_inputs) if sampling_inputs else None
     next_length = nodes("Add", length, _count_tokens(nodes, fed))
     last = nodes.stored(ir.tensor(np.array([-1]), name="last"), "last")
     drafted, outputs = list[ir.Value](), dict[str, ir.Value]()
@@ -88,64 +75,21 @@ def _build_graph(
     for i in range(k):
         step_inputs = {"input_ids": fed, "past_length": length, "logits_from": last}
         step = decoder.copy(nodes, f"step.{i}", step_inputs | buffers, rewrite)
-        column = chooser.column(sampling_nodes.token_logits(nodes, step.pop("logits"), draft, 1))
+        logits = sampling_nodes.token_logits(nodes, step.pop("logits"), draft, 1)
+        column = sampler.sample(logits) if sampler else nodes("ArgMax", logits, axis=-1)
         fed = column if ids is None else nodes("Gather", np.array(ids), column)
         drafted.append(fed)
         buffers = {name: step[name.replace("past_key_values", "present")] for name in buffers}
         outputs |= {step_output(i, name): value for name, value in step.items()}
         length = nodes("Add", next_length, i) if i else next_length
-    outputs |= chooser.outputs(drafted)
+    outputs |= sampler.outputs() if sampler else {"drafted": nodes("Concat", *drafted, axis=1)}
     for t in signature.outputs:
         nodes.output(t.name, outputs[t.name], *_value_type(t.dtype, t.shape))
-    share_embeddings(nodes.graph)
     return nodes.graph
 
 
-@dataclass
-class _GreedyChoice:
-    """Greedy choice: the largest logit of each step."""
-
-    nodes: GraphBuilder
-
-    def column(self, logits: ir.Value) -> ir.Value:
-        """Return the column of the largest logit. [1, C] -> [1, 1]"""
-        return self.nodes("ArgMax", logits, axis=-1)
-
-    def outputs(self, drafted: list[ir.Value]) -> dict[str, ir.Value]:
-        """Return the graph's outputs other than caches."""
-        return {"drafted": self.nodes("Concat", *drafted, axis=1)}
-
-
-class _SampledChoice:
-    """Sampled choice: each step's token by that step's uniform random number."""
-
-    def __init__(self, nodes: GraphBuilder, draft: ModelEntry, inputs: dict[str, ir.Value]) -> None:
-        settings = sampling_nodes.SamplingInputs(
-            *(inputs[name] for name in (*SAMPLING_SETTINGS, "seen"))
-        )
-        self._nodes, self._uniforms, self._seen = nodes, inputs["uniforms"], inputs["seen"]
-        self._sampler = TokenSampler(nodes, settings, draft.num_columns)
-        self._samples = list[SampledToken]()
-
-    def column(self, logits: ir.Value) -> ir.Value:
-        """Sample a column. [1, C] -> [1, 1]"""
-        at = len(self._samples)
-        uniform = self._nodes("Slice", self._uniforms, [at], [at + 1], [0])
-        sample = self._sampler.sample(logits, self._seen, uniform)
-        self._seen = sample.seen
-        self._samples.append(sample)
-        return sample.column
-
-    def outputs(self, drafted: list[ir.Value]) -> dict[str, ir.Value]:
-        """Return the graph's outputs other than caches."""
-        rows = {step_output(i, "weights"): sample.weights for i, sample in enumerate(self._samples)}
-        return {
-            "drawn": self._nodes("Concat", *(sample.summary for sample in self._samples), axis=0)
-        } | rows
-
-
 def _value_type(dtype: str, shape: Sequence[int | str]) -> tuple[ir.DataType, list[int | str]]:
-    return _TYPES[dtype], [1 if size == "B" else size for size in shape]
+    return ir.DataType.from_numpy(np.dtype(dtype)), [1 if size == "B" else size for size in shape]
 
 
 def _count_tokens(nodes: GraphBuilder, tokens: ir.Value) -> ir.Value:
@@ -157,45 +101,31 @@ def _count_tokens(nodes: GraphBuilder, tokens: ir.Value) -> ir.Value:
 _BLOCK = 512
 
 
-@dataclass(frozen=True)
-class SampledToken:
-    """Sampled token and its distribution.
-
-    Attributes:
-        column: Column of the token. [1, 1]
-        seen: Columns of the history, including the token. [1, C]
-        weights: Weights of the distribution. [1, C]
-        summary: Row of the output `drawn` (`specedge/bundle/gpu_signatures.py`).
-    """
-
-    column: ir.Value
-    seen: ir.Value
-    weights: ir.Value
-    summary: ir.Value
-
-
 class TokenSampler:
-    """Sampler whose settings are inputs of the graph."""
+    """Sampler whose settings and uniform random numbers, one for each step, are inputs."""
 
     def __init__(
-        self, nodes: GraphBuilder, settings: sampling_nodes.SamplingInputs, num_columns: int
+        self, nodes: GraphBuilder, num_columns: int, inputs: Mapping[str, ir.Value]
     ) -> None:
-        self._nodes, self._settings, self._size = nodes, settings, num_columns
-        self._is_sampled = nodes("Greater", settings.temperature, 0.0)
-        top_k = settings.top_k
-        is_few = nodes("And", nodes("Greater", top_k, 0), nodes("Less", top_k, num_columns))
+        settings = (inputs[name] for name in (*SAMPLING_SETTINGS, "seen"))
+        self._nodes, self._sampling = nodes, sampling_nodes.SamplingNodes(nodes, *settings)
+        self._uniforms, self._size = inputs["uniforms"], num_columns
+        self._weights, self._summaries = list[ir.Value](), list[ir.Value]()
+        self._is_sampled = self._sampling.is_sampled()
+        is_few, top_k = self._sampling.has_top_k(num_columns), self._sampling.top_k
         self._last = nodes("Sub", nodes("Where", is_few, top_k, num_columns), 1)
-        self._is_whole = nodes("GreaterOrEqual", settings.top_p, np.ones(1))
+        self._is_whole = nodes("GreaterOrEqual", self._sampling.top_p, np.ones(1))
         # ONNX Runtime folds both at loading; as initializers they would enlarge the file.
         self._zeros = nodes("Expand", 0.0, [1, num_columns])
         ones = nodes("Expand", 1, [1, num_columns])
         self._ranks = nodes("CumSum", ones, np.array(1), exclusive=1)
 
-    def sample(self, logits: ir.Value, seen: ir.Value, uniform: ir.Value) -> SampledToken:
-        """Return the most probable token at temperature 0, else sample. [1, C], [1, C], [1]"""
-        nodes, settings = self._nodes, self._settings
+    def sample(self, logits: ir.Value) -> ir.Value:
+        """Return the most probable column at temperature 0, else sample. [1, C] -> [1, 1]"""
+        nodes, sampling, step = self._nodes, self._sampling, len(self._summaries)
+        uniform = nodes("Slice", self._uniforms, [step], [step + 1], [0])
         is_not_finite = nodes("ReduceSum", nodes("Mul", logits, 0.0), [1])
-        logits = sampling_nodes.apply_penalty(nodes, logits, seen, settings.penalty)
+        logits = sampling.apply_penalty(logits, sampling.seen)
         values = nodes("TopK", logits, [self._size], num_outputs=2)
         (columns,) = nodes.others(values)
         kept = self._kept(values)
@@ -207,23 +137,26 @@ class TokenSampler:
         best = (_first_columns(nodes, x, num_best(self._size)) for x in (kept, columns))
         parts = (column, is_not_finite, count, weight, total, *best)
         wide = [x if x is total else nodes("Cast", x, to=DOUBLE) for x in parts]
-        summary = nodes("Concat", *wide, axis=1)
-        return SampledToken(column, sampling_nodes.mark_seen(nodes, seen, column), weights, summary)
+        self._weights.append(weights)
+        self._summaries.append(nodes("Concat", *wide, axis=1))
+        self._sampling = sampling.mark_seen(column)
+        return column
+
+    def outputs(self) -> dict[str, ir.Value]:
+        """Return the outputs: each step's weights, and rows that summarize them."""
+        rows = {step_output(i, "weights"): weights for i, weights in enumerate(self._weights)}
+        return {"drawn": self._nodes("Concat", *self._summaries, axis=0)} | rows
 
     def _kept(self, values: ir.Value) -> ir.Value:
         """Return the weights of sorted logits, 0 where a filter removes them. [1, C]"""
-        nodes, settings = self._nodes, self._settings
+        nodes, sampling = self._nodes, self._sampling
         smallest = nodes("Gather", values, self._last, axis=1)
         largest = _first_columns(nodes, values, 1)
-        weights = nodes(
-            "Exp", sampling_nodes.apply_temperature(nodes, values, largest, settings.temperature)
-        )
+        weights = nodes("Exp", sampling.apply_temperature(values, largest))
         weights = nodes("Where", nodes("Less", values, smallest), 0.0, weights)
-        last, _ = self._find_position(weights, settings.top_p, "Less")
+        last, _ = self._find_position(weights, sampling.top_p, "Less")
         is_in = nodes("Or", nodes("LessOrEqual", self._ranks, last), self._is_whole)
-        return sampling_nodes.apply_min_p(
-            nodes, nodes("Where", is_in, weights, 0.0), settings.min_p
-        )
+        return sampling.apply_min_p(nodes("Where", is_in, weights, 0.0))
 
     def _find_position(
         self, weights: ir.Value, share: ir.Value, is_short: str

@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
+import onnx_ir.passes.common as passes
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
@@ -102,7 +103,7 @@ class WeightsFile:
                 )
         fold_reshapes(graph)
         cast_gathered_rows(graph)
-        drop_unused(graph)
+        passes.RemoveUnusedNodesPass()(model)
 
     def _put(self, value: ir.Value) -> ir.ExternalTensor:
         """Add a tensor, unless the file has it, and return its location."""
@@ -201,7 +202,7 @@ def fold_transposes(graph: ir.Graph) -> None:
         tensor = StoredMatrix(turned, name) if is_stored else TorchTensor(turned, name)
         output.replace_all_uses_with(add_initializer(graph, tensor, name))
         graph.remove(node, safe=True)
-    drop_unused(graph)
+        del graph.initializers[source.name]
 
 
 def fold_reshapes(graph: ir.Graph) -> None:
@@ -251,13 +252,6 @@ def view_tensor(
         tensor.location, tensor.offset, tensor.length, dtype or tensor.dtype, shape=shape,
         name=name or "", base_dir=tensor.base_dir,
     )  # fmt: skip
-
-
-def drop_unused(graph: ir.Graph) -> None:
-    """Remove initializers that nothing reads."""
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output():
-            del graph.initializers[name]
 
 
 def _large_initializers(graph: ir.Graph) -> Iterator[ir.Value]:

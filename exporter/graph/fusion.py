@@ -17,11 +17,12 @@ import onnx_ir.passes.common as passes
 
 from specedge.bundle.graph_variants import attention_ops, has_compute_type
 
-from .external_data import drop_unused, view_tensor
+from .external_data import view_tensor
 from .nodes import (
     MICROSOFT_DOMAIN,
     add_initializer,
     insert_node,
+    is_token_positions,
     operand,
     producer,
     replace_output,
@@ -39,7 +40,6 @@ def fuse(model: ir.Model) -> None:
         rewrite(model.graph)
     lower_opset(model)
     passes.RemoveUnusedNodesPass()(model)
-    drop_unused(model.graph)
     model.graph.opset_imports[MICROSOFT_DOMAIN] = 1
 
 
@@ -51,7 +51,7 @@ def is_fused(ops: str) -> bool:
 def fuse_attention(graph: ir.Graph) -> None:
     """Move rotary embedding and the split of a joined QKV product into attention nodes."""
     for node in [node for node in graph if node.op_type == "GroupQueryAttention"]:
-        _rotate_inside(graph, node)
+        _rotate_inside(node)
         _pack(node)
     for node in [node for node in graph if node.op_type == "Reshape"]:
         source, output = node.inputs[0], node.outputs[0]
@@ -59,7 +59,7 @@ def fuse_attention(graph: ir.Graph) -> None:
             output.replace_all_uses_with(source)
 
 
-def _rotate_inside(graph: ir.Graph, node: ir.Node) -> None:
+def _rotate_inside(node: ir.Node) -> None:
     """Replace rotary embedding before an attention node by its attribute `do_rotary`.
 
     The node derives positions past_length, past_length + 1 ... from `seqlens_k`. Partial or
@@ -71,7 +71,7 @@ def _rotate_inside(graph: ir.Graph, node: ir.Node) -> None:
         return
     if any({*rotation.attributes} != {"num_heads"} for rotation in rotations):
         return
-    tables = [table for value in rotations[0].inputs[1:] if (table := _table(graph, value))]
+    tables = [table for value in rotations[0].inputs[1:] if (table := _table(value))]
     _, _, capacity, size = static_shape(operand(node, 3))
     if size % HEAD_MULTIPLE or [x.shape for x in tables] != 2 * [[capacity, size // 2]]:
         return
@@ -83,17 +83,11 @@ def _rotate_inside(graph: ir.Graph, node: ir.Node) -> None:
     node.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
 
 
-def _table(graph: ir.Graph, value: ir.Value | None) -> ir.Value | None:
+def _table(value: ir.Value | None) -> ir.Value | None:
     """Return the table [S, D/2] that is gathered by the positions of a pass's tokens."""
     gather = producer(value, "Gather")
     clip = producer(gather.inputs[1], "Clip") if gather is not None else None
-    add = producer(clip.inputs[0], "Add") if clip is not None else None
-    if gather is None or add is None:
-        return None
-    past, offsets = producer(add.inputs[0], "Unsqueeze"), producer(add.inputs[1], "Sub")
-    if past is None or past.inputs[0] not in graph.inputs:
-        return None
-    if offsets is None or producer(offsets.inputs[0], "CumSum") is None:
+    if gather is None or clip is None or not is_token_positions(clip.inputs[0]):
         return None
     return gather.inputs[0]
 

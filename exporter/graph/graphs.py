@@ -11,8 +11,9 @@ import onnx_ir.passes.common as passes
 import onnxscript.optimizer
 
 from specedge.bundle.graph_variants import cache_dtype
-from specedge.bundle.manifest import PREFILL_LENGTH, GraphEntry, signature_name
+from specedge.bundle.manifest import PREFILL_LENGTH, GraphEntry, ModelEntry, signature_name
 from specedge.bundle.precision import DTYPE
+from specedge.bundle.signature import Signature
 from specedge.errors import ExportError
 
 from ..internals import describe_versions
@@ -65,6 +66,29 @@ def variant_signature(base: str, ops: str) -> str:
     """Return the name of a signature in a graph variant, with its cache type unless float32."""
     dtype = cache_dtype(ops)
     return base if dtype == DTYPE else f"{base}_{dtype}"
+
+
+def add_graph(
+    model: ModelEntry,
+    folder: Path,
+    ops: str,
+    name: str,
+    base: str,
+    signature: Signature,
+    graph: ir.Model,
+) -> ModelEntry:
+    """Write a graph that is derived from the decoder next to it, and return the model's new entry.
+
+    `base` is the name of its signature, without a cache type; `folder` is the bundle's.
+    """
+    file = model.graph("decoder", ops).file.replace("decoder", name)
+    save_graph(graph, folder / file)
+    key = variant_signature(base, ops)
+    return replace(
+        model,
+        graphs=(*model.graphs, GraphEntry(name, ops, None, key, file)),
+        signatures={**model.signatures, key: signature},
+    )
 
 
 def graph_files(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[GraphFile]:

@@ -13,7 +13,6 @@ import onnx_ir.passes.common as passes
 
 from specedge.errors import ExportError
 
-from .external_data import drop_unused
 from .nodes import add_constant, operand, producer
 
 _WIDE = ir.DataType.FLOAT
@@ -79,7 +78,6 @@ def _finish(model: ir.Model, dtype: ir.DataType) -> None:
     """Cast logits to float32, and remove unused nodes."""
     _widen_logits(model.graph, dtype)
     passes.RemoveUnusedNodesPass()(model)
-    drop_unused(model.graph)
 
 
 def _center_biases(graph: ir.Graph) -> None:

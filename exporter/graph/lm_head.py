@@ -26,7 +26,7 @@ def add_logits_from(graph: ir.Graph) -> None:
     layer's attention.
     """
     value, users = _narrowest_value(graph)
-    first = ir.Value(name=INPUT, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
+    first = ir.val(INPUT, ir.DataType.INT64, [1])
     graph.inputs.insert(2, first)
     end = add_constant(graph, np.array([np.iinfo(np.int64).max]), f"{INPUT}.end")
     axis = add_constant(graph, np.array([1], np.int64), f"{INPUT}.axis")

@@ -17,8 +17,7 @@ MICROSOFT_DOMAIN = "com.microsoft"  # of ONNX Runtime's contributed operators
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
     """Add a tensor as an initializer."""
-    dtype, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
-    value = ir.Value(name=name, shape=shape, type=dtype, const_value=tensor)
+    value = ir.val(name, const_value=tensor)
     graph.register_initializer(value)
     return value
 
@@ -74,6 +73,17 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     return node if node is not None and node.op_type == op_type else None
 
 
+def is_token_positions(value: ir.Value | None) -> bool:
+    """Return True for the positions of a pass's tokens, past length plus 0, 1 ... T - 1. [1, T]"""
+    add = producer(value, "Add")
+    past = producer(add.inputs[0], "Unsqueeze") if add is not None else None
+    offsets = producer(add.inputs[1], "Sub") if add is not None else None
+    if past is None or offsets is None:
+        return False
+    is_count = producer(offsets.inputs[0], "CumSum") is not None
+    return is_count and operand(past, 0).name == "past_length"
+
+
 DOUBLE, FLOAT, INT = ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT64
 END = np.iinfo(np.int64).max
 Operand: TypeAlias = ir.Value | np.ndarray | Sequence[int] | int | float | None
@@ -124,7 +134,7 @@ class GraphBuilder:
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
         """Add an input."""
-        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        value = ir.val(name, dtype, shape)
         self.graph.inputs.append(value)
         return value
 

@@ -21,7 +21,10 @@ from .nodes import (
 
 
 def share_int8_embeddings(graph: ir.Graph) -> None:
-    """Let lookups in a tied int8 embedding read the matrix of the LM head's product, in place."""
+    """Let lookups in a tied int8 embedding read the matrix of the LM head's product, in place.
+
+    Replaced nodes are left unused.
+    """
     nodes = GraphBuilder("shared", graph)
     blocks = MatMulNBitsRewriter(nodes)
     lookups = [
@@ -30,7 +33,9 @@ def share_int8_embeddings(graph: ir.Graph) -> None:
     for table in dict.fromkeys(operand(node, 0) for node in lookups):
         for node in list(graph):
             if _is_product_with(node, table):
-                _replace_product(graph, node, blocks)
+                product = blocks.rewrite(node)
+                assert product is not None
+                replace_output(node.outputs[0], product)
         rows = _product_matrix(table)
         if rows is None:
             continue
@@ -53,26 +58,6 @@ def _is_product_with(node: ir.Node, table: ir.Value) -> bool:
     widened = producer(node.inputs[1], "DequantizeLinear") if node.op_type == "MatMul" else None
     turned = producer(widened.inputs[0], "Transpose") if widened is not None else None
     return turned is not None and turned.inputs[0] is table
-
-
-def _replace_product(graph: ir.Graph, node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
-    widened = node.inputs[1]
-    product = blocks.rewrite(node)
-    assert product is not None
-    replace_output(node.outputs[0], product)
-    graph.remove(node, safe=True)
-    _remove_unused(graph, widened)
-
-
-def _remove_unused(graph: ir.Graph, value: ir.Value | None) -> None:
-    """Remove the nodes that compute an unused value."""
-    node = value.producer() if value is not None else None
-    if node is None or any(output.uses() for output in node.outputs):
-        return
-    inputs = list(node.inputs)
-    graph.remove(node, safe=True)
-    for source in inputs:
-        _remove_unused(graph, source)
 
 
 def _product_matrix(table: ir.Value) -> ir.Value | None:
@@ -103,7 +88,6 @@ def _replace_lookup(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
         gathered = nodes("Slice", gathered, [0], [size], [-1])
     gathered.shape, gathered.dtype = output.shape, output.dtype
     output.replace_all_uses_with(gathered)
-    nodes.graph.remove([cast, node], safe=True)
 
 
 BLOCK = 32  # block size of ONNX Runtime's fusion

@@ -25,7 +25,7 @@ from specedge.int8_products import UNSIGNED_OPTION
 from specedge.option_specs import check_integer
 
 from ..graph.opset import save_graph
-from .round_graphs import PLAIN_K, accept_graph, check_fused, draft_graph, fused_round, plain_round
+from .round_graphs import PLAIN_K, RoundBuilder, accept_graph, check_fused, draft_graph
 from .tokenizer_graphs import tokenizer_graphs
 
 LAYOUTS = ("auto", "fused", "split")
@@ -78,80 +78,79 @@ def embed(
         ValueError: `layout` is unknown.
     """
     source = Bundle.read(store.find_bundle(bundle))
-    embedding = _Embedding([*num_draft_tokens], layout, golden)
+    numbers = [*num_draft_tokens]
     if output is None:
         if source.folder.resolve() == store.embedded_folder().resolve():
             raise ExportError("the embedded pair is part of specedge; specify --output FOLDER")
         store.verify_large_files(source)
-        return embedding.write(source)
+        return _embed(source, numbers, layout, golden)
     with destination(Path(output)) as work:
         store.verify_large_files(source)
         for name in (MANIFEST, *source.files):
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source.path(name), work / name)
-        result = embedding.write(Bundle.read(work))
+        result = _embed(Bundle.read(work), numbers, layout, golden)
     return result.at(Path(output))
 
 
-@dataclass(frozen=True)
-class _Embedding:
-    """Options of `embed`."""
-
-    num_draft_tokens: list[int]
-    layout: str
-    golden: Golden | None
-
-    def write(self, bundle: Bundle) -> Bundle:
-        ops = {role: model.cpu_ops for role, model in bundle.models.items()}
-        if bundle.draft is None:
-            self._check_plain()
-        default_k = PLAIN_K if bundle.draft is None else bundle.num_draft_tokens
-        ks = sorted({*self.num_draft_tokens} or {default_k})
-        check_integer("num_draft_tokens", ks[0], 1)
-        if larger_ks := [k for k in ks if k > bundle.num_draft_tokens]:
-            raise ExportError(
-                f"the caches are sized for rounds of {bundle.num_draft_tokens} draft tokens, not "
-                f"{larger_ks[0]}; export the pair with --num-draft-tokens {larger_ks[0]}"
-            )
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {self.layout!r}")
-        host_graphs = None
-        if bundle.draft is None:
-            model = plain_round(bundle.folder, bundle, ops["target"])
-            host_graphs = [_HostGraphFile(model, "round.onnx", "round", PLAIN_K)]
-        elif self.layout != "split":
-            host_graphs = _fused_rounds(bundle, ks, ops, self.layout == "auto")
-        host_graphs = host_graphs or _split_round(bundle, ops)
-        text = tokenizer_graphs(bundle.path(bundle.tokenizer))
-        if not isinstance(text, str):
-            host_graphs += [
-                _HostGraphFile(model, f"{name}.onnx", name) for name, model in text.items()
-            ]
-        has_integers = any(
-            model.weights_dtype in QUANTIZED_DTYPES for model in bundle.models.values()
+def _embed(
+    bundle: Bundle, num_draft_tokens: list[int], layout: str, golden: Golden | None
+) -> Bundle:
+    ops = {role: model.cpu_ops for role, model in bundle.models.items()}
+    if bundle.draft is None and (layout == "split" or num_draft_tokens):
+        option = "-k" if num_draft_tokens else "--layout split"
+        raise ExportError(
+            f"{option} needs a draft model, which this bundle does not have; omit it for "
+            "plain decoding, or export the target again with --draft"
         )
-        compute = "integers" if has_integers else attention_ops(ops["target"])
-        compute = "experts" if _has_experts(bundle, ops) else compute
-        hosts = HostFiles(
-            ops["target"],
-            tuple(map(_host_graph_entry, host_graphs)),
-            GOLDEN if self.golden else None,
-            text if isinstance(text, str) else None,
-            INT8_OPTIONS if has_integers else SESSION_OPTIONS,
-            onnxruntime.__version__,
-            OLDEST_ONNXRUNTIME[compute],
+    default_k = PLAIN_K if bundle.draft is None else bundle.num_draft_tokens
+    ks = sorted({*num_draft_tokens} or {default_k})
+    check_integer("num_draft_tokens", ks[0], 1)
+    if larger_ks := [k for k in ks if k > bundle.num_draft_tokens]:
+        raise ExportError(
+            f"the caches are sized for rounds of {bundle.num_draft_tokens} draft tokens, not "
+            f"{larger_ks[0]}; export the pair with --num-draft-tokens {larger_ks[0]}"
         )
-        other_files = {GOLDEN: self.golden(bundle, ks)} if self.golden else {}
-        return _write(bundle, hosts, host_graphs, other_files)
-
-    def _check_plain(self) -> None:
-        """Reject options that need a draft model."""
-        if self.layout == "split" or self.num_draft_tokens:
-            option = "-k" if self.num_draft_tokens else "--layout split"
-            raise ExportError(
-                f"{option} needs a draft model, which this bundle does not have; omit it for "
-                "plain decoding, or export the target again with --draft"
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
+    obstacle = None if bundle.draft is None else check_fused(bundle)
+    if obstacle and layout == "fused":
+        raise ExportError(f"{obstacle}; use --layout split")
+    if bundle.draft is None:
+        model = RoundBuilder(bundle, PLAIN_K, ops).plain_model()
+        host_graphs = [_HostGraphFile(model, "round.onnx", "round", PLAIN_K)]
+    elif obstacle or layout == "split":
+        host_graphs = [
+            _HostGraphFile(draft_graph(bundle, ops["draft"]), "draft.onnx", "draft"),
+            _HostGraphFile(accept_graph(bundle), "accept.onnx", "accept"),
+        ]
+    else:
+        host_graphs = [
+            _HostGraphFile(
+                RoundBuilder(bundle, k, ops).fused_model(),
+                "round.onnx" if k == bundle.num_draft_tokens else f"round-{k}.onnx",
+                "round",
+                k,
             )
+            for k in ks
+        ]
+    text = tokenizer_graphs(bundle.path(bundle.tokenizer))
+    if not isinstance(text, str):
+        host_graphs += [_HostGraphFile(model, f"{name}.onnx", name) for name, model in text.items()]
+    has_integers = any(model.weights_dtype in QUANTIZED_DTYPES for model in bundle.models.values())
+    compute = "integers" if has_integers else attention_ops(ops["target"])
+    compute = "experts" if _has_experts(bundle, ops) else compute
+    hosts = HostFiles(
+        ops["target"],
+        tuple(map(_host_graph_entry, host_graphs)),
+        GOLDEN if golden else None,
+        text if isinstance(text, str) else None,
+        INT8_OPTIONS if has_integers else SESSION_OPTIONS,
+        onnxruntime.__version__,
+        OLDEST_ONNXRUNTIME[compute],
+    )
+    other_files = {GOLDEN: golden(bundle, ks)} if golden else {}
+    return _write(bundle, hosts, host_graphs, other_files)
 
 
 def _has_experts(bundle: Bundle, ops: Mapping[str, str]) -> bool:
@@ -159,37 +158,6 @@ def _has_experts(bundle: Bundle, ops: Mapping[str, str]) -> bool:
     files = (model.graph("decoder", ops[role]).file for role, model in bundle.models.items())
     weights = (weight for file in files for weight in weights_of(bundle, file))
     return any("QMoE" in readers for weight in weights for _, readers in weight.forms)
-
-
-def _fused_rounds(
-    bundle: Bundle, ks: Iterable[int], ops: Mapping[str, str], or_none: bool
-) -> list[_HostGraphFile] | None:
-    """Return fused rounds. If they are not supported, return None or raise ExportError."""
-    try:
-        if obstacle := check_fused(bundle):
-            raise ExportError(obstacle)
-        return [
-            _HostGraphFile(
-                fused_round(bundle.folder, bundle, k, ops), _round_file(bundle, k), "round", k
-            )
-            for k in ks
-        ]
-    except ExportError as error:
-        if or_none:
-            return None
-        raise ExportError(f"{error}; use --layout split") from error
-
-
-def _split_round(bundle: Bundle, ops: Mapping[str, str]) -> list[_HostGraphFile]:
-    return [
-        _HostGraphFile(draft_graph(bundle.folder, bundle, ops["draft"]), "draft.onnx", "draft"),
-        _HostGraphFile(accept_graph(bundle), "accept.onnx", "accept"),
-    ]
-
-
-def _round_file(bundle: Bundle, num_draft_tokens: int) -> str:
-    is_default = num_draft_tokens == bundle.num_draft_tokens
-    return "round.onnx" if is_default else f"round-{num_draft_tokens}.onnx"
 
 
 def _write(

@@ -82,7 +82,8 @@ def _encoder(settings: dict[str, Any]) -> ir.Model:
     plain = json.dumps(settings | {"added_tokens": []}, ensure_ascii=False)
     config = json.dumps({"tokenizer_class": "GPT2Tokenizer"})
     attributes = {"tokenizer_vocab": plain, "tokenizer_config": config}
-    return _single_node_model("HfJsonTokenizer", attributes, ("text", [1]), ("tokens", [1, "N"]))
+    tokens = ir.val("tokens", ir.DataType.INT64, [1, "N"])
+    return _single_node_model("HfJsonTokenizer", attributes, _text(), tokens)
 
 
 def _decoder(settings: dict[str, Any], tokens: list[str], special: set[int]) -> ir.Model:
@@ -94,23 +95,20 @@ def _decoder(settings: dict[str, Any], tokens: list[str], special: set[int]) -> 
         "all_special_ids": "\n".join(map(str, sorted(special))),
         "skip_special_tokens": 1,
     }
-    return _single_node_model("BpeDecoder", attributes, ("tokens", ["N"]), ("text", [1]))
+    ids = ir.val("tokens", ir.DataType.INT64, ["N"])
+    return _single_node_model("BpeDecoder", attributes, ids, _text())
+
+
+def _text() -> ir.Value:
+    return ir.val("text", ir.DataType.STRING, [1])
 
 
 def _single_node_model(
-    op_type: str,
-    attributes: dict[str, Any],
-    model_input: tuple[str, list[int | str]],
-    model_output: tuple[str, list[int | str]],
+    op_type: str, attributes: dict[str, Any], value: ir.Value, output: ir.Value
 ) -> ir.Model:
-    types = {"text": ir.DataType.STRING, "tokens": ir.DataType.INT64}
-    value, output = (
-        ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(types[name]))
-        for name, shape in (model_input, model_output)
-    )
     node = ir.node(op_type, [value], attributes, domain=DOMAIN, outputs=[output], name=op_type)
     opsets = {"": OPSET, DOMAIN: 1}
-    graph = ir.Graph([value], [output], nodes=[node], opset_imports=opsets, name=model_output[0])
+    graph = ir.Graph([value], [output], nodes=[node], opset_imports=opsets, name=output.name)
     return ir.Model(graph, ir_version=IR_VERSION)
 
 

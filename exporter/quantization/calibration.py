@@ -12,7 +12,6 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
-from ..graph.external_data import drop_unused
 from ..graph.graphs import GraphFile
 from ..tracing.geometry import Geometry
 from ..verification.runner import FillNoise, PassAction, Runner
@@ -100,7 +99,6 @@ def visit_inputs(
             model.graph.outputs.append(value)
     model.graph.outputs.remove(next(v for v in model.graph.outputs if v.name == "logits"))
     passes.RemoveUnusedNodesPass()(model)  # the LM head
-    drop_unused(model.graph)
     path = decoder.parent / _DECODER_FILE.file_name(ops)
     ir.save(model, path)
     parts: defaultdict[tuple[int, ...], list[InputStatistics]] = defaultdict(list)

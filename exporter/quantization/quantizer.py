@@ -21,7 +21,7 @@ from specedge.errors import ExportError, ParityError
 from ..checkpoint.quantized_rows import QuantizedRows
 from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..graph import rewrites
-from ..graph.external_data import FILE, drop_unused
+from ..graph.external_data import FILE
 from ..progress import Progress
 from . import calibration, gptq, rotation_rewriter, schemes, smoothing
 from .calibration import InputStatistics
@@ -467,6 +467,5 @@ def _write_graphs(
             rewriter.embedding(node, stored)
     rewrites.fuse_sigmoids(graph_model)
     passes.RemoveUnusedNodesPass()(graph_model)
-    drop_unused(graph)
     store.adopt(graph, model.quantized)
     model.write(graph_model, folder, ops)

@@ -22,7 +22,6 @@ import torch
 
 from specedge.errors import ParityError
 
-from ..graph.external_data import drop_unused
 from ..graph.nodes import add_constant, insert_node, producer
 from ..verification.runner import Action, FillNoise, PassAction, ReadRows
 from . import rotation
@@ -299,7 +298,6 @@ def transform_graph(
     if transforms.rotation is not None:
         _rotate_tables_and_biases(editor, stream, transforms.rotation)
     passes.RemoveUnusedNodesPass()(model)
-    drop_unused(graph)
     store.adopt(graph)
 
 

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from specedge.exporter.graph import sampling_nodes
 from specedge.exporter.graph.nodes import GraphBuilder
+from specedge.exporter.graph.sampling_nodes import SamplingNodes
 from specedge.runtime.backend.ort import inference_session
 from specedge.runtime.decoding.verification import Draft, verify
 from specedge.runtime.sampling.history import History
@@ -40,7 +40,7 @@ FILTERS = [
 def session(vocab_size, num_draft_tokens):
     """Weights of a draft's and a target's rows, and the verdict."""
     nodes = GraphBuilder("test")
-    settings = sampling_nodes.sampling_inputs(nodes, vocab_size)
+    sampling = SamplingNodes.with_inputs(nodes, vocab_size)
     rows = [
         nodes.input(name, FLOAT, [num, vocab_size])
         for name, num in (("draft", num_draft_tokens), ("target", num_draft_tokens + 1))
@@ -49,13 +49,8 @@ def session(vocab_size, num_draft_tokens):
     limit = nodes.input("limit", INT, [1])
     tests = nodes.input("tests", DOUBLE, [num_draft_tokens])
     last = nodes.input("last", DOUBLE, [1])
-    draft, target = (
-        sampling_nodes.token_weights(nodes, row, settings.seen, vocab_size, settings)
-        for row in rows
-    )
-    verdict = sampling_nodes.accept_tokens(
-        nodes, tokens, draft.weights, target, limit, tests, last, settings
-    )
+    draft, target = (sampling.token_weights(row, sampling.seen, vocab_size) for row in rows)
+    verdict = sampling.accept_tokens(tokens, draft.weights, target, limit, tests, last)
     weights = [row.weights for row in (draft, target)]
     found = dict(
         zip(("of_draft", "of_target", "accepted", "next"), [*weights, *verdict], strict=True)

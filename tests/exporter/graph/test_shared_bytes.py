@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnxruntime import SessionOptions
 
-from specedge.exporter.graph.shared_bytes import share_int8_embeddings
+from specedge.exporter.graph.best_logits import share_embeddings
 from specedge.runtime.backend.ort import inference_session
 from specedge.runtime.backend.sessions import FLOAT_PRODUCTS
 
@@ -65,7 +65,7 @@ def run(path):
 def test_lookup_and_matmul_share_one_initializer(path, tmp_path):
     wanted = run(path)
     model = ir.load(path)
-    share_int8_embeddings(model.graph)
+    share_embeddings(model)
     ir.save(model, tmp_path / "shared.onnx")
     for found, before in zip(run(tmp_path / "shared.onnx"), wanted, strict=True):
         assert np.abs(before).max() > 0.1
@@ -85,5 +85,5 @@ def test_lookup_only_table_is_unchanged(path, tmp_path):
     for name in ("MatMul", "DequantizeLinear", "Transpose"):
         graph.remove([node for node in graph if node.op_type == name], safe=True)
     before = [node.op_type for node in graph]
-    share_int8_embeddings(graph)
+    share_embeddings(model)
     assert [node.op_type for node in graph] == before

@@ -14,7 +14,7 @@ from cases import exhaustive, slow
 from round_host import Fused
 from specedge import int8_products
 from specedge.exporter import embed
-from specedge.exporter.hosts.round_graphs import fused_round
+from specedge.exporter.hosts.round_graphs import RoundBuilder
 from specedge.runtime.backend.ort import inference_session
 from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
@@ -78,7 +78,7 @@ def test_all_outputs_of_cache_are_at_address_of_its_input(host):
 def test_run_allocates_no_cache_sized_block(bundle, tmp_path, ops, capfd):
     path = bundle.folder / f"round-{ops}.onnx"
     both = {"draft": ops, "target": ops}
-    ir.save(fused_round(bundle.folder, bundle, bundle.num_draft_tokens, both), path)
+    ir.save(RoundBuilder(bundle, bundle.num_draft_tokens, both).fused_model(), path)
     options = ort.SessionOptions()
     options.log_severity_level = 2
     options.enable_profiling = True

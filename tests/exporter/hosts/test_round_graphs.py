@@ -12,7 +12,7 @@ import specedge
 from cases import exhaustive, slow
 from round_host import Fused, Split
 from specedge.exporter import export
-from specedge.exporter.hosts.round_graphs import accept_graph, draft_graph, fused_round
+from specedge.exporter.hosts.round_graphs import RoundBuilder, accept_graph, draft_graph
 from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
 
@@ -45,11 +45,12 @@ def hosts(tmp_path_factory):
 
             both = {r: m.cpu_ops if ops == "auto" else ops for r, m in bundle.models.items()}
             if layout == "fused":
-                session = opened(fused_round(folder, bundle, num_draft_tokens, both), "round.onnx")
+                builder = RoundBuilder(bundle.at(folder), num_draft_tokens, both)
+                session = opened(builder.fused_model(), "round.onnx")
                 one = Fused(session, bundle, bundle.end_tokens)
             else:
                 sessions = (
-                    opened(draft_graph(folder, bundle, both["draft"]), "draft.onnx"),
+                    opened(draft_graph(bundle.at(folder), both["draft"]), "draft.onnx"),
                     device.open(folder / bundle.target.graph("decoder", both["target"]).file),
                     opened(accept_graph(bundle), "accept.onnx"),
                 )

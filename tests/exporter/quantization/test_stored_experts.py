@@ -3,11 +3,12 @@
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnx_ir.passes.common as passes
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from specedge.exporter.graph.external_data import FILE, drop_unused
+from specedge.exporter.graph.external_data import FILE
 from specedge.exporter.quantization import schemes
 from specedge.exporter.quantization.calibration import InputStatistics
 from specedge.exporter.quantization.integer_rewriter import IntegerRewriter
@@ -62,7 +63,7 @@ def rounded(weights, x, folder):
     (folder / "int8").mkdir()
     with WeightsWriter(folder / "int8") as store:
         IntegerRewriter(model.graph, store, {}).group(group, choice)
-        drop_unused(model.graph)
+        passes.RemoveUnusedNodesPass()(model)
         store.adopt(model.graph)
     ir.save(model, folder / "int8" / "m.onnx")
     session = open_session(folder / "int8" / "m.onnx", ort.SessionOptions())
