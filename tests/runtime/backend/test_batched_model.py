@@ -266,7 +266,7 @@ def test_inconsistent_signature_is_refused(bundle, tmp_path, change):
     change(manifest["models"]["target"]["signatures"][BATCHED]["inputs"])
     (tmp_path / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     with pytest.raises(
-        BundleError, match=f"{MANIFEST}: key 'models.target': batched's signature"
+        BundleError, match=f"{MANIFEST}: key 'models.target': target/batched-gqa.onnx: its signature does not match"
     ) as error:
         Bundle.read(tmp_path)
     assert "\n" not in str(error.value)
