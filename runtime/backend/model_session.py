@@ -147,8 +147,9 @@ class ModelSession:
         padding = [0] * (bound.length - len(tokens))
         try:
             self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
-            for role, values in {**self._positions(bound), **(inputs or {})}.items():
-                self.buffers.write(bound.arrays[role], values)
+            for values_by_role in (self._positions(bound), inputs or {}):
+                for role, values in values_by_role.items():
+                    self.buffers.write(bound.arrays[role], values)
             self.buffers.run(self._session, bound.binding, bound.options)
             bound.cache.extend(tokens)
         except Exception:

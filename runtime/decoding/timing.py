@@ -23,13 +23,17 @@ class Stopwatch:
 
     As a context manager, it counts the time inside the `with` block, as the part at the end of the
     block before, first as "other".
+
+    Attributes:
+        seconds: Seconds by part.
+        time: `time.perf_counter()` at the last change of the part.
     """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._part: str | None = None
         self._paused: str | None = "other"
-        self._since = 0.0
+        self.time = 0.0
 
     def __enter__(self) -> None:
         self.switch(self._paused)
@@ -50,8 +54,8 @@ class Stopwatch:
         """Count the time from now on as `name`; return the part before."""
         now = time.perf_counter()
         if self._part is not None:
-            self.seconds[self._part] += now - self._since
-        previous, self._part, self._since = self._part, name, now
+            self.seconds[self._part] += now - self.time
+        previous, self._part, self.time = self._part, name, now
         return previous
 
 
@@ -107,11 +111,15 @@ class TimedModel:
         return getattr(self.model, "chunk_length", sys.maxsize)
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
-        num_rows = len(tokens) if num_rows is None else num_rows
-        begin = time.perf_counter()
-        with self._stopwatch.part(self._part_of(len(tokens), num_rows)):
+        length, stopwatch = len(tokens), self._stopwatch
+        num_rows = length if num_rows is None else num_rows
+        outer = stopwatch.switch(self._part_of(length, num_rows))
+        begin = stopwatch.time
+        try:
             logits = self.model.forward(tokens, num_rows)
-        self._count(len(tokens), num_rows, time.perf_counter() - begin)
+        finally:
+            stopwatch.switch(outer)
+        self._count(length, num_rows, stopwatch.time - begin)
         return logits
 
     def record(self, feed: Feed, seconds: float) -> None:

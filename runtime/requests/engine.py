@@ -25,6 +25,7 @@ LONG_PASS = 32  # tokens of a prompt from which on a pass delays others
 MAX_DRAFT_PASSES = 16  # draft passes in a row while a request waits for its verify pass
 MAX_PROMPT_WAIT = 4  # passes over prompts that a longer one waits for
 _IDLE_SECONDS = 0.05  # between looks at jobs whose code runs elsewhere
+_NUM_TOKENS, _IS_LONG = attrgetter("num_tokens"), attrgetter("is_long")
 CLOSED = "this pipeline is closed; load the bundle again"
 
 T = TypeVar("T")
@@ -493,8 +494,8 @@ class Engine:
             self._num_draft_passes += 1
         else:
             self._num_draft_passes = 0
-            self.num_passes_by_length[sum(map(attrgetter("num_tokens"), group))] += 1
-        if not (prompts := [*filter(attrgetter("is_long"), group)]):
+            self.num_passes_by_length[sum(map(_NUM_TOKENS, group))] += 1
+        if not (prompts := [*filter(_IS_LONG, group)]):
             self._other_seconds += seconds
             return
         self._num_prompt_passes += 1

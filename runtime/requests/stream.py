@@ -202,7 +202,7 @@ class Stream:
         self._active, self._text, self._slots, self._on_end = active, text, slots, on_end
         self._job = Job(active.steps(), active.stopwatch, active.lease.release)
         self._reading = threading.Lock()  # held by a reader
-        self._seconds = 0.0  # of the request, up to the last round
+        self._seconds = 0.0  # of the request, up to the last round, if round times are recorded
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -314,17 +314,18 @@ class Stream:
         """Return the log-probabilities of the tokens from `start` on, if they were requested."""
         return self._active.logprobs[start : len(self._text.tokens)]
 
-    def _record_time(self, round_: Round, seconds: float) -> None:
+    def _record_time(self, round_times: RoundTimes, round_: Round) -> None:
         """Record the time of a planned round, without near-ties to resolve, that ran alone.
 
         The first round is left out, since its pass may include the prompt.
         """
         active, plan = self._active, self._active.plan
-        if active.round_times is None or not isinstance(plan, AutoPlan) or plan.choice is None:
+        if not isinstance(plan, AutoPlan) or plan.choice is None:
             return
         if active.done and not active.logit_noise and not self._slots.has_others(active.lease):
             length = len(active.prompt) + active.num_new_tokens
-            active.round_times.record(plan.choice, round_, length, seconds)
+            seconds = active.stopwatch.total - self._seconds
+            round_times.record(plan.choice, round_, length, seconds)
 
     def _next_piece(self) -> str | None:
         """Return the text of the next round; None if the stream is cancelled meanwhile."""
@@ -334,10 +335,12 @@ class Stream:
         round_ = self._slots.engine.next(job)
         if round_ is None:
             return None
-        self._record_time(round_, active.stopwatch.total - self._seconds)
+        if active.round_times is not None:
+            self._record_time(active.round_times, round_)
         with active.stopwatch.part("other"):
             piece = self._piece(round_)
-        self._seconds = active.stopwatch.total
+        if active.round_times is not None:
+            self._seconds = active.stopwatch.total
         return piece
 
     def _piece(self, round_: Round) -> str:
