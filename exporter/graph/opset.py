@@ -36,7 +36,7 @@ def lower_opset(model: ir.Model) -> None:
             node.op_type = SIMPLIFIED_NORM
         elif node.op_type == "RotaryEmbedding":
             _look_up_inside(graph, node)
-        else:
+        elif node.op_type != SIMPLIFIED_NORM:
             for name in _new_attributes(node):
                 del node.attributes[name]
     passes.RemoveUnusedNodesPass()(model)
