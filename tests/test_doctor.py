@@ -13,7 +13,7 @@ from distributions import install, only
 from installed import run
 from specedge.cli import cli
 from specedge.diagnosis import doctor, probe
-from specedge.diagnosis.doctor import ask
+from specedge.diagnosis.doctor import Machine, ask
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 GONE = "raise ModuleNotFoundError(\"No module named 'onnxruntime'\", name='onnxruntime')"
@@ -121,6 +121,12 @@ def test_why_not_returns_one_line():
         line = doctor.why_not("cuda")
         assert line.startswith("cuda does not work here: ")
         assert "\n" not in line
+
+
+def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+    tmp_path.joinpath("onnxruntime.py").write_text("raise ImportError('the wrong file')")
+    monkeypatch.chdir(tmp_path)
+    assert Machine().runtime.answers["version"] == ort.__version__
 
 
 @pytest.mark.parametrize(

@@ -25,3 +25,22 @@ def test_one_call_draft_graph_must_match_bundle_num_draft_tokens(tmp_path, name)
     assert Bundle.from_json(drafting(k).to_json()) == drafting(k)
     with pytest.raises(ValueError, match=f"draft: {name} drafts 6 tokens, num_draft_tokens is {k}"):
         drafting(6)
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_more_steps_than_outputs_are_refused_before_they_are_listed(tmp_path, name):
+    """A billion steps would take all memory."""
+    bundle = make_bundle(tmp_path)
+    signature = one_call(name, bundle.draft.signatures["chosen_logits"], 9, 4)
+    inputs, outputs = (
+        tuple(replace(p, shape=(10**9,)) if p.role in ("uniforms", "drafted") else p for p in ports)
+        for ports in (signature.inputs, signature.outputs)
+    )
+    signature = replace(signature, inputs=inputs, outputs=outputs)
+    graph = replace(bundle.draft.graphs[0], name=name, signature="made")
+    with pytest.raises(ValueError, match="outputs of too few steps"):
+        replace(
+            bundle.draft,
+            graphs=(*bundle.draft.graphs, graph),
+            signatures=bundle.draft.signatures | {"made": signature},
+        )

@@ -6,6 +6,7 @@ import select
 import shutil
 import signal
 import subprocess
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -186,9 +187,11 @@ def test_fixed_shape_graph_of_another_model_fails(copy):
     """Found though nothing of ours runs it: step has the shape of catchup."""
     shutil.copy(copy / "target/catchup.onnx", copy / "target/step.onnx")
     relist(copy)
-    settings = audit.ExecutionSettings()
-    bundle = Bundle.read(copy)
-    found = audit.graphs_of(bundle, settings, Ticks(10**6).budget)
+    settings, bundle = audit.ExecutionSettings(), Bundle.read(copy)
+    found = graph_checks.graphs(
+        bundle, partial(settings.graph_variant, bundle), partial(settings.open, bundle),
+        Ticks(10**6).budget,
+    )  # fmt: skip
     assert found.status == FAILED
 
 

@@ -124,7 +124,7 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
         stated_name, license = opened.model_name, opened.license
     else:
         contents = _read_folder(role, name, folder, remote, files)
-    shown = name if remote else stated_name or path.resolve().name
+    shown = name if remote else stated_name or (path / gguf if gguf else path).resolve().name
     lora = adapters.find(f"{role} adapter", adapter, name) if adapter is not None else None
     shown = f"{shown} + {lora.source}" if lora else shown
     source = CheckpointSource(

@@ -24,7 +24,7 @@ from specedge.errors import ExportError
 from specedge.int8_products import UNSIGNED_OPTION
 from specedge.option_specs import check_integer
 
-from ..graph.opset import save_graph
+from ..graph.opset import OLD_OPSET, lower_opset
 from .round_graphs import PLAIN_K, RoundBuilder, accept_graph, check_fused, draft_graph
 from .tokenizer_graphs import tokenizer_graphs
 
@@ -138,7 +138,11 @@ def _embed(
     if not isinstance(text, str):
         host_graphs += [_HostGraphFile(model, f"{name}.onnx", name) for name, model in text.items()]
     has_integers = any(model.weights_dtype in QUANTIZED_DTYPES for model in bundle.models.values())
-    compute = "integers" if has_integers else attention_ops(ops["target"])
+    for graph in host_graphs:
+        lower_opset(graph.model)
+    has_new_opset = any(graph.model.graph.opset_imports[""] > OLD_OPSET for graph in host_graphs)
+    has_new_opset |= any(attention_ops(name) != "gqa" for name in ops.values())
+    compute = "integers" if has_integers else "onnx" if has_new_opset else "gqa"
     compute = "experts" if _has_experts(bundle, ops) else compute
     hosts = HostFiles(
         ops["target"],
@@ -176,7 +180,7 @@ def _write(
     try:
         with tempfile.TemporaryDirectory(dir=bundle.folder, prefix=".embed-") as work:
             for graph in graphs:
-                save_graph(graph.model, Path(work, graph.file))
+                ir.save(graph.model, Path(work, graph.file))
             for name, text in texts.items():
                 Path(work, name).write_text(text, "utf-8")
             described = {name: file_entry(Path(work, name)) for name in hosts.files}

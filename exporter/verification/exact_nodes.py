@@ -46,7 +46,7 @@ def _skip_norm(options: dict[str, Any], x: Array, skip: Array, scale: Array) -> 
 def _simplified_norm(options: dict[str, Any], x: Array, scale: Array) -> list[Array]:
     """Compute SimplifiedLayerNormalization, the RMS norm over the last axis."""
     assert options.get("axis", -1) in (-1, x.ndim - 1)
-    return [x / np.sqrt((x**2).mean(-1, keepdims=True) + options["epsilon"]) * scale]
+    return [x / np.sqrt((x**2).mean(-1, keepdims=True) + options.get("epsilon", 1e-5)) * scale]
 
 
 def _rotary_embedding(options: dict[str, Any], x: Array, *inputs: Array) -> list[Array]:

@@ -87,6 +87,7 @@ class OrtBatchedModel:
 
     Attributes:
         caches: Caches of the slots.
+        capacity: Rows of each cache.
         max_rows: Most rows of one pass for which every sequence's rows were bitwise equal to those
             of the sequence alone, on this machine; 0 if they were not, or are not tested.
         max_logits: Most rows of logits of such a pass.
@@ -101,7 +102,7 @@ class OrtBatchedModel:
         self.max_rows = self.max_logits = 0
         self._session = session
         self._slot_of = {cache: i for i, cache in enumerate(self.caches)}
-        self._capacity = model.capacity
+        self.capacity = model.capacity
         self._binding = session.bind_slots(arrays)
         self._unbind_inputs()
         self._num_columns = model.padded_vocab_size
@@ -120,7 +121,7 @@ class OrtBatchedModel:
             The logits of each feed, None for 0 rows. They stay valid, since outputs are new arrays.
         """
         block_length = 1 + max(len(tokens) for _, tokens, _ in feeds)
-        last = self._capacity - block_length
+        last = self.capacity - block_length
         together = [i for i, (model, _, _) in enumerate(feeds) if model.cache.length <= last]
         if len(together) < 2:
             together = []

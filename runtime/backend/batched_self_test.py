@@ -152,9 +152,12 @@ def exact_rows(
             for i, length in enumerate(lengths)
         ]
         feeds, expected = _feeds(models, texts, lengths)
+        num_tokens = sum(len(tokens) for _, tokens, _ in feeds)
+        if num_tokens > batch.capacity:
+            continue  # RotaryEmbedding rejects more tokens than its tables have rows
         if not _is_exact(models, texts, expected, batch.forward(feeds)):
             return 0, 0
-        max_tokens = max(max_tokens, sum(len(tokens) for _, tokens, _ in feeds))
+        max_tokens = max(max_tokens, num_tokens)
         max_logits = max(max_logits, sum(num_rows for *_, num_rows in feeds))
     for model in models:
         model.truncate(0)

@@ -249,8 +249,8 @@ def _check_version(model: ModelEntry, ops: str) -> None:
     if version_numbers(installed) < version_numbers(oldest):
         raise DeviceError(
             f"{model.source.id}: the graph variant '{ops}' requires ONNX Runtime {oldest} or "
-            f"later, but {installed} is installed; upgrade it, or use --ops gqa if the bundle has "
-            "it"
+            f"later, but {installed} is installed; upgrade it"
+            + (", or use --ops gqa" if ops == "onnx" and "gqa" in model.parity else "")
         )
 
 

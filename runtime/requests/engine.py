@@ -49,7 +49,7 @@ class Job:
         is_cancelled: True if it ends before its next operation.
         is_away: True while its code runs outside the engine.
         waiter: Thread that waits for it.
-        is_absent: True if it has an event, and its thread may be back soon.
+        is_absent: True if it had an event while others waited, and its thread may be back soon.
         stopwatch: Context in which the time of its code and passes counts.
         thread: Identifier of the thread that waited for it last.
 
@@ -250,7 +250,10 @@ class Engine:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests that wait, or did until just now."""
+        """Number of requests that wait, or did until just now, but at least 1.
+
+        A request that was alone in its last round counts from its next one on.
+        """
         with self._lock:
             jobs = {job for waiter in self._waiters for job in waiter.jobs} | {*self._absent}
         return max(1, sum(not job.has_ended for job in jobs))
@@ -423,6 +426,8 @@ class Engine:
                         begin = time.perf_counter()
                         job.run()
                         self._count([job], time.perf_counter() - begin)
+            if len(self._waiters) > 1:
+                self._mark_absent(job)
         finally:
             job.release()
 
@@ -432,13 +437,17 @@ class Engine:
             job.hold()
             with job.stopwatch:
                 has_advanced = self._continue(job)
+            self._mark_absent(job)
+            return has_advanced
         finally:
             job.release()
+
+    def _mark_absent(self, job: Job) -> None:
+        """Expect a job with an event back soon. Takes `hold`."""
         if job.event is not None:
             with self._lock:
                 job.is_absent = True
                 self._absent.add(job)
-        return has_advanced
 
     def _continue(self, job: Job) -> bool:
         """Do as `_advance`. Takes `hold` and `stopwatch`."""

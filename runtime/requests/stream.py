@@ -330,7 +330,7 @@ class Stream:
     def _next_piece(self) -> str | None:
         """Return the text of the next round; None if the stream is cancelled meanwhile."""
         active, job = self._active, self._job
-        if job.is_cancelled:  # while this thread waited for another reader
+        if job.is_cancelled or self._text.is_finished:  # while this thread waited for a reader
             return None
         round_ = self._slots.engine.next(job)
         if round_ is None:

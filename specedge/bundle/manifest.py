@@ -239,6 +239,8 @@ class ModelEntry:
         if graph.name == SCORED:
             expected = with_best(expected, self.num_columns)
         if graph.name in ONE_CALL:
+            if signature.num_drafted > len(signature.outputs):  # each step has outputs of its own
+                raise ValueError(f"{graph.file}: its signature has outputs of too few steps")
             expected = one_call(graph.name, expected, self.num_columns, signature.num_drafted)
         if difference := signature.difference(expected):
             raise ValueError(

@@ -17,6 +17,8 @@ from specedge.errors import SpecEdgeError
 from specedge.request import AUTO, DrafterName, GenerationRequest
 from specedge.strict_json import JsonError, parse
 
+MAX_REPLAY = 2**26  # bytes of a file with rounds to replay
+
 if TYPE_CHECKING:
     from specedge.runtime.requests.stream import Generation, Stream
 
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="System message, with --chat.")
 @click.option("--trace", "traced", is_flag=True, help="Mark accepted, recovered and bonus tokens.")
 @click.option("--explain", is_flag=True, help="Print the reasons for the choice of drafter and K.")
-@click.option("--replay", metavar="FILE", help="Replay the rounds of a run saved with --json.")
+@click.option(
+    "--replay", metavar="FILE", help="Replay the rounds of a run saved with --json; `-` is stdin."
+)
 @click.option("--prompts", metavar="FILE", help="File of prompts; `-` is stdin.")
 @options.prompt_format
 @click.option("--output", metavar="FILE", help="Output file, with --prompts.  [default: stdout]")
@@ -255,7 +259,7 @@ def _replay_options(name: str, num_draft_tokens: int | str) -> dict[str, Any]:
     if num_draft_tokens != AUTO:
         raise click.UsageError("--replay excludes --num-draft-tokens")
     try:
-        document = parse(options.read_text(name))
+        document = parse(options.read_text(name, MAX_REPLAY))
         if not isinstance(document, dict) or "plan" not in document:
             raise JsonError("has no 'plan'; specify the output of 'specedge generate --json'")
         GenerationRequest(replay=document["plan"])

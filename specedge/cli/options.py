@@ -227,13 +227,13 @@ def read_prompt(prompt: str, chat: bool = False) -> str:
     return text.removesuffix("\n") if chat else text
 
 
-def read_text(name: str) -> str:
+def read_text(name: str, max_bytes: int = MAX_TEXT) -> str:
     """Return the text of a file, or of standard input for `-`."""
     if name == "-":
-        return _standard_input(MAX_TEXT)
+        return _standard_input(max_bytes)
     try:
         with Path(name).open("rb") as file:
-            return _text(file, name, MAX_TEXT)
+            return _text(file, name, max_bytes)
     except (OSError, ValueError) as error:
         raise click.UsageError(f"{name}: {getattr(error, 'strerror', error)}") from error
 

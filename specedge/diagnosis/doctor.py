@@ -166,8 +166,11 @@ def ask(question: str, *arguments: str, seconds: float = SECONDS) -> ProbeResult
         return ProbeResult(
             ended="cannot be tested: the current executable is not a Python interpreter"
         )
-    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
-    command = [sys.executable, *safe_path, "-X", "faulthandler", "-m", f"{__package__}.probe"]
+    # As -P -m does, which requires Python 3.11: without the current folder among the paths.
+    module = f"{__package__}.probe"
+    run = f"runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
+    code = f"import runpy, sys; del sys.path[0]; {run}"
+    command = [sys.executable, "-X", "faulthandler", "-c", code]
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:
         done = subprocess.run(
@@ -305,12 +308,12 @@ def _causes(name: str, index: int, machine: Machine, result: ProbeResult) -> Ite
 
 def _gpu_causes(name: str, index: int, machine: Machine) -> Iterator[Problem]:
     if machine.jetson and name != "rtx":
-        jetpack, wheels = _JETPACKS.get(jetson_number(machine.jetson), ("", "sbsa/cu130"))
+        jetpack, wheels = _JETPACKS.get(jetson_number(machine.jetson), ("", ""))
+        install = f"pip install onnxruntime-gpu=={_JETSON_VERSION} --index-url {_JETSON_INDEX}/"
         yield Problem(
             f"this is a Jetson{jetpack} ({machine.jetson}), and PyPI's onnxruntime-gpu has no "
             "machine code for its GPU",
-            f"pip install onnxruntime-gpu=={_JETSON_VERSION} --index-url {_JETSON_INDEX}/"
-            f"{wheels}, or use --device cpu",
+            f"{install}{wheels}" if wheels else "build onnxruntime-gpu for it, or use --device cpu",
         )
     if sys.platform not in ("linux", "win32"):
         yield Problem("NVIDIA GPUs need Linux or Windows")

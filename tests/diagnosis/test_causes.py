@@ -126,17 +126,21 @@ def test_packages_without_a_provider_are_replaced(reason):
 
 
 @pytest.mark.parametrize(
-    ("number", "jetpack", "index"),
-    [(36, " with JetPack 6", "jp6/cu126"), (39, " with JetPack 7.2", "sbsa/cu130")],
+    ("number", "jetpack", "fix"),
+    [
+        (35, "", "build onnxruntime-gpu"),
+        (36, " with JetPack 6", "/jp6/cu126"),
+        (39, " with JetPack 7.2", "/sbsa/cu130"),
+    ],
 )
-def test_jetson_needs_a_dedicated_build(number, jetpack, index, tmp_path, monkeypatch, reason):
+def test_jetson_needs_a_dedicated_build(number, jetpack, fix, tmp_path, monkeypatch, reason):
     release = tmp_path / "nv_tegra_release"
     release.write_text(f"# R{number} (release), REVISION: 4.3\n")
     monkeypatch.setattr(nvidia, "TEGRA", release)
     monkeypatch.setattr(nvidia.platform, "machine", lambda: "aarch64")
     first = reason(DRIVER, "cuda", {})
     assert f"this is a Jetson{jetpack} (R{number} (release), REVISION: 4.3)" in first.what
-    assert f"/{index}," in first.fix
+    assert fix in first.fix
     machine = Machine()
     machine.driver = ProbeResult(DRIVER)
     assert machine.install == 'pip install "specedge[cpu]"'

@@ -115,8 +115,9 @@ def write_rows(rows: dict[str, str]) -> None:
     table, _, after = rest.partition(END)
     old = {line.split(" | ")[0][2:]: line for line in table.splitlines()[4:]}
     lines = {name: (old | rows)[name] for name in sorted(old | rows, key=str.casefold)}
-    head = f"Run on {date.today():%-d %B %Y}.\n\n"
-    head += "| client | packages | exercised | failed |\n|---|---|---|---|\n"
+    is_whole = rows.keys() == lines.keys()
+    head = f"Run on {date.today():%-d %B %Y}." if is_whole else table.splitlines()[0]
+    head += "\n\n| client | packages | exercised | failed |\n|---|---|---|---|\n"
     PAGE.write_text(before + BEGIN + head + "\n".join(lines.values()) + "\n" + END + after, "utf-8")
 
 

@@ -94,7 +94,7 @@ def test_rotary_embedding_and_residual_norms_are_fused_for_gpu(made):
         assert operators["RotaryEmbedding"] == 0
         assert operators["SkipSimplifiedLayerNormalization"] == 2 * layers - 1
         # Of the embedding, and of the rows with logits; integer products are joined.
-        assert operators["RMSNormalization"] == 2
+        assert operators["SimplifiedLayerNormalization"] == 2
         assert operators["Split"] == (0 if model.weights_dtype == "float16" else layers)
 
 

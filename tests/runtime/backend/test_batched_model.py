@@ -10,10 +10,13 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from architectures import ARCHITECTURES
+from checkpoints import make_model, make_tokenizer, save
 from specedge.bundle import MANIFEST, Bundle
 from specedge.bundle.batched_signature import BATCHED
 from specedge.bundle.integrity import file_entry
 from specedge.errors import BundleError
+from specedge.exporter import export
 from specedge.runtime.backend.batched_model import BatchedSession, OrtBatchedModel
 from specedge.runtime.backend.batched_self_test import share_passes
 from specedge.runtime.backend.onnx_model import OrtModel
@@ -266,7 +269,8 @@ def test_inconsistent_signature_is_refused(bundle, tmp_path, change):
     change(manifest["models"]["target"]["signatures"][BATCHED]["inputs"])
     (tmp_path / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     with pytest.raises(
-        BundleError, match=f"{MANIFEST}: key 'models.target': target/batched-gqa.onnx: its signature does not match"
+        BundleError,
+        match=f"{MANIFEST}: key 'models.target': target/batched-gqa.onnx: its signature",
     ) as error:
         Bundle.read(tmp_path)
     assert "\n" not in str(error.value)
@@ -291,3 +295,18 @@ def test_other_file_than_the_batched_graph_is_refused(bundle, tmp_path, other, p
         loader.load(folder, slots=2)
     assert str(error.value).startswith(f"{folder / file}: ")
     assert "\n" not in str(error.value)
+
+
+def test_passes_have_at_most_as_many_tokens_as_rotary_tables_have_rows(tmp_path):
+    """Rotary embedding of gpt_neox is partial, so it is a node outside of attention."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    model = make_model(ARCHITECTURES["gpt_neox"][1]())
+    checkpoint = save(model, tokenizer, tmp_path / "model")
+    bundle = export(None, checkpoint, tmp_path / "bundle", max_length=64, precision="fp32")
+    with loader.load(bundle.folder, slots=24) as pipeline:  # of up to 5 tokens each
+        batch = pipeline.slots.all[0].target.batch
+        assert batch is not None
+        assert 0 < batch.max_rows <= bundle.target.capacity
+        alone = pipeline.generate("def f", 8, seed=1, temperature=1.0).tokens
+        results = pipeline.generate_batch(["def f"] * 24, 8, seed=1, temperature=1.0)
+        assert results[0].tokens == alone
