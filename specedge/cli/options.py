@@ -227,8 +227,9 @@ def read_prompt(prompt: str, chat: bool = False) -> str:
     return text.removesuffix("\n") if chat else text
 
 
-def read_text(name: str, max_bytes: int = MAX_TEXT) -> str:
-    """Return the text of a file, or of standard input for `-`."""
+def read_text(name: str, max_bytes: int | None = None) -> str:
+    """Return the text of a file, by default of at most `MAX_TEXT` bytes; `-` is standard input."""
+    max_bytes = max_bytes or MAX_TEXT
     if name == "-":
         return _standard_input(max_bytes)
     try:
