@@ -34,7 +34,7 @@ def insert_node(
     name: str,
     like: ir.Value | None = None,
     domain: str = "",
-    **attributes: ir.DataType | int | list[int],
+    **attributes: ir.DataType | int | float | list[int],
 ) -> ir.Value:
     """Insert a node before another; its output has the shape and type of `like`."""
     node = ir.node(op_type, inputs, attributes, domain=domain)

@@ -95,6 +95,8 @@ def test_rotary_embedding_and_residual_norms_are_fused_for_gpu(made):
         assert operators["SkipSimplifiedLayerNormalization"] == 2 * layers - 1
         # Of the embedding, and of the rows with logits; integer products are joined.
         assert operators["SimplifiedLayerNormalization"] == 2
+        assert operators["QuickGelu"] == layers  # SiLU
+        assert operators["Sigmoid"] == 0
         assert operators["Split"] == (0 if model.weights_dtype == "float16" else layers)
 
 
