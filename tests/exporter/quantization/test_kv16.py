@@ -71,7 +71,7 @@ def test_greedy_text_equals_plain_decoding_with_fp16_cache(made):
 
 def test_fp16_cache_is_opt_in_and_halves_cache_memory(made):
     assert made.pipeline.target.ops in OPS
-    own, small = (memory_of(made.bundle, ops).target for ops in ("gqa", "gqa-kv16"))
+    own, small = (memory_of(made.bundle, ops).models[0] for ops in ("gqa", "gqa-kv16"))
     assert own.caches == 2 * small.caches
     assert own.packed == small.packed
     said = CliRunner().invoke(inspect, ["--bundle", str(made.bundle.folder)]).output

@@ -157,7 +157,7 @@ def test_cpu_uses_typed_variants_only_if_specified(made):
 
 
 def test_memory_estimate_uses_the_specified_graph_variant(made):
-    own, typed = (memory_of(made.bundle, ops).target for ops in ("gqa", made.sets[1]))
+    own, typed = (memory_of(made.bundle, ops).models[0] for ops in ("gqa", made.sets[1]))
     share = 2 if made.compute == "fp16" else 1
     assert own.caches == share * typed.caches
 
