@@ -106,6 +106,7 @@ class FloatModel:
         if (dtype := compute_dtype(ops)) != "float32":
             rewrites.fuse_sigmoids(graph_model)  # one kernel launch on a GPU instead of four
             if attention_ops(ops) == "gqa":
+                fusion.fuse_swish(graph_model.graph)
                 fusion.fuse(graph_model)
             convert_graph(graph_model, STORED[dtype][1])
         elif (dtype := cache_dtype(ops)) != "float32":
