@@ -271,17 +271,22 @@ class Engine:
         return result
 
     def wait(self, jobs: Sequence[Job]) -> None:
-        """Wait until one of the jobs has an event or has ended."""
-        waiter = _Waiter(jobs)
+        """Wait until one of the jobs has an event or has ended.
+
+        Threads that pause the engine one after another do not stop it: a step is run in between.
+        """
+        waiter, has_stepped = _Waiter(jobs), False
         try:
             self._enter(waiter)
             while not waiter.is_done:
                 if self._leader is not waiter:
                     waiter.sleep()
-                elif self._claims:
+                    has_stepped = False
+                elif self._claims and (has_stepped or any(x.jobs for x in [*self._claims])):
                     self._hand_over()
                 else:
                     self._step()
+                    has_stepped = True
         finally:
             self._leave(waiter)
 

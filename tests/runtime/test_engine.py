@@ -438,6 +438,25 @@ def test_a_closed_engine_ends_requests_with_an_error():
     assert not log
 
 
+def test_threads_that_pause_again_and_again_do_not_stop_a_request():
+    log, engine, has_ended = [], Engine(), threading.Event()
+
+    def pause():
+        while not has_ended.is_set():
+            with engine.paused():
+                pass
+
+    job = job_of(Passes(log, "a"), [1] * 100)
+    threads = [threading.Thread(target=pause, daemon=True) for _ in range(1)]
+    threads.append(threading.Thread(target=run_all, args=(engine, [job]), daemon=True))
+    for thread in threads:
+        thread.start()
+    threads[-1].join(20)
+    has_ended.set()
+    assert job.has_ended
+    assert len(log) == 100
+
+
 def test_no_pass_runs_while_the_engine_is_paused():
     log, engine = [], Engine()
     job = job_of(Passes(log, "a"), [1])

@@ -123,7 +123,7 @@ def test_a_long_prompt_takes_turns_with_other_requests(slots):
     for _ in stream:
         pass
     thread.join()
-    assert seen[0] == 64 < num_tokens - 1
+    assert seen[0] in range(64, num_tokens - 1, 64)
     other.close()
 
 
