@@ -23,11 +23,12 @@ class Rotation:
     """Orthogonal matrix R: diag(signs) times a Kronecker product of symmetric matrices."""
 
     size: int
+    seed: int = 0
 
     @cached_property
     def signs(self) -> torch.Tensor:
         """Random signs of the channels, [d]."""
-        bits = np.random.default_rng(0).integers(0, 2, self.size)
+        bits = np.random.default_rng(self.seed).integers(0, 2, self.size)
         return torch.from_numpy(1.0 - 2.0 * bits)
 
     @cached_property
@@ -42,9 +43,16 @@ class Rotation:
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x R in float64. [..., d] -> [..., d]"""
+        return self._mix(x.double() * self.signs)
+
+    def undo(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x R^T in float64. [..., d] -> [..., d]"""
+        return self._mix(x.double()) * self.signs
+
+    def _mix(self, x: torch.Tensor) -> torch.Tensor:
         # Each factor mixes the last axis, which then becomes the first one: after all factors the
         # axes are in their original order.
-        mixed = (x.double() * self.signs).reshape(-1, self.size)
+        mixed = x.reshape(-1, self.size)
         for matrix in reversed(self.factors):
             rows = mixed.reshape(len(mixed), -1, len(matrix)) @ matrix
             mixed = rows.transpose(1, 2).reshape(len(mixed), self.size)

@@ -10,8 +10,9 @@ embedding after such a norm is stored in the transformed basis, and lookups are 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -43,10 +44,13 @@ from .rotation import Rotation
 from .weights_writer import WeightsWriter
 
 RMS_NORM = "RMSNormalization"
+ROTATION_PROPERTY = "specedge.rotation"  # metadata of a decoder: size and seed of its rotation
 MIN_HADAMARD_SIZE = 16  # channels; smaller Hadamard matrices hardly reduce outliers
 _STRIP_SIZE = 1 << 19  # elements that are rotated at a time, to stay in the CPU's cache
 _NUM_CHECKED_TOKENS = 24  # tokens of the comparison of a rotated model
+_NUM_CHECKED_ROWS = 64  # rows of a matrix that are rotated back to verify it
 _MAX_ERROR_RATIO = 32.0  # error of a rotated graph relative to float32's own
+_MAX_ROTATION_ERROR = 1e-6  # relative to a matrix's largest value; above float32 rounding
 _ROW_OPS = ("Cast", "Reshape", "Slice")  # operators that may keep the channels of each row
 # Matrices after these operators and products need no online transform.
 _ROTATABLE_INPUTS = ("Attention", "GroupQueryAttention", *NORMS)
@@ -62,6 +66,7 @@ class ResidualStream:
 
     norms: set[ir.Node] = field(default_factory=set)
     writers: set[ir.Node] = field(default_factory=set)
+    tables: set[ir.Node] = field(default_factory=set)
     biases: set[tuple[ir.Node, int]] = field(default_factory=set)
 
 
@@ -84,7 +89,7 @@ class MatrixChange:
 
 @dataclass(frozen=True)
 class ChannelTransforms:
-    """Transforms of channels that all graphs of a model share.
+    """ChannelTransforms that all graphs of a model share.
 
     Attributes:
         rotation: Rotation of the residual stream; None if it cannot be rotated.
@@ -116,7 +121,11 @@ def choose_transforms(graphs: Iterable[ir.Graph], excluded: Set[int]) -> Channel
 def write_models(
     parts: Sequence[FloatModel], folder: Path, excluded: ExcludedWeights
 ) -> tuple[list[FloatModel], ChannelTransforms]:
-    """Write the decoders of models that share their weights in a new basis."""
+    """Write the decoders of models that share their weights in a new basis.
+
+    Raises:
+        ParityError: Transforming a changed matrix back does not restore it.
+    """
     decoders = [(part, ops) for part in parts for ops in part.ops]
     graphs = (load_graph(part.decoder(ops), excluded).graph for part, ops in decoders)
     transforms = choose_transforms(graphs, excluded.offsets)
@@ -165,6 +174,7 @@ def residual_stream(graph: ir.Graph, excluded: Set[int]) -> ResidualStream:
     if len(tables) != 1:
         raise NotRotatableError(f"it has {len(tables)} embeddings")
     stream = {tables[0].outputs[0]}
+    stream_nodes.tables.add(tables[0])
     pending = [tables[0].outputs[0]]
     while pending:
         value = pending.pop()
@@ -297,6 +307,8 @@ def transform_graph(
     _restore_lookups(editor, transforms)
     if transforms.rotation is not None:
         _rotate_tables_and_biases(editor, stream, transforms.rotation)
+        # For drafters that read hidden states in the original basis.
+        model.metadata_props[ROTATION_PROPERTY] = json.dumps(asdict(transforms.rotation))
     passes.RemoveUnusedNodesPass()(model)
     store.adopt(graph)
 
@@ -358,10 +370,10 @@ def _restore_lookups(editor: GraphEditor, transforms: ChannelTransforms) -> None
 def _mixed_table(
     editor: GraphEditor, stored: StoredTensor, transforms: ChannelTransforms
 ) -> ir.Value:
-    """Return a table with transformed rows."""
     apply = partial(rotation.apply_hadamard, block=transforms.tied_blocks[stored.offset])
+    rows = partial(_change_table, stored, apply, undo=apply)
     key, name = ("mixed", stored.offset), f"{stored.tensor.name}.mixed"
-    return editor.external(editor.store.array(key, partial(_change_table, stored, apply), name))
+    return editor.external(editor.store.array(key, rows, name))
 
 
 def _insert_hadamard(editor: GraphEditor, value: ir.Value, block: int) -> ir.Value:
@@ -405,7 +417,8 @@ def _rotate_tables_and_biases(
     """Rotate embeddings, and biases that are added to the residual stream."""
     for node, stored in embeddings(editor.graph):
         key, name = ("table", stored.offset), f"{stored.tensor.name}.table"
-        tensor = editor.store.array(key, partial(_change_table, stored, rotation_.apply), name)
+        rows = partial(_change_table, stored, rotation_.apply, rotation_.undo)
+        tensor = editor.store.array(key, rows, name)
         node.replace_input_with(0, editor.external(tensor))
         node.outputs[0].dtype = ir.DataType.FLOAT
     for node, index in stream.biases:
@@ -420,44 +433,77 @@ def _rotate_tables_and_biases(
         )
 
 
-def _change_table(table: StoredTensor, apply: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
-    """Return a table with transformed rows."""
-    return _map_rows(tensor_data(table.tensor), apply).numpy()
+def _change_table(
+    table: StoredTensor,
+    apply: Callable[[torch.Tensor], torch.Tensor],
+    undo: Callable[[torch.Tensor], torch.Tensor],
+) -> np.ndarray:
+    """Return a table with transformed rows. Raises ParityError if `undo` does not restore them."""
+    rows = tensor_data(table.tensor)
+    changed = torch.empty(rows.shape)
+    for at in _row_strips(rows):
+        changed[at] = apply(rows[at])
+    some = _sampled_rows(changed)
+    _check_inverse(undo(changed[some]), rows[some].double(), table)
+    return changed.numpy()
 
 
 def change_matrix(
     stored: StoredTensor, change: MatrixChange, transforms: ChannelTransforms
 ) -> np.ndarray:
-    """Return a changed matrix in its stored layout."""
+    """Return a changed matrix in its stored layout.
+
+    Raises:
+        ParityError: The inverse change does not restore it.
+    """
     columns = stored.data().T  # [N, K]
     gain: float | torch.Tensor = 1.0
     if change.gain is not None:
         gain = torch.from_numpy(np.frombuffer(change.gain, np.float32).copy())
-
-    def transform_input(rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.double() * gain
-        if change.input:
-            assert transforms.rotation is not None
-            return transforms.rotation.apply(rows)
-        return rotation.apply_hadamard(rows, change.block) if change.block else rows
-
-    whole = _map_rows(columns, transform_input, torch.float64 if change.output else torch.float32)
+    whole = torch.empty(columns.shape, dtype=torch.float64 if change.output else torch.float32)
+    for at in _row_strips(columns):
+        whole[at] = _transform_input(columns[at].double() * gain, change, transforms)
+    some = _sampled_rows(whole)
+    exact = columns[some].double() * gain
+    _check_inverse(_transform_input(whole[some], change, transforms, undo=True), exact, stored)
     if change.output:
         assert transforms.rotation is not None
-        whole = _map_rows(whole.T, transforms.rotation.apply).T
+        before, whole = whole.T, torch.empty(columns.shape)
+        for at in _row_strips(before):
+            whole.T[at] = transforms.rotation.apply(before[at])
+        some = _sampled_rows(before)
+        _check_inverse(transforms.rotation.undo(whole.T[some]), before[some], stored)
     return (whole.T if stored.order == (0, 1) else whole).contiguous().numpy()
 
 
-def _map_rows(
-    rows: torch.Tensor,
-    function: Callable[[torch.Tensor], torch.Tensor],
-    dtype: torch.dtype = torch.float32,
+def _transform_input(
+    rows: torch.Tensor, change: MatrixChange, transforms: ChannelTransforms, undo: bool = False
 ) -> torch.Tensor:
-    """Apply a function to all rows, a few at a time."""
-    result, height = torch.empty(rows.shape, dtype=dtype), max(1, _STRIP_SIZE // rows.shape[1])
-    for part, values in zip(result.split(height), rows.split(height), strict=True):
-        part[:] = function(values)
-    return result
+    """Transform the columns of a matrix, given as rows, to the basis of its input, or back."""
+    if change.input:
+        assert transforms.rotation is not None
+        return transforms.rotation.undo(rows) if undo else transforms.rotation.apply(rows)
+    return rotation.apply_hadamard(rows, change.block) if change.block else rows.double()
+
+
+def _sampled_rows(rows: torch.Tensor) -> slice:
+    """Return a slice of evenly spaced rows, on which a change is verified."""
+    return slice(None, None, max(1, len(rows) // _NUM_CHECKED_ROWS))
+
+
+def _check_inverse(back: torch.Tensor, exact: torch.Tensor, stored: StoredTensor) -> None:
+    """Verify in float64 that the inverse change restores a matrix."""
+    error = float((back - exact).abs().max()) / max(1e-30, float(exact.abs().max()))
+    if not error <= _MAX_ROTATION_ERROR:
+        raise ParityError(
+            f"{stored.tensor.name}: after rotation and inverse rotation, it differs by "
+            f"{error:.1e} of its largest value, the limit is {_MAX_ROTATION_ERROR:g}"
+        )
+
+
+def _row_strips(rows: torch.Tensor) -> list[slice]:
+    height = max(1, _STRIP_SIZE // rows.shape[1])
+    return [slice(at, at + height) for at in range(0, len(rows), height)]
 
 
 def _float32_outputs(model: FloatModel, ops: str, tokens: np.ndarray) -> dict[str, np.ndarray]:

@@ -1,8 +1,10 @@
 """Graphs in another basis compute the same function."""
 
 import functools
+import json
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -11,6 +13,7 @@ from architectures import ARCHITECTURES
 from cases import slow
 from checkpoints import make_model
 from comparing import model_of, traced
+from specedge.errors import ParityError
 from specedge.exporter.quantization import rotation, rotation_rewriter
 from specedge.exporter.quantization.matrices import embeddings, matrix_groups
 from specedge.exporter.quantization.rotation import Rotation
@@ -30,6 +33,7 @@ NOT_ROTATED = {
 def test_a_rotation_is_orthogonal_and_mixes_every_channel(size):
     matrix = Rotation(size).apply(torch.eye(size))
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(size).double(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(Rotation(size).undo(matrix), torch.eye(size).double())
     assert float(matrix.abs().max()) <= 1.5 / size**0.5
 
 
@@ -152,6 +156,17 @@ def test_a_tied_head_that_cannot_be_rotated_stays_tied(changed, kind, num_mixed)
     assert sum("hadamard" in value.name for value in mixed) == num_mixed
 
 
+def test_decoder_metadata_records_the_rotation(changed):
+    found = changed("llama")
+    properties = {
+        p.key: p.value for p in onnx.load(found.path, load_external_data=False).metadata_props
+    }
+    assert (
+        Rotation(**json.loads(properties[rotation_rewriter.ROTATION_PROPERTY]))
+        == found.transforms.rotation
+    )
+
+
 def test_rotation_spreads_outlier_channels(changed):
     """The largest weight of a column is nearer to its mean than before."""
     torch.manual_seed(0)
@@ -160,3 +175,9 @@ def test_rotation_spreads_outlier_channels(changed):
     before, after = (x.abs().amax(1) / x.square().mean(1).sqrt() for x in (
         rows.double(), Rotation(576).apply(rows)))  # fmt: skip
     assert (after < 0.4 * before).all()
+
+
+def test_a_wrong_rotation_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Rotation, "undo", lambda self, x: self.apply(x))
+    with pytest.raises(ParityError, match="inverse rotation, it differs"):
+        Changed(model_of("llama"), tmp_path / "before")
