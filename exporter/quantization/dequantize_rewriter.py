@@ -120,14 +120,10 @@ class QdqRewriter(DequantizeRewriter):
         )
 
     def _insert_block_product(
-        self,
-        before: ir.Node,
-        x: ir.Value,
-        sources: Mapping[Matrix, BlockSource],
-        choice: Scheme,
+        self, before: ir.Node, x: ir.Value, sources: Mapping[Matrix, BlockSource]
     ) -> None:
         """Insert the product of x with matrices, joined along N, in blocks."""
-        matrices, bits = [*sources], choice.bits
+        matrices, bits = [*sources], next(iter(sources.values())).layout.bits
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
         _, blocks = self._store_blocks(sources)
         shape = int(matrices[0].stored.data().shape[0]), width

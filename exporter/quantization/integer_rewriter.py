@@ -254,7 +254,7 @@ class IntegerRewriter(GraphEditor):
                 order = b"" if source.order is None else source.order.tobytes()
                 joined[source.layout, order][matrix] = source
         for sources in joined.values():
-            self._insert_block_product(before, group.value, sources, choice)
+            self._insert_block_product(before, group.value, sources)
 
     def _block_source(self, matrix: Matrix, choice: Scheme) -> BlockSource | None:
         """Return the block-wise integers of a matrix; None if it stays in float."""
@@ -278,11 +278,7 @@ class IntegerRewriter(GraphEditor):
         )
 
     def _insert_block_product(
-        self,
-        before: ir.Node,
-        x: ir.Value,
-        sources: Mapping[Matrix, BlockSource],
-        choice: Scheme,
+        self, before: ir.Node, x: ir.Value, sources: Mapping[Matrix, BlockSource]
     ) -> None:
         """Insert the product of x with matrices of a layout, joined along N."""
         matrices, first = [*sources], next(iter(sources.values()))
@@ -293,7 +289,7 @@ class IntegerRewriter(GraphEditor):
         inputs = [x, *map(self.external, stored)]
         kept = [source for source in sources.values() if isinstance(source, CheckpointMatrix)]
         inputs += self._zero_points(key, kept, stored[0].name)
-        is_float = self.has_float_inputs and choice.kept is not None
+        is_float = self.has_float_inputs and bool(kept)
         level = {} if is_float else {"accuracy_level": INT8_ACCURACY_LEVEL}
         whole = self.node(
             before, "MatMulNBits", inputs, f"{name}.whole", like, width,

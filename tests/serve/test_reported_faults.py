@@ -92,7 +92,7 @@ def test_responses_requests_of_known_clients_succeed(port, pair, fields):
 
 
 def test_requests_of_open_webui_have_no_ignored_fields(port, pair):
-    """Those of Open WebUI 0.12.4, of a chat with all of its settings and of a continued answer."""
+    """Requests of Open WebUI 0.12.4: a chat with all of its settings, and a continued answer."""
     pair.text = None
     settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 7,
                 "frequency_penalty": 0.1, "presence_penalty": 0.1, "stop": ["\n\n"],

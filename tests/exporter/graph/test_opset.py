@@ -48,7 +48,7 @@ def test_only_graphs_with_new_operators_have_a_new_opset(traced_model):
 
 
 def test_graphs_that_contain_lowered_ones_are_lowered(traced_model):
-    """As graphs of several draft steps do."""
+    """Multi-step draft graphs are built at a new opset from decoders at the old one."""
     _, runner = traced_model("llama", "gqa")
     model = ir.load(runner.folder / "decoder-gqa.onnx")
     model.graph.opset_imports[""] = OLD_OPSET + 4
