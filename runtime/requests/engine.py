@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from specedge.errors import SpecEdgeError
@@ -25,7 +24,6 @@ LONG_PASS = 32  # tokens of a prompt from which on a pass delays others
 MAX_DRAFT_PASSES = 16  # draft passes in a row while a request waits for its verify pass
 MAX_PROMPT_WAIT = 4  # passes over prompts that a longer one waits for
 _IDLE_SECONDS = 0.05  # between looks at jobs whose code runs elsewhere
-_NUM_TOKENS, _IS_LONG = attrgetter("num_tokens"), attrgetter("is_long")
 CLOSED = "this pipeline is closed; load the bundle again"
 
 T = TypeVar("T")
@@ -37,6 +35,7 @@ class Job:
     Attributes:
         event: Round that its thread has not taken yet.
         has_ended: True if no event follows.
+        is_done: True if there is something for its thread to take.
         result: Return value of the generator.
         operation: Operation that it waits for; None before its code runs on.
         num_tokens: Number of tokens of its pass; 0 for other operations.
@@ -66,7 +65,7 @@ class Job:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.event: Round | None = None
-        self.has_ended = False
+        self.has_ended = self.is_done = False
         self.result: Any = None
         self.operation: Operation | None = None
         self.num_tokens = self.num_rows = 0
@@ -85,11 +84,6 @@ class Job:
         self._running = threading.Lock()  # held while its code or a pass runs, and to end it
 
     @property
-    def is_done(self) -> bool:
-        """True if there is something for its thread to take."""
-        return self.event is not None or self.has_ended
-
-    @property
     def batch(self) -> BatchedModel | None:
         """Batched model of its pass; None if the operation is run alone."""
         operation = self.operation
@@ -99,7 +93,9 @@ class Job:
 
     def take(self) -> Round | None:
         """Return its event; None if it has ended. Raises its error once."""
-        event, self.event = self.event, None
+        event, self.event, self.is_done = self.event, None, False
+        if self.has_ended:  # another thread may end it at any time
+            self.is_done = True
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -140,24 +136,22 @@ class Job:
         else:
             self._input = None
             if isinstance(step, Round):
-                self.event = step
-            else:
-                self._wait_for(step)
-
-    def _wait_for(self, operation: Operation) -> None:
-        self.operation = operation
-        self.num_tokens = self.num_rows = 0
-        if isinstance(operation, Feed):
-            self.num_tokens, self.num_rows = len(operation.tokens), operation.num_rows
-        self.is_long = self.num_tokens - self.num_rows >= LONG_PASS
-        model = getattr(operation, "model", None)
-        self.drafts = isinstance(model, TimedModel) and model.is_draft
+                self.event, self.is_done = step, True
+                return
+            self.operation = step
+            self.num_tokens = self.num_rows = 0
+            if isinstance(step, Feed):
+                self.num_tokens, self.num_rows = len(step.tokens), step.num_rows
+            self.is_long = self.num_tokens - self.num_rows >= LONG_PASS
+            model = getattr(step, "model", None)
+            self.drafts = isinstance(model, TimedModel) and model.is_draft
 
     def run(self) -> None:
         """Run its operation. Takes `hold` and `stopwatch`."""
         assert self.operation is not None
         try:
-            self.resume(self.operation.run())
+            self._input = self.operation.run()
+            self.operation = None
         except BaseException as error:
             self.end(error)
 
@@ -168,7 +162,8 @@ class Job:
     def end(self, error: BaseException | None = None) -> None:
         """End it, with an error for its thread or without. Takes `hold`."""
         if not self.has_ended:
-            self.operation, self._error, self.has_ended = None, error, True
+            self.operation, self._error = None, error
+            self.has_ended = self.is_done = True
             self._steps.close()
             self._on_end()
 
@@ -502,20 +497,24 @@ class Engine:
 
     def _count(self, group: Sequence[Job], seconds: float) -> None:
         """Record a pass of jobs that was run."""
+        num_tokens, has_prompts = 0, False
+        for job in group:
+            num_tokens += job.num_tokens
+            if job.is_long:
+                has_prompts = True
+                job.num_prompt_tokens += job.num_tokens
         self.num_passes += 1
         self._pass_seconds = seconds
         if group[0].drafts:
             self._num_draft_passes += 1
         else:
             self._num_draft_passes = 0
-            self.num_passes_by_length[sum(map(_NUM_TOKENS, group))] += 1
-        if not (prompts := [*filter(_IS_LONG, group)]):
+            self.num_passes_by_length[num_tokens] += 1
+        if not has_prompts:
             self._other_seconds += seconds
             return
         self._num_prompt_passes += 1
         self._prompt_seconds, self._other_seconds = seconds, 0.0
-        for job in prompts:
-            job.num_prompt_tokens += job.num_tokens
 
     def _expects_jobs(self) -> bool:
         """Return True if other threads may be back soon."""

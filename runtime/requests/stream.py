@@ -215,17 +215,18 @@ class Stream:
 
     def read(self) -> str | None:
         """Return the text of the next round, which may be empty; None at the end."""
-        if self._job.is_cancelled:
+        job = self._job
+        if job.is_cancelled:
             return None
         try:
             with self._reading:
-                piece = self._next_piece()
+                if job.is_cancelled:  # while this thread waited for a reader
+                    return None
+                round_ = self._slots.engine.next(job)
+                return None if round_ is None else self._add(round_)
         except BaseException:
             self.cancel()
             raise
-        if self._job.is_cancelled or self._text.is_finished:
-            self.cancel()
-        return piece
 
     @property
     def job(self) -> Job:
@@ -327,30 +328,21 @@ class Stream:
             seconds = active.stopwatch.total - self._seconds
             round_times.record(plan.choice, round_, length, seconds)
 
-    def _next_piece(self) -> str | None:
-        """Return the text of the next round; None if the stream is cancelled meanwhile."""
-        active, job = self._active, self._job
-        if job.is_cancelled or self._text.is_finished:  # while this thread waited for a reader
-            return None
-        round_ = self._slots.engine.next(job)
-        if round_ is None:
-            return None
+    def _add(self, round_: Round) -> str:
+        """Add a round; return its text."""
+        active = self._active
         if active.round_times is not None:
             self._record_time(active.round_times, round_)
-        with active.stopwatch.part("other"):
-            piece = self._piece(round_)
+        with active.stopwatch:
+            piece = self._text.feed(zip(round_.tokens, token_outcomes(round_), strict=True))
+            active.done.append(round_)
+            active.logprobs += round_.logprobs or ()
+            active.num_new_tokens = len(self._text.tokens)
+            if self._text.is_finished:
+                self._on_end(active, self._text.tokens)
+                self.cancel()
         if active.round_times is not None:
             self._seconds = active.stopwatch.total
-        return piece
-
-    def _piece(self, round_: Round) -> str:
-        """Add a round; return its text."""
-        piece = self._text.feed(zip(round_.tokens, token_outcomes(round_), strict=True))
-        self._active.done.append(round_)
-        self._active.logprobs += round_.logprobs or ()
-        self._active.num_new_tokens = len(self._text.tokens)
-        if self._text.is_finished:
-            self._on_end(self._active, self._text.tokens)
         return piece
 
 
