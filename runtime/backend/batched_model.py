@@ -19,6 +19,7 @@ from specedge.bundle import Bundle
 from specedge.bundle.batched_signature import BATCHED, BATCHED_INPUTS
 from specedge.bundle.manifest import ModelEntry
 
+from ..sampling.distribution import Ids
 from ..sampling.logits import Logits
 from .buffers import Array
 from .kv_cache import KeyValueCache, cache_arrays
@@ -41,9 +42,10 @@ class BatchedSession(ModelSession):
         }
         return values.get(role)
 
-    def _positions(self, bound: BoundPass) -> Mapping[str, Sequence[int]]:
+    def _write_positions(self, bound: BoundPass) -> None:
         start, end = bound.cache.length, bound.cache.length + bound.length
-        return {"positions": range(start, end), "last_positions": [end]}
+        self.buffers.write(bound.arrays["positions"], range(start, end))
+        self.buffers.write(bound.arrays["last_positions"], [end])
 
     def bind_slots(self, arrays: Mapping[str, Array]) -> Any:
         """Return a binding of the buffers of all slots, by name."""
@@ -68,18 +70,21 @@ class BatchedSession(ModelSession):
 
 
 class SlotModel(Protocol):
-    """Model of one slot."""
+    """Model of one slot.
+
+    Attributes:
+        cache: Cache of the slot.
+        ids: Tokens of the columns of logits; None for all tokens.
+    """
 
     cache: KeyValueCache
+    ids: Ids | None
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         """Run a pass of this slot alone."""
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Run a pass of this slot alone, without logits."""
-
-    def logits(self, rows: Array) -> Logits:
-        """Return the logits of an array of rows. [R, V]"""
 
 
 class OrtBatchedModel:
@@ -105,7 +110,6 @@ class OrtBatchedModel:
         self.capacity = model.capacity
         self._binding = session.bind_slots(arrays)
         self._unbind_inputs()
-        self._num_columns = model.padded_vocab_size
 
     def forward(self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]]) -> list[Logits | None]:
         """Append tokens to the caches of several slots in one pass.
@@ -130,7 +134,7 @@ class OrtBatchedModel:
         results: list[Logits | None] = []
         for i, (model, tokens, num_rows) in enumerate(feeds):
             if i in rows:
-                results.append(model.logits(rows[i]) if num_rows else None)
+                results.append(Logits(rows[i], model.ids) if num_rows else None)
             elif num_rows:
                 results.append(model.forward(tokens, num_rows))
             else:
@@ -169,7 +173,8 @@ class OrtBatchedModel:
             "last_positions": last_positions,
             "query_lengths": query_lengths,
         }
-        logits = np.empty((1, len(with_logits), self._num_columns), np.float32)
+        width, padded = self._session.model.num_columns, self._session.model.padded_vocab_size
+        logits = np.empty((1, len(with_logits), padded), np.float32)
         try:
             self._session.run_slots(self._binding, self._stage(inputs), logits)
         except BaseException:  # perhaps an interrupt, before arrays were bound
@@ -178,7 +183,7 @@ class OrtBatchedModel:
         rows, end = [], 0
         for model, tokens, num_rows in feeds:
             model.cache.extend(tokens)
-            rows.append(logits[0, end : end + num_rows])
+            rows.append(logits[0, end : end + num_rows, :width])
             end += num_rows
         return rows
 

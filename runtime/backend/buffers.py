@@ -58,7 +58,7 @@ class HostBuffers:
         return np.array(values, dtype)
 
     def write(self, array: Array, values: Sequence[float] | Array) -> None:
-        array.reshape(-1)[:] = values
+        array[:] = values
 
     def fetch(self, array: Array) -> Array:
         return array

@@ -128,9 +128,9 @@ class ModelSession:
         """Return an input's values if they depend only on the shape of a pass, else None."""
         return [length - num_logits] if role == "logits_from" else None
 
-    def _positions(self, bound: BoundPass) -> Mapping[str, Sequence[int]]:
-        """Return the inputs with the positions of a pass's tokens, by role."""
-        return {"past_length": [bound.cache.length]}
+    def _write_positions(self, bound: BoundPass) -> None:
+        """Set the inputs with the positions of a pass's tokens."""
+        self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
 
     def run(
         self, bound: BoundPass, tokens: Sequence[int], inputs: Mapping[str, Any] | None = None
@@ -147,9 +147,9 @@ class ModelSession:
         padding = [0] * (bound.length - len(tokens))
         try:
             self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
-            for values_by_role in (self._positions(bound), inputs or {}):
-                for role, values in values_by_role.items():
-                    self.buffers.write(bound.arrays[role], values)
+            self._write_positions(bound)
+            for role, values in (inputs or {}).items():
+                self.buffers.write(bound.arrays[role], values)
             self.buffers.run(self._session, bound.binding, bound.options)
             bound.cache.extend(tokens)
         except Exception:

@@ -53,7 +53,7 @@ class OrtModel:
         self.ops = self._session.ops
         self.vocab_size = model.vocab_size
         ids = bundle.ids_of(model)
-        self._ids = None if ids is None else np.array(ids, np.intp)
+        self.ids = None if ids is None else np.array(ids, np.intp)
         parity = model.parity[self.ops]
         self.invariant_lengths = parity.invariant_lengths if device.is_cpu else ()
         self.float32_error = parity.logits_error
@@ -108,17 +108,13 @@ class OrtModel:
         """Return some rows of a pass's logits."""
         fetch, arrays = self._session.buffers.fetch, bound.arrays
         if "best" not in arrays:
-            return self.logits(fetch(arrays["logits"])[0, start:end])
+            return Logits(fetch(arrays["logits"])[0, start:end, : self._num_columns], self.ids)
         return DeviceLogits(
             lambda: fetch(arrays["logits"])[0, start:end, : self._num_columns],
             lambda: fetch(arrays["best"])[0, start:end],
             self._num_columns,
-            self._ids,
+            self.ids,
         )
-
-    def logits(self, rows: Array) -> Logits:
-        """Return the logits of a pass's rows in host memory. [R, V]"""
-        return Logits(rows[:, : self._num_columns], self._ids)
 
     def pad_single_tokens(self) -> None:
         """Run single tokens in passes of two rows, the second of which is discarded.
@@ -165,7 +161,7 @@ class OrtModel:
     def _call(self, session: ModelSession, name: str) -> DraftGraph:
         if name == UNROLLED:
             return GreedyDraftGraph(session, self.cache)
-        return SampledDraftGraph(session, self.cache, self._ids)
+        return SampledDraftGraph(session, self.cache, self.ids)
 
     def _drafts_equal_tokens(self, call: DraftGraph) -> bool:
         """Return True if a draft graph gives the same tokens as passes; empties the cache."""

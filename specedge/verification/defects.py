@@ -101,8 +101,8 @@ class _ExchangedRows:
         rows = [result.array() for result in results if result is not None]
         others = itertools.cycle([*rows[1:], *rows[:1]])
         return [
-            result and model.logits(np.concatenate([next(others)[:1], result.array()[1:]]))
-            for (model, _, _), result in zip(feeds, results, strict=True)
+            result and Logits(np.concatenate([next(others)[:1], result.array()[1:]]), result.ids)
+            for result in results
         ]
 
 

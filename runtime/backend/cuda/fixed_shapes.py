@@ -46,7 +46,7 @@ class FixedShapeModel(OrtModel):
             self._scores(self._run(part), 0, len(part)).array().copy()
             for part in (tokens[i : i + longest] for i in range(0, len(tokens), longest))
         ]
-        return Logits(np.concatenate(rows)[start:], self._ids)
+        return Logits(np.concatenate(rows)[start:], self.ids)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         assert self._prefill.length is not None
