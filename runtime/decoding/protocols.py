@@ -93,7 +93,8 @@ class DraftingModel(LanguageModel, Protocol):
         """
 
 
-class Feed(NamedTuple):
+@dataclass  # not a tuple and not frozen, which would take twice the time to create
+class Feed:
     """Pass of a model over further tokens of a text.
 
     The result is the logits of the last `num_rows` tokens [num_rows, V], valid until the model's

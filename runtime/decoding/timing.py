@@ -113,7 +113,7 @@ class TimedModel:
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         length, stopwatch = len(tokens), self._stopwatch
         num_rows = length if num_rows is None else num_rows
-        outer = stopwatch.switch(self._part_of(length, num_rows))
+        outer = stopwatch.switch("prefill" if num_rows < length else self._part)
         begin = stopwatch.time
         try:
             logits = self.model.forward(tokens, num_rows)

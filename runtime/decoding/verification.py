@@ -9,8 +9,10 @@ decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -167,11 +169,13 @@ def draw(
     return distribution.pick(uniform), distribution
 
 
-class SampledDraft:
-    """Draft that is drawn token by token from rows of logits.
+def draft_rows(
+    history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+) -> Generator[list[int], Any, Draft]:
+    """Draw a draft token by token; yield the tokens so far to be sent the row after them.
 
-    It ends where the options exclude all tokens of the drafter's vocabulary. A token that a grammar
-    forces needs no row.
+    The draft ends where the options exclude all tokens of the drafter's vocabulary. A token that a
+    grammar forces needs no row.
 
     Args:
         history: Text before the draft.
@@ -179,51 +183,22 @@ class SampledDraft:
         sampling: Sampling options.
         uniforms: Uniform random numbers, one for each token. [max_tokens or more]
     """
-
-    def __init__(
-        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-    ) -> None:
-        self._history, self._max_tokens = history, max_tokens
-        self._sampling, self._uniforms = sampling, uniforms
-        self._has_ended = False
-        self.tokens: list[int] = []
-        self._probs: list[Distribution | None] = []
-
-    def needs_row(self) -> bool:
-        """Add forced tokens; return True if `draw` needs the row after all tokens so far."""
-        constraint = self._sampling.constraint
-        while not self._has_ended and len(self.tokens) < self._max_tokens:
-            if constraint is None:
-                return True
-            try:
-                token = constraint.forced(self._history.then(self.tokens))
-            except OptionError:
-                break
+    tokens: list[int] = []
+    probs: list[Distribution | None] = []
+    constraint = sampling.constraint
+    with suppress(OptionError):
+        for i in range(max_tokens):
+            text = history.then(tokens)
+            token = None if constraint is None else constraint.forced(text)
+            distribution = None
             if token is None:
-                return True
-            self._add(token, None)
-        return False
-
-    def draw(self, row: Row) -> None:
-        """Draw the next token from its row of logits. [V]"""
-        text = self._history.then(self.tokens)
-        try:
-            drawn = draw(row, self._sampling, text, float(self._uniforms[len(self.tokens)]))
-        except OptionError:
-            self._has_ended = True
-        else:
-            self._add(*drawn)
-
-    @property
-    def draft(self) -> Draft:
-        """Draft so far."""
-        return Draft(self.tokens, self._probs)
-
-    def _add(self, token: int, distribution: Distribution | None) -> None:
-        self.tokens.append(token)
-        self._probs.append(distribution)
-        sampling = self._sampling
-        self._has_ended = sampling.constraint is not None and token in sampling.end_tokens
+                row = yield tokens
+                token, distribution = draw(row, sampling, text, float(uniforms[i]))
+            tokens.append(token)
+            probs.append(distribution)
+            if constraint is not None and token in sampling.end_tokens:
+                break
+    return Draft(tokens, probs)
 
 
 def draw_draft(
@@ -234,7 +209,9 @@ def draw_draft(
     uniforms: Floats,
 ) -> Draft:
     """Draw a draft from rows of logits that `next_row` returns for the tokens so far."""
-    sampled = SampledDraft(history, max_tokens, sampling, uniforms)
-    while sampled.needs_row():
-        sampled.draw(next_row(sampled.tokens))
-    return sampled.draft
+    rows, row = draft_rows(history, max_tokens, sampling, uniforms), None
+    while True:
+        try:
+            row = next_row(rows.send(row))
+        except StopIteration as end:
+            return cast(Draft, end.value)

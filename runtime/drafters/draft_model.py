@@ -17,7 +17,7 @@ from ..decoding.protocols import (
     ModelDrafter,
     Operations,
 )
-from ..decoding.verification import Draft, SampledDraft
+from ..decoding.verification import Draft, draft_rows
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 
@@ -67,17 +67,18 @@ class DraftModel(ModelDrafter):
             draft = yield DeviceDraft(model, pending, count, history, sampling, uniforms)
             if draft is not None:
                 return cast(Draft, draft)
-        sampled = SampledDraft(history, count, sampling, uniforms)
-        num_fed = 0
-        while sampled.needs_row():
-            unread = [*pending, *self.readable(sampled.tokens)][num_fed:]
+        rows, row, num_fed = draft_rows(history, count, sampling, uniforms), None, 0
+        while True:
+            try:
+                drafted = rows.send(row)
+            except StopIteration as end:
+                return cast(Draft, end.value)
+            unread = self.readable([*pending, *drafted][num_fed:])
             num_fed += len(unread)
             if len(unread) > MAX_PASS_LENGTH:  # after tokens that a grammar forced
                 yield Feed(self.model, unread[:-1], 0)
                 unread = unread[-1:]
-            logits = yield Feed(self.model, unread, len(unread))
-            sampled.draw(logits[-1])
-        return sampled.draft
+            row = (yield Feed(self.model, unread, len(unread)))[-1]
 
     def backlog_and_limit(self, length: int, num_read: int) -> tuple[int, int]:
         """Return the number of tokens to catch up with, and the maximum number of draft tokens.
