@@ -70,7 +70,7 @@ class _ConstrainedDraft:
 
     @property
     def text(self) -> History:
-        return self._history.then(self.tokens) if self.tokens else self._history
+        return self._history.then(self.tokens)
 
     def add_forced(self) -> bool:
         """Add the forced token and return True, if the grammar allows a single one."""

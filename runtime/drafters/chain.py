@@ -37,7 +37,7 @@ class Chain(ModelDrafter):
                 if len(tokens) == max_tokens:
                     break
                 limit = 1 if drafter is self.drafters[-1] else max_tokens - len(tokens)
-                text = history.then(tokens) if tokens else history
+                text = history.then(tokens)
                 rest = uniforms[len(tokens) : max_tokens]
                 part = yield from propose(drafter, text, limit, sampling, rest)
                 tokens += part.tokens

@@ -66,8 +66,11 @@ class History:
 
     def then(self, tokens: Sequence[int]) -> History:
         """Return the text followed by draft tokens, valid until this one is extended."""
+        if not tokens:
+            return self
         continued = object.__new__(History)
-        continued.__dict__ |= self.__dict__
+        continued.num_prompt_tokens, continued._counts = self.num_prompt_tokens, self._counts
+        continued._committed, continued._length = self._committed, self._length
         continued._drafted = [*self._drafted, *tokens]
         return continued
 

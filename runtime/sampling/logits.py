@@ -30,10 +30,8 @@ class Row:
         -> [count], [count]
         """
         logits = self._logits
-        best = int(logits.argmax())
-        if count == 1 or np.isnan(logits[best]):
-            columns = np.array([best], np.intp)
-        else:
+        columns: Ids = logits.argmax(axis=0, keepdims=True)
+        if count > 1 and not np.isnan(logits[columns[0]]):
             columns = top(logits, min(count, len(logits)))
             columns = columns[np.argsort(-logits[columns], kind="stable")][:count]
         return columns if self.ids is None else self.ids[columns], logits[columns]
