@@ -155,15 +155,18 @@ class TextBuffer:
         self._last = outcome or self._last
         self._pending.append(TextSpan(text, self._last))
         self._held += text
-        starts = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        starts, num_held = [], 0
+        for stop in self._stops:
+            if (start := self._held.find(stop)) >= 0:
+                starts.append((start, stop))
+            num_held = max(num_held, _overlap(self._held, stop))
         if starts:
             self.has_matched = True
             start, stop = min(starts)
             self._num_ready += start + len(stop) if self._include_stop else start
             self._held = ""
             return
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        self._release(len(self._held) - keep)
+        self._release(len(self._held) - num_held)
 
     def flush(self) -> None:
         """Release the text that was held back, at the end of the text."""
