@@ -5,8 +5,7 @@ a sampled one. The caches that a step writes are outputs, which the caller binds
 buffers: all steps then update the same buffers without copies.
 
 Sampling uses the arithmetic of `sampling_nodes.py`, restricted to operators with GPU kernels.
-No shape depends on a value, so disabled filters are computed as well. Sums are computed by blocks
-first, because CUDA's CumSum takes quadratic time.
+No shape depends on a value, so disabled filters are computed as well.
 
 T input tokens of the first step, K draft tokens, C columns.
 """
@@ -23,10 +22,10 @@ from specedge.bundle.gpu_signatures import SAMPLED, UNROLLED, num_best, one_call
 from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.signature import SAMPLING_INPUTS, SAMPLING_SETTINGS, Signature
 
-from . import sampling_nodes
 from .best_logits import share_embeddings
 from .graphs import add_graph
-from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, GraphTemplate
+from .nodes import DOUBLE, END, FLOAT, GraphBuilder, GraphTemplate
+from .sampling_nodes import SamplingNodes, TokenWeights, token_logits
 from .shared_bytes import MatMulNBitsRewriter
 
 IR_VERSION = 10
@@ -75,7 +74,7 @@ def _build_graph(
     for i in range(k):
         step_inputs = {"input_ids": fed, "past_length": length, "logits_from": last}
         step = decoder.copy(nodes, f"step.{i}", step_inputs | buffers, rewrite)
-        logits = sampling_nodes.token_logits(nodes, step.pop("logits"), draft, 1)
+        logits = token_logits(nodes, step.pop("logits"), draft, 1)
         column = sampler.sample(logits) if sampler else nodes("ArgMax", logits, axis=-1)
         fed = column if ids is None else nodes("Gather", np.array(ids), column)
         drafted.append(fed)
@@ -98,9 +97,6 @@ def _count_tokens(nodes: GraphBuilder, tokens: ir.Value) -> ir.Value:
     return nodes("Reshape", nodes("Slice", numbers, [-1], [END], [1]), [1])
 
 
-_BLOCK = 512
-
-
 class TokenSampler:
     """Sampler whose settings and uniform random numbers, one for each step, are inputs."""
 
@@ -108,10 +104,9 @@ class TokenSampler:
         self, nodes: GraphBuilder, num_columns: int, inputs: Mapping[str, ir.Value]
     ) -> None:
         settings = (inputs[name] for name in (*SAMPLING_SETTINGS, "seen"))
-        self._nodes, self._sampling = nodes, sampling_nodes.SamplingNodes(nodes, *settings)
-        self._uniforms, self._size = inputs["uniforms"], num_columns
+        self._nodes, self._uniforms = nodes, inputs["uniforms"]
+        self._sampling = SamplingNodes(nodes, num_columns, True, *settings)
         self._weights, self._summaries = list[ir.Value](), list[ir.Value]()
-        self._is_sampled = self._sampling.is_sampled()
         is_few, top_k = self._sampling.has_top_k(num_columns), self._sampling.top_k
         self._last = nodes("Sub", nodes("Where", is_few, top_k, num_columns), 1)
         self._is_whole = nodes("GreaterOrEqual", self._sampling.top_p, np.ones(1))
@@ -126,15 +121,15 @@ class TokenSampler:
         uniform = nodes("Slice", self._uniforms, [step], [step + 1], [0])
         is_not_finite = nodes("ReduceSum", nodes("Mul", logits, 0.0), [1])
         logits = sampling.apply_penalty(logits, sampling.seen)
-        values = nodes("TopK", logits, [self._size], num_outputs=2)
+        values = nodes("TopK", logits, [sampling.vocab_size], num_outputs=2)
         (columns,) = nodes.others(values)
         kept = self._kept(values)
         weights = nodes("ScatterElements", self._zeros, columns, kept, axis=1)
-        position, total = self._find_position(weights, uniform, "LessOrEqual")
-        column = nodes("Where", self._is_sampled, position, _first_columns(nodes, columns, 1))
+        row = TokenWeights(_first_columns(nodes, columns, 1), weights)
+        column, total = sampling.choose_token(row, uniform)
         weight = nodes("GatherElements", weights, column, axis=1)
-        count = nodes("ReduceSum", self._ones(nodes("Greater", kept, 0.0)), [1])
-        best = (_first_columns(nodes, x, num_best(self._size)) for x in (kept, columns))
+        count = nodes("ReduceSum", nodes("Cast", nodes("Greater", kept, 0.0), to=FLOAT), [1])
+        best = (_first_columns(nodes, x, num_best(sampling.vocab_size)) for x in (kept, columns))
         parts = (column, is_not_finite, count, weight, total, *best)
         wide = [x if x is total else nodes("Cast", x, to=DOUBLE) for x in parts]
         self._weights.append(weights)
@@ -154,41 +149,9 @@ class TokenSampler:
         largest = _first_columns(nodes, values, 1)
         weights = nodes("Exp", sampling.apply_temperature(values, largest))
         weights = nodes("Where", nodes("Less", values, smallest), 0.0, weights)
-        last, _ = self._find_position(weights, sampling.top_p, "Less")
+        last, _ = sampling.find_position(weights, sampling.top_p, "Less")
         is_in = nodes("Or", nodes("LessOrEqual", self._ranks, last), self._is_whole)
         return sampling.apply_min_p(nodes("Where", is_in, weights, 0.0))
-
-    def _find_position(
-        self, weights: ir.Value, share: ir.Value, is_short: str
-    ) -> tuple[ir.Value, ir.Value]:
-        """Return the first position whose cumulative weight reaches a share, and the total weight.
-
-        `is_short` is the operator that compares cumulative weights that are too small with the
-        share of the total. [1, C], [1] -> [1, 1], [1, 1] in double
-        """
-        nodes = self._nodes
-        blocks = nodes("Cast", weights, to=DOUBLE)
-        if rest := -self._size % _BLOCK:
-            blocks = nodes("Pad", blocks, [0, 0, 0, rest])
-        blocks = nodes("Reshape", blocks, [-1, _BLOCK])
-        totals = nodes("ReduceSum", blocks, [1])
-        sums = nodes("CumSum", totals, np.array(0))
-        total = nodes("Slice", sums, [-1], [END], [0])
-        goal = nodes("Mul", total, share)
-        at = nodes("ReduceSum", self._ones(nodes(is_short, sums, goal)), [0], keepdims=0)
-        block = nodes("Cast", at, to=INT)
-        before = nodes("Gather", nodes("CumSum", totals, np.array(0), exclusive=1), block)
-        inside = nodes("CumSum", nodes("Gather", blocks, block), np.array(1))
-        short = nodes(is_short, inside, nodes("Sub", goal, before))
-        # If rounding moves the goal beyond the block, take the last position with a weight.
-        less = nodes("Less", inside, nodes("Slice", inside, [-1], [END], [1]))
-        counts = (nodes("ReduceSum", self._ones(x), [1]) for x in (short, less))
-        within = nodes("Cast", nodes("Min", *counts), to=INT)
-        return nodes("Add", nodes("Mul", block, _BLOCK), within), total
-
-    def _ones(self, condition: ir.Value) -> ir.Value:
-        """Cast a condition to numbers for counting."""
-        return self._nodes("Cast", condition, to=FLOAT)
 
 
 def _first_columns(nodes: GraphBuilder, row: ir.Value, count: int) -> ir.Value:

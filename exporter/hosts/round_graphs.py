@@ -57,7 +57,7 @@ class RoundBuilder:
         logits = token_logits(nodes, outputs["logits"], target, 1)
         row = sampling.token_weights(logits, sampling.seen, target.vocab_size, is_one=True)
         uniform = nodes("Slice", self._uniforms, [-1], [END])
-        token = sampling.choose_token(row, uniform)
+        token, _ = sampling.choose_token(row, uniform)
         next_tokens = nodes("Concat", *[token] * (self._k + 1), axis=0)
         nodes.output("next_tokens", nodes("Reshape", next_tokens, [-1]), INT, ["R"])
         nodes.output("num_accepted", nodes("Mul", self._limit, 0), INT, [1])
@@ -156,7 +156,7 @@ def draft_step(
     last = sampling.nodes.constant([-1])
     outputs = copy({"input_ids": fed, "past_length": length, "logits_from": last} | buffers)
     row = _draft_weights(sampling, outputs["logits"], bundle)
-    token = sampling.choose_token(row, uniform)
+    token, _ = sampling.choose_token(row, uniform)
     return DraftStep(token, row.weights, sampling.mark_seen(token), outputs)
 
 
@@ -259,7 +259,7 @@ def draft_graph(bundle: Bundle, ops: str) -> ir.Model:
     copy = partial(part.copy, nodes, "draft")
     step = draft_step(sampling, bundle, copy, tokens, length, buffers, uniform)
     nodes.output("token", nodes("Reshape", step.token, [-1]), INT, [1])
-    weights = sampling.restore_columns(step.weights, size)
+    weights = sampling.restore_columns(step.weights)
     nodes.output("weights", weights, FLOAT, [1, size])
     add_cache_outputs(nodes, "draft", buffers, step.outputs)
     return ir.Model(nodes.graph, ir_version=IR_VERSION)
