@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from specedge.bundle.manifest import ModelEntry
 
-from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, Operand
+from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder
 
 _BUCKETS = 4096
 _BLOCK = 512  # columns, as in `runtime/sampling/distribution.py`
@@ -210,12 +210,13 @@ class SamplingNodes:
         the share. [1, C], [1] -> 2 * [1, 1]
         """
         nodes, missing = self.nodes, -self.vocab_size % _BLOCK
-        pads: Operand = [0, 0, 0, missing]
+        blocks = nodes("Cast", weights, to=DOUBLE)
         if not self.is_static:
             missing = nodes("Where", self.is_sampled(), [missing], [_BLOCK - 1])
-            pads = nodes("Concat", [0, 0, 0], missing, axis=0)
-        blocks = nodes("Reshape", nodes("Pad", weights, pads), [-1, _BLOCK])
-        blocks = nodes("Cast", blocks, to=DOUBLE)
+            blocks = nodes("Pad", blocks, nodes("Concat", [0, 0, 0], missing, axis=0))
+        elif missing:  # a GPU would copy the row otherwise
+            blocks = nodes("Pad", blocks, [0, 0, 0, missing])
+        blocks = nodes("Reshape", blocks, [-1, _BLOCK])
         totals = nodes("ReduceSum", blocks, [1])
         befores = nodes("CumSum", totals, np.array(0), exclusive=1)
         sums = nodes("Add", befores, totals)
