@@ -69,8 +69,8 @@ def _choice(choice: RoundChoice) -> str:
     expected = f"{choice.expected_tokens:.2f} tokens expected in {_ms(seconds)} ms"
     if choice.catch_up_seconds:
         expected += f" after {_ms(choice.catch_up_seconds)} ms of catch-up"
-    if choice.reason == ChoiceReason.PROBE:
-        return f"{setting}: probe, {expected}"
+    if choice.reason != ChoiceReason.GAIN:
+        return f"{setting}: {choice.reason}, {expected}"
     return f"{setting}: {expected}, {speedup:.2f} times the speed of plain decoding"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
 
 from specedge.option_specs import NameEnum
 from specedge.request import PLAIN, DrafterName
@@ -25,7 +25,7 @@ MIN_PROBABILITY = 0.01  # longer drafts are not considered below this probabilit
 
 PRIOR_RATE = 0.5  # prior acceptance rate of a drafter without measurements
 PRIOR_TESTS = 4.0  # weight of the prior rate, in tests
-POSITION_TESTS = 2.0  # weight of the previous position's rate, in tests
+POSITION_TESTS = 3.0  # weight of the previous position's rate, in tests
 DECAY = 0.94  # decay of earlier tests: a weight of one half after 11 tests
 
 
@@ -35,6 +35,7 @@ class ChoiceReason(NameEnum):
     PLAIN = "plain"
     GAIN = "gain"
     PROBE = "probe"
+    INVESTMENT = "investment"  # probe with a catch-up that exceeds the exploration budget
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,11 @@ class AcceptanceEstimate:
             rates.append(rate)
         return rates[:count]
 
+    def upper_rates(self, count: int) -> list[float]:
+        """Return the rates plus the standard error of the first one. -> [count]"""
+        error = sqrt(self.rate * (1 - self.rate) / self._tested[0])
+        return [min(1.0, rate + error) for rate in self.rates(count)]
+
 
 class Planner:
     """Choice of drafter and K for each round of one request, adapted after each round."""
@@ -207,7 +213,7 @@ class Planner:
             return
         self.num_tokens += num_accepted + 1
         self.reason_counts[choice.reason] += 1
-        has_drafted = bool(sources) or choice.reason == ChoiceReason.PROBE
+        has_drafted = bool(sources) or choice.reason != ChoiceReason.GAIN
         seconds = choice.seconds if has_drafted else choice.plain_seconds
         plain_seconds = choice.plain_seconds * (num_accepted + 1)
         self.seconds += seconds
@@ -241,42 +247,49 @@ class Planner:
         host = self.num_tokens * self.last_costs.token
         return (self.plain_seconds + host) / (self.seconds + host)
 
-    def _best_choice(
-        self, option: DraftOption, costs: RoundCosts, assume_accepted: bool = False
-    ) -> RoundChoice | None:
+    def _best_choice(self, option: DraftOption, costs: RoundCosts) -> RoundChoice | None:
         """Return the best K above 0 of an option, or None.
+
+        K is limited so that a round without accepted tokens loses at most the exploration budget
+        and the time saved so far.
+        """
+        limit, num_free = self._max_tokens(option), option.num_free
+        rates: Sequence[float] = self._free_rates(option)
+        if limit > num_free:
+            rates = [*rates, *self.estimate(MODEL).rates(limit - num_free)]
+        spare = self._budget(costs) + self.saved_seconds + self._longest_catch_up
+        return self._fastest(option, costs, rates[:limit], costs.plain + spare)
+
+    def _fastest(
+        self,
+        option: DraftOption,
+        costs: RoundCosts,
+        rates: Sequence[float],
+        max_seconds: float = inf,
+    ) -> RoundChoice | None:
+        """Return the K above 0 with the least time per token, or None.
 
         Tokens with acceptance rates a, b, ... give 1 + a + ab + ... expected tokens. The draft
         model's catch-up is amortized over the expected remaining tokens; its prefill of the free
-        tokens is a cost of this round. K is limited so that a round without accepted tokens loses
-        at most the exploration budget and the time saved so far. `assume_accepted` sets all rates
-        to 1.
+        tokens is a cost of this round.
+
+        Args:
+            option: The option.
+            costs: Costs of the round.
+            rates: Acceptance rate of each draft token given its predecessors.
+            max_seconds: Maximum time of the round without the catch-up.
         """
         num_free = option.num_free
-        limit = min(self.max_draft_tokens, num_free + option.max_model_tokens)
-        if limit < 1:
-            return None
-        if assume_accepted:
-            rates: Sequence[float] = [1.0] * limit
-        else:
-            rates = self._free_rates(option)
-            if limit > num_free:
-                rates = [*rates, *self.estimate(MODEL).rates(limit - num_free)]
         catch_up = prefill = amortized = 0.0
         if option.max_model_tokens:
             catch_up = costs.catch_up(option.num_unread)
             prefill = costs.catch_up(option.num_unread + num_free) - catch_up
             amortized = catch_up / max(AMORTIZATION_TOKENS, self.num_tokens)
         verify, draft = costs.verify, costs.draft
-        max_seconds = inf
-        if not assume_accepted:
-            max_seconds = (
-                costs.plain + self._budget(costs) + self.saved_seconds + self._longest_catch_up
-            )
         probability = expected = 1.0
         best = (inf, 0, 1.0, 0.0)
-        for k in range(1, limit + 1):
-            probability *= rates[k - 1]
+        for k, rate in enumerate(rates, 1):
+            probability *= rate
             if probability < MIN_PROBABILITY:
                 break
             expected += probability
@@ -302,6 +315,9 @@ class Planner:
             seconds_per_token,
         )
 
+    def _max_tokens(self, option: DraftOption) -> int:
+        return min(self.max_draft_tokens, option.num_free + option.max_model_tokens)
+
     def _budget(self, costs: RoundCosts) -> float:
         """Return the exploration budget in seconds."""
         return BUDGET_ROUNDS * costs.plain + BUDGET_SHARE * self.seconds
@@ -315,28 +331,32 @@ class Planner:
     def _probe(self, option: DraftOption, costs: RoundCosts) -> RoundChoice | None:
         """Return a probe of one draft token; None if it exceeds the budget or cannot give a gain.
 
-        Suffix decoding needs no probes: its predictions are compared with the text in every round.
+        The first catch-up of the draft model may exceed the budget if it pays off over the expected
+        remaining tokens at the upper acceptance rates. Suffix decoding needs no probes: its
+        predictions are compared with the text in every round.
         """
         source = option.source if option.num_free else MODEL
-        if (
-            source == SUFFIX
-            or not option.num_free + option.max_model_tokens
-            or not self.max_draft_tokens
-        ):
+        limit = self._max_tokens(option)
+        if source == SUFFIX or not limit:
             return None
         catch_up, seconds = 0.0, costs.verify[1]
         if not option.num_free:
             catch_up = costs.catch_up(option.num_unread)
-            seconds += costs.draft[1] + catch_up
+            seconds += costs.draft[1]
         spent = max(self.probe_loss, -self.saved_seconds - self._longest_catch_up)
-        if seconds - costs.plain > self._budget(costs) - spent:
+        spare = self._budget(costs) - spent - (seconds - costs.plain)
+        reason, rates = ChoiceReason.PROBE, [1.0] * limit
+        if catch_up > spare and not self._longest_catch_up:
+            reason, rates = ChoiceReason.INVESTMENT, self.estimate(MODEL).upper_rates(limit)
+            spare += catch_up
+        if catch_up > spare:
             return None
-        upper_bound = self._best_choice(option, costs, assume_accepted=True)
+        upper_bound = self._fastest(option, costs, rates)
         if upper_bound is None or upper_bound.seconds_per_token * MIN_GAIN >= costs.plain:
             return None
         expected = 1 + self.estimate(source).rate
         return RoundChoice(
-            option.drafter, 1, ChoiceReason.PROBE, expected, seconds, costs.plain, catch_up
+            option.drafter, 1, reason, expected, seconds + catch_up, costs.plain, catch_up
         )
 
 

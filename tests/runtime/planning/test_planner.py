@@ -63,6 +63,39 @@ def test_a_measured_rate_turns_to_an_accurate_draft_within_a_short_text(prefill)
         assert seconds(costs, constant(0.8), **request) <= ratio * plain
 
 
+def costs_at_load(draft):
+    """Costs of a draft whose prefill takes as long relative to the target's as its passes."""
+    return dataclasses.replace(table(draft, 0.05, prefill=0.075 * draft), origin="load")
+
+
+@pytest.mark.slow(after_first=True)
+@pytest.mark.parametrize("tokens", [48, 128])
+@pytest.mark.parametrize("draft", [0.4, 0.2, 0.3, 0.5])
+def test_an_unmeasured_draft_is_used_early_enough(draft, tokens):
+    costs, request = costs_at_load(draft), {"tokens": tokens, "seeds": 24}
+    for alpha in (0.6, 0.75, 0.85):
+        fixed = [seconds(costs, constant(alpha), fixed=("model", k), **request) for k in FIXED[:4]]
+        best = min(24 * tokens, *fixed)
+        assert seconds(costs, constant(alpha), **request) <= 1.1 * best
+
+
+@pytest.mark.parametrize("tokens", [48, 128, 600])
+@pytest.mark.parametrize("draft", [0.2, 0.4, 0.5])
+def test_an_unmeasured_useless_draft_costs_its_catch_up_and_the_budget(draft, tokens):
+    request = VirtualRequest(costs_at_load(draft), constant(0.0), tokens=tokens)
+    catch_up = request.planner._longest_catch_up
+    assert request.seconds <= (1 + BUDGET_SHARE) * tokens + BUDGET_ROUNDS + catch_up
+    assert catch_up <= max(BUDGET_ROUNDS + BUDGET_SHARE * tokens, request.costs.catch_up(50))
+    assert request.planner.reason_counts[ChoiceReason.INVESTMENT] <= 1
+
+
+def test_an_expensive_unmeasured_draft_is_not_read_for_a_short_text():
+    request = VirtualRequest(costs_at_load(0.6), constant(1.0), tokens=128)
+    assert set(request.choices) == {PLAIN}
+    request = VirtualRequest(costs_at_load(0.4), constant(1.0), tokens=48, prompt=400)
+    assert set(request.choices) == {PLAIN}
+
+
 @pytest.mark.parametrize("costs", [table(1.0, prior={"model": 1.0}), table(1.0), untuned(1.0)])
 def test_a_draft_as_large_as_the_target_is_never_tried(costs):
     request = VirtualRequest(costs, constant(1.0), tokens=600)

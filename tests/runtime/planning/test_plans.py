@@ -203,6 +203,21 @@ def test_a_shorter_planned_request_is_a_prefix_of_a_longer_one():
         assert all(run_for(count, seed) == longest[:count] for count in range(1, 50, 2))
 
 
+def test_an_investment_does_not_depend_on_the_length_of_the_request():
+    distributions = [cache(hashed_distribution(seed, 3)) for seed in (1, 2)]
+
+    def run_for(count):
+        model = DraftModel(TableModel(distributions[1]))
+        plan = auto(table(draft=0.4, row=0.05, prefill=0.03), model=model)
+        decoder = SpeculativeDecoder(TableModel(distributions[0]), plan, Stopwatch())
+        rounds = list(decoder.rounds([1] * 50, Sampling(1.0), 1, count))
+        return plan, [token for one in rounds for token in one.tokens][:count]
+
+    plan, longest = run_for(40)
+    assert plan.planner.reason_counts["investment"] == 1
+    assert all(run_for(count)[1] == longest[:count] for count in range(1, 40, 3))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_replay_repeats_rounds_and_tokens_with_any_table(temperature):
     sampling = Sampling(temperature)
