@@ -25,7 +25,9 @@ SECONDS, MIN_SWEEPS = 0.12, 2  # time limit at load
 PATIENCE = 3  # factor of the time limit while other programs use the cores
 SLOW_SECONDS = 0.5  # if the passes of the self-test took longer, they are not timed again
 PASS_LENGTHS = (1, 2, 3, 5, 9)  # in addition to the longest; kernels use tiles of a few rows
-DRAFT_LENGTHS, DRAFT_LENGTHS_IF_SLOW = (1, 4), (2,)  # K of timed rounds with the draft model
+# K of timed rounds with the draft model. Those of multi-step graphs are timed at K + 1 = each row:
+# a draft is some launches of a fixed number of steps, or passes where these are faster.
+DRAFT_LENGTHS, DRAFT_LENGTHS_IF_SLOW = (1, 4), (2,)
 NUM_ROUNDS = 1  # timed rounds for each K and mode in a sweep, after one warm-up round
 PREFILL_LENGTH = 64  # tokens of the draft model's timed prefill
 MIN_CONTEXT = 10  # context length that these rounds need
@@ -74,8 +76,12 @@ def measure(
     is_slow = 1 in samples and len(samples) > 1 and sum(samples.values()) > SLOW_SECONDS
     rows = sorted(samples if is_slow else {t for t in PASS_LENGTHS if t < longest} | {longest})
     candidates = [0]
-    if draft is not None:
-        candidates += DRAFT_LENGTHS_IF_SLOW if is_slow else DRAFT_LENGTHS
+    if is_slow and draft is not None:
+        candidates += DRAFT_LENGTHS_IF_SLOW
+    elif getattr(draft, "has_draft_graphs", False):
+        candidates += [t - 1 for t in rows[1:]]
+    elif draft is not None:
+        candidates += DRAFT_LENGTHS
     ks = [k for k in candidates if k < rows[-1] and (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
     num_new = max(longest, (1 + NUM_ROUNDS) * (ks[-1] + 1))
     timings = [
@@ -198,13 +204,10 @@ def _mode_costs(mode: str, timings: Sequence[_Timings]) -> ModeCosts:
     token = max(0.0, fmean(timing.host(mode) for timing in timings) - host)
     draft, prefill = [], []
     for timing in timings:
-        if len(timing.ks) > 1:
-            low, high = timing.ks[1], timing.ks[-1]
-            few, many = (timing.drafting(mode, k, token) for k in (low, high))
-            later = (many - few) / (high - low) if high > low else many / high
-            later = on_grid(max(later, MIN_SECONDS))
-            first = on_grid(max(few - (low - 1) * later, later))
-            draft.append(tuple(first + later * (t - 2) for t in timing.rows[1:]))
+        ks = timing.ks[1:]
+        if ks:
+            times = [timing.drafting(mode, k, token) for k in ks]
+            draft.append(_draft_costs(ks, times, [t - 1 for t in timing.rows[1:]]))
             prefill.append(on_grid(min(timing.prefill)))
     return ModeCosts(
         target=tuple(_rounded(timing.target) for timing in timings),
@@ -214,6 +217,20 @@ def _mode_costs(mode: str, timings: Sequence[_Timings]) -> ModeCosts:
         token=on_grid(token),
         acceptance={},
     )
+
+
+def _draft_costs(
+    ks: Sequence[int], times: Sequence[float], all_ks: Sequence[int]
+) -> tuple[float, ...]:
+    """Return the rounded cost of each K in `all_ks`, by the times of up to two or of most K."""
+    if len(ks) > len(DRAFT_LENGTHS):
+        ascending = [*accumulate((max(seconds, MIN_SECONDS) for seconds in times), max)]
+        return _rounded([interpolate(ks, ascending, k) for k in all_ks])
+    low, high = ks[0], ks[-1]
+    later = (times[-1] - times[0]) / (high - low) if high > low else times[0] / high
+    later = on_grid(max(later, MIN_SECONDS))
+    first = on_grid(max(times[0] - (low - 1) * later, later))
+    return tuple(first + later * (k - 1) for k in all_ks)
 
 
 def _fill(model: Any, length: int) -> None:

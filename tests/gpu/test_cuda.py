@@ -3,6 +3,7 @@
 Over a stand-in for CUDA, where kernels compute nothing: what a pass would have written is planted.
 """
 
+from collections import Counter
 from itertools import cycle
 
 import numpy as np
@@ -157,6 +158,21 @@ def test_sampling_inputs_are_on_the_device(cuda, pipeline):
     assert told == {name: pytest.approx(getattr(sampling, name)) for name in SAMPLING_SETTINGS}
     assert arrays["uniforms"].tolist() == [0.25, 0.75] * (K // 2)
     assert arrays["seen"][0].nonzero()[0].tolist() == [5, 7]
+
+
+def test_draft_steps_have_the_fused_layers_of_the_decoder(pairs):
+    import onnx
+
+    bundle = Bundle.read(pairs("fp32-fp16"))
+    num_nodes = {}
+    for graph in ("decoder", *ONE_CALL):
+        path = bundle.path(bundle.draft.graph(graph, "gqa-fp16").file)
+        nodes = onnx.load(path, load_external_data=False).graph.node
+        num_nodes[graph] = Counter(node.op_type for node in nodes if node.domain)
+    assert num_nodes["decoder"].keys() >= {"SkipSimplifiedLayerNormalization", "QuickGelu"}
+    for graph in ONE_CALL:
+        steps = {op: K * count for op, count in num_nodes["decoder"].items()}
+        assert steps.items() <= num_nodes[graph].items()
 
 
 @pytest.mark.parametrize("at", range(len(ONE_CALL)), ids=ONE_CALL)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from specedge.runtime.decoding.verification import Draft
 from specedge.runtime.planning import measurement
 from specedge.runtime.planning.measurement import measure, on_grid
 from specedge.runtime.sampling.logits import Logits
@@ -69,6 +70,27 @@ def test_measured_costs_equal_pass_times_on_ten_percent_grid(clock):
     assert costs.greedy.draft[0] == pytest.approx(drafted)
     assert costs.sampled == costs.greedy
     assert (costs.greedy.host, costs.greedy.token) == (0.0, 0.0)
+
+
+class Launched(Scripted):
+    """Draft model that drafts 3 or more tokens by launches of a multi-step graph of 4 steps."""
+
+    has_draft_graphs = True
+
+    def draft(self, tokens, count, history, sampling, uniforms):
+        if count < 3:
+            return None
+        self.extend([*tokens, *range(count - 1)])
+        self.clock.now += 5 * -(-count // 4)
+        return Draft([1] * count)  # the target's tokens are 0
+
+
+def test_cost_of_a_draft_is_that_of_its_launches(clock):
+    target, _, context = scripted(clock)
+    costs = measure(target, Launched(clock, lambda t: 2.0), context, 16).costs
+    drafted = [2.0, 4.0, 5.0, 10.0, 20.0]
+    differences = [on_grid(seconds - drafted[0]) for seconds in drafted]
+    assert costs.greedy.draft[0] == pytest.approx([on_grid(2.0) + x for x in differences])
 
 
 @pytest.mark.parametrize("value", [3e-7, 0.0012, 0.9, 17.0])
