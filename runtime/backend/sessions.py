@@ -34,7 +34,7 @@ DEVICES = {  # execution providers by device
     "cpu": "CPUExecutionProvider",
     "cuda": CUDA,
     "tensorrt": tensorrt.PROVIDER,
-    "rtx": plug_in.PROVIDER,
+    "rtx": plug_in.RTX.provider,
 }
 
 

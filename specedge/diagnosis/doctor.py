@@ -284,6 +284,8 @@ class Machine:
 def _causes(name: str, index: int, machine: Machine, result: ProbeResult) -> Iterator[Problem]:
     """Yield possible causes of a failure, the most fundamental first."""
     answers = result.answers
+    if answers.get("mismatch"):
+        yield Problem(*answers["mismatch"])
     if name != "cpu":
         yield from _gpu_causes(name, index, machine)
     if answers.get("wrong"):
@@ -327,9 +329,12 @@ def _gpu_causes(name: str, index: int, machine: Machine) -> Iterator[Problem]:
             cause = "{} has compute capability {}.{}".format(gpus[index]["name"], *capability)
             cause += ", and TensorRT-RTX supports 8.6, 8.9 and 12.0 or newer"
             yield Problem(cause, "use --device cuda on this GPU")
-        if plug_in.PACKAGE not in packages.related():
-            cause = f"NVIDIA's plug-in {plug_in.PACKAGE} is not installed"
-            yield Problem(cause, f'pip install "{plug_in.PACKAGE}~=0.5"')
+        (package,) = plug_in.RTX.packages
+        if package not in packages.related():
+            cause = f"NVIDIA's plug-in {package} is not installed"
+            yield Problem(cause, f'pip install "{package}~=0.5"')
+    elif name == "cuda" and plug_in.CUDA.is_installed:
+        return  # ONNX Runtime needs no CUDA provider of its own
     elif f"{NAMES[name]}ExecutionProvider".lower() not in map(
         str.lower, machine.runtime.answers.get("providers", [])
     ):
@@ -370,6 +375,8 @@ def _driver_causes(machine: Machine) -> Iterator[Problem]:
 def _notes(answers: dict[str, Any]) -> list[str]:
     opening, running = answers["milliseconds"]
     notes = [f"a test graph gave the expected output (load {opening:.0f} ms, run {running:.1f} ms)"]
+    if answers.get("plug_in"):
+        notes.append(f"by the plug-in {answers['plug_in']}")
     if answers.get("products") == "unsigned":
         notes.append("int8 products are exact in unsigned mode only, which specedge selects")
     elif answers.get("products") == "never":

@@ -29,8 +29,9 @@ PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
-    "rtx": plug_in.PROVIDER,
+    "rtx": plug_in.RTX.provider,
 }
+PLUG_INS = {"rtx": plug_in.RTX, "cuda": plug_in.CUDA}
 OPTIONS = {"tensorrt": {"trt_builder_optimization_level": "0"}}  # the fastest engine build
 
 Tell = Callable[..., None]
@@ -100,13 +101,17 @@ def _probe_device(tell: Tell, name: str, index: str) -> None:
     options = ort.SessionOptions()
     options.log_severity_level = 2
     providers: list[Any] | None = None
-    if name == "rtx":
-        tell(stage="loading the plug-in")
-        options.add_provider_for_devices([plug_in.devices(ort)[int(index)]], {})
+    plugged = PLUG_INS.get(name)
+    if plugged and (name == "rtx" or plugged.is_installed):
+        tell(stage="loading the plug-in", plug_in=" ".join(plugged.version))
+        if mismatch := plugged.mismatch(ort):
+            tell(mismatch=mismatch)
+            return
+        options.add_provider_for_devices([plugged.devices(ort)[int(index)]], {})
     else:
         number = {"device_id": index} if int(index) else {}
         providers = [(PROVIDERS[name], OPTIONS.get(name, {}) | number)]
-    if name in ("cuda", "tensorrt"):
+    if providers and name in ("cuda", "tensorrt"):
         tell(stage="loading libraries")
         ort.preload_dlls()
         with contextlib.suppress(Exception):  # a package that loads its libraries, if installed

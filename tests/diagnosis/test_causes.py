@@ -83,7 +83,7 @@ def reason(monkeypatch):
             "compute capability 9.0, and TensorRT-RTX supports 8.6, 8.9 and 12.0 or newer",
             "--device cuda",
         ),
-        (DRIVER, "rtx", {"error": "no"}, "is not installed", f'"{plug_in.PACKAGE}~=0.5"'),
+        (DRIVER, "rtx", {"error": "no"}, "is not installed", f'"{plug_in.RTX.packages[0]}~=0.5"'),
         (
             DRIVER,
             "cuda",

@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,9 +45,33 @@ def test_versions_are_those_of_the_project():
 def test_companion_packages_are_not_detected_as_onnxruntime(tmp_path, monkeypatch):
     install(tmp_path, "onnxruntime-extensions", "0.15", "onnxruntime_extensions")
     install(tmp_path, "onnxruntime-genai", "0.18", "onnxruntime_genai")
-    install(tmp_path, plug_in.PACKAGE, "0.5.0", plug_in.MODULE)
+    install(tmp_path, plug_in.RTX.packages[0], "0.5.0", plug_in.RTX.module)
     install(tmp_path, "ort-nightly-gpu", "1.33.0.dev20261101")
     (tmp_path / "broken.dist-info").mkdir()
     only(monkeypatch, tmp_path)
     assert list(map(str, packages.runtimes())) == ["ort-nightly-gpu 1.33.0.dev20261101"]
-    assert packages.related()[plug_in.PACKAGE] == "0.5.0"
+    assert packages.related()[plug_in.RTX.packages[0]] == "0.5.0"
+
+
+@pytest.mark.parametrize(
+    ("version", "runtime", "matches"),
+    [
+        ("0.2.0", "1.30.0", True),
+        ("0.4.1", "1.32.0", True),
+        ("0.4.0", "1.31.1", False),
+        ("0.4.0", "1.33.0", False),
+        ("0.9.0", "1.32.0", False),  # not known
+    ],
+)
+def test_cuda_plug_in_runs_with_the_matched_onnxruntime_only(
+    tmp_path, monkeypatch, version, runtime, matches
+):
+    name = plug_in.CUDA.packages[1]
+    install(tmp_path, name, version, plug_in.CUDA.module)
+    monkeypatch.syspath_prepend(tmp_path)
+    mismatch = plug_in.CUDA.mismatch(SimpleNamespace(__version__=runtime))
+    assert (mismatch is None) is matches
+    if mismatch:
+        assert mismatch[0].startswith(
+            f"the plug-in {name} {version} does not match ONNX Runtime {runtime}"
+        )

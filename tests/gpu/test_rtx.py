@@ -7,20 +7,19 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib import util
 from pathlib import Path
 
 import pytest
 import standin
 
 from specedge.bundle import Bundle
-from specedge.diagnosis.plug_in import MODULE
+from specedge.diagnosis.plug_in import RTX
 
 SCRIPT = Path(standin.__file__).parent / "rtx.sh"
 
 
 def why_not():
-    if util.find_spec(MODULE) is None:
+    if not RTX.is_installed:
         return "NVIDIA's plug-in for TensorRT-RTX is not installed"
     if not shutil.which("gcc") or not shutil.which("unshare"):
         return "no C compiler, or no unshare"

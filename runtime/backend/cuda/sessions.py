@@ -8,14 +8,16 @@ import os
 from collections import Counter
 from typing import Any
 
+from specedge.diagnosis import plug_in
 from specedge.diagnosis.doctor import why_not
 from specedge.diagnosis.packages import missing_libraries, version_numbers
 from specedge.diagnosis.probe import GRAPH
 from specedge.errors import DeviceError
 
 from ..memory import is_out_of_memory
-from ..ort import inference_session, onnxruntime
+from ..ort import first_line, inference_session, is_onnxruntime_error, onnxruntime
 
+_CPU = "CPUExecutionProvider"
 _NO_FALLBACK = "session.disable_cpu_ep_fallback"
 _PLACEMENT = "session.record_ep_graph_assignment_info"
 # Bits of the provider option `sdpa_kernel`, onnxruntime's AttentionBackend.
@@ -29,16 +31,19 @@ def open_session(ort: Any, path: str, name: str, provider: str, index: int, opti
     Raises:
         DeviceError: The device does not work, or has no kernels for some nodes.
     """
-    load_libraries(ort)
-    # Without its libraries, ONNX Runtime prints messages before it fails.
-    is_incomplete = provider not in ort.get_available_providers() or missing_libraries("cuda")
-    if is_incomplete and (reason := why_not(name)):
-        raise DeviceError(reason)
+    if plug_in.CUDA.is_installed:
+        _check_plug_in(ort, name, index)
+    else:
+        load_libraries(ort)
+        # Without its libraries, ONNX Runtime prints messages before it fails.
+        is_incomplete = provider not in ort.get_available_providers() or missing_libraries("cuda")
+        if is_incomplete and (reason := why_not(name)):
+            raise DeviceError(reason)
     options.add_session_config_entry(_NO_FALLBACK, "1")
     options.intra_op_num_threads = 1  # no node runs on the CPU
-    providers = [(provider, _provider_options(index) | {"enable_cuda_graph": "1"})]
+    graphs = {"enable_cuda_graph": "1"}
     try:
-        return inference_session(path, options, providers)
+        return inference_session(path, options, _providers(ort, options, provider, index, graphs))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -54,10 +59,11 @@ def open_session(ort: Any, path: str, name: str, provider: str, index: int, opti
 
 def open_memory(provider: str, index: int) -> Any:
     """Open a session that runs no pass, so that no replayed pass writes to its arrays."""
-    options = onnxruntime().SessionOptions()
+    ort = onnxruntime()
+    options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
-    return inference_session(os.fspath(GRAPH), options, [(provider, _provider_options(index))])
+    return inference_session(os.fspath(GRAPH), options, _providers(ort, options, provider, index))
 
 
 def load_libraries(ort: Any, cudnn: bool = False) -> None:
@@ -70,23 +76,45 @@ def load_libraries(ort: Any, cudnn: bool = False) -> None:
         ort.preload_dlls(cudnn=cudnn)
 
 
-def _provider_options(index: int) -> dict[str, str]:
+def _check_plug_in(ort: Any, name: str, index: int) -> None:
+    """Raise DeviceError if the plug-in does not match ONNX Runtime, or does not support the GPU."""
+    if mismatch := plug_in.CUDA.mismatch(ort):
+        raise DeviceError(f"{name}: {'; '.join(mismatch)}")
+    try:
+        num_devices = len(plug_in.CUDA.devices(ort))
+    except Exception as error:
+        if not is_onnxruntime_error(error):
+            raise
+        raise DeviceError(why_not(name) or f"{name}: {first_line(error)}") from error
+    if index >= num_devices:
+        reason = why_not(name)
+        raise DeviceError(reason or f"{name}: the plug-in supports {num_devices} GPUs here")
+
+
+def _providers(
+    ort: Any, options: Any, provider: str, index: int, extra: dict[str, str] | None = None
+) -> list[Any] | None:
+    """Return the providers of a session, or add the plug-in's device to its options."""
+    settings = _provider_options() | (extra or {})
+    if plug_in.CUDA.is_installed:
+        options.add_provider_for_devices([plug_in.CUDA.devices(ort)[index]], settings)
+        return None
+    number = {"device_id": str(index)} if index else {}  # ONNX Runtime warns about an explicit 0
+    return [(provider, number | settings)]
+
+
+def _provider_options() -> dict[str, str]:
     """Return provider options without TF32, cuDNN and excess memory.
 
     From compute capability 9.0 on, attention selects cuDNN if it is installed, even if disabled,
     and fails; `sdpa_kernel` excludes it.
     """
-    number = {"device_id": str(index)} if index else {}  # ONNX Runtime warns about an explicit 0
     has_option = version_numbers(onnxruntime().__version__) >= _OPTIONAL_CUDNN
-    return (
-        number
-        | ({"enable_cudnn": "0"} if has_option else {})
-        | {
-            "use_tf32": "0",
-            "sdpa_kernel": str(_FLASH_ATTENTION | _EFFICIENT_ATTENTION | _UNFUSED_ATTENTION),
-            "arena_extend_strategy": "kSameAsRequested",
-        }
-    )
+    return ({"enable_cudnn": "0"} if has_option else {}) | {
+        "use_tf32": "0",
+        "sdpa_kernel": str(_FLASH_ATTENTION | _EFFICIENT_ATTENTION | _UNFUSED_ATTENTION),
+        "arena_extend_strategy": "kSameAsRequested",
+    }
 
 
 def _nodes_on_cpu(ort: Any, path: str, provider: str, index: int) -> str | None:
@@ -94,9 +122,9 @@ def _nodes_on_cpu(ort: Any, path: str, provider: str, index: int) -> str | None:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry(_PLACEMENT, "1")
-    providers = [(provider, _provider_options(index)), "CPUExecutionProvider"]
+    providers = _providers(ort, options, provider, index)
     try:
-        session = inference_session(path, options, providers)
+        session = inference_session(path, options, providers and [*providers, _CPU])
     except Exception:
         return None
     if provider not in session.get_providers():

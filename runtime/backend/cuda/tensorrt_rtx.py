@@ -25,7 +25,9 @@ def platform(ort: Any, index: int, gpu: str | None = None) -> EnginePlatform:
     architecture = gpu or device.ep_metadata.get("target_architecture")
     if not architecture or not re.fullmatch(r"sm\d+", architecture):
         raise DeviceError(f"rtx:{index} does not report its architecture; specify one with --gpu")
-    return EnginePlatform("rtx", *plug_in.versions(), architecture)
+    return EnginePlatform(
+        "rtx", plug_in.RTX.version[1], plug_in.tensorrt_rtx_version(), architecture
+    )
 
 
 def compile_graph(
@@ -72,12 +74,12 @@ def _device(ort: Any, index: int) -> Any:
         DeviceError: There is no such GPU; the message has the remedy.
     """
     try:
-        supported = plug_in.devices(ort)
+        supported = plug_in.RTX.devices(ort)
     except ModuleNotFoundError as error:
-        if error.name != plug_in.MODULE:
+        if error.name != plug_in.RTX.module:
             raise
         raise DeviceError(
-            f"rtx needs NVIDIA's plug-in {plug_in.PACKAGE}: pip install 'specedge[rtx]'"
+            f"rtx needs NVIDIA's plug-in {plug_in.RTX.packages[0]}: pip install 'specedge[rtx]'"
         ) from error
     except Exception as error:
         if not is_onnxruntime_error(error):

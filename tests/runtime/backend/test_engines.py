@@ -164,7 +164,7 @@ def test_tensorrt_options_follow_compute_type_of_graph_variant(tmp_path, ops, ki
 
 def test_a_missing_rtx_plug_in_is_reported(monkeypatch):
     ort = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-    monkeypatch.setattr(plug_in, "MODULE", "no_such_plug_in")
+    monkeypatch.setattr(plug_in, "RTX", dataclasses.replace(plug_in.RTX, module="no_such_plug_in"))
     with pytest.raises(DeviceError, match=r"needs NVIDIA's plug-in onnxruntime-ep-.*: pip install"):
         tensorrt_rtx.platform(ort, 0)
     with pytest.raises(DeviceError, match=r"compiles for sm86, .*, not for 'sm90'"):
