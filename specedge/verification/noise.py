@@ -79,11 +79,16 @@ def row_differences(
 def distance(first: Array, second: Array) -> float:
     """Return the largest difference; infinite if a value is not finite."""
     with np.errstate(invalid="ignore"):
-        largest = float(np.abs(first - second).max(initial=0.0))
+        largest = float(np.abs(_widen(first) - _widen(second)).max(initial=0.0))
     return largest if np.isfinite(largest) else np.inf
 
 
 def size(values: Array) -> float:
     """Return the largest absolute value as a divisor; 1 if it is 0 or infinite."""
-    largest = float(np.abs(values).max(initial=0.0))
+    largest = float(np.abs(_widen(values)).max(initial=0.0))
     return largest if 0 < largest < np.inf else 1.0
+
+
+def _widen(values: Array) -> Array:
+    """Return int8 caches in a type that has their differences, and other values unchanged."""
+    return values.astype(np.int16) if values.dtype == np.int8 else values

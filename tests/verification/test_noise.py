@@ -5,7 +5,7 @@ import pytest
 
 from auditing import Ticks
 from specedge.runtime.sampling.logits import Logits
-from specedge.verification.noise import row_differences
+from specedge.verification.noise import distance, row_differences, size
 
 TOKENS = list(range(64))
 
@@ -35,3 +35,9 @@ def test_passes_of_each_length_end_at_totals_of_all_residues(residue):
     lengths = (1, 2, 3, 4, 5, 8)
     differences = row_differences(TotalDependent(residue), TOKENS, lengths, Ticks(1000).budget)
     assert [t for t in lengths if differences[t].relative > 0] == [*lengths]
+
+
+def test_differences_of_int8_rows_do_not_wrap_around():
+    first, second = (np.array([x, 0], np.int8) for x in (-128, 127))
+    assert distance(first, second) == 255
+    assert size(first) == 128
