@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,7 @@ def export(
         None if request.calibrate is None else os.fspath(request.calibrate)
     )
     try:
-        with destination.destination(request.folder) as work:
+        with destination.destination(request.folder) as work, _explain_ops(request):
             all_checkpoints = _find(request)
             with mapped_memory.limit_mapped_memory():
                 request = _resolve(request, all_checkpoints)
@@ -96,6 +97,17 @@ def export(
     if request.output is None:
         store.set_default(request.folder)
     return bundle
+
+
+@contextmanager
+def _explain_ops(request: ExportRequest) -> Iterator[None]:
+    """Explain the error that a model does not support operators which only --cache requires."""
+    try:
+        yield
+    except ExportError as error:
+        if request.has_int8_caches and str(error).endswith(f"{REJECTION}gqa"):
+            raise type(error)(f"{error}, which --cache int8 requires") from error
+        raise
 
 
 @dataclass(frozen=True)
@@ -219,7 +231,13 @@ def _trace_and_verify(
         job.progress, job.ids_of(checkpoint),
     )  # fmt: skip
     if ops != "auto":
-        return export_in(OPS if ops == "all" else (ops,))
+        traced = export_in(OPS if ops == "all" else (ops,))
+        if job.request.has_int8_caches and any("gqa" not in entry.parity for entry in traced[0]):
+            raise ExportError(
+                f"{checkpoint.role}: --cache int8 requires GroupQueryAttention, which it does not "
+                "support; omit --cache, or specify fp16"
+            )
+        return traced
     try:
         return export_in(("gqa",), requires_invariance=True)
     except ExportError as error:

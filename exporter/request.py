@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from specedge.bundle import store
-from specedge.bundle.graph_variants import CACHE_TYPES, COMPUTE_TYPES, OPS, QDQ
+from specedge.bundle.graph_variants import CACHE_TYPES, COMPUTE_TYPES, INT8_CACHES, OPS, QDQ
 from specedge.bundle.precision import GPTQ, KEEP, PRECISION_CHOICES, QUANTIZED_DTYPES, ROUNDINGS
 from specedge.errors import ExportError
 from specedge.option_specs import check_integer
@@ -48,8 +48,9 @@ class ExportRequest:
         num_draft_tokens: Maximum number of draft tokens per round.
         max_length: Context length; None for that of the models, up to 4096.
         ops: Attention operators: "onnx" (standard), "gqa" (GroupQueryAttention), "all" for both if
-            possible, or "auto": "gqa" if the model supports it, else "onnx", and "all" with the
-            compute types "qdq" and "fp32", for which GPUs need standard operators.
+            possible, or "auto": "gqa" if the model supports it, else "onnx", "all" with the
+            compute types "qdq" and "fp32", for which GPUs need standard operators, and otherwise
+            "gqa" with "int8" caches, which require it.
         tolerance: Maximum float32 error relative to the largest value of an output; None to bound
             errors by PyTorch's own float32 errors.
         precision: Precision of the target. "keep" keeps the integers of a quantized checkpoint;
@@ -69,7 +70,8 @@ class ExportRequest:
             requires, for which block-wise weights are stored twice. The draft model then has the
             target's precision.
         cache: Additional graph variants with "fp16" caches, such as "gqa-kv16" in addition to
-            "gqa". Their logits differ as well.
+            "gqa", or the additional graph variant "gqa-kv8" with "int8" caches, whose static scales
+            are calibrated. Their logits differ as well.
         calibrate: Text file of the calibration set; None for the built-in text.
         rounding: "gptq", or "nearest", which takes less time, for "int8" and "int4".
         bits: Average bits per weight of the layers in "int4", from 4 to 8: above 4 some down
@@ -139,9 +141,18 @@ class ExportRequest:
         return 4.0 if self.bits is None else self.bits
 
     @property
+    def has_int8_caches(self) -> bool:
+        """True if the graph variant with int8 caches is requested."""
+        return INT8_CACHES in self.variant_suffixes
+
+    @property
     def required_ops(self) -> str:
-        """Attention operators; "all" if the compute type adds standard operators to "auto"."""
-        return "all" if self.ops == "auto" and self.compute in STANDARD_COMPUTE_TYPES else self.ops
+        """Attention operators; a compute type or cache type may require some instead of "auto"."""
+        if self.ops != "auto":
+            return self.ops
+        if self.compute in STANDARD_COMPUTE_TYPES:
+            return "all"
+        return "gqa" if self.has_int8_caches else "auto"
 
     def with_precisions(
         self, target_is_quantized: bool, draft_is_quantized: bool | None
@@ -181,6 +192,8 @@ class ExportRequest:
             value = getattr(self, name)
             if value not in choices and (value is not None or name in _REQUIRED):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        if self.has_int8_caches and self.ops == "onnx":
+            raise ExportError("--cache int8 requires GroupQueryAttention; omit --ops")
         self._check_compute({self.precision_of("target"), self.precision_of("draft")})
         if self.bits is not None and not 4 <= self.bits <= 8:
             raise ValueError(f"bits must be from 4 to 8, got {self.bits}")

@@ -15,6 +15,7 @@ from specedge.bundle.graph_variants import (
     attention_ops,
     cache_dtype,
     compute_dtype,
+    has_int8_caches,
     is_reduced_precision,
 )
 from specedge.bundle.manifest import ModelEntry
@@ -25,6 +26,7 @@ from ..graph import fusion, graphs, rewrites
 from ..graph.external_data import STORED
 from ..graph.graphs import GraphFile, variant_signature
 from ..graph.half_precision import convert_caches, convert_graph
+from ..graph.int8_caches import quantize_caches
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
 
@@ -44,6 +46,7 @@ class FloatModel:
         is_self_draft: True if it is a target's first layers.
         quantized: Weights that a precision keeps, by offset in the weights file, which lacks those
             of a large model.
+        cache_scales: Scales of int8 caches by name, [H, 1, D] each.
     """
 
     role: str
@@ -53,6 +56,7 @@ class FloatModel:
     original: Path | None = None
     is_self_draft: bool = False
     quantized: Mapping[int, QuantizedRows] = field(default_factory=dict)
+    cache_scales: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def geometry(self) -> Geometry:
@@ -101,14 +105,26 @@ class FloatModel:
         (decoder,) = (file for file in self.files if file.length is None)
         return self.folder / decoder.source.file_name(attention_ops(ops))
 
-    def write(self, graph_model: ir.Model, folder: Path, ops: str) -> None:
-        """Write the graph files of a graph variant from its decoder."""
+    def write(
+        self,
+        graph_model: ir.Model,
+        folder: Path,
+        ops: str,
+        factors: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Write the graph files of a graph variant from its decoder.
+
+        `factors` [H, 1, D] undo the smoothing of its caches, by name.
+        """
         if (dtype := compute_dtype(ops)) != "float32":
             rewrites.fuse_sigmoids(graph_model)  # one kernel launch on a GPU instead of four
             if attention_ops(ops) == "gqa":
                 fusion.fuse_swish(graph_model.graph)
                 fusion.fuse(graph_model)
             convert_graph(graph_model, STORED[dtype][1])
+        elif has_int8_caches(ops):
+            scales = {n: s / (factors or {}).get(n, 1) for n, s in self.cache_scales.items()}
+            quantize_caches(graph_model, scales)
         elif (dtype := cache_dtype(ops)) != "float32":
             convert_caches(graph_model, STORED[dtype][1])
         graphs.write_graphs(graph_model, folder, self.files, ops)

@@ -13,9 +13,16 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
-from specedge.bundle.graph_variants import attention_ops, has_compute_type, is_qdq
+from specedge.bundle.graph_variants import (
+    INT8_CACHES,
+    attention_ops,
+    has_compute_type,
+    has_int8_caches,
+    is_qdq,
+)
 from specedge.bundle.manifest import FileEntry, ModelEntry
 from specedge.bundle.precision import BLOCK_BITS, GPTQ, KEEP, NEAREST
+from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ExportError, ParityError
 
 from ..checkpoint.quantized_rows import QuantizedRows
@@ -23,7 +30,7 @@ from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..graph import rewrites
 from ..graph.external_data import FILE
 from ..progress import Progress
-from . import calibration, gptq, rotation_rewriter, schemes, smoothing
+from . import cache_scales, calibration, gptq, rotation_rewriter, schemes, smoothing
 from .calibration import InputStatistics
 from .dequantize_rewriter import DequantizeRewriter, QdqRewriter
 from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_excluded, load_graph
@@ -69,8 +76,8 @@ def quantize(
         texts: Texts for calibration and report.
         head: Tokens of the last model's logits, if reduced.
         progress: Receives notes and the durations of steps.
-        suffixes: Suffixes of further graph variants, which dequantize weights or have 16-bit
-            caches.
+        suffixes: Suffixes of further graph variants, which dequantize weights or have caches of 8
+            or 16 bits.
         rounding: One of `specedge.bundle.precision.ROUNDINGS`; int8-block always rounds to nearest.
         bits: Average bits per weight of int4 in layers.
         tensors: The checkpoint's quantized weights, for the precision "keep".
@@ -104,6 +111,7 @@ def quantize(
         parts, excluded, group_schemes = _calibrate(
             parts, work, excluded, precision, texts, rounding, bits, progress
         )
+    parts = _with_cache_scales(parts, suffixes, texts, progress)
     with WeightsWriter(folder) as store, progress.step(f"Quantizing the {first}"):
         for part in parts:
             for ops in part.reduced_variants(precision, suffixes):
@@ -162,6 +170,22 @@ def _calibrate(
     return parts, excluded, group_schemes
 
 
+def _with_cache_scales(
+    parts: list[FloatModel],
+    suffixes: Sequence[str],
+    texts: CalibrationTexts,
+    progress: Progress,
+) -> list[FloatModel]:
+    """Return models with scales of int8 caches, if one of the suffixes is theirs."""
+    if INT8_CACHES not in suffixes:
+        return parts
+    with progress.step(f"Calibrating caches of the {parts[0].role}"):
+        return [
+            replace(part, cache_scales=cache_scales.measure_scales(part, texts.calibration))
+            for part in parts
+        ]
+
+
 def _find_excluded(parts: Sequence[FloatModel]) -> ExcludedWeights:
     """Return the weights of routers and experts in all graphs of the models."""
     graphs = (_load(part, ops).graph for part in parts for ops in part.ops)
@@ -184,15 +208,22 @@ def _compare(
     """
     measured = measure_variants(part, folder, choices, texts, progress)
     for ops, (report, _) in measured.items():
-        if part.role == "target" and report.divergence > (limit := MAX_DIVERGENCE[precision]):
-            raise ExportError(
-                f"target ({ops}): its KL divergence in {precision} is {report.divergence:.2g} nats "
-                f"per token, the limit is {limit:g}; specify another --precision"
-            )
+        _check_divergence(part, ops, report, precision, "specify another --precision")
     reports = {
         ops: (replace(report, **fields), invariant) for ops, (report, invariant) in measured.items()
     }
     return part.with_reports(reports, precision)
+
+
+def _check_divergence(
+    part: FloatModel, ops: str, report: QuantizationReport, precision: str, advice: str
+) -> None:
+    """Raise ExportError if the target's KL divergence exceeds the limit of a precision."""
+    if part.role == "target" and report.divergence > (limit := MAX_DIVERGENCE[precision]):
+        raise ExportError(
+            f"target ({ops}): its KL divergence in {precision} is {report.divergence:.2g} nats "
+            f"per token, the limit is {limit:g}; {advice}"
+        )
 
 
 def add_variants(
@@ -210,7 +241,7 @@ def add_variants(
     parts = [FloatModel(role, model, folder) for role, model in models.items()]
     parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
     entries = []
-    for part in parts:
+    for part in _with_cache_scales(parts, suffixes, texts, progress):
         dtype = part.model.weights_dtype
         graph_variants = part.reduced_variants(dtype, suffixes)
         with progress.step(f"Adding graph variants of the {part.role}"):
@@ -220,6 +251,9 @@ def add_variants(
             measured = measure_variants(
                 part, folder, {ops: {} for ops in graph_variants}, texts, progress
             )
+        for ops, (report, _) in measured.items():
+            if has_int8_caches(ops):
+                _check_divergence(part, ops, report, "int8", "omit --cache")
         entries.append(part.with_reports(measured, dtype))
     return entries
 
@@ -438,6 +472,9 @@ def _write_graphs(
     exponents_of = {
         offset: choice.exponents for key, choice in group_schemes.items() for offset in key
     }
+    factors = smoothing.cache_factors(
+        graph, {key: choice.exponents for key, choice in group_schemes.items()}
+    )
     table_exponents = {table.offset: exponents_of.get(table.offset) for table in tables.values()}
     rewriter_class = DequantizeRewriter if has_compute_type(ops) else IntegerRewriter
     rewriter_class = QdqRewriter if is_qdq(ops) else rewriter_class
@@ -468,4 +505,4 @@ def _write_graphs(
     rewrites.fuse_sigmoids(graph_model)
     passes.RemoveUnusedNodesPass()(graph_model)
     store.adopt(graph, model.quantized)
-    model.write(graph_model, folder, ops)
+    model.write(graph_model, folder, ops, factors)

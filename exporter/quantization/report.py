@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specedge.bundle.graph_variants import attention_ops, cache_dtype
+from specedge.bundle.graph_variants import attention_ops, cache_dtype, has_int8_caches
 from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ExportError
 
@@ -21,6 +21,7 @@ from ..progress import Progress
 from ..verification import checks
 from ..verification.runner import Action, FillNoise, PassAction, ReadRows, RepeatRows, Runner
 from . import smoothing
+from .cache_scales import check_scales
 from .experts import load_graph
 from .float_model import FloatModel, VariantReport
 from .schemes import Scheme
@@ -57,7 +58,7 @@ def measure_variants(
         progress: Receives notes.
 
     Raises:
-        ExportError: Values overflow a graph variant's type.
+        ExportError: Values overflow a graph variant's type, or the scales of its caches are wrong.
     """
     graphs: dict[str, MeasuredGraph] = {}
     for ops, choices in graph_variants.items():
@@ -66,6 +67,9 @@ def measure_variants(
             exponents = {key: choice.exponents for key, choice in choices.items()}
             factors = smoothing.cache_factors(load_graph(model.decoder(ops)).graph, exponents)
             graphs[ops] = MeasuredGraph(runner, factors)
+            if has_int8_caches(ops):
+                _check_int8_caches(model, graphs[ops], texts.evaluation[0][:NUM_SAMPLE_TOKENS])
+                graphs[ops].factors = model.cache_scales
         else:
             progress.note(
                 f"{model.role} ({ops}): not run, as ONNX Runtime has no {cache_dtype(ops)} "
@@ -87,6 +91,14 @@ def measure_variants(
         else:
             described[ops] = _quantization_report(LogitDistance(), texts, choices), ()
     return described
+
+
+def _check_int8_caches(model: FloatModel, graph: MeasuredGraph, text: np.ndarray) -> None:
+    """Compare int8 caches with those of the same weights in float32. Raises ExportError."""
+    runner = graph.runner
+    plain = model.runner(runner.folder, attention_ops(runner.ops))
+    name = f"{model.role} ({runner.ops})"
+    check_scales(name, runner, model.cache_scales, plain, graph.factors, text)
 
 
 def _type_suffix(ops: str) -> str:
@@ -234,7 +246,7 @@ class MeasuredGraph:
 
     Attributes:
         runner: Runner of the graph.
-        factors: Factors [H, 1, D] that undo the smoothing of caches, by name.
+        factors: Factors [H, 1, D] that undo the smoothing or rounding of caches, by name.
         near: Distance on the texts.
         late: Distance at the end of the context.
     """

@@ -13,11 +13,12 @@ from specedge.bundle.batched_signature import BATCHED
 from specedge.bundle.gpu_signatures import SCORED
 from specedge.bundle.graph_scan import check_graph
 from specedge.bundle.graph_variants import (
-    CACHE_SUFFIXES,
+    CACHE_TYPES,
     GRAPH_VARIANTS,
     QDQ,
     attention_ops,
     compute_dtype,
+    has_int8_caches,
 )
 from specedge.bundle.manifest import REEXPORT_HINT, GraphEntry, ModelEntry, has_mixed_shapes
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES, check_dtypes
@@ -234,7 +235,10 @@ def _export_hint(model: ModelEntry, ops: str) -> str:
     plain, _, suffix = ops.partition("-")
     if suffix in (("bf16",) if model.weights_dtype in QUANTIZED_DTYPES else ("fp32", QDQ)):
         return ""
-    option = "--cache fp16" if suffix in CACHE_SUFFIXES else f"--compute {suffix}" if suffix else ""
+    cache_types = {name: cache_type for cache_type, name in CACHE_TYPES.items()}
+    option = f"--compute {suffix}" if suffix else ""
+    if suffix in cache_types:
+        option = f"--cache {cache_types[suffix]}"
     if plain != "gqa" or plain in map(attention_ops, model.parity):
         return f", or export the pair with --ops {plain} {option}".rstrip()
     if has_mixed_shapes(model.layers):
@@ -245,7 +249,8 @@ def _export_hint(model: ModelEntry, ops: str) -> str:
 
 def _check_version(model: ModelEntry, ops: str) -> None:
     """Raise DeviceError if this ONNX Runtime is too old for a graph variant."""
-    installed, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME[attention_ops(ops)]
+    feature = "int8_caches" if has_int8_caches(ops) else attention_ops(ops)
+    installed, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME[feature]
     if version_numbers(installed) < version_numbers(oldest):
         raise DeviceError(
             f"{model.source.id}: the graph variant '{ops}' requires ONNX Runtime {oldest} or "

@@ -12,15 +12,16 @@ from .precision import DTYPES, HALF_DTYPES
 OPS = ("onnx", "gqa")
 QDQ = "qdq"  # only DequantizeLinear reads integers
 COMPUTE_TYPES = {"fp32": "float32", **HALF_DTYPES, QDQ: "float16"}  # by suffix
-CACHE_SUFFIXES = {"kv16": "float16"}  # cache types by suffix
-CACHE_TYPES = {"fp16": "kv16"}  # suffixes by value of the option --cache
+INT8_CACHES = "kv8"  # only GroupQueryAttention reads integers
+CACHE_SUFFIXES = {"kv16": "float16", INT8_CACHES: "int8"}  # cache types by suffix
+CACHE_TYPES = {"fp16": "kv16", "int8": INT8_CACHES}  # suffixes by value of the option --cache
 GRAPH_VARIANTS = (
     *OPS,
     *(
         f"{ops}-{suffix}"
         for suffix in (*COMPUTE_TYPES, *CACHE_SUFFIXES)
         for ops in OPS
-        if (ops, suffix) != ("gqa", QDQ)
+        if (ops, suffix) not in (("gqa", QDQ), ("onnx", INT8_CACHES))
     ),
 )
 
@@ -50,6 +51,11 @@ def is_qdq(ops: str) -> bool:
     return _suffix(ops) == QDQ
 
 
+def has_int8_caches(ops: str) -> bool:
+    """Return True if the caches of a graph variant are int8, with static scales."""
+    return _suffix(ops) == INT8_CACHES
+
+
 def describe_dtypes(ops: str) -> str:
     """Return the types of a graph variant as a phrase that follows a noun."""
     if has_compute_type(ops):
@@ -58,7 +64,7 @@ def describe_dtypes(ops: str) -> str:
 
 
 def is_reduced_precision(ops: str, weights_dtype: str) -> bool:
-    """Return True if a graph variant has quantized weights or 16-bit caches."""
+    """Return True if a graph variant has quantized weights, or caches of 8 or 16 bits."""
     return weights_dtype not in DTYPES or cache_dtype(ops) != "float32"
 
 

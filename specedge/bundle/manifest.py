@@ -25,7 +25,7 @@ from .graph_variants import (
     is_qdq,
     is_reduced_precision,
 )
-from .precision import DTYPE, DTYPES, ERROR_MULTIPLE, QUANTIZED_DTYPES
+from .precision import CACHE_DTYPES, DTYPE, DTYPES, ERROR_MULTIPLE, QUANTIZED_DTYPES
 from .reports import ParityReport, QuantizationReport, check_single_line
 from .signature import Port, Signature
 
@@ -90,7 +90,7 @@ class State:
         if self.kind not in STATE_KINDS:
             kinds = ", ".join(STATE_KINDS)
             raise ValueError(f"state {self.name}: kind must be {kinds}, got '{self.kind}'")
-        _check_dtype(self.dtype)
+        _check_dtype(self.dtype, CACHE_DTYPES)
         if len(self.shape) != 4 or self.shape[::2] != ("B", "S"):
             raise ValueError(f"state {self.name}: shape must be B, a number, S and a number")
         if any(isinstance(size, str) or size < 1 for size in self.shape[1::2]):
@@ -162,8 +162,8 @@ class ModelEntry:
         graphs: Graphs of all graph variants.
         parity: Verification against PyTorch by graph variant; with quantized weights, of the float
             graphs.
-        quantization: Quantization reports of graph variants with quantized weights or a 16-bit
-            type.
+        quantization: Quantization reports of graph variants with quantized weights, or with a type
+            of 8 or 16 bits.
         acceptance: Measured acceptance rates of a draft model.
     """
 
@@ -214,8 +214,8 @@ class ModelEntry:
             name for name in ops if is_reduced_precision(name, self.weights_dtype)
         }:
             raise ValueError(
-                "quantization must have a report for each graph variant with integer weights or a "
-                "16-bit type, and for no other"
+                "quantization must have a report for each graph variant with integer weights, or "
+                "with a type of 8 or 16 bits, and for no other"
             )
         if min(self.num_parameters, self.num_experts) < 0:
             raise ValueError("num_parameters and num_experts must be at least 0")
@@ -269,7 +269,7 @@ class ModelEntry:
     def cache_size(self, ops: str) -> int:
         """Return the bytes of the states of one text in a graph variant."""
         return sum(
-            DTYPES[state.dtype] * math.prod(state.sizes(self.capacity))
+            CACHE_DTYPES[state.dtype] * math.prod(state.sizes(self.capacity))
             for state in self.states_of(ops)
         )
 
@@ -412,6 +412,6 @@ def signatures(states: tuple[State, ...], capacity: int, num_columns: int) -> di
     }
 
 
-def _check_dtype(name: str) -> None:
-    if name not in DTYPES:
-        raise ValueError(f"a dtype must be float32, float16 or bfloat16, got '{name}'")
+def _check_dtype(name: str, dtypes: Iterable[str] = DTYPES) -> None:
+    if name not in dtypes:
+        raise ValueError(f"a dtype must be one of {', '.join(dtypes)}, got '{name}'")

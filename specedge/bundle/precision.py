@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..errors import BundleError
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per element
+CACHE_DTYPES = {**DTYPES, "int8": 1}  # bytes per element of a cache
 
 HALF_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}  # storage types of matrices
 BLOCK_BITS = {"int8-block": 8, "int4": 4}  # bits of block-wise types (block 32)
@@ -13,11 +14,12 @@ QUANTIZED_DTYPES = ("int8", *BLOCK_BITS, KEEP)  # types of quantized weights; ac
 PRECISION_CHOICES = ("fp32", *HALF_DTYPES, *QUANTIZED_DTYPES)
 GPTQ, NEAREST = "gptq", "nearest"
 ROUNDINGS = (GPTQ, NEAREST)
-# Oldest version by operators and by type of weights. Before 1.30 int8 products are not exact on
-# every processor, which a load tests; before 1.31 QMoE is not batch-invariant and has no 4-bit
-# weights with int8 activations.
+# Oldest version by operators and by types of weights and caches. Before 1.27 attention on the CPU
+# fails with int8 caches; before 1.30 int8 products are not exact on every processor, which a load
+# tests; before 1.31 QMoE is not batch-invariant and has no 4-bit weights with int8 activations.
 OLDEST_ONNXRUNTIME = {
-    "gqa": "1.23", "onnx": "1.28", "integers": "1.30", "experts": "1.31", "batched": "1.32",
+    "gqa": "1.23", "onnx": "1.28", "integers": "1.30", "int8_caches": "1.27", "experts": "1.31",
+    "batched": "1.32",
 }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--cache",
     type=click.Choice(tuple(CACHE_TYPES)),
-    help="Add graph variants with this cache type, which halves the cache size.",
+    help="Add graph variants with smaller caches: a half in fp16, a quarter in int8.",
 )
 @click.option(
     "--draft-vocab",
