@@ -31,6 +31,7 @@ from .checkpoint.placeholders import WeightSources
 from .checkpoint.quantized_rows import QuantizedRows
 from .graph import graphs, rewrites
 from .graph.external_data import FILE, WeightsFile
+from .graph.joined_products import join_attention_products
 from .graph.lm_head import add_logits_from
 from .graph.rewrites import remove_transposes
 from .libraries import first_line
@@ -53,7 +54,8 @@ class ModelExport:
     """Model that is being exported; rows of its vocabulary from `num_tokens` on are padding.
 
     `quantized` are the weights that its precision keeps, by offset in the weights file, which lacks
-    those of a large model; None if it keeps none.
+    those of a large model; None if it keeps none. With `joins_products` attention's products become
+    one; matrices that are quantized later are stored one by one.
     """
 
     role: str
@@ -65,6 +67,7 @@ class ModelExport:
     folder: Path
     progress: Progress
     quantized: dict[int, QuantizedRows] | None = None
+    joins_products: bool = True
 
     @property
     def first_layers(self) -> ModelExport:
@@ -136,6 +139,11 @@ def export_model(
         if request.precision_of(role) == KEEP:
             quantized = dict[int, QuantizedRows]()
             parts = [replace(part, quantized=quantized) for part in parts]
+        is_kept_as_float = request.precision_of(role) == KEEP and not loader.quantized_tensors(
+            checkpoint
+        )
+        if request.precision_of(role) in QUANTIZED_DTYPES and not is_kept_as_float:
+            parts = [replace(part, joins_products=False) for part in parts]
         sizes = [reference.num_parameters(part.model) for part in parts]
         written, file = write_models(parts, graph_variants)
         in_full = request.verification == FULL
@@ -265,23 +273,24 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
     with part.progress.step(f"Writing the {part.role}"):
         for whole, files in ((traced.model, part.files), (traced.first, part.first_layers.files)):
             if whole is not None:
-                _write_files(whole, files, stored, ops)
+                _rewrite(whole, stored, part.joins_products)
+                ir.save(whole, stored.folder / files[0].source.file_name(ops))
+                graphs.write_graphs(whole, stored.folder, files, ops)
     return traced.first is not None
 
 
-def _write_files(
-    model: ir.Model, files: list[graphs.GraphFile], stored: WeightsFile, ops: str
-) -> None:
-    """Rewrite a traced graph, and write its files."""
+def _rewrite(model: ir.Model, stored: WeightsFile, joins_products: bool) -> None:
+    """Rewrite a traced graph, and move its weights to their file."""
+    rewrites.merge_slices(model.graph)
     remove_transposes(model.graph)
     rewrites.expand_sigmoids(model)
     graphs.replace_shape_fills(model)
     graphs.strip_metadata(model)
     graphs.expand_biases(model.graph)
+    if joins_products:
+        join_attention_products(model, stored)
     add_logits_from(model.graph)
     stored.attach(model)
-    ir.save(model, stored.folder / files[0].source.file_name(ops))
-    graphs.write_graphs(model, stored.folder, files, ops)
 
 
 def _model_entry(

@@ -17,9 +17,17 @@ from specedge.bundle.graph_variants import attention_ops, has_compute_type
 from specedge.bundle.manifest import ModelEntry
 
 from .graphs import add_graph
-from .nodes import add_constant, insert_node, is_token_positions, operand, producer
+from .nodes import (
+    LAST_POSITIONS,
+    add_constant,
+    insert_node,
+    is_token_positions,
+    operand,
+    producer_through_casts,
+    reader_through_casts,
+)
 
-ROWS, LAST_POSITIONS, BIAS, QUERY_LENGTHS = range(3), 5, 10, 16  # inputs of GroupQueryAttention
+ROWS, BIAS, QUERY_LENGTHS = range(3), 10, 16  # inputs of GroupQueryAttention
 
 
 def add_batched_graphs(model: ModelEntry, folder: Path) -> ModelEntry:
@@ -54,12 +62,13 @@ def batch(decoder: ir.Model) -> ir.Model | None:
             return None
     for value in [value for node in graph for value in node.outputs if is_token_positions(value)]:
         value.replace_all_uses_with(new["positions"])
-    ((slice_, _),) = before["logits_from"].uses()
-    rows = insert_node(
-        slice_, "Gather", [operand(slice_, 0), new["logits_rows"]], "logits_rows.rows",
-        slice_.outputs[0], axis=1,
-    )  # fmt: skip
-    slice_.outputs[0].replace_all_uses_with(rows)
+    for slice_, _ in before["logits_from"].uses():
+        output = slice_.outputs[0]
+        rows = insert_node(
+            slice_, "Gather", [operand(slice_, 0), new["logits_rows"]], f"{output.name}.batched",
+            output, axis=1,
+        )  # fmt: skip
+        output.replace_all_uses_with(rows)
     passes.RemoveUnusedNodesPass()(decoder)
     caches = [value for name, value in before.items() if str(name).startswith("past_key_values")]
     if before["past_length"].uses() or any(node.op_type == "CumSum" for node in graph):
@@ -76,8 +85,10 @@ def batch(decoder: ir.Model) -> ir.Model | None:
 
 def _batch_attention(graph: ir.Graph, node: ir.Node, new: dict[str, ir.Value]) -> bool:
     """Let an attention node read and write a block of several sequences; False if it cannot."""
-    gathers = [_through_casts(x, "Gather") for i in ROWS if (x := node.inputs[i]) is not None]
-    slice_ = _first_user(node.outputs[0])
+    gathers = [
+        producer_through_casts(x, "Gather") for i in ROWS if (x := node.inputs[i]) is not None
+    ]
+    slice_ = reader_through_casts(node.outputs[0])
     if not all(gathers) or slice_ is None or slice_.op_type != "Slice":
         return False
     first = add_constant(graph, np.zeros(1, np.int64), f"{node.outputs[0].name}.first")
@@ -101,23 +112,6 @@ def _batch_attention(graph: ir.Graph, node: ir.Node, new: dict[str, ir.Value]) -
     packed = insert_node(slice_, "Gather", rows, f"{output.name}.packed", output, axis=1)
     output.replace_all_uses_with(packed)
     return True
-
-
-def _through_casts(value: ir.Value, op_type: str) -> ir.Node | None:
-    """Return the node that computes a value, apart from its type, if it has this operator type."""
-    while cast := producer(value, "Cast"):
-        value = operand(cast, 0)
-    return producer(value, op_type)
-
-
-def _first_user(value: ir.Value) -> ir.Node | None:
-    """Return the only node that reads a value, possibly in another type."""
-    while len(value.uses()) == 1:
-        ((user, _),) = value.uses()
-        if user.op_type != "Cast":
-            return user
-        value = user.outputs[0]
-    return None
 
 
 def _clear_shapes(value: ir.Value) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
 from specedge.bundle.gpu_signatures import SCORED, num_best, with_best
 from specedge.bundle.manifest import ModelEntry
 
 from .graphs import add_graph
-from .nodes import FLOAT, MICROSOFT_DOMAIN, GraphBuilder, producer
-from .shared_bytes import share_int8_embeddings
+from .nodes import FLOAT, GraphBuilder
+from .shared_bytes import share_embeddings
 
 
 def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
@@ -47,28 +46,3 @@ def _append_best(decoder: ir.Model, model: ModelEntry) -> ir.Model:
     best = nodes("Concat", values, nodes("Cast", indices, to=FLOAT), is_not_finite, axis=-1)
     nodes.output("best", best, FLOAT, [1, "R", 2 * count + 1])
     return decoder
-
-
-def share_embeddings(model: ir.Model) -> None:
-    """Multiply by a tied embedding without a transposed copy of it, in place.
-
-    CPU kernels pack matrices in any case, but on a GPU the table is then in memory once.
-    """
-    for node in [n for n in model.graph if n.op_type == "MatMul"]:
-        turned = producer(node.inputs[1], "Transpose")
-        table = turned.inputs[0] if turned is not None else None
-        if turned is None or table is None or not _is_table(table):
-            continue
-        if len(turned.outputs[0].uses()) == 1 and [*turned.attributes["perm"].as_ints()] == [1, 0]:
-            node.replace_input_with(1, table)
-            node.op_type, node.domain = "FusedMatMul", MICROSOFT_DOMAIN
-            node.attributes["transB"] = ir.AttrInt64("transB", 1)
-    share_int8_embeddings(model.graph)
-    passes.RemoveUnusedNodesPass()(model)
-
-
-def _is_table(value: ir.Value) -> bool:
-    """Return True for a stored matrix, or a cast of one."""
-    cast = producer(value, "Cast")
-    source = cast.inputs[0] if cast is not None else value
-    return source is not None and isinstance(source.const_value, ir.ExternalTensor)

@@ -22,11 +22,10 @@ from specedge.bundle.gpu_signatures import SAMPLED, UNROLLED, num_best, one_call
 from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.signature import SAMPLING_INPUTS, SAMPLING_SETTINGS, Signature
 
-from .best_logits import share_embeddings
 from .graphs import add_graph
 from .nodes import DOUBLE, END, FLOAT, GraphBuilder, GraphTemplate
 from .sampling_nodes import SamplingNodes, TokenWeights, token_logits
-from .shared_bytes import MatMulNBitsRewriter
+from .shared_bytes import share_embeddings
 
 IR_VERSION = 10
 _SIGNATURES = {UNROLLED: "drafted", SAMPLED: "drawn"}
@@ -47,8 +46,12 @@ def add_draft_loops(
             signature = one_call(
                 name, draft.signatures[decoder.signature], draft.num_columns, num_draft_tokens
             )
-            part = GraphTemplate(path.parent, path.name, shares_bytes=True)
-            graph = _build_graph(draft, part, signature, num_draft_tokens, ids)
+            first, step = (
+                GraphTemplate(path.parent, path.name.replace("decoder", file), shares_bytes=True)
+                for file in ("decoder", "step")
+            )
+            parts = [first, *[step] * (num_draft_tokens - 1)]
+            graph = _build_graph(draft, parts, signature, ids)
             loop = ir.Model(graph, ir_version=IR_VERSION)
             share_embeddings(loop)
             draft = add_graph(draft, folder, ops, name, base, signature, loop)
@@ -57,11 +60,11 @@ def add_draft_loops(
 
 def _build_graph(
     draft: ModelEntry,
-    decoder: GraphTemplate,
+    parts: Sequence[GraphTemplate],
     signature: Signature,
-    k: int,
     ids: Sequence[int] | None,
 ) -> ir.Graph:
+    """Connect the graphs of the steps, of which the first reads T tokens."""
     nodes = GraphBuilder(UNROLLED)
     inputs = {t.name: nodes.input(t.name, *_value_type(t.dtype, t.shape)) for t in signature.inputs}
     fed, length = inputs.pop("input_ids"), inputs.pop("past_length")
@@ -70,10 +73,10 @@ def _build_graph(
     next_length = nodes("Add", length, _count_tokens(nodes, fed))
     last = nodes.stored(ir.tensor(np.array([-1]), name="last"), "last")
     drafted, outputs = list[ir.Value](), dict[str, ir.Value]()
-    buffers, rewrite = dict(inputs), MatMulNBitsRewriter(nodes).rewrite
-    for i in range(k):
+    buffers = dict(inputs)
+    for i, part in enumerate(parts):
         step_inputs = {"input_ids": fed, "past_length": length, "logits_from": last}
-        step = decoder.copy(nodes, f"step.{i}", step_inputs | buffers, rewrite)
+        step = part.copy(nodes, f"step.{i}", step_inputs | buffers)
         logits = token_logits(nodes, step.pop("logits"), draft, 1)
         column = sampler.sample(logits) if sampler else nodes("ArgMax", logits, axis=-1)
         fed = column if ids is None else nodes("Gather", np.array(ids), column)

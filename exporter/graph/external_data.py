@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from specedge.bundle.manifest import FileEntry
 from specedge.errors import ExportError
 
 from .. import mapped_memory
-from ..checkpoint.lazy_tensors import materialize
+from ..checkpoint.lazy_tensors import LazyTensor, as_lazy, materialize
 from ..checkpoint.quantized_rows import QuantizedRows, find_rows
 from ..progress import Advance
 from ..tracing.named_weights import StoredMatrix
@@ -59,6 +59,7 @@ class WeightsFile:
         self._dtype = STORED[dtype][0]
         self._locations: dict[Any, ir.ExternalTensor] = {}
         self.size = 0  # size of the complete file
+        self._joined: dict[Any, torch.Tensor] = {}
         self._tensors: list[tuple[torch.Tensor, ir.ExternalTensor]] = []
         self._file = HashedFile(folder / FILE)
 
@@ -105,12 +106,21 @@ class WeightsFile:
         cast_gathered_rows(graph)
         passes.RemoveUnusedNodesPass()(model)
 
+    def join_columns(self, matrices: Sequence[ir.Value]) -> StoredMatrix:
+        """Return matrices [K, N] joined along N, which are read when they are written."""
+        tensors = [_tensor(matrix) for matrix in matrices]
+        key = tuple(_identity(tensor) for tensor in tensors)
+        if key not in self._joined:
+            lazy = [x if isinstance(x, LazyTensor) else as_lazy(x) for x in tensors]
+            self._joined[key] = torch.cat(lazy, 1)
+        return StoredMatrix(self._joined[key], matrices[0].name or "")
+
     def _put(self, value: ir.Value) -> ir.ExternalTensor:
         """Add a tensor, unless the file has it, and return its location."""
         tensor, name = _tensor(value), value.name or ""
         dtype = self._dtype if _represents(self._dtype, tensor) else torch.float32
         shape = tuple(tensor.shape)
-        key: Any = (tensor.data_ptr(), shape, tensor.stride())
+        key: Any = _identity(tensor)
         if not isinstance(value.const_value, StoredMatrix):
             digest = hashlib.sha256()
             for piece in chunks(tensor, dtype):
@@ -270,6 +280,11 @@ def _tensor(value: ir.Value) -> torch.Tensor:
         return tensor.raw.detach()
     array = tensor.numpy()
     return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _identity(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """Return a key that is equal for equal views of a tensor in memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _represents(dtype: torch.dtype, tensor: torch.Tensor) -> bool:

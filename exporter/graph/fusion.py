@@ -18,6 +18,7 @@ import onnx_ir.passes.common as passes
 from specedge.bundle.graph_variants import attention_ops, has_compute_type
 
 from .external_data import view_tensor
+from .lm_head import INPUT as LOGITS_FROM
 from .nodes import (
     MICROSOFT_DOMAIN,
     add_initializer,
@@ -30,13 +31,14 @@ from .nodes import (
 )
 from .opset import lower_opset
 
-HEAD_MULTIPLE = 16  # head sizes supported by ONNX Runtime's fused rotary embedding
+HEAD_MULTIPLE = 16  # of heads and their rotated parts, for ONNX Runtime's fused rotary embedding
 COS, SIN = 7, 8  # inputs of GroupQueryAttention
 
 
 def fuse(model: ir.Model) -> None:
     """Run every rewrite, in place."""
-    for rewrite in (fuse_attention, fuse_residual_norms, fuse_integer_products):
+    rewrites = (fuse_attention, drop_rows_of_terms, fuse_residual_norms, fuse_integer_products)
+    for rewrite in rewrites:
         rewrite(model.graph)
     lower_opset(model)
     passes.RemoveUnusedNodesPass()(model)
@@ -62,18 +64,22 @@ def fuse_attention(graph: ir.Graph) -> None:
 def _rotate_inside(node: ir.Node) -> None:
     """Replace rotary embedding before an attention node by its attribute `do_rotary`.
 
-    The node derives positions past_length, past_length + 1 ... from `seqlens_k`. Partial or
-    interleaved rotary embedding, and modified positions, are not replaced.
+    The node derives positions past_length, past_length + 1 ... from `seqlens_k`, and the rotated
+    part of a head from the tables. Interleaved rotary embedding and modified positions are not
+    replaced.
     """
     rows = [gather for value in node.inputs[:2] if (gather := producer(value, "Gather"))]
     rotations = [x for gather in rows if (x := producer(gather.inputs[0], "RotaryEmbedding"))]
     if len(rotations) != 2 or [*rotations[0].inputs[1:]] != [*rotations[1].inputs[1:]]:
         return
-    if any({*rotation.attributes} != {"num_heads"} for rotation in rotations):
+    if any({*r.attributes} - {"rotary_embedding_dim"} != {"num_heads"} for r in rotations):
         return
     tables = [table for value in rotations[0].inputs[1:] if (table := _table(value))]
     _, _, capacity, size = static_shape(operand(node, 3))
-    if size % HEAD_MULTIPLE or [x.shape for x in tables] != 2 * [[capacity, size // 2]]:
+    rotated = rotations[0].attributes.get_int("rotary_embedding_dim", size)
+    if size % HEAD_MULTIPLE or rotated % HEAD_MULTIPLE:
+        return
+    if [table.shape for table in tables] != 2 * [[capacity, rotated // 2]]:
         return
     for gather, rotation in zip(rows, rotations, strict=True):
         gather.replace_input_with(0, rotation.inputs[0])
@@ -106,6 +112,19 @@ def _pack(node: ir.Node) -> None:
         output.shape = ir.Shape([*output.shape[:-1], product.shape[-1]])
     for index in (1, 2):
         node.replace_input_with(index, None)
+
+
+def drop_rows_of_terms(graph: ir.Graph) -> None:
+    """Drop rows without logits before the last residual sum, so that it is fused with the norm."""
+    for node in [node for node in graph if node.op_type == "Slice"]:
+        add, output = producer(node.inputs[0], "Add"), node.outputs[0]
+        if add is None or operand(node, 1).name != LOGITS_FROM or not _is_residual(add):
+            continue
+        terms = [
+            insert_node(node, "Slice", [term, *node.inputs[1:]], f"{output.name}.{i}", output)
+            for i, term in enumerate(add.inputs)
+        ]
+        replace_output(output, insert_node(node, "Add", terms, "", output))
 
 
 def fuse_residual_norms(graph: ir.Graph) -> None:

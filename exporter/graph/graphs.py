@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import onnxscript.optimizer
 
-from specedge.bundle.graph_variants import cache_dtype
+from specedge.bundle.graph_variants import attention_ops, cache_dtype
 from specedge.bundle.manifest import PREFILL_LENGTH, GraphEntry, ModelEntry, signature_name
 from specedge.bundle.precision import DTYPE
 from specedge.bundle.signature import Signature
@@ -21,6 +21,7 @@ from . import fusion
 from .lm_head import remove_logits_from
 from .nodes import add_constant, insert_node, producer
 from .opset import save_graph
+from .repeated_rows import remove_repeated_rows, repeat_token, repeats_token
 
 SOURCE = "source"  # file name, during an export, of a graph before fusion
 # Shape arithmetic runs on the CPU, and control flow prevents CUDA graph capture.
@@ -222,23 +223,30 @@ def write_graphs(model: ir.Model, folder: Path, files: list[GraphFile], ops: str
     if fusion.is_fused(ops):
         fusion.fuse(model)
     for file in files:
-        variant = model.clone() if file.length is None else _fix_length(model, file)
+        variant = model.clone() if file.length is None else _fix_length(model, file, ops)
         isolate_norm_sums(variant.graph)
         check_devices(variant)
         save_graph(variant, folder / file.file_name(ops))
 
 
-def _fix_length(model: ir.Model, file: GraphFile) -> ir.Model:
+def _fix_length(model: ir.Model, file: GraphFile, ops: str) -> ir.Model:
     assert file.length is not None
     model = model.clone()
-    graph = model.graph
-    remove_logits_from(graph)
+    graph, length = model.graph, file.length
+    if length == 1 and repeats_token(graph, ops):
+        repeat_token(graph)
+        length = 2
+    else:
+        remove_logits_from(graph)
+    if length > 1 and attention_ops(ops) == "gqa":
+        remove_repeated_rows(graph)
     if not file.logits:
         graph.outputs[:] = graph.outputs[1:]
     for value in _values(graph):
         if value.shape is not None:
-            value.shape = ir.Shape([_dimension_at(d, file.length) for d in value.shape])
-    _fold_positions(graph, file.length)
+            value.shape = ir.Shape([_dimension_at(d, length, file.length) for d in value.shape])
+    graph.inputs[0].shape = ir.Shape([1, file.length])
+    _fold_positions(graph, length)
     # Nodes over external weights are excluded: folding would copy the weights into the graph.
     onnxscript.optimizer.fold_constants(
         model, onnx_shape_inference=False, should_fold=lambda n: None if _is_small(n) else False
@@ -281,6 +289,6 @@ def _rename_dimension(dim: str, symbol: str) -> str | None:
     return dim.replace(symbol, "T") if dim in (symbol, f"{symbol} + 1") else None
 
 
-def _dimension_at(dim: int | ir.SymbolicDim, length: int) -> int | None:
-    lengths = {"T": length, "T + 1": length + 1, "R": length}
+def _dimension_at(dim: int | ir.SymbolicDim, length: int, num_logits: int) -> int | None:
+    lengths = {"T": length, "T + 1": length + 1, "R": num_logits}
     return dim if isinstance(dim, int) else lengths.get(str(dim))

@@ -43,9 +43,9 @@ def add_logits_from(graph: ir.Graph) -> None:
 def remove_logits_from(graph: ir.Graph) -> None:
     """Remove the input again, so that every row has logits."""
     (first,) = (value for value in graph.inputs if value.name == INPUT)
-    ((user, _),) = first.uses()
-    user.outputs[0].replace_all_uses_with(operand(user, 0))
-    graph.remove(user, safe=True)
+    for user, _ in first.uses():
+        user.outputs[0].replace_all_uses_with(operand(user, 0))
+        graph.remove(user, safe=True)
     graph.inputs.remove(first)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,6 +13,7 @@ import onnx_ir as ir
 from ..tracing.attention import OPSET
 
 MICROSOFT_DOMAIN = "com.microsoft"  # of ONNX Runtime's contributed operators
+LAST_POSITIONS = 5  # input of GroupQueryAttention
 
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
@@ -47,6 +48,21 @@ def insert_node(
     return output
 
 
+def split_columns(
+    before: ir.Node, value: ir.Value, widths: Sequence[int], names: Sequence[str]
+) -> list[ir.Value]:
+    """Insert a split of a value along its last axis before a node."""
+    assert before.graph is not None
+    sizes = add_constant(before.graph, np.array(widths, np.int64), f"{value.name}.widths")
+    node = ir.node("Split", [value, sizes], {"axis": -1}, num_outputs=len(names))
+    for output, name, width in zip(node.outputs, names, widths, strict=True):
+        output.name, output.dtype = name, value.dtype
+        if value.shape is not None:
+            output.shape = ir.Shape([*value.shape[:-1], width])
+    before.graph.insert_before(before, node)
+    return list(node.outputs)
+
+
 def operand(node: ir.Node, index: int) -> ir.Value:
     """Return an input that a node must have."""
     value = node.inputs[index]
@@ -71,6 +87,23 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """Return the node that computes a value, if it has this operator type."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type else None
+
+
+def producer_through_casts(value: ir.Value, op_type: str) -> ir.Node | None:
+    """Return the node that computes a value, apart from its type, if it has this operator type."""
+    while cast := producer(value, "Cast"):
+        value = operand(cast, 0)
+    return producer(value, op_type)
+
+
+def reader_through_casts(value: ir.Value) -> ir.Node | None:
+    """Return the only node that reads a value, possibly in another type."""
+    while len(value.uses()) == 1:
+        ((user, _),) = value.uses()
+        if user.op_type != "Cast":
+            return user
+        value = user.outputs[0]
+    return None
 
 
 def is_token_positions(value: ir.Value | None) -> bool:
@@ -104,6 +137,7 @@ class GraphBuilder:
         self.graph = graph
         self._name, self._numbers = name, itertools.count()
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], ir.Value] = {}
+        self.shared: dict[Hashable, ir.Value] = {}  # weights of copied graphs, and nodes over them
 
     def __call__(
         self,
@@ -166,68 +200,52 @@ class GraphBuilder:
         return self._constants[key]
 
 
-Rewrite = Callable[[ir.Node], ir.Value | None]  # returns a replacement of a node's output
-
-
 class GraphTemplate:
     """Graph file that can be copied repeatedly into a larger graph.
 
-    Copies share its weights, by paths relative to the larger graph's folder, and casts of weights,
-    which ONNX Runtime folds at loading. On CPUs without VNNI ONNX Runtime converts int8 weights to
-    unsigned ones per node, under the initializer's name, so each copy has separate int8
-    initializers unless it `shares_bytes`.
+    Copies, also of other files, share weights, by paths relative to the larger graph's folder, and
+    nodes over weights, which ONNX Runtime folds at loading. On CPUs without VNNI ONNX Runtime
+    converts int8 weights to unsigned ones per node, under the initializer's name, so each copy has
+    separate int8 initializers unless it `shares_bytes`.
     """
 
     def __init__(self, root: Path, file: str, shares_bytes: bool = False) -> None:
         self._model = ir.load(root / file)
         self._root, self._file = root, Path(file)
         self._shares_bytes = shares_bytes
-        self._constants: dict[str, ir.Value] = {}
 
     def copy(
-        self,
-        nodes: GraphBuilder,
-        prefix: str,
-        inputs: Mapping[str, ir.Value],
-        rewrite: Rewrite | None = None,
+        self, nodes: GraphBuilder, prefix: str, inputs: Mapping[str, ir.Value]
     ) -> dict[str, ir.Value]:
-        """Copy the nodes, except those that `rewrite` replaces; return the outputs by name."""
+        """Copy the nodes; return the outputs by name."""
         graph = self._model.clone().graph
         for name, value in list(graph.initializers.items()):
             is_unshared = value.dtype == ir.DataType.INT8 and not self._shares_bytes
-            key = f"{prefix if is_unshared else self._file.with_suffix('')}.{name}"
-            if key not in self._constants:
-                self._constants[key] = nodes.stored(self._relocated(value), key)
-            value.replace_all_uses_with(self._constants[key])
+            tensor = self._relocated(value)
+            key = (prefix, name) if is_unshared else _values_key(tensor)
+            if key not in nodes.shared:
+                owner = prefix if is_unshared else self._file.with_suffix("")
+                nodes.shared[key] = nodes.stored(tensor, f"{owner}.{name}")
+            value.replace_all_uses_with(nodes.shared[key])
         for value in graph.inputs:
             value.replace_all_uses_with(inputs[str(value.name)])
         outputs = {str(value.name): value for value in graph.outputs}
         graph.outputs.clear()
         own_nodes = list(graph)
         graph.remove(own_nodes)
+        constants = {*nodes.shared.values()}
         for node in own_nodes:
-            if self._reuses_cast(node):
-                continue
+            values = {value for value in node.inputs if value is not None}
+            if len(node.outputs) == 1 and values and values <= constants:
+                key = _identity(node)
+                if key in nodes.shared:
+                    node.outputs[0].replace_all_uses_with(nodes.shared[key])
+                    continue
+                nodes.shared[key] = node.outputs[0]
+                constants.add(node.outputs[0])
             _prefix_dimensions(node, prefix)
-            replacement = rewrite(node) if rewrite is not None else None
-            if replacement is None:
-                nodes.put(node, prefix)
-                continue
-            (gone,) = node.outputs
-            gone.replace_all_uses_with(replacement)
-            outputs |= {name: replacement for name, value in outputs.items() if value is gone}
+            nodes.put(node, prefix)
         return outputs
-
-    def _reuses_cast(self, node: ir.Node) -> bool:
-        """Return True if an earlier copy casts the same weights, whose readers then use that."""
-        if node.op_type != "Cast" or not (value := node.inputs[0]) or not value.is_initializer():
-            return False
-        key = f"{value.name} {node.attributes['to'].as_int()}"
-        if key in self._constants:
-            node.outputs[0].replace_all_uses_with(self._constants[key])
-            return True
-        self._constants[key] = node.outputs[0]
-        return False
 
     def _relocated(self, value: ir.Value) -> ir.TensorProtocol:
         """Return a tensor with a path relative to the larger graph's folder."""
@@ -244,6 +262,20 @@ class GraphTemplate:
             name=str(value.name),
             base_dir=self._root,
         )
+
+
+def _values_key(tensor: ir.TensorProtocol) -> Hashable:
+    """Return a key that is equal for tensors of equal values: where they are stored, or they."""
+    is_stored = isinstance(tensor, ir.ExternalTensor)
+    values = (tensor.location, tensor.offset) if is_stored else tensor.tobytes()
+    return tensor.dtype, tuple(tensor.shape), values
+
+
+def _identity(node: ir.Node) -> Hashable:
+    """Return a key that is equal for nodes that compute the same values."""
+    attributes = sorted(map(ir.to_proto, node.attributes.values()), key=lambda x: x.name)
+    serialized = tuple(attribute.SerializeToString() for attribute in attributes)
+    return node.op_type, node.domain, serialized, tuple(node.inputs)
 
 
 def _prefix_dimensions(node: ir.Node, prefix: str) -> None:

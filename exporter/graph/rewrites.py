@@ -17,14 +17,24 @@ import onnx_ir as ir
 from onnx_ir.passes.common import DeduplicateInitializersPass, LiftConstantsToInitializersPass
 from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 
-from .nodes import add_constant, insert_node, producer
+from .nodes import (
+    add_constant,
+    insert_node,
+    operand,
+    producer,
+    replace_output,
+    split_columns,
+)
 
 SWAP = [0, 2, 1, 3]  # [B, T, H, D] to [B, H, T, D] and back
 
 
 def remove_transposes(graph: ir.Graph) -> None:
     """Remove canceling transpositions and reshapes, also around rotary embedding."""
+    for node in [n for n in graph if n.op_type in ("LayerNormalization", "RMSNormalization")]:
+        _normalize_rows(graph, node)
     for node in [n for n in graph if n.op_type == "RotaryEmbedding"]:
+        _rotate_whole_heads(graph, node)
         _rotate_rows(graph, node)
     for node in [n for n in graph if n.op_type == "Transpose"]:
         before = producer(node.inputs[0], "Transpose")
@@ -32,6 +42,46 @@ def remove_transposes(graph: ir.Graph) -> None:
             node.outputs[0].replace_all_uses_with(before.inputs[0])
     for node in [n for n in graph if n.op_type == "Reshape"]:
         _merge_reshapes(node)
+
+
+def _normalize_rows(graph: ir.Graph, node: ir.Node) -> None:
+    """Normalize heads [B, T, H, D] before instead of after a transposition to [B, H, T, D]."""
+    before, axis = producer(node.inputs[0], "Transpose"), node.attributes.get("axis")
+    is_last = axis is None or axis.as_int() in (-1, len(SWAP) - 1)
+    shapes = [value.shape for value in node.inputs[1:] if value is not None]
+    are_vectors = all(shape is not None and shape.rank() == 1 for shape in shapes)
+    if before is None or _permutation(before) != SWAP or not is_last or not are_vectors:
+        return
+    output = node.outputs[0]
+    node.replace_input_with(0, before.inputs[0])
+    users, shape = list(output.uses()), output.shape
+    turned = ir.node("Transpose", [output], {"perm": SWAP})
+    value = turned.outputs[0]
+    value.name, value.shape, value.dtype = f"{output.name}.turned", shape, output.dtype
+    output.shape = operand(before, 0).shape
+    graph.insert_after(node, turned)
+    for user, index in users:
+        user.replace_input_with(index, value)
+
+
+def _rotate_whole_heads(graph: ir.Graph, node: ir.Node) -> None:
+    """Apply partial rotary embedding to heads that are not split, if rows are rotated."""
+    split = producer(node.inputs[0], "Split")
+    users = [user for user, _ in node.outputs[0].uses()]
+    if split is None or producer(split.inputs[0], "Transpose") is None or len(users) != 1:
+        return
+    (joined,), output, heads = users, node.outputs[0], operand(split, 0)
+    is_first = [*split.outputs] == [node.inputs[0], *joined.inputs[1:]]
+    is_first &= all(x.attributes.get_int("axis", 0) in (-1, len(SWAP) - 1) for x in (split, joined))
+    is_turned = all(user.op_type == "Transpose" for user, _ in joined.outputs[0].uses())
+    if joined.op_type != "Concat" or not is_first or not is_turned or output.shape is None:
+        return
+    size = ir.AttrInt64("rotary_embedding_dim", output.shape[-1])
+    node.attributes["rotary_embedding_dim"] = size
+    node.replace_input_with(0, heads)
+    output.shape = heads.shape
+    joined.outputs[0].replace_all_uses_with(output)
+    graph.remove(joined, safe=True)
 
 
 def _rotate_rows(graph: ir.Graph, node: ir.Node) -> None:
@@ -85,6 +135,33 @@ def _reshape(graph: ir.Graph, before: ir.Node, value: ir.Value, dims: list[int])
 
 def _permutation(node: ir.Node) -> list[int]:
     return list(node.attributes["perm"].as_ints())
+
+
+def merge_slices(graph: ir.Graph) -> None:
+    """Replace slices that together are all columns of a value by one split."""
+    for value in [value for node in graph for value in node.outputs]:
+        slices = [user for user, _ in value.uses()] if value.shape is not None else []
+        starts = {start: node for node in slices if (start := _first_column(node)) is not None}
+        outputs = [starts[start].outputs[0] for start in sorted(starts)]
+        widths = [output.shape[-1] for output in outputs]
+        is_whole = len(starts) == len(slices) > 1 and sum(widths) == value.shape[-1]
+        if is_whole and sorted(starts) == [sum(widths[:i]) for i in range(len(widths))]:
+            first = next(node for node in graph if node in slices)
+            names = [f"{output.name}.part" for output in outputs]
+            parts = split_columns(first, value, widths, names)
+            for output, part in zip(outputs, parts, strict=True):
+                replace_output(output, part)
+
+
+def _first_column(node: ir.Node) -> int | None:
+    """Return the first column of a slice of consecutive columns; None for another node."""
+    output = node.outputs[0]
+    if node.op_type != "Slice" or output.shape is None or not isinstance(output.shape[-1], int):
+        return None
+    bounds = [None if x is None else x.const_value for x in node.inputs[1:]]
+    start, _, *rest = [-1 if x is None or x.size != 1 else x.numpy().item() for x in bounds]
+    last = output.shape.rank() - 1
+    return start if rest in ([last], [last, 1]) else None
 
 
 def expand_sigmoids(model: ir.Model) -> None:

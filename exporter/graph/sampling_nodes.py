@@ -201,13 +201,13 @@ class SamplingNodes:
         return self.nodes("Where", self.is_sampled(), drawn, row.argmax), total
 
     def find_position(
-        self, weights: ir.Value, share: ir.Value, is_short: str
+        self, weights: ir.Value, share: ir.Value, comparison: str
     ) -> tuple[ir.Value, ir.Value]:
         """Return the first position whose cumulative weight reaches a share, and the total weight.
 
         Blocks are summed first, as by the runtime: CumSum takes quadratic time on CUDA, and ten
-        times as long as ReduceSum on the CPU. `is_short` compares a smaller cumulative weight with
-        the share. [1, C], [1] -> 2 * [1, 1]
+        times as long as ReduceSum on the CPU. `comparison` is the operator that compares a smaller
+        cumulative weight with the share. [1, C], [1] -> 2 * [1, 1]
         """
         nodes, missing = self.nodes, -self.vocab_size % _BLOCK
         blocks = nodes("Cast", weights, to=DOUBLE)
@@ -222,10 +222,10 @@ class SamplingNodes:
         sums = nodes("Add", befores, totals)
         total = nodes("Slice", sums, [-1], [END], [0])
         goal = nodes("Mul", total, share)
-        ones = nodes("Cast", nodes(is_short, sums, goal), to=FLOAT)
+        ones = nodes("Cast", nodes(comparison, sums, goal), to=FLOAT)
         block = nodes("Cast", nodes("ReduceSum", ones, [0], keepdims=0), to=INT)
         inside = nodes("CumSum", nodes("Gather", blocks, block), np.array(1))
-        short = nodes(is_short, inside, nodes("Sub", goal, nodes("Gather", befores, block)))
+        short = nodes(comparison, inside, nodes("Sub", goal, nodes("Gather", befores, block)))
         # If rounding moves the goal beyond the block, take the last position with a weight.
         less = nodes("Less", inside, nodes("Slice", inside, [-1], [END], [1]))
         ones = nodes("Cast", nodes("And", short, less), to=FLOAT)

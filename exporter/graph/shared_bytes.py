@@ -1,41 +1,55 @@
-"""Int8 matrices that lookups and matrix products share on a GPU.
+"""Tied embeddings that lookups and products share on a GPU.
 
-MatMulNBits reads unsigned bytes [V, blocks, 32] in the order of the stored table. ONNX Runtime's
-own fusion to MatMulNBits requires a DequantizeLinear node per product: if a graph multiplies by a
-matrix more than once, it keeps a copy for each product, or dequantizes the matrix in every pass.
+CPU kernels pack matrices in any case, but on a GPU the table is then in memory once.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+import onnx_ir.passes.common as passes
 
 from .nodes import (
     MICROSOFT_DOMAIN,
     GraphBuilder,
     operand,
     producer,
-    replace_output,
     static_shape,
 )
 
 
-def share_int8_embeddings(graph: ir.Graph) -> None:
+def share_embeddings(model: ir.Model) -> None:
+    """Let a tied embedding's products read the table without a transposed copy, in place."""
+    for turned in [n for n in model.graph if n.op_type == "Transpose"]:
+        table, users = operand(turned, 0), list(turned.outputs[0].uses())
+        is_matrix = [*turned.attributes["perm"].as_ints()] == [1, 0] and _is_table(table)
+        if is_matrix and all((user.op_type, i) == ("MatMul", 1) for user, i in users):
+            for node, _ in users:
+                node.replace_input_with(1, table)
+                node.op_type, node.domain = "FusedMatMul", MICROSOFT_DOMAIN
+                node.attributes["transB"] = ir.AttrInt64("transB", 1)
+            model.graph.opset_imports[MICROSOFT_DOMAIN] = 1
+    _share_int8_embeddings(model.graph)
+    passes.RemoveUnusedNodesPass()(model)
+
+
+def _is_table(value: ir.Value) -> bool:
+    """Return True for a stored matrix, or a cast of one."""
+    cast = producer(value, "Cast")
+    source = cast.inputs[0] if cast is not None else value
+    return source is not None and isinstance(source.const_value, ir.ExternalTensor)
+
+
+def _share_int8_embeddings(graph: ir.Graph) -> None:
     """Let lookups in a tied int8 embedding read the matrix of the LM head's product, in place.
 
     Replaced nodes are left unused.
     """
     nodes = GraphBuilder("shared", graph)
-    blocks = MatMulNBitsRewriter(nodes)
     lookups = [
         node for node in graph if node.op_type == "Gather" and _is_int8_table(node.inputs[0])
     ]
     for table in dict.fromkeys(operand(node, 0) for node in lookups):
-        for node in list(graph):
-            if _is_product_with(node, table):
-                product = blocks.rewrite(node)
-                assert product is not None
-                replace_output(node.outputs[0], product)
         rows = _product_matrix(table)
         if rows is None:
             continue
@@ -53,15 +67,8 @@ def _is_int8_table(value: ir.Value | None) -> bool:
     )
 
 
-def _is_product_with(node: ir.Node, table: ir.Value) -> bool:
-    """Return True if a node is a product with the transposed table."""
-    widened = producer(node.inputs[1], "DequantizeLinear") if node.op_type == "MatMul" else None
-    turned = producer(widened.inputs[0], "Transpose") if widened is not None else None
-    return turned is not None and turned.inputs[0] is table
-
-
 def _product_matrix(table: ir.Value) -> ir.Value | None:
-    """Return the matrix of a table's MatMulNBits products, [V, blocks, 32]; None without one."""
+    """Return the matrix of a table's MatMulNBits product, [V, blocks, b]; None without one."""
     for user, _ in table.uses():
         value = user.outputs[0] if user.op_type == "Cast" else None
         while value is not None and value.uses():
@@ -80,7 +87,8 @@ def _replace_lookup(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
     output, dtype = cast.outputs[0], ir.DataType(cast.attributes["to"].as_int())
     assert output.shape is not None
     copied_dims = [0] * (len(output.shape) - 1)
-    width = -(-size // BLOCK) * BLOCK
+    _, num_blocks, block_size = static_shape(rows)
+    width = num_blocks * block_size
     taken = nodes("Cast", nodes("Gather", rows, ids), to=dtype)
     centered = nodes("Sub", taken, np.array(128, dtype.numpy()))
     gathered = nodes("Reshape", centered, [*copied_dims, width])
@@ -88,49 +96,3 @@ def _replace_lookup(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
         gathered = nodes("Slice", gathered, [0], [size], [-1])
     gathered.shape, gathered.dtype = output.shape, output.dtype
     output.replace_all_uses_with(gathered)
-
-
-BLOCK = 32  # block size of ONNX Runtime's fusion
-_ZERO = np.array(128, np.uint8)  # zero point of unsigned bytes
-
-
-class MatMulNBitsRewriter:
-    """Rewriter of int8 products to MatMulNBits nodes, with matrices converted at loading."""
-
-    def __init__(self, nodes: GraphBuilder) -> None:
-        self._nodes = nodes
-        self._matrices: dict[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
-
-    def rewrite(self, node: ir.Node) -> ir.Value | None:
-        """Return the rewritten product of a node; None if it has no per-channel int8 weights."""
-        widened = producer(node.inputs[1], "DequantizeLinear") if node.op_type == "MatMul" else None
-        if widened is None or "block_size" in widened.attributes:
-            return None
-        matrix, scales = operand(widened, 0), operand(widened, 1)
-        turned = producer(matrix, "Transpose")
-        source = operand(turned, 0) if turned is not None else matrix
-        rows, columns = static_shape(source)[:: -1 if turned is not None else 1]
-        if (source, scales) not in self._matrices:
-            self._matrices[source, scales] = self._blocks(
-                source, scales, rows, columns, turned is None
-            )
-        sizes = {"K": rows, "N": columns, "bits": 8, "block_size": BLOCK}
-        product = self._nodes(
-            "MatMulNBits", node.inputs[0], *self._matrices[source, scales],
-            domain=MICROSOFT_DOMAIN, **sizes,
-        )  # fmt: skip
-        product.type, product.shape = node.outputs[0].type, node.outputs[0].shape
-        node.replace_input_with(1, None)
-        return product
-
-    def _blocks(
-        self, source: ir.Value, scales: ir.Value, rows: int, columns: int, turn: bool
-    ) -> tuple[ir.Value, ir.Value]:
-        """Convert a matrix [K, N] (`turn`) or [N, K] to bytes [N, blocks, 32] and scales."""
-        nodes, count = self._nodes, -(-rows // BLOCK)
-        blocks = nodes("Transpose", source, perm=[1, 0]) if turn else source
-        blocks = nodes("BitwiseXor", nodes("Cast", blocks, to=ir.DataType.UINT8), _ZERO)
-        if padding := count * BLOCK - rows:
-            blocks = nodes("Pad", blocks, [0, 0, 0, padding], _ZERO)
-        blocks = nodes("Reshape", blocks, [columns, count, BLOCK])
-        return blocks, nodes("Expand", nodes("Unsqueeze", scales, [1]), [columns, count])

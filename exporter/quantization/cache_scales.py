@@ -79,8 +79,11 @@ def check_scales(
         expected = floats * factors.get(cache, 1)
         error = np.median(np.abs(integers * scales[cache] - expected), 1)
         magnitude = np.median(np.abs(expected), 1)
-        if not (error <= scales[cache][:, 0] + MAX_MEDIAN_ERROR * magnitude).all():
+        excess = error - (scales[cache][:, 0] + MAX_MEDIAN_ERROR * magnitude)
+        if not (excess <= 0).all():
+            head, channel = np.unravel_index(np.argmax(excess), excess.shape)
             raise ExportError(
-                f"{name}: channels of {cache} in int8 differ from those in float32 by up to "
-                f"{np.max(error / np.maximum(magnitude, 1e-30)):.0%} of their median; omit --cache"
+                f"{name}: channel {channel} of head {head} of {cache} in int8 differs from that in "
+                f"float32 by {error[head, channel]:.1e} (median {magnitude[head, channel]:.1e}); "
+                "omit --cache"
             )

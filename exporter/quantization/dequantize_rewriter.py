@@ -1,7 +1,7 @@
 """Rewriting of float graphs to graphs that dequantize weights and multiply in float.
 
-For devices without kernels for integer products. On CUDA ONNX Runtime fuses DequantizeLinear and
-MatMul. Integers and scales are shared with the other graphs.
+For devices without kernels for integer products. Integers and scales are shared with the other
+graphs.
 
 In TensorRT only DequantizeLinear may read integers, so it precedes lookups and transpositions.
 Block-wise weights are stored a second time, as signed integers in the matrix's layout.
@@ -9,6 +9,7 @@ Block-wise weights are stored a second time, as signed integers in the matrix's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,14 @@ import onnx_ir as ir
 import torch
 
 from ..graph.external_data import view_tensor
-from ..graph.nodes import operand, producer, replace_output, static_shape
+from ..graph.nodes import (
+    MICROSOFT_DOMAIN,
+    insert_node,
+    operand,
+    producer,
+    replace_output,
+    static_shape,
+)
 from . import expert_rewriter, rounding
 from .block_sources import BlockSource
 from .experts import ExpertLayer
@@ -25,12 +33,16 @@ from .integer_rewriter import IntegerRewriter, num_columns
 from .matrices import Matrix, StoredTensor
 from .schemes import Scheme
 
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 128  # rows that share a scale in MatMulNBits
+
 
 class DequantizeRewriter(IntegerRewriter):
     """Rewriter of the products and embeddings of one graph; activations stay float.
 
-    Block-wise products are MatMulNBits here as well, since ONNX Runtime would not fuse
-    DequantizeLinear and MatMul.
+    Products are MatMulNBits: before version 1.30 ONNX Runtime does not fuse DequantizeLinear and
+    MatMul, and dequantizes all weights in every pass. ONNX Runtime folds the conversion of the
+    stored integers to MatMulNBits's layout when it loads a graph. The largest blocks have the
+    fewest scales.
     """
 
     has_float_inputs = True
@@ -47,8 +59,58 @@ class DequantizeRewriter(IntegerRewriter):
         like: ir.Value,
         width: int,
     ) -> ir.Value:
-        (x,), wide = quantized_input, self._dequantize_weights(before, *weights, name)
-        return self.node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
+        (x,), (values, scales) = quantized_input, weights
+        turned = producer(values, "Transpose")
+        columns = values if turned is None else operand(turned, 0)
+        if len(static_shape(columns)) > 2:
+            wide = self._dequantize_weights(before, values, scales, name)
+            return self.node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
+        size = static_shape(columns)[0 if turned is None else 1]
+        block_size = max(math.gcd(size, _LARGEST_BLOCK), _SMALLEST_BLOCK)
+        num_blocks = -(-size // block_size)
+        if turned is None:
+            columns = insert_node(before, "Transpose", [columns], f"{name}.turned", perm=[1, 0])
+        inputs = [
+            x,
+            self._unsigned_blocks(before, columns, (width, num_blocks, block_size), size, name),
+            self._block_scales(before, scales, num_blocks, name),
+        ]
+        return self.node(
+            before, "MatMulNBits", inputs, f"{name}.whole", like, width,
+            domain=MICROSOFT_DOMAIN, K=size, N=width, bits=8, block_size=block_size,
+        )  # fmt: skip
+
+    def _unsigned_blocks(
+        self,
+        before: ir.Node,
+        columns: ir.Value,
+        shape: tuple[int, int, int],
+        size: int,
+        name: str,
+    ) -> ir.Value:
+        """Convert signed to unsigned integers in blocks. [N, K] -> [N, blocks, b]"""
+        _, num_blocks, block_size = shape
+        zero = self.constant("sign", np.array(128, np.uint8))
+        bytes_ = insert_node(before, "Cast", [columns], f"{name}.bytes", to=ir.DataType.UINT8)
+        value = insert_node(before, "BitwiseXor", [bytes_, zero], f"{name}.unsigned")
+        if padding := num_blocks * block_size - size:
+            ends = self.constant(f"padding.{padding}", np.array([0, 0, 0, padding], np.int64))
+            value = insert_node(before, "Pad", [value, ends, zero], f"{name}.padded")
+        dims = self.constant(f"blocks.{shape}", np.array(shape, np.int64))
+        value = insert_node(before, "Reshape", [value, dims], f"{name}.blocks")
+        value.shape, value.dtype = ir.Shape(shape), ir.DataType.UINT8
+        return value
+
+    def _block_scales(
+        self, before: ir.Node, scales: ir.Value, num_blocks: int, name: str
+    ) -> ir.Value:
+        """Repeat the scale of each column for its blocks. [1, N] -> [N, K / b]"""
+        stored = scales.const_value
+        assert isinstance(stored, ir.ExternalTensor)
+        columns = ir.Shape([stored.size, 1])
+        column = self.external(view_tensor(stored, columns, f"{stored.name}.columns"))
+        dims = self.constant(f"scales.{num_blocks}", np.array([1, num_blocks], np.int64))
+        return self.node(before, "Expand", [column, dims], f"{name}.scales", column, num_blocks)
 
     def _dequantize_weights(
         self, before: ir.Node, values: ir.Value, scales: ir.Value, name: str
@@ -84,6 +146,18 @@ class QdqRewriter(DequantizeRewriter):
     The lookup and the product of a tied table have separate initializers over the same bytes: with
     a shared one ONNX Runtime fails with `session.x64quantprecision`. TensorRT-RTX merges both.
     """
+
+    def _multiply(
+        self,
+        before: ir.Node,
+        quantized_input: tuple[ir.Value, ...],
+        weights: tuple[ir.Value, ir.Value],
+        name: str,
+        like: ir.Value,
+        width: int,
+    ) -> ir.Value:
+        (x,), wide = quantized_input, self._dequantize_weights(before, *weights, name)
+        return self.node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
 
     def _insert_block_lookup(self, node: ir.Node, stored: StoredTensor) -> ir.Value:
         """Insert a lookup in a table with one scale per row, stored in addition to blocks."""

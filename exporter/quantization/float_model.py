@@ -27,6 +27,7 @@ from ..graph.external_data import STORED
 from ..graph.graphs import GraphFile, variant_signature
 from ..graph.half_precision import convert_caches, convert_graph
 from ..graph.int8_caches import quantize_caches
+from ..graph.shared_bytes import share_embeddings
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
 
@@ -116,17 +117,11 @@ class FloatModel:
 
         `factors` [H, 1, D] undo the smoothing of its caches, by name.
         """
-        if (dtype := compute_dtype(ops)) != "float32":
-            rewrites.fuse_sigmoids(graph_model)  # one kernel launch on a GPU instead of four
-            if attention_ops(ops) == "gqa":
-                fusion.fuse_swish(graph_model.graph)
-                fusion.fuse(graph_model)
-            convert_graph(graph_model, STORED[dtype][1])
-        elif has_int8_caches(ops):
+        if has_int8_caches(ops):
             scales = {n: s / (factors or {}).get(n, 1) for n, s in self.cache_scales.items()}
             quantize_caches(graph_model, scales)
-        elif (dtype := cache_dtype(ops)) != "float32":
-            convert_caches(graph_model, STORED[dtype][1])
+        else:
+            convert_types(graph_model, ops)
         graphs.write_graphs(graph_model, folder, self.files, ops)
 
     def with_reports(self, reports: dict[str, VariantReport], weights_dtype: str) -> ModelEntry:
@@ -147,3 +142,17 @@ class FloatModel:
             model, weights_dtype=weights_dtype, signatures=signatures_, graphs=tuple(entries),
             parity=parity, quantization=quantization,
         )  # fmt: skip
+
+
+def convert_types(graph_model: ir.Model, ops: str) -> None:
+    """Convert a float32 decoder to the types of a graph variant, in place."""
+    if (dtype := compute_dtype(ops)) != "float32":
+        rewrites.fuse_sigmoids(graph_model)  # one kernel launch on a GPU instead of four
+        if attention_ops(ops) == "gqa":
+            fusion.fuse_swish(graph_model.graph)
+            fusion.fuse(graph_model)
+        convert_graph(graph_model, STORED[dtype][1])
+        if attention_ops(ops) == "gqa":
+            share_embeddings(graph_model)
+    elif (dtype := cache_dtype(ops)) != "float32":
+        convert_caches(graph_model, STORED[dtype][1])

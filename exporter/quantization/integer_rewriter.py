@@ -25,7 +25,13 @@ import onnx_ir as ir
 
 from ..checkpoint.quantized_tensors import BlockLayout
 from ..graph.external_data import view_tensor
-from ..graph.nodes import MICROSOFT_DOMAIN, add_constant, insert_node, replace_output
+from ..graph.nodes import (
+    MICROSOFT_DOMAIN,
+    add_constant,
+    insert_node,
+    replace_output,
+    split_columns,
+)
 from . import expert_rewriter, rounding
 from .block_sources import BlockSource, CheckpointMatrix, RoundedMatrix
 from .experts import ExpertLayer
@@ -184,9 +190,9 @@ class IntegerRewriter(GraphEditor):
             return [value]
         name, size = value.name, value.shape[-1] if value.shape is not None else None
         assert isinstance(size, int)
-        sizes = np.full(choice.num_parts, size // choice.num_parts, np.int64)
-        names = [f"{name}.part{i}" for i in range(choice.num_parts)]
-        return _insert_split(before, value, add_constant(self.graph, sizes, f"{name}.parts"), names)
+        widths = [size // choice.num_parts] * choice.num_parts
+        names = [f"{name}.part{i}" for i in range(len(widths))]
+        return split_columns(before, value, widths, names)
 
     def _quantize_input(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
         """Quantize x dynamically; return bytes [..., T, K] and scales [..., T, 1]."""
@@ -364,9 +370,8 @@ class IntegerRewriter(GraphEditor):
         outputs = [m.node.outputs[0] for m in matrices]
         parts = [total]
         if len(matrices) > 1:
-            widths = np.array([num_columns(m) for m in matrices], np.int64)
-            sizes = add_constant(self.graph, widths, f"{name}.widths")
-            parts = _insert_split(before, total, sizes, [f"{o.name}.whole" for o in outputs])
+            names = [f"{output.name}.whole" for output in outputs]
+            parts = split_columns(before, total, list(map(num_columns, matrices)), names)
         for output, value in zip(outputs, parts, strict=True):
             value.shape, value.dtype = output.shape, output.dtype
             replace_output(output, value)
@@ -407,21 +412,6 @@ class IntegerRewriter(GraphEditor):
         self.graph.insert_after(matrix.node, scaled)
         for user, index in users:
             user.replace_input_with(index, scaled.outputs[0])
-
-
-def _insert_split(
-    before: ir.Node, value: ir.Value, sizes: ir.Value, names: list[str]
-) -> list[ir.Value]:
-    """Split a value along its last axis."""
-    node = ir.node("Split", [value, sizes], {"axis": -1}, num_outputs=len(names))
-    assert sizes.const_value is not None
-    for output, name, size in zip(node.outputs, names, sizes.const_value.numpy(), strict=True):
-        output.name, output.dtype = name, ir.DataType.FLOAT
-        if value.shape is not None:
-            output.shape = ir.Shape([*value.shape[:-1], int(size)])
-    assert before.graph is not None
-    before.graph.insert_before(before, node)
-    return list(node.outputs)
 
 
 def num_columns(matrix: Matrix) -> int:

@@ -121,9 +121,10 @@ def grouped_query_attention(
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first half of each head against the second. [H, T, D], 2 * [T, D/2]"""
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    """Rotate the first half of the rotated channels against the second. [H, T, D], 2 * [T, r/2]"""
+    half = cos.shape[-1]
+    a, b, rest = x.tensor_split((half, 2 * half), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
 def attention(

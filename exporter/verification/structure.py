@@ -140,7 +140,7 @@ def _permute_channels(
     """Permute the channels of queries and keys, and so the summation order of scores.
 
     The rounding error of a score depends on the order of large channels. Channels that rotary
-    embedding pairs stay half a head apart.
+    embedding pairs stay half of the rotated channels apart.
     """
     options, grouped = attributes(node), node.op_type == "GroupQueryAttention"
     keys = inputs[3 if grouped else 1]
@@ -150,8 +150,10 @@ def _permute_channels(
     tables: tuple[int, ...] = ()
     if options.get("do_rotary"):
         tables = (7, 8)
-        half = random.permutation(size // 2)
-        order = np.concatenate((half, half + size // 2))
+        assert inputs[7] is not None
+        width = inputs[7].shape[-1]
+        half, rest = random.permutation(width), random.permutation(size - 2 * width)
+        order = np.concatenate((half, half + width, rest + 2 * width))
     reordered = list(inputs)
     for i in (0, 1, 3) if grouped else (0, 1):
         if (x := inputs[i]) is not None:
@@ -164,7 +166,7 @@ def _permute_channels(
     for i in tables:
         table = inputs[i]
         assert table is not None
-        reordered[i] = np.ascontiguousarray(table[:, order[: size // 2]])
+        reordered[i] = np.ascontiguousarray(table[:, order[: table.shape[-1]]])
     return reordered
 
 

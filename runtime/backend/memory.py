@@ -27,9 +27,10 @@ TOKENIZER = 11  # loaded size relative to the file's, measured with 150,000 entr
 SAFETY_FACTOR = 0.9  # estimates may be 10% too large
 CONTEXT_STEP = 256  # granularity and minimum of suggested context lengths
 # Packed size of a weight in eighths of its size, by operator (8 for other products). ONNX Runtime
-# fuses DequantizeLinear into MatMulNBits, with a scale per block of 32. A packed block of 4 bits
-# takes 28 instead of 20 bytes: it has a sum beside each scale, and the original scales remain.
+# fuses DequantizeLinear of older bundles into MatMulNBits, with a scale per block of 32. A packed
+# block of 4 bits takes 28 instead of 20 bytes: a sum beside each scale, and the original scales.
 _PACKED_EIGHTHS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11, "QMoE": 11}
+_FLOAT_PRODUCTS = ("FusedMatMul", "Gemm", "MatMul")
 _LOOKUPS = ("Gather", "GatherBlockQuantized")  # operators that read rows of memory-mapped tables
 # Bytes of a packed weight by type; 4 for floating point.
 _PACKED_BYTES = {"int8": 1.0, "int8-block": 1.4, "int4": 0.7, "keep": 1.0}
@@ -231,12 +232,11 @@ def _weight_bytes(
     ONNX Runtime casts 16-bit matrices to float32 on the CPU; float32 weights need no cast.
     """
     for steps, readers in weight.forms:
-        size = weight.size * (2 if "Cast" in steps and not is_32_bit else 1)
+        is_widened = "Cast" in steps and "BitwiseXor" not in steps and not is_32_bit
+        size = weight.size * (2 if is_widened else 1)
         products = [op for op in readers if "MatMul" in op or op in _PACKED_EIGHTHS]
         for op in products:  # each packs a copy
-            is_cast = (
-                is_16_bit and not is_32_bit and op in ("MatMul", "Gemm") and "Cast" not in steps
-            )
+            is_cast = is_16_bit and not is_32_bit and op in _FLOAT_PRODUCTS and "Cast" not in steps
             yield size * (2 if is_cast else 1) * _PACKED_EIGHTHS.get(op, 8) // 8, True
         if any(op not in products and (steps or op not in _LOOKUPS) for op in readers):
             yield size, False

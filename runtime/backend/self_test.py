@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from specedge import int8_products
-from specedge.bundle.graph_variants import attention_ops
+from specedge.bundle.graph_variants import attention_ops, has_compute_type, is_qdq
 from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
 from specedge.diagnosis import packages
@@ -141,7 +141,10 @@ def _known_cause(entry: ModelEntry, ops: str) -> str:
     )
     if has_qmoe and packages.version_numbers(installed) < packages.version_numbers(oldest):
         return EXPERTS
-    return KNOWN_CAUSES.get(entry.weights_dtype, "as for some kernels")
+    in_blocks = entry.weights_dtype == "int8" and has_compute_type(ops) and not is_qdq(ops)
+    return KNOWN_CAUSES.get(
+        "int8-block" if in_blocks else entry.weights_dtype, "as for some kernels"
+    )
 
 
 def _verify_gpu_lengths(

@@ -20,7 +20,8 @@ from ..errors import BundleError
 from .bundle import Bundle
 from .manifest import REEXPORT_HINT
 
-FOLDED_OPS = ("Cast", "Reshape", "Transpose")  # constant-folded when a session is created
+# Constant-folded when a session is created; BitwiseXor and Pad follow a cast of int8 to bytes.
+FOLDED_OPS = ("BitwiseXor", "Cast", "Pad", "Reshape", "Transpose")
 CONTROL_FLOW = (b"If", b"Loop", b"Scan", b"SequenceMap")
 
 T = TypeVar("T")

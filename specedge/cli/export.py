@@ -89,7 +89,7 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--cache",
     type=click.Choice(tuple(CACHE_TYPES)),
-    help="Add graph variants with smaller caches: a half in fp16, a quarter in int8.",
+    help="Add graph variants with smaller caches: half the size with fp16, a quarter with int8.",
 )
 @click.option(
     "--draft-vocab",

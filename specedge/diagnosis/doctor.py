@@ -358,7 +358,9 @@ def _driver_causes(machine: Machine) -> Iterator[Problem]:
         fix = "see nvidia-smi; reinstall the driver, 580 or newer, and restart"
         yield Problem(f"the NVIDIA driver does not respond: {reason}", fix)
     else:
-        newest, needed = driver.get("cuda"), machine.runtime.answers.get("cuda") or "13.0"
+        is_old = plug_in.CUDA.is_installed and plug_in.CUDA.version[0].endswith("cuda12")
+        oldest = "12.0" if is_old else "13.0"
+        newest, needed = driver.get("cuda"), machine.runtime.answers.get("cuda") or oldest
         if newest and version_numbers(newest)[0] < version_numbers(needed)[0]:
             version = f" {driver['version']}" if driver.get("version") else ""
             yield Problem(

@@ -158,18 +158,31 @@ def exported(request, tmp_path_factory):
     return target, bundle, progress
 
 
+def is_in(matrix, array):
+    """Return True for an array that is a matrix, or joins its transpose with others."""
+    if np.array_equal(matrix, array):
+        return True
+    starts = range(array.shape[1] - len(matrix) + 1) if len(array) == matrix.shape[1] else ()
+    return any(
+        np.array_equal(matrix[0], array[:, i])
+        and np.array_equal(matrix.T, array[:, i : i + len(matrix)])
+        for i in starts
+    )
+
+
 def test_matrices_are_stored_once_and_bitwise_unchanged(exported):
     target, bundle, _ = exported
     model = onnx.load(bundle.path("target/decoder.onnx"))
-    stored = {
-        onnx.numpy_helper.to_array(tensor).astype(np.float32).tobytes()
+    stored = [
+        onnx.numpy_helper.to_array(tensor).astype(np.float32)
         for tensor in model.graph.initializer
-    }
+        if len(tensor.dims) == 2
+    ]
     with safe_open(target / "model.safetensors", "pt") as file:
         for key in file.keys():  # noqa: SIM118
             matrix = file.get_tensor(key).float()
             if matrix.ndim == 2 and matrix.numel() >= 1 << 18:
-                assert {matrix.numpy().tobytes(), matrix.T.numpy().tobytes()} & stored, key
+                assert any(is_in(matrix.numpy(), array) for array in stored), key
     size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
     assert abs(bundle.files["target/weights.bin"].size - size) < 0.1 * size
 

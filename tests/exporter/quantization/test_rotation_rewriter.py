@@ -58,7 +58,7 @@ class Changed:
 
     def __init__(self, model, folder, ops="onnx"):
         folder.mkdir()
-        self.before = traced(with_gains(model), folder, ops)
+        self.before = traced(with_gains(model), folder, ops, joins_products=False)
         self.folder = folder.with_name("changed")
         self.folder.mkdir()
         path = folder / self.before.files["decoder"].source.file_name(ops)

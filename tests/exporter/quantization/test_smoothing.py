@@ -25,10 +25,10 @@ CASES = [  # Q, K and V are one matrix in the last three: beside each other, or 
 def written(request, traced_model, tmp_path_factory):
     kind, ops = request.param
     if kind in ("llama", "gpt2"):
-        return kind, traced_model(kind, ops)[1]
+        return kind, traced_model(kind, ops, joins_products=False)[1]
     model = make_model(ARCHITECTURES[kind][1]())
     model.set_attn_implementation("eager")
-    return kind, traced(model, tmp_path_factory.mktemp(kind), ops)
+    return kind, traced(model, tmp_path_factory.mktemp(kind), ops, joins_products=False)
 
 
 def ways(graph):
@@ -153,7 +153,7 @@ def test_group_is_smoothed_only_if_supported_by_all_graphs(written):
 
 def test_smoothing_reduces_error_of_value_outlier_channels(tmp_path):
     """One channel of each head of v dwarfs the others in the output projection's input."""
-    runner = traced(with_outliers(model_of("llama")), tmp_path)
+    runner = traced(with_outliers(model_of("llama")), tmp_path, joins_products=False)
     group = matrix_groups(ir.load(runner.path("decoder")).graph)[1]
     way = smoothing.smoothing_path(group)
     x = np.random.default_rng(0).standard_normal((48, 64)).astype(np.float32)

@@ -92,9 +92,8 @@ def test_rotary_embedding_and_residual_norms_are_fused_for_gpu(made):
         operators = Counter(node.op_type for node in made.graph(model, "gqa-fp16").node)
         layers = operators["GroupQueryAttention"]
         assert operators["RotaryEmbedding"] == 0
-        assert operators["SkipSimplifiedLayerNormalization"] == 2 * layers - 1
-        # Of the embedding, and of the rows with logits; integer products are joined.
-        assert operators["SimplifiedLayerNormalization"] == 2
+        assert operators["SkipSimplifiedLayerNormalization"] == 2 * layers
+        assert operators["SimplifiedLayerNormalization"] == 1  # of the embedding
         assert operators["QuickGelu"] == layers  # SiLU
         assert operators["Sigmoid"] == 0
         assert operators["Split"] == (0 if model.weights_dtype == "float16" else layers)
@@ -227,11 +226,10 @@ def test_int8_weights_are_dequantized_and_inputs_stay_float(made):
     for ops in made.sets:
         graph = made.graph(made.bundle.target, ops)
         ops_found = {node.op_type for node in graph.node}
-        assert {"DequantizeLinear", "MatMul"} <= ops_found
-        assert not {"QuantizeLinear", "MatMulInteger"} & ops_found
-        wide = {n.output[0] for n in graph.node if n.op_type == "DequantizeLinear"}
+        assert "MatMulNBits" in ops_found
+        assert not {"DequantizeLinear", "QuantizeLinear", "MatMulInteger"} & ops_found
         products = {node.input[1] for node in graph.node if node.op_type == "MatMul"}
-        assert {name for name in products if "hadamard" not in name} == wide
+        assert all("hadamard" in name for name in products)
 
 
 @pytest.mark.slow(exhaustive=True)
