@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -46,6 +46,7 @@ class DequantizeRewriter(IntegerRewriter):
     """
 
     has_float_inputs = True
+    has_block_products: ClassVar = True
 
     def _quantize_input(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
         return (value,)
@@ -62,7 +63,7 @@ class DequantizeRewriter(IntegerRewriter):
         (x,), (values, scales) = quantized_input, weights
         turned = producer(values, "Transpose")
         columns = values if turned is None else operand(turned, 0)
-        if len(static_shape(columns)) > 2:
+        if len(static_shape(columns)) > 2 or not self.has_block_products:
             wide = self._dequantize_weights(before, values, scales, name)
             return self.node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
         size = static_shape(columns)[0 if turned is None else 1]
@@ -147,17 +148,7 @@ class QdqRewriter(DequantizeRewriter):
     a shared one ONNX Runtime fails with `session.x64quantprecision`. TensorRT-RTX merges both.
     """
 
-    def _multiply(
-        self,
-        before: ir.Node,
-        quantized_input: tuple[ir.Value, ...],
-        weights: tuple[ir.Value, ir.Value],
-        name: str,
-        like: ir.Value,
-        width: int,
-    ) -> ir.Value:
-        (x,), wide = quantized_input, self._dequantize_weights(before, *weights, name)
-        return self.node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
+    has_block_products = False
 
     def _insert_block_lookup(self, node: ir.Node, stored: StoredTensor) -> ir.Value:
         """Insert a lookup in a table with one scale per row, stored in addition to blocks."""
