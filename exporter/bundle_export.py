@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,15 +19,15 @@ from specedge.bundle import FORMAT, MANIFEST, Bundle, pack_ids, store
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.manifest import FileEntry, MeasuredAcceptance, ModelEntry
-from specedge.bundle.precision import HALF_DTYPES, KEEP, QUANTIZED_DTYPES
+from specedge.bundle.precision import HALF_DTYPES, KEEP
 from specedge.errors import ExportError
 from specedge.version import __version__
 
 from . import cost_estimate, mapped_memory
 from .checkpoint import checkpoints, draft_vocabulary, hub, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
-from .checkpoint.quantized_rows import QuantizedRows
 from .graph import best_logits, draft_loop
+from .graph.external_data import LazyWeights
 from .graph.graphs import SOURCE
 from .model_export import REJECTION, export_model
 from .progress import Progress
@@ -85,8 +85,8 @@ def export(
                 job = _check(request, all_checkpoints, calibration, work, progress)
                 entries, hashes = list[ModelEntry](), dict[str, FileEntry]()
                 for checkpoint, length in job.exports():
-                    traced, weights, kept = _trace_and_verify(job, checkpoint, length)
-                    quantized, weights = _quantize(job, checkpoint, traced, weights, kept)
+                    traced, weights, lazy = _trace_and_verify(job, checkpoint, length)
+                    quantized, weights = _quantize(job, checkpoint, traced, weights, lazy)
                     entries += quantized
                     hashes[quantized[0].weights] = weights
                 _write(job, entries, hashes)
@@ -217,7 +217,7 @@ def _check(
 
 def _trace_and_verify(
     job: _Job, checkpoint: Checkpoint, length: int
-) -> tuple[list[ModelEntry], FileEntry, dict[int, QuantizedRows]]:
+) -> tuple[list[ModelEntry], FileEntry, LazyWeights | None]:
     """Write a checkpoint's graphs in float32, compare them with PyTorch, and hash its weights.
 
     The result is that of `export_model`.
@@ -252,19 +252,17 @@ def _quantize(
     checkpoint: Checkpoint,
     traced: list[ModelEntry],
     weights: FileEntry,
-    kept: Mapping[int, QuantizedRows],
+    lazy: LazyWeights | None,
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Convert a checkpoint's models to the requested precision, and add further graph variants."""
     request, progress, ids = job.request, job.progress, job.ids_of(checkpoint)
     folder, suffixes = job.work / checkpoint.role, job.request.variant_suffixes
     precision, tensors = request.precision_of(checkpoint.role), loader.quantized_tensors(checkpoint)
-    if precision == KEEP and not tensors:
-        precision = "fp32"  # an unquantized draft model of a quantized target
     roles = dict(zip((checkpoint.role, "draft"), traced, strict=False))
-    if precision in QUANTIZED_DTYPES:
+    if lazy is not None:  # not an unquantized draft model of a quantized target
         return quantize(
             roles, folder, precision, job.calibration_texts(traced[0]), ids, progress, suffixes,
-            request.rounding, request.average_bits, tensors, kept,
+            request.rounding, request.average_bits, tensors, lazy,
         )  # fmt: skip
     if suffixes:
         pieces = job.calibration_texts(traced[0])

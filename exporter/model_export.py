@@ -28,9 +28,8 @@ from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.decoder_layers import truncate
 from .checkpoint.loader import LoadedCheckpoint
 from .checkpoint.placeholders import WeightSources
-from .checkpoint.quantized_rows import QuantizedRows
 from .graph import graphs, rewrites
-from .graph.external_data import FILE, WeightsFile
+from .graph.external_data import FILE, LazyWeights, WeightsFile, WeightTensor
 from .graph.joined_products import join_attention_products
 from .graph.lm_head import add_logits_from
 from .graph.rewrites import remove_transposes
@@ -53,9 +52,9 @@ REJECTION = "; it cannot be exported in "
 class ModelExport:
     """Model that is being exported; rows of its vocabulary from `num_tokens` on are padding.
 
-    `quantized` are the weights that its precision keeps, by offset in the weights file, which lacks
-    those of a large model; None if it keeps none. With `joins_products` attention's products become
-    one; matrices that are quantized later are stored one by one.
+    `lazy` are the weights of a model that is quantized later, by offset in the weights file, which
+    lacks those of a large one; None for another model. With `joins_products` attention's products
+    become one; matrices that are quantized later are stored one by one.
     """
 
     role: str
@@ -66,7 +65,7 @@ class ModelExport:
     num_tokens: int
     folder: Path
     progress: Progress
-    quantized: dict[int, QuantizedRows] | None = None
+    lazy: dict[int, WeightTensor] | None = None
     joins_products: bool = True
 
     @property
@@ -96,7 +95,7 @@ def export_model(
     draft_ids: Sequence[int] | None = None,
     graph_variants: Sequence[str] = OPS,
     requires_invariance: bool = False,
-) -> tuple[list[ModelEntry], FileEntry, dict[int, QuantizedRows]]:
+) -> tuple[list[ModelEntry], FileEntry, LazyWeights | None]:
     """Write one checkpoint's graphs and weights to a new folder and verify them against PyTorch.
 
     A self-draft becomes a second model in the folder, whose graphs read the same weights.
@@ -114,8 +113,8 @@ def export_model(
             batch-invariant.
 
     Returns:
-        The models' manifest entries, the entry of the weights file, and the weights that the
-        precision keeps, by offset in that file, which lacks those of a large model.
+        The models' manifest entries, the entry of the weights file, and for models that are to be
+        quantized their weights, by offset in that file, which lacks those of a large model.
 
     Raises:
         ExportError: The model cannot be exported, or its graphs differ from it.
@@ -136,14 +135,11 @@ def export_model(
         if num_draft_layers is not None:
             parts.append(cut_draft(parts[0], num_draft_layers, k, draft_ids))
             sources.append(self_draft.source(checkpoint.source, num_draft_layers))
-        if request.precision_of(role) == KEEP:
-            quantized = dict[int, QuantizedRows]()
-            parts = [replace(part, quantized=quantized) for part in parts]
-        is_kept_as_float = request.precision_of(role) == KEEP and not loader.quantized_tensors(
-            checkpoint
-        )
-        if request.precision_of(role) in QUANTIZED_DTYPES and not is_kept_as_float:
-            parts = [replace(part, joins_products=False) for part in parts]
+        precision = request.precision_of(role)
+        is_kept_as_float = precision == KEEP and not loader.quantized_tensors(checkpoint)
+        if precision in QUANTIZED_DTYPES and not is_kept_as_float:
+            lazy = dict[int, WeightTensor]()
+            parts = [replace(part, lazy=lazy, joins_products=False) for part in parts]
         sizes = [reference.num_parameters(part.model) for part in parts]
         written, file = write_models(parts, graph_variants)
         in_full = request.verification == FULL
@@ -163,7 +159,7 @@ def export_model(
     experts = [results.num_experts for results in references]
     model_types = [checkpoint.model_type] * len(parts)
     entries = list(map(_model_entry, parts, sources, model_types, sizes, experts, reports))
-    return entries, file, parts[0].quantized or {}
+    return entries, file, parts[0].lazy
 
 
 def measure_model(
@@ -225,7 +221,7 @@ def write_models(
         the entry of the weights file.
     """
     first = parts[0]
-    with WeightsFile(first.folder, first.loaded.dtype, first.quantized) as stored:
+    with WeightsFile(first.folder, first.loaded.dtype, first.lazy) as stored:
         written = [
             _for_each_variant(p, graph_variants, partial(_write_graphs, p, stored)) for p in parts
         ]
@@ -398,9 +394,13 @@ def _verify_all(
     requires_invariance: bool,
 ) -> dict[str, ParityReport]:
     """Verify each graph variant that was written, and remove the files of those that fail."""
-    is_quantized = request.precision_of(part.role) in QUANTIZED_DTYPES and part.quantized != {}
     verify_variant = partial(
-        verify, part, references, request.tolerance, requires_invariance, is_final=not is_quantized
+        verify,
+        part,
+        references,
+        request.tolerance,
+        requires_invariance,
+        is_final=part.lazy is None,
     )
     reports = _for_each_variant(part, written, verify_variant)
     unused = [(file, ops) for ops in {*OPS} - reports.keys() for file in part.files]
@@ -433,10 +433,10 @@ def verify(
         ExportError: The graphs differ from the model, or are rejected.
     """
     name, progress, depth = f"{part.role} ({ops})", part.progress, references.depth
-    whole = first = Runner(part.folder, part.files, part.shape, ops, part.quantized)
+    whole = first = Runner(part.folder, part.files, part.shape, ops, part.lazy)
     if depth:
         layers = part.first_layers
-        first = Runner(layers.folder, layers.files, layers.shape, ops, part.quantized)
+        first = Runner(layers.folder, layers.files, layers.shape, ops, part.lazy)
     num_stages = 2 * first.num_stages + (whole.num_stages if depth else 0)
     with progress.step(f"Comparing the {part.role} with PyTorch", num_stages) as advance:
         report, differing = parity.verify(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from specedge.errors import ExportError
 
 from .. import mapped_memory
 from ..checkpoint.lazy_tensors import LazyTensor, as_lazy, materialize
-from ..checkpoint.quantized_rows import QuantizedRows, find_rows
 from ..progress import Advance
 from ..tracing.named_weights import StoredMatrix
 from .nodes import add_initializer, insert_node, producer
@@ -36,6 +35,7 @@ STORED = {
 TORCH_TYPES = {onnx_type.value: dtype for dtype, onnx_type in STORED.values()}
 TORCH_TYPES |= {ir.DataType.INT8.value: torch.int8, ir.DataType.UINT8.value: torch.uint8}
 _PIECE = 8 << 20  # bytes per chunk of reading, conversion and writing
+_CACHE_BYTES = 512 << 20  # of computed weights that are kept: products of one input are read twice
 
 
 class WeightsFile:
@@ -48,16 +48,17 @@ class WeightsFile:
     Args:
         folder: Folder of the file.
         dtype: Type of most weights.
-        quantized: Receives the tensors that are rows of block-wise quantized tensors, by offset.
+        lazy: Receives all tensors by offset, for readers of a file that lacks them.
     """
 
     def __init__(
-        self, folder: Path, dtype: str, quantized: dict[int, QuantizedRows] | None = None
+        self, folder: Path, dtype: str, lazy: dict[int, WeightTensor] | None = None
     ) -> None:
         self.folder = folder
-        self._quantized = quantized
+        self._lazy = lazy
+        self._cache = ReadCache()
         self._dtype = STORED[dtype][0]
-        self._locations: dict[Any, ir.ExternalTensor] = {}
+        self._locations: dict[Hashable, ir.ExternalTensor] = {}
         self.size = 0  # size of the complete file
         self._joined: dict[Any, torch.Tensor] = {}
         self._tensors: list[tuple[torch.Tensor, ir.ExternalTensor]] = []
@@ -75,13 +76,13 @@ class WeightsFile:
         return FileEntry(self._file.size, self._file.digest.hexdigest())
 
     def finish(self, advance: Advance = lambda amount: None, is_sparse: bool = False) -> None:
-        """Write all tensors, or with `is_sparse` all but the quantized ones.
+        """Write all tensors, or with `is_sparse` none of the lazy ones.
 
         `advance` gets byte counts.
         """
         for tensor, location in self._tensors:
             self._file.align(ALIGNMENT)
-            if is_sparse and location.offset in (self._quantized or {}):
+            if is_sparse and self._lazy is not None:
                 self._file.skip(location.nbytes)
             else:
                 self._write(tensor, TORCH_TYPES[location.dtype.value], location.name or "")
@@ -119,35 +120,102 @@ class WeightsFile:
         """Add a tensor, unless the file has it, and return its location."""
         tensor, name = _tensor(value), value.name or ""
         dtype = self._dtype if _represents(self._dtype, tensor) else torch.float32
-        shape = tuple(tensor.shape)
-        key: Any = _identity(tensor)
+        key: Hashable = _identity(tensor)
         if not isinstance(value.const_value, StoredMatrix):
             digest = hashlib.sha256()
             for piece in chunks(tensor, dtype):
                 digest.update(as_bytes(piece))
-            key = (digest.digest(), dtype, shape)
+            key = (digest.digest(), dtype, tensor.shape)
+        return self.add(key, tensor, dtype, name)
+
+    def add(
+        self, key: Hashable, tensor: torch.Tensor, dtype: torch.dtype, name: str
+    ) -> ir.ExternalTensor:
+        """Add a tensor in a type, unless the file has `key`, and return its location."""
         if key not in self._locations:
             stored = next(k for d, k in STORED.values() if d == dtype)
             offset = -(-self.size // ALIGNMENT) * ALIGNMENT
-            size = tensor.numel() * dtype.itemsize
+            size, shape = tensor.numel() * dtype.itemsize, ir.Shape(tensor.shape)
             self._locations[key] = ir.ExternalTensor(
-                FILE, offset, size, stored, shape=ir.Shape(shape), name=name, base_dir=self.folder
+                FILE, offset, size, stored, shape=shape, name=name, base_dir=self.folder
             )
             self.size = offset + size
             self._tensors.append((tensor, self._locations[key]))
-            if self._quantized is not None:
-                rows = find_rows(tensor)
-                if rows is not None and rows.can_be_kept:
-                    self._quantized[offset] = rows
+            if self._lazy is not None:
+                self._lazy[offset] = WeightTensor.of(tensor, dtype, name, self._cache)
         return self._locations[key]
 
     def _write(self, tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
         for piece in chunks(tensor, dtype):
-            if torch.isnan(piece).any():
-                raise ExportError(
-                    f"{name} has NaN values; the checkpoint is damaged: download it again"
-                )
+            _check_nan(piece, name)
             self._file.write(as_bytes(piece))
+
+
+class ReadCache:
+    """Values of the lazy tensors that were read last: up to a number of bytes, or one tensor."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, torch.Tensor] = {}  # by key, the last one last
+
+    def get(self, key: int) -> torch.Tensor | None:
+        """Return values, which become the last ones."""
+        if (values := self._values.pop(key, None)) is not None:
+            self._values[key] = values
+        return values
+
+    def put(self, key: int, values: torch.Tensor) -> None:
+        """Keep values."""
+        self._values[key] = values
+
+    def make_room(self, num_bytes: int) -> None:
+        """Forget the oldest values before others of a size are computed."""
+        while self._values and num_bytes + self.nbytes > _CACHE_BYTES:
+            del self._values[next(iter(self._values))]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for values in self._values.values())
+
+
+class WeightTensor(LazyTensor):
+    """Tensor of a weights file that may lack it: contiguous, and in the file's type when read."""
+
+    label: str
+    cache: ReadCache
+    is_checked: bool
+
+    @classmethod
+    def of(
+        cls, tensor: torch.Tensor, dtype: torch.dtype, name: str, cache: ReadCache
+    ) -> WeightTensor:
+        """Return a tensor in a type; computed or converted values are kept in a cache."""
+        lazy = tensor if isinstance(tensor, LazyTensor) else as_lazy(tensor)
+        mapped = lazy.mapped and lazy.stored == dtype and lazy.is_contiguous()
+        like = torch.empty(lazy.shape, dtype=dtype, device="meta")
+        result = cls(like, lambda values: values, mapped=mapped, parts=(lazy,))
+        result.label, result.cache, result.is_checked = name, cache, False
+        return result
+
+    def read(self) -> torch.Tensor:
+        """Return the values. Raises ExportError if they have NaN."""
+        if (values := self.cache.get(self.origin)) is None:
+            if not self.mapped:
+                self.cache.make_room(self.nbytes)
+            values = super().read().to(self.dtype).contiguous()
+            if not self.is_checked:
+                _check_nan(values, self.label)
+                self.is_checked = True
+            if not self.mapped:
+                self.cache.put(self.origin, values)
+        return values
+
+
+LazyWeights = Mapping[int, WeightTensor]  # by offset in a weights file, which may lack them
+
+
+def _check_nan(values: torch.Tensor, name: str) -> None:
+    if torch.isnan(values).any():
+        raise ExportError(f"{name} has NaN values; the checkpoint is damaged: download it again")
 
 
 class HashedFile:
@@ -189,13 +257,13 @@ class HashedFile:
 
 
 def map_tensor(
-    tensor: onnx.TensorProto, folder: Path, quantized: Mapping[int, QuantizedRows] | None = None
+    tensor: onnx.TensorProto, folder: Path, lazy: LazyWeights | None = None
 ) -> torch.Tensor:
-    """Memory-map a tensor in its stored type; a quantized one is lazy, in float32."""
+    """Memory-map a tensor in its stored type, or return the lazy one at its offset."""
     where = {entry.key: entry.value for entry in tensor.external_data}
     offset, size = int(where["offset"]), int(where["length"])
-    if quantized and offset in quantized:
-        return quantized[offset].lazy().reshape(tuple(tensor.dims))
+    if lazy and offset in lazy:
+        return lazy[offset].reshape(tuple(tensor.dims))
     data = mapped_memory.map_file(folder / where["location"], offset, size)
     return torch.from_numpy(data).view(TORCH_TYPES[tensor.data_type]).reshape(tuple(tensor.dims))
 

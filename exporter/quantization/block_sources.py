@@ -12,6 +12,7 @@ import torch
 from ..checkpoint.quantized_rows import QuantizedRows
 from ..checkpoint.quantized_tensors import BlockLayout, IntegerBlocks, QuantizedTensor, strips
 from . import rounding
+from .matrices import StoredTensor
 from .rounding import IntegerMatrix
 
 
@@ -20,14 +21,14 @@ class RoundedMatrix:
     """Matrix [K, N] that is rounded, or was rounded by GPTQ.
 
     Attributes:
-        weights: Values.
+        stored: Matrix.
         bits: Bits of an integer.
         importance: Mean square of the input by channel, [K].
         integers: Result of GPTQ, if it was used.
         exponents: Exponents that smoothing adds to the columns, [N].
     """
 
-    weights: torch.Tensor
+    stored: StoredTensor
     bits: int
     importance: np.ndarray | None
     integers: IntegerMatrix | None = None
@@ -40,7 +41,9 @@ class RoundedMatrix:
 
     def blocks(self) -> IntegerMatrix:
         """Return integers and scales in the layout of MatMulNBits."""
-        blocks = self.integers or rounding.quantize_blocks(self.weights, self.bits, self.importance)
+        blocks = self.integers
+        if blocks is None:
+            blocks = rounding.quantize_blocks(self.stored.data(), self.bits, self.importance)
         if self.exponents is None:
             return blocks
         factors = np.exp2(self.exponents).astype(np.float32)[:, None]

@@ -6,7 +6,6 @@ H heads, D channels, T tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -29,8 +28,7 @@ def measure_scales(model: FloatModel, texts: Sequence[np.ndarray]) -> dict[str, 
     Rotary embedding moves values between two channels with the position. Texts, [T] each, are
     therefore run at the beginning, and at positions over the whole context after repeated rows.
     """
-    original = replace(model, folder=model.original or model.folder)
-    runner = original.decoder_runner("gqa")
+    runner = (model.original or model).decoder_runner("gqa")
     last = runner.geometry.context_length - max(map(len, texts))
     starts = np.linspace(0, last, len(texts)).astype(int).tolist() if last else []
     actions: list[Action] = []

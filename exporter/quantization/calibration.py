@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -13,15 +13,15 @@ import onnx_ir.passes.common as passes
 import torch
 
 from ..graph.graphs import GraphFile
-from ..tracing.geometry import Geometry
-from ..verification.runner import FillNoise, PassAction, Runner
+from ..verification.runner import Action, FillNoise, PassAction
 from ..verification.subgraph import Values
-from .experts import ExcludedWeights, expert_layers, load_graph
+from .experts import ExcludedWeights, expert_layers
+from .float_model import FloatModel
 from .matrices import matrix_groups
 
 NUM_SAMPLE_ROWS = 48  # rows of the texts used to measure errors
 _NUM_STRIPS, _MIN_STRIP = 8, 256  # strips of a Hessian, and their minimum width
-_DECODER_FILE = GraphFile("decoder", None, prefix="calibration-")
+_FILE = GraphFile("calibration", None)  # the decoder without the LM head
 
 
 @dataclass(frozen=True)
@@ -60,31 +60,34 @@ Visit = Callable[[tuple[int, ...], InputStatistics], None]
 
 
 def visit_inputs(
-    decoder: Path,
-    geometry: Geometry,
+    float_model: FloatModel,
     ops: str,
     texts: Sequence[np.ndarray],
     visit: Visit,
     excluded: ExcludedWeights,
     hessians: bool,
     keys_to_visit: Container[tuple[int, ...]],
-) -> None:
+    first_actions: Sequence[Action] = (),
+) -> list[Any]:
     """Run a graph over independent texts, [T] each, and visit the statistics of each group's input.
 
     Groups are visited as soon as their subgraph of a large model has run, so that only its Hessians
     are in memory. Expert layers are visited as well; groups that read a cache are not.
 
     Args:
-        decoder: Graph for any pass length.
-        geometry: Sizes of the model.
+        float_model: The model.
         ops: Graph variant.
         texts: Tokens, [T] each.
         visit: Called with the key and the statistics of each group.
         excluded: Weights that are in no group.
         hessians: Compute Hessians.
         keys_to_visit: Keys of the groups to visit.
+        first_actions: Actions of the decoder that run before the texts.
+
+    Returns:
+        The results of the first actions.
     """
-    model = load_graph(decoder, excluded)
+    model = float_model.load(ops, excluded)
     keys: defaultdict[str | None, list[tuple[int, ...]]] = defaultdict(list)
     all_groups = matrix_groups(model.graph, excluded.offsets)
     with_hessian = {group.key for group in all_groups if hessians}
@@ -99,7 +102,7 @@ def visit_inputs(
             model.graph.outputs.append(value)
     model.graph.outputs.remove(next(v for v in model.graph.outputs if v.name == "logits"))
     passes.RemoveUnusedNodesPass()(model)  # the LM head
-    path = decoder.parent / _DECODER_FILE.file_name(ops)
+    path = float_model.folder / _FILE.file_name(ops)
     ir.save(model, path)
     parts: defaultdict[tuple[int, ...], list[InputStatistics]] = defaultdict(list)
     sums: dict[str, torch.Tensor] = {}
@@ -125,10 +128,11 @@ def visit_inputs(
             sums.pop(name or "", None)
 
     try:
-        runner = Runner(decoder.parent, [_DECODER_FILE], geometry, ops)
-        actions = [PassAction("decoder", text, 0, on_outputs=accumulate) for text in texts]
-        noise = FillNoise(0, geometry.capacity)
-        runner.run([noise, *actions], finish_part)
+        runner = float_model.decoder_runner(ops, [_FILE])
+        actions = [PassAction(_FILE.name, text, 0, on_outputs=accumulate) for text in texts]
+        noise = FillNoise(0, runner.geometry.capacity)
+        results = runner.run([*first_actions, noise, *actions], finish_part)
+        return results[: len(first_actions)]
     finally:
         path.unlink()
 

@@ -191,7 +191,7 @@ class QdqRewriter(DequantizeRewriter):
         matrices, bits = [*sources], next(iter(sources.values())).layout.bits
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
         _, blocks = self._store_blocks(sources)
-        shape = int(matrices[0].stored.data().shape[0]), width
+        shape = int(matrices[0].stored.shape[0]), width
         name = f"{like.name}.int{bits}"
         stored = self.store.signed_blocks(blocks, bits, shape)
         whole = self._insert_signed_product(before, x, stored, name, like)

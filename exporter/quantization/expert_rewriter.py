@@ -92,7 +92,7 @@ def store_experts(
         return first, last
     stacks = []
     for matrices, weight in ((experts.first, choice.importance), (experts.last, None)):
-        number, width, size = matrices.data().shape
+        number, width, size = matrices.shape
         key = ("experts", matrices.offset, choice.bits)
         values, scales = editor.store.matrix(
             key, partial(_quantize_experts, matrices, choice, weight)
@@ -192,7 +192,7 @@ def _rewrite_sparse(
     routing, x, output = _surrounding_values(node)
     before = _NodeInserter(editor, node)
     first, last = before.ints("0", 0), before.ints("-1", -1)
-    number, k = mixture.experts.first.data().shape[0], node.attributes["k"].as_int()
+    number, k = mixture.experts.first.shape[0], node.attributes["k"].as_int()
     times = 1 if stacks[0].layout.bits == 8 else 2
     weights, chosen = before.largest(routing, k)
     single_logits = _single_expert_logits(before, chosen, last, number)

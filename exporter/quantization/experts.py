@@ -14,12 +14,14 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
+from ..graph.external_data import LazyWeights
 from ..graph.nodes import operand
 from ..tracing.experts import Swiglu
 from .matrices import (
     NORMS,
     PRODUCT_INPUTS,
     StoredTensor,
+    find_lazy,
     split_gemms,
     stored_tensor,
     underlying_tensor,
@@ -99,9 +101,12 @@ def find_excluded(graphs: Iterable[ir.Graph], num_experts: int) -> ExcludedWeigh
     return ExcludedWeights(frozenset(routers), tuple(layers.values()))
 
 
-def load_graph(path: Path, excluded: ExcludedWeights = NO_EXCLUSIONS) -> ir.Model:
-    """Load a float model, with Gemm nodes split into MatMul and Add."""
+def load_graph(
+    path: Path, lazy: LazyWeights, excluded: ExcludedWeights = NO_EXCLUSIONS
+) -> ir.Model:
+    """Load a float model with its lazy weights, and Gemm nodes split into MatMul and Add."""
     model = ir.load(path)
+    find_lazy(model.graph, lazy)
     split_gemms(model.graph, excluded.offsets)
     return model
 

@@ -21,15 +21,15 @@ from specedge.bundle.graph_variants import (
 from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.reports import QuantizationReport
 
-from ..checkpoint.quantized_rows import QuantizedRows
 from ..graph import fusion, graphs, rewrites
-from ..graph.external_data import STORED
+from ..graph.external_data import STORED, LazyWeights
 from ..graph.graphs import GraphFile, variant_signature
 from ..graph.half_precision import convert_caches, convert_graph
 from ..graph.int8_caches import quantize_caches
 from ..graph.shared_bytes import share_embeddings
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
+from .experts import NO_EXCLUSIONS, ExcludedWeights, load_graph
 
 VariantReport = tuple[QuantizationReport, tuple[int, ...]]  # with the invariant pass lengths
 
@@ -43,10 +43,10 @@ class FloatModel:
         model: Manifest entry.
         folder: Folder of its graphs.
         head: Tokens of its logits if reduced, [n].
-        original: Folder of the graphs before a change of basis.
+        original: The model before a change of basis.
         is_self_draft: True if it is a target's first layers.
-        quantized: Weights that a precision keeps, by offset in the weights file, which lacks those
-            of a large model.
+        lazy: Weights by offset in the weights file, which lacks those of a large model that is
+            quantized.
         cache_scales: Scales of int8 caches by name, [H, 1, D] each.
     """
 
@@ -54,9 +54,9 @@ class FloatModel:
     model: ModelEntry
     folder: Path
     head: np.ndarray | None = None
-    original: Path | None = None
+    original: FloatModel | None = None
     is_self_draft: bool = False
-    quantized: Mapping[int, QuantizedRows] = field(default_factory=dict)
+    lazy: LazyWeights = field(default_factory=dict)
     cache_scales: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -96,15 +96,19 @@ class FloatModel:
     def runner(self, folder: Path, ops: str) -> Runner:
         return Runner(folder, self.files, self.geometry, ops)
 
-    def decoder_runner(self, ops: str) -> Runner:
-        """Return a runner of the source graph of a graph variant."""
+    def decoder_runner(self, ops: str, others: Sequence[GraphFile] = ()) -> Runner:
+        """Return a runner of the source graph of a graph variant, and of other files."""
         files = [file.source for file in self.files if file.length is None]
-        return Runner(self.folder, files, self.geometry, ops, self.quantized)
+        return Runner(self.folder, [*files, *others], self.geometry, ops, self.lazy)
 
     def decoder(self, ops: str) -> Path:
         """Return the path of a graph variant's source graph, for any pass length."""
         (decoder,) = (file for file in self.files if file.length is None)
         return self.folder / decoder.source.file_name(attention_ops(ops))
+
+    def load(self, ops: str, excluded: ExcludedWeights = NO_EXCLUSIONS) -> ir.Model:
+        """Load the source graph of a graph variant."""
+        return load_graph(self.decoder(ops), self.lazy, excluded)
 
     def write(
         self,

@@ -1,4 +1,4 @@
-"""Insertion of nodes and initializers into a graph that is quantized."""
+"""Insertion of nodes and initializers into a graph."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ INT8_ACCURACY_LEVEL = 4  # the accuracy level of MatMulNBits and QMoE with int8 
 
 
 @dataclass
-class GraphEditor:
-    """Editor of one graph, whose new weights are written to `store`."""
+class NodeEditor:
+    """Editor of one graph."""
 
     graph: ir.Graph
-    store: WeightsWriter
     _constants: dict[str, ir.Value] = field(default_factory=dict, kw_only=True)
 
     def node(
@@ -55,3 +54,10 @@ class GraphEditor:
         if name not in self._constants:
             self._constants[name] = add_constant(self.graph, np.asarray(array), f"int8.{name}")
         return self._constants[name]
+
+
+@dataclass
+class GraphEditor(NodeEditor):
+    """Editor of a graph that is quantized, whose new weights are written to `store`."""
+
+    store: WeightsWriter

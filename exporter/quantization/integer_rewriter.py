@@ -268,9 +268,7 @@ class IntegerRewriter(GraphEditor):
             return choice.kept.get(matrix.offset)
         integers = choice.integers.get(matrix.offset)
         exponents = self.column_exponents.get(matrix.node)
-        return RoundedMatrix(
-            matrix.stored.data(), choice.bits, choice.importance, integers, exponents
-        )
+        return RoundedMatrix(matrix.stored, choice.bits, choice.importance, integers, exponents)
 
     def _store_blocks(
         self, sources: Mapping[Matrix, BlockSource]
@@ -288,7 +286,7 @@ class IntegerRewriter(GraphEditor):
     ) -> None:
         """Insert the product of x with matrices of a layout, joined along N."""
         matrices, first = [*sources], next(iter(sources.values()))
-        layout, size = first.layout, int(matrices[0].stored.data().shape[0])
+        layout, size = first.layout, int(matrices[0].stored.shape[0])
         like, width = matrices[0].node.outputs[0], sum(map(num_columns, matrices))
         name, (key, stored) = f"{like.name}.int{layout.bits}", self._store_blocks(sources)
         x = self._in_order(before, x, first.order)
@@ -416,7 +414,7 @@ class IntegerRewriter(GraphEditor):
 
 def num_columns(matrix: Matrix) -> int:
     """Return N of a matrix [K, N]."""
-    return matrix.stored.data().shape[-1]
+    return matrix.stored.shape[-1]
 
 
 def exponent_key(exponents: np.ndarray | None) -> bytes | None:
@@ -439,13 +437,13 @@ def _join_columns(
     """Join quantized matrices along N, for a part of K, with smoothing exponents applied."""
     pieces = []
     for matrix, columns in zip(matrices, column_exponents, strict=True):
-        weights = matrix.stored.data()
-        size = weights.shape[-2] // choice.num_parts
+        size = matrix.stored.shape[-2] // choice.num_parts
         rows = slice(part * size, (part + 1) * size)
         exponents = None if choice.exponents is None else choice.exponents[rows]
         integers = choice.integers.get(matrix.offset)
         if integers is None:
-            integers = rounding.quantize_columns(weights[..., rows, :], exponents)
+            weights = matrix.stored.data()[..., rows, :]
+            integers = rounding.quantize_columns(weights, exponents)
         factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)
         pieces.append(IntegerMatrix(integers.values, integers.scales * factors))
     return rounding.join(pieces, -1)

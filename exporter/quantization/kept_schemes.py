@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from specedge.bundle.reports import WeightType
 
-from ..checkpoint.quantized_rows import QuantizedRows
+from ..checkpoint.quantized_rows import QuantizedRows, find_rows
 from ..checkpoint.quantized_tensors import BlockLayout, QuantizedTensor
+from ..graph.external_data import LazyWeights
 from . import schemes
 from .block_sources import CheckpointMatrix, find_matrix
 from .checkpoint_experts import CheckpointExperts, find_experts
@@ -104,6 +105,12 @@ class KeptWeights:
                 layout = replace(experts.layout, has_zero_points=stack.has_zero_points)
                 self._layouts |= {matrix.tensor.name: layout for matrix in stack.matrices}
         return experts
+
+
+def rows_to_keep(lazy: LazyWeights) -> dict[int, QuantizedRows]:
+    """Return the weights that are rows of block-wise quantized tensors, by offset."""
+    rows = {offset: find_rows(tensor) for offset, tensor in lazy.items()}
+    return {offset: x for offset, x in rows.items() if x is not None and x.can_be_kept}
 
 
 def bits_per_weight(layout: BlockLayout | None) -> float:

@@ -16,7 +16,8 @@ import onnx_ir as ir
 import torch
 
 from .. import mapped_memory
-from ..graph.external_data import TORCH_TYPES
+from ..checkpoint.lazy_tensors import materialize
+from ..graph.external_data import TORCH_TYPES, LazyWeights, WeightTensor
 from ..graph.nodes import insert_node, producer
 
 NORMS = ("RMSNormalization", "LayerNormalization")
@@ -38,8 +39,13 @@ class StoredTensor:
         assert self.tensor.offset is not None
         return self.tensor.offset
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        sizes = self.tensor.shape.numpy()
+        return tuple(sizes[axis] for axis in self.order)
+
     def data(self) -> torch.Tensor:
-        """Return the values in their stored type, memory-mapped."""
+        """Return the values in their stored type, memory-mapped unless they are computed."""
         return tensor_data(self.tensor).permute(self.order)
 
 
@@ -68,8 +74,35 @@ class MatrixGroup:
         return tuple(sorted(matrix.offset for matrix in self.matrices))
 
 
+class LazyExternalTensor(ir.ExternalTensor):
+    """Tensor of a weights file that may lack its `values`."""
+
+    values: WeightTensor
+
+
+def find_lazy(graph: ir.Graph, lazy: LazyWeights) -> None:
+    """Let the initializers of a graph have the lazy weights at their offsets."""
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and tensor.offset in lazy:
+            found = LazyExternalTensor(
+                tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape,
+                name=tensor.name, base_dir=tensor.base_dir,
+            )  # fmt: skip
+            found.values = lazy[tensor.offset]
+            value.const_value = found
+
+
 def tensor_data(tensor: ir.ExternalTensor) -> torch.Tensor:
-    """Return a tensor of the weights file in its stored type, memory-mapped."""
+    """Return a tensor in its stored type, memory-mapped, or the values of a lazy one."""
+    values: torch.Tensor = materialize(stored_values(tensor))
+    return values
+
+
+def stored_values(tensor: ir.ExternalTensor) -> torch.Tensor:
+    """Return a tensor in its stored type, memory-mapped or lazy."""
+    if isinstance(tensor, LazyExternalTensor):
+        return tensor.values.reshape(tuple(tensor.shape))
     assert tensor.length is not None
     data = mapped_memory.map_file(Path(tensor.path), tensor.offset or 0, tensor.length)
     return torch.from_numpy(data).view(TORCH_TYPES[tensor.dtype.value]).reshape(tuple(tensor.shape))

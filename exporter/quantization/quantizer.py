@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,25 @@ from specedge.bundle.precision import BLOCK_BITS, GPTQ, KEEP, NEAREST
 from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ExportError, ParityError
 
-from ..checkpoint.quantized_rows import QuantizedRows
 from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..graph import rewrites
-from ..graph.external_data import FILE
+from ..graph.external_data import FILE, LazyWeights
 from ..progress import Progress
 from . import cache_scales, calibration, gptq, rotation_rewriter, schemes, smoothing
 from .calibration import InputStatistics
 from .dequantize_rewriter import DequantizeRewriter, QdqRewriter
-from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_excluded, load_graph
+from .experts import ExcludedWeights, expert_layers, find_excluded
 from .float_model import FloatModel
 from .integer_rewriter import IntegerRewriter, num_columns
-from .kept_schemes import KeptWeights
-from .matrices import MatrixGroup, embeddings, matrix_groups, stored_tensor, ungrouped_weights
+from .kept_schemes import KeptWeights, rows_to_keep
+from .matrices import (
+    Matrix,
+    MatrixGroup,
+    embeddings,
+    matrix_groups,
+    stored_tensor,
+    ungrouped_weights,
+)
 from .report import measure_variants
 from .rounding import BLOCK_SIZE, IntegerMatrix
 from .schemes import Scheme
@@ -63,7 +70,7 @@ def quantize(
     rounding: str,
     bits: float,
     tensors: Sequence[QuantizedTensor],
-    quantized: Mapping[int, QuantizedRows],
+    lazy: LazyWeights,
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Quantize models that share a folder.
 
@@ -81,7 +88,7 @@ def quantize(
         rounding: One of `specedge.bundle.precision.ROUNDINGS`; int8-block always rounds to nearest.
         bits: Average bits per weight of int4 in layers.
         tensors: The checkpoint's quantized weights, for the precision "keep".
-        quantized: Those in the weights file by offset, which lacks those of a large model.
+        lazy: Weights by offset in the weights file, which lacks those of a large model.
 
     Returns:
         The entries, and the entry of the weights file.
@@ -93,7 +100,7 @@ def quantize(
         if path.suffix != ".onnx" and path.name != FILE:
             shutil.copy2(path, folder)
     parts = [
-        FloatModel(role, model, before, is_self_draft=i > 0, quantized=quantized)
+        FloatModel(role, model, before, is_self_draft=i > 0, lazy=lazy)
         for i, (role, model) in enumerate(models.items())
     ]
     parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
@@ -101,11 +108,11 @@ def quantize(
     work = folder.with_name(f"{folder.name}.transformed")
     work.mkdir()
     excluded = _find_excluded(parts)
-    kept = KeptWeights(tensors, quantized) if precision == KEEP else None
+    kept = KeptWeights(tensors, rows_to_keep(lazy)) if precision == KEEP else None
     group_schemes: Schemes = {}
     if kept is not None:
         for part in parts:
-            graph = _load(part, part.ops[0], excluded).graph
+            graph = part.load(part.ops[0], excluded).graph
             group_schemes |= kept.select(graph, excluded)
     else:
         parts, excluded, group_schemes = _calibrate(
@@ -150,24 +157,39 @@ def _calibrate(
     progress: Progress,
 ) -> tuple[list[FloatModel], ExcludedWeights, Schemes]:
     """Rotate models and select their schemes; return both, and the weights in no group."""
-    first, group_schemes = parts[0].role, Schemes()
+    first = parts[0].role
+    if precision == "int8-block":
+        rounding = NEAREST
+
+    def select(models: list[FloatModel], excluded: ExcludedWeights) -> Schemes:
+        with progress.step(f"Calibrating the {first}"):
+            graphs = (model.load(ops, excluded).graph for model in models for ops in model.ops)
+            channels = smoothing.shared_channels(graphs, excluded.offsets)
+            selector = SchemeSelector(precision, rounding, bits, texts, channels, excluded, work)
+            selected = Schemes()
+            for model in models:
+                selected |= selector.select(model, selected)
+            return selected
+
     if precision in ROTATED_PRECISIONS and parts[0].model.num_experts:
         progress.note(f"{first}: it is a mixture of experts, so it is not rotated")
     elif precision in ROTATED_PRECISIONS:
-        with progress.step(f"Rotating the {first}"):
-            parts, reason = _change_basis(parts, work, excluded)
-        if reason:
-            progress.note(f"{first}: {reason}")
+        try:
+            with progress.step(f"Rotating the {first}"):
+                changed, chosen = rotation_rewriter.write_models(parts, work, excluded)
+            still_excluded = _find_excluded(changed) if chosen.reason else excluded
+            group_schemes = select(changed, still_excluded)
+            if chosen.reason:
+                progress.note(
+                    f"{first}: its residual stream is not rotated, because {chosen.reason}"
+                )
+            return changed, still_excluded, group_schemes
+        except ParityError as error:
+            progress.note(
+                f"{first}: it is not rotated, because the rotated graph differs ({error})"
+            )
             excluded = _find_excluded(parts)
-    if precision == "int8-block":
-        rounding = NEAREST
-    with progress.step(f"Calibrating the {first}"):
-        graphs = (_load(part, ops, excluded).graph for part in parts for ops in part.ops)
-        channels = smoothing.shared_channels(graphs, excluded.offsets)
-        selector = SchemeSelector(precision, rounding, bits, texts, channels, excluded, work)
-        for part in parts:
-            group_schemes |= selector.select(part, group_schemes)
-    return parts, excluded, group_schemes
+    return parts, excluded, select(parts, excluded)
 
 
 def _with_cache_scales(
@@ -188,7 +210,7 @@ def _with_cache_scales(
 
 def _find_excluded(parts: Sequence[FloatModel]) -> ExcludedWeights:
     """Return the weights of routers and experts in all graphs of the models."""
-    graphs = (_load(part, ops).graph for part in parts for ops in part.ops)
+    graphs = (part.load(ops).graph for part in parts for ops in part.ops)
     return find_excluded(graphs, parts[0].model.num_experts)
 
 
@@ -258,31 +280,13 @@ def add_variants(
     return entries
 
 
-def _change_basis(
-    parts: list[FloatModel], work: Path, excluded: ExcludedWeights
-) -> tuple[list[FloatModel], str | None]:
-    """Return the models in a basis for quantization, and the reason if they are not rotated.
-
-    Models that fail the comparison with their original graphs are returned unchanged.
-    """
-    try:
-        changed, chosen = rotation_rewriter.write_models(parts, work, excluded)
-        for original, rotated in zip(parts, changed, strict=True):
-            rotation_rewriter.check_equivalence(original, rotated)
-    except ParityError as error:
-        return parts, f"it is not rotated, because the rotated graph differs ({error})"
-    if chosen.reason:
-        return changed, f"its residual stream is not rotated, because {chosen.reason}"
-    return changed, None
-
-
 @dataclass(frozen=True)
 class SchemeSelector:
     """Selector of the schemes of groups, equal in all graph variants, by calibration.
 
     Experts of MoE nodes are block-wise in every precision; other stacked matrices and tied LM heads
-    are per-channel; an untied head is in 4-bit blocks if that is accurate. Matrices rounded by GPTQ
-    are stored in `folder`.
+    are per-channel; an untied head is in 4-bit blocks if that is accurate. Matrices are rounded as
+    soon as their scheme is selected, and stored in `folder`.
     """
 
     precision: str
@@ -294,9 +298,13 @@ class SchemeSelector:
     folder: Path
 
     def select(self, model: FloatModel, selected: Container[tuple[int, ...]]) -> Schemes:
-        """Return the schemes of a model's groups that are not `selected` yet."""
+        """Return the schemes of a model's groups that are not `selected` yet.
+
+        Raises:
+            ParityError: A model in another basis differs from its original.
+        """
         ops, excluded = model.ops[0], self.excluded.offsets
-        graph = _load(model, ops, self.excluded).graph
+        graph = model.load(ops, self.excluded).graph
         new = {
             group.key: group
             for group in matrix_groups(graph, excluded)
@@ -307,6 +315,11 @@ class SchemeSelector:
             for layer in expert_layers(graph, self.excluded)
             if layer.experts.key not in selected
         }
+        checks = [] if model.original is None else rotation_rewriter.equivalence_actions(model)
+        for name in model.ops if not new and not layers else model.ops[1:]:
+            if checks:
+                results = model.decoder_runner(name).run(checks)
+                rotation_rewriter.check_outputs(model, name, results)
         if not new and not layers:
             return {}
         tables = {stored.offset for _, stored in embeddings(graph)}
@@ -322,16 +335,18 @@ class SchemeSelector:
             is_tied = bool(tables & {*key})
             precision = "int8-block" if key in in_eight_bits else self.precision
             choice = _scheme(group, x, precision, model.model, is_tied, self.channels.get(key))
-            if x.hessian is not None and not is_tied:
-                choice = replace(choice, integers=self._round_by_gptq(group, x.hessian, choice))
+            if not is_tied:
+                choice = replace(choice, integers=self._round(group, x.hessian, choice))
             group_schemes[key] = schemes.with_names(
                 choice, [matrix.stored.tensor for matrix in group.matrices]
             )
 
-        calibration.visit_inputs(
-            model.decoder(ops), model.geometry, ops, self.texts.calibration, visit, self.excluded,
-            self.rounding == GPTQ, new.keys() | layers.keys(),
+        results = calibration.visit_inputs(
+            model, ops, self.texts.calibration, visit, self.excluded, self.rounding == GPTQ,
+            new.keys() | layers.keys(), checks,
         )  # fmt: skip
+        if checks:
+            rotation_rewriter.check_outputs(model, ops, results)
         return group_schemes
 
     def _eight_bit_groups(
@@ -360,31 +375,42 @@ class SchemeSelector:
             budget -= count * largest
         return selected
 
-    def _round_by_gptq(
-        self, group: MatrixGroup, hessian: torch.Tensor, choice: Scheme
+    def _round(
+        self, group: MatrixGroup, hessian: torch.Tensor | None, choice: Scheme
     ) -> dict[int, IntegerMatrix]:
-        """Round a group's matrices together by GPTQ if per-channel or in 4-bit blocks."""
-        matrices = [matrix for matrix in group.matrices if matrix.stored.data().ndim == 2]
-        if choice.num_parts != 1 or choice.bits == 8 or not matrices:
+        """Round a group's matrices, unless they are stacked or split along K.
+
+        With a Hessian, they are rounded together by GPTQ if per-channel or in 4-bit blocks.
+        """
+        matrices = [matrix for matrix in group.matrices if len(matrix.stored.order) == 2]
+        if choice.num_parts != 1 or not matrices:
             return {}
-        factor = gptq.inverse_factor(hessian, choice.exponents)
-        weights = torch.cat([matrix.stored.data().float() for matrix in matrices], 1)
-        widths = [matrix.stored.data().shape[1] for matrix in matrices]
-        integers: dict[int, IntegerMatrix] = {}
-        axis = 0 if choice.bits else 1
-        if choice.bits:
-            rounded = gptq.quantize_blocks(weights, factor, choice.bits)
+        rounded: Iterator[IntegerMatrix]
+        if hessian is None or choice.bits == 8:
+            rounded = (schemes.round_to_nearest(m.stored.data(), choice) for m in matrices)
         else:
-            rounded = gptq.quantize_columns(weights, factor, choice.exponents)
-        parts, scales = (
-            np.split(array, np.cumsum(widths)[:-1], axis)
-            for array in (rounded.values, rounded.scales)
-        )
-        for matrix, part, scale in zip(matrices, parts, scales, strict=True):
+            rounded = _round_by_gptq(matrices, hessian, choice)
+        integers: dict[int, IntegerMatrix] = {}
+        for matrix, part in zip(matrices, rounded, strict=True):
             path = self.folder / f"{matrix.offset}.npy"
-            np.save(path, part)
-            integers[matrix.offset] = IntegerMatrix(np.load(path, mmap_mode="c"), scale)
+            np.save(path, part.values)
+            integers[matrix.offset] = IntegerMatrix(np.load(path, mmap_mode="c"), part.scales)
         return integers
+
+
+def _round_by_gptq(
+    matrices: Sequence[Matrix], hessian: torch.Tensor, choice: Scheme
+) -> Iterator[IntegerMatrix]:
+    """Yield matrices that are rounded together by GPTQ."""
+    factor = gptq.inverse_factor(hessian, choice.exponents)
+    weights = torch.cat([matrix.stored.data().float() for matrix in matrices], 1)
+    ends = np.cumsum([matrix.stored.shape[1] for matrix in matrices])[:-1]
+    if choice.bits:
+        rounded = gptq.quantize_blocks(weights, factor, choice.bits)
+    else:
+        rounded = gptq.quantize_columns(weights, factor, choice.exponents)
+    arrays = (np.split(x, ends, 0 if choice.bits else 1) for x in (rounded.values, rounded.scales))
+    return itertools.starmap(IntegerMatrix, zip(*arrays, strict=True))
 
 
 def _num_weights(group: MatrixGroup) -> int:
@@ -414,7 +440,7 @@ def _unquantized_schemes(model: FloatModel, ops: str, excluded: ExcludedWeights)
     """
     group_schemes: Schemes = {}
     rounded = {offset for experts in excluded.experts for offset in experts.key}
-    graph = _load(model, attention_ops(ops), excluded).graph
+    graph = model.load(attention_ops(ops), excluded).graph
     for op_type, tensors in ungrouped_weights(graph, excluded.offsets, rounded).items():
         for is_router, reason in (
             (True, "it is a router"),
@@ -437,7 +463,7 @@ def _scheme(
     channels: np.ndarray | None,
 ) -> Scheme:
     """Return the scheme of a group with input x in a precision."""
-    shapes = [matrix.stored.data().shape for matrix in group.matrices]
+    shapes = [matrix.stored.shape for matrix in group.matrices]
     is_plain = all(len(shape) == 2 for shape in shapes)
     in_layers = is_plain and all(shape[-1] != model.padded_vocab_size for shape in shapes)
     if precision in BLOCK_BITS and in_layers:
@@ -447,10 +473,6 @@ def _scheme(
     if precision == "int4" and not is_tied and len(shapes) == 1 and len(shapes[0]) == 2:
         return schemes.head_scheme(group, x, channels)
     return schemes.per_channel_scheme(group, x, channels, is_tied)
-
-
-def _load(model: FloatModel, ops: str, excluded: ExcludedWeights = NO_EXCLUSIONS) -> ir.Model:
-    return load_graph(model.decoder(ops), excluded)
 
 
 def _write_graphs(
@@ -464,7 +486,7 @@ def _write_graphs(
     kept: KeptWeights | None,
 ) -> None:
     """Write a model's quantized graphs in one variant."""
-    graph_model = _load(model, ops, excluded)
+    graph_model = model.load(ops, excluded)
     graph = graph_model.graph
     tables = dict(embeddings(graph))
     all_groups = matrix_groups(graph, excluded.offsets)
@@ -504,5 +526,5 @@ def _write_graphs(
             rewriter.embedding(node, stored)
     rewrites.fuse_sigmoids(graph_model)
     passes.RemoveUnusedNodesPass()(graph_model)
-    store.adopt(graph, model.quantized)
+    store.adopt(graph)
     model.write(graph_model, folder, ops, factors)

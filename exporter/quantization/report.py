@@ -22,7 +22,6 @@ from ..verification import checks
 from ..verification.runner import Action, FillNoise, PassAction, ReadRows, RepeatRows, Runner
 from . import smoothing
 from .cache_scales import check_scales
-from .experts import load_graph
 from .float_model import FloatModel, VariantReport
 from .schemes import Scheme
 from .texts import CalibrationTexts
@@ -65,7 +64,7 @@ def measure_variants(
         runner = model.runner(folder, ops)
         if runner.can_run():
             exponents = {key: choice.exponents for key, choice in choices.items()}
-            factors = smoothing.cache_factors(load_graph(model.decoder(ops)).graph, exponents)
+            factors = smoothing.cache_factors(model.load(ops).graph, exponents)
             graphs[ops] = MeasuredGraph(runner, factors)
             if has_int8_caches(ops):
                 _check_int8_caches(model, graphs[ops], texts.evaluation[0][:NUM_SAMPLE_TOKENS])
@@ -78,8 +77,7 @@ def measure_variants(
     by_preference = sorted(graphs, key=lambda ops: attention_ops(ops) == "gqa")
     primary = {_type_suffix(ops): graphs[ops] for ops in by_preference}
     others = [graph for ops, graph in graphs.items() if graph is not primary[_type_suffix(ops)]]
-    original = replace(model, folder=model.original or model.folder)
-    reference = original.decoder_runner(model.ops[-1])
+    reference = (model.original or model).decoder_runner(model.ops[-1])
     measure_distances(reference, [*primary.values()], texts.evaluation, model.head)
     measure_distances(reference, others, [texts.evaluation[0][:NUM_SAMPLE_TOKENS]], model.head)
     described: dict[str, VariantReport] = {}

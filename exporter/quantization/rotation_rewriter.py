@@ -11,10 +11,11 @@ embedding after such a norm is stored in the transformed basis, and lookups are 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -23,12 +24,15 @@ import torch
 
 from specedge.errors import ParityError
 
+from ..checkpoint.lazy_tensors import LazyTensor
+from ..graph.external_data import TORCH_TYPES, WeightsFile, WeightTensor
 from ..graph.nodes import add_constant, insert_node, producer
+from ..verification import runner
 from ..verification.runner import Action, FillNoise, PassAction, ReadRows
 from . import rotation
-from .experts import ExcludedWeights, load_graph
+from .experts import ExcludedWeights
 from .float_model import FloatModel
-from .graph_editor import GraphEditor
+from .graph_editor import NodeEditor
 from .matrices import (
     NORMS,
     Matrix,
@@ -38,10 +42,10 @@ from .matrices import (
     embeddings,
     matrix_groups,
     stored_tensor,
+    stored_values,
     tensor_data,
 )
 from .rotation import Rotation
-from .weights_writer import WeightsWriter
 
 RMS_NORM = "RMSNormalization"
 ROTATION_PROPERTY = "specedge.rotation"  # metadata of a decoder: size and seed of its rotation
@@ -68,6 +72,24 @@ class ResidualStream:
     writers: set[ir.Node] = field(default_factory=set)
     tables: set[ir.Node] = field(default_factory=set)
     biases: set[tuple[ir.Node, int]] = field(default_factory=set)
+
+
+@dataclass
+class RotationEditor(NodeEditor):
+    """Editor of a graph in another basis, whose weights go to `file`."""
+
+    file: WeightsFile
+
+    def computed(
+        self,
+        key: Hashable,
+        stored: StoredTensor,
+        compute: Callable[[], torch.Tensor],
+        name: str,
+    ) -> ir.Value:
+        """Return the initializer of a changed tensor, in float32 with the original's shape."""
+        like = torch.empty(tuple(stored.tensor.shape), device="meta")
+        return self.external(self.file.add(key, LazyTensor(like, compute), torch.float32, name))
 
 
 @dataclass(frozen=True)
@@ -123,40 +145,55 @@ def write_models(
 ) -> tuple[list[FloatModel], ChannelTransforms]:
     """Write the decoders of models that share their weights in a new basis.
 
-    Raises:
-        ParityError: Transforming a changed matrix back does not restore it.
+    Changed weights of large models are computed when they are read, which raises ParityError if
+    transforming a changed matrix back does not restore it.
     """
     decoders = [(part, ops) for part in parts for ops in part.ops]
-    graphs = (load_graph(part.decoder(ops), excluded).graph for part, ops in decoders)
+    graphs = (part.load(ops, excluded).graph for part, ops in decoders)
     transforms = choose_transforms(graphs, excluded.offsets)
-    with WeightsWriter(folder) as store:
+    lazy = dict[int, WeightTensor]()
+    with WeightsFile(folder, "float32", lazy) as file:
         for part, ops in decoders:
-            model = load_graph(part.decoder(ops), excluded)
-            transform_graph(model, transforms, excluded.offsets, store)
+            model = part.load(ops, excluded)
+            transform_graph(model, transforms, excluded.offsets, file)
             ir.save(model, folder / part.decoder(ops).name)
-    return [replace(part, folder=folder, original=part.folder) for part in parts], transforms
+        file.finish(is_sparse=file.size > runner.WHOLE_BYTES)
+    return [replace(part, folder=folder, original=part, lazy=lazy) for part in parts], transforms
 
 
-def check_equivalence(before: FloatModel, after: FloatModel) -> None:
-    """Compare two models in float32, with the error of the verified original as bound.
+def equivalence_actions(model: FloatModel) -> list[Action]:
+    """Return the actions whose results `check_outputs` compares: a pass, and its cache rows."""
+    tokens = np.random.default_rng(0).integers(0, model.model.vocab_size, _NUM_CHECKED_TOKENS)
+    tokens = tokens[: model.model.context_length]
+    noise = FillNoise(0, model.geometry.capacity)
+    return [noise, PassAction("decoder", tokens, 0), ReadRows(0, len(tokens))]
+
+
+def check_outputs(model: FloatModel, ops: str, results: Sequence[Any]) -> None:
+    """Compare a model with its original in float32, with the error of the original as bound.
+
+    Args:
+        model: Model in another basis.
+        ops: Graph variant.
+        results: Those of its `equivalence_actions`.
 
     Raises:
         ParityError: The models differ.
     """
-    model = before.model
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, _NUM_CHECKED_TOKENS)
-    tokens = tokens[: model.context_length]
-    for ops in after.ops:
-        report = model.parity[ops]
-        limit = _MAX_ERROR_RATIO * max(report.float32_logits_error, report.float32_cache_error)
-        expected, outputs = (_float32_outputs(x, ops, tokens) for x in (before, after))
-        for name, values in expected.items():
-            error = np.abs(outputs[name] - values).max() / max(1e-30, np.abs(values).max())
-            if not error <= limit:
-                raise ParityError(
-                    f"{before.role}: {name} differs from the original by {error:.1e} of its "
-                    f"largest value, the limit is {limit:.1e}"
-                )
+    assert model.original is not None
+    report = model.model.parity[ops]
+    limit = _MAX_ERROR_RATIO * max(report.float32_logits_error, report.float32_cache_error)
+    original = model.original.decoder_runner(ops).run(equivalence_actions(model))
+    (_, logits, rows), (_, expected_logits, expected_rows) = results, original
+    names = [name.replace("past_key_values", "present") for name in model.geometry.cache_names()]
+    pairs = zip((logits, *rows), (expected_logits, *expected_rows), strict=True)
+    for name, (values, expected) in zip(("logits", *names), pairs, strict=True):
+        error = np.abs(values - expected).max() / max(1e-30, np.abs(expected).max())
+        if not error <= limit:
+            raise ParityError(
+                f"{model.role}: {name} differs from the original by {error:.1e} of its largest "
+                f"value, the limit is {limit:.1e}"
+            )
 
 
 def residual_stream(graph: ir.Graph, excluded: Set[int]) -> ResidualStream:
@@ -268,15 +305,15 @@ def folded_norms(graph: ir.Graph, excluded: Set[int]) -> dict[ir.Node, MatrixGro
 
 
 def transform_graph(
-    model: ir.Model, transforms: ChannelTransforms, excluded: Set[int], store: WeightsWriter
+    model: ir.Model, transforms: ChannelTransforms, excluded: Set[int], file: WeightsFile
 ) -> None:
-    """Rewrite a float graph in a basis; changed weights go to `store`."""
+    """Rewrite a float graph in a basis; its weights go to `file`."""
     graph = model.graph
     foldable = folded_norms(graph, excluded)
     stream = (
         residual_stream(graph, excluded) if transforms.rotation is not None else ResidualStream()
     )
-    editor = GraphEditor(graph, store)
+    editor = RotationEditor(graph, file)
     for group in matrix_groups(graph, excluded):
         norm = producer(group.value, RMS_NORM)
         is_rotated, block = norm in stream.norms, 0
@@ -310,7 +347,12 @@ def transform_graph(
         # For drafters that read hidden states in the original basis.
         model.metadata_props[ROTATION_PROPERTY] = json.dumps(asdict(transforms.rotation))
     passes.RemoveUnusedNodesPass()(model)
-    store.adopt(graph)
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) != file.folder:
+            key = ("unchanged", tensor.offset, tuple(tensor.shape))
+            data, dtype = stored_values(tensor), TORCH_TYPES[tensor.dtype.value]
+            value.const_value = file.add(key, data, dtype, tensor.name or "")
 
 
 def reads_nonlinearity(group: MatrixGroup) -> bool:
@@ -330,20 +372,22 @@ def reads_nonlinearity(group: MatrixGroup) -> bool:
 
 def hadamard_size(group: MatrixGroup) -> int:
     """Return the size of the Hadamard matrices for a group's input, 0 for none."""
-    shape = group.matrices[0].stored.data().shape
+    shape = group.matrices[0].stored.shape
     size = min(rotation.HADAMARD_SIZE, shape[-2] & -shape[-2])
     is_plain = all(len(matrix.stored.order) == 2 for matrix in group.matrices)
     return size if is_plain and size >= MIN_HADAMARD_SIZE else 0
 
 
-def _mix_input(editor: GraphEditor, group: MatrixGroup, block: int) -> None:
+def _mix_input(editor: RotationEditor, group: MatrixGroup, block: int) -> None:
     """Multiply each block of channels of a group's input by a Hadamard matrix."""
     mixed = _insert_hadamard(editor, group.value, block)
     for matrix in group.matrices:
         matrix.node.replace_input_with(0, mixed)
 
 
-def _mix_tied_head(editor: GraphEditor, group: MatrixGroup, transforms: ChannelTransforms) -> None:
+def _mix_tied_head(
+    editor: RotationEditor, group: MatrixGroup, transforms: ChannelTransforms
+) -> None:
     """Multiply an LM head's input by Hadamard matrices, and let it read the changed table."""
     _mix_input(editor, group, hadamard_size(group))
     for matrix in group.matrices:
@@ -354,7 +398,7 @@ def _mix_tied_head(editor: GraphEditor, group: MatrixGroup, transforms: ChannelT
         matrix.node.replace_input_with(1, turned)
 
 
-def _restore_lookups(editor: GraphEditor, transforms: ChannelTransforms) -> None:
+def _restore_lookups(editor: RotationEditor, transforms: ChannelTransforms) -> None:
     """Redirect lookups to transformed tables, and transform the rows back."""
     for node, stored in list(embeddings(editor.graph)):
         if stored.offset not in transforms.tied_blocks:
@@ -368,15 +412,14 @@ def _restore_lookups(editor: GraphEditor, transforms: ChannelTransforms) -> None
 
 
 def _mixed_table(
-    editor: GraphEditor, stored: StoredTensor, transforms: ChannelTransforms
+    editor: RotationEditor, stored: StoredTensor, transforms: ChannelTransforms
 ) -> ir.Value:
     apply = partial(rotation.apply_hadamard, block=transforms.tied_blocks[stored.offset])
     rows = partial(_change_table, stored, apply, undo=apply)
-    key, name = ("mixed", stored.offset), f"{stored.tensor.name}.mixed"
-    return editor.external(editor.store.array(key, rows, name))
+    return editor.computed(("mixed", stored.offset), stored, rows, f"{stored.tensor.name}.mixed")
 
 
-def _insert_hadamard(editor: GraphEditor, value: ir.Value, block: int) -> ir.Value:
+def _insert_hadamard(editor: RotationEditor, value: ir.Value, block: int) -> ir.Value:
     """Insert a block-diagonal Hadamard transform of a value before all readers."""
     assert value.shape is not None
     size, name = int(value.shape[-1]), f"{value.name}.hadamard"  # type: ignore[call-overload]
@@ -397,14 +440,13 @@ def _insert_hadamard(editor: GraphEditor, value: ir.Value, block: int) -> ir.Val
 
 
 def _replace_matrix(
-    editor: GraphEditor, matrix: Matrix, change: MatrixChange, transforms: ChannelTransforms
+    editor: RotationEditor, matrix: Matrix, change: MatrixChange, transforms: ChannelTransforms
 ) -> None:
     """Replace the matrix of a product by its changed form."""
     stored = matrix.stored
     key = ("matrix", stored.offset, stored.order, change)
     name = f"{stored.tensor.name}.matrix"
-    tensor = editor.store.array(key, lambda: change_matrix(stored, change, transforms), name)
-    value = editor.external(tensor)
+    value = editor.computed(key, stored, partial(change_matrix, stored, change, transforms), name)
     if stored.order != (0, 1):
         value = insert_node(matrix.node, "Transpose", [value], f"{name}.turned", perm=[1, 0])
         value.dtype = ir.DataType.FLOAT
@@ -412,14 +454,13 @@ def _replace_matrix(
 
 
 def _rotate_tables_and_biases(
-    editor: GraphEditor, stream: ResidualStream, rotation_: Rotation
+    editor: RotationEditor, stream: ResidualStream, rotation_: Rotation
 ) -> None:
     """Rotate embeddings, and biases that are added to the residual stream."""
     for node, stored in embeddings(editor.graph):
         key, name = ("table", stored.offset), f"{stored.tensor.name}.table"
         rows = partial(_change_table, stored, rotation_.apply, rotation_.undo)
-        tensor = editor.store.array(key, rows, name)
-        node.replace_input_with(0, editor.external(tensor))
+        node.replace_input_with(0, editor.computed(key, stored, rows, name))
         node.outputs[0].dtype = ir.DataType.FLOAT
     for node, index in stream.biases:
         bias = node.inputs[index]
@@ -437,7 +478,7 @@ def _change_table(
     table: StoredTensor,
     apply: Callable[[torch.Tensor], torch.Tensor],
     undo: Callable[[torch.Tensor], torch.Tensor],
-) -> np.ndarray:
+) -> torch.Tensor:
     """Return a table with transformed rows. Raises ParityError if `undo` does not restore them."""
     rows = tensor_data(table.tensor)
     changed = torch.empty(rows.shape)
@@ -445,12 +486,12 @@ def _change_table(
         changed[at] = apply(rows[at])
     some = _sampled_rows(changed)
     _check_inverse(undo(changed[some]), rows[some].double(), table)
-    return changed.numpy()
+    return changed
 
 
 def change_matrix(
     stored: StoredTensor, change: MatrixChange, transforms: ChannelTransforms
-) -> np.ndarray:
+) -> torch.Tensor:
     """Return a changed matrix in its stored layout.
 
     Raises:
@@ -473,7 +514,7 @@ def change_matrix(
             whole.T[at] = transforms.rotation.apply(before[at])
         some = _sampled_rows(before)
         _check_inverse(transforms.rotation.undo(whole.T[some]), before[some], stored)
-    return (whole.T if stored.order == (0, 1) else whole).contiguous().numpy()
+    return (whole.T if stored.order == (0, 1) else whole).contiguous()
 
 
 def _transform_input(
@@ -504,15 +545,3 @@ def _check_inverse(back: torch.Tensor, exact: torch.Tensor, stored: StoredTensor
 def _row_strips(rows: torch.Tensor) -> list[slice]:
     height = max(1, _STRIP_SIZE // rows.shape[1])
     return [slice(at, at + height) for at in range(0, len(rows), height)]
-
-
-def _float32_outputs(model: FloatModel, ops: str, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Return logits [T, V] and caches [H, T, D] of a graph in ONNX Runtime."""
-    actions: list[Action] = [
-        FillNoise(0, model.geometry.capacity),
-        PassAction("decoder", tokens, 0),
-        ReadRows(0, len(tokens)),
-    ]
-    _, logits, rows = model.decoder_runner(ops).run(actions)
-    names = [name.replace("past_key_values", "present") for name in model.geometry.cache_names()]
-    return {"logits": logits, **dict(zip(names, rows, strict=True))}

@@ -160,6 +160,13 @@ def head_scheme(group: MatrixGroup, x: InputStatistics, channels: np.ndarray | N
     )
 
 
+def round_to_nearest(weights: torch.Tensor, choice: Scheme) -> IntegerMatrix:
+    """Round a matrix that is not split along K. [K, N]"""
+    if choice.bits:
+        return rounding.quantize_blocks(weights, choice.bits, choice.importance)
+    return rounding.quantize_columns(weights, choice.exponents)
+
+
 def _sampled_columns(group: MatrixGroup) -> list[torch.Tensor]:
     """Return a random sample of columns of each matrix."""
     samples = []

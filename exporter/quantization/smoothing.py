@@ -75,7 +75,7 @@ def shared_channels(
 def smoothing_path(group: MatrixGroup) -> SmoothingPath | None:
     """Return the path of a group's input; None if scaling it would change other values."""
     users = {matrix.node for matrix in group.matrices}
-    size = group.matrices[0].stored.data().shape[-2]
+    size = group.matrices[0].stored.shape[-2]
     if (parts := _scalable_factors(group.value, users)) is not None:
         return SmoothingPath(tuple(parts), size, np.arange(size))
     path = _through_attention(group.value, users)
@@ -132,7 +132,7 @@ def _through_attention(value: ir.Value, users: set[ir.Node]) -> SmoothingPath | 
 def _num_columns(product: ir.Node) -> int:
     """Return the number of columns of a product's stored matrix, 0 without one."""
     stored = stored_tensor(product.inputs[1])
-    return stored.data().shape[-1] if stored is not None and len(stored.order) == 2 else 0
+    return stored.shape[-1] if stored is not None and len(stored.order) == 2 else 0
 
 
 def _scalable_input(node: ir.Node, index: int) -> list[ScalableFactor] | None:

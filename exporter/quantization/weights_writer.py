@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import onnx_ir as ir
@@ -13,8 +12,7 @@ import torch
 
 from specedge.bundle.manifest import FileEntry
 
-from ..checkpoint.quantized_rows import QuantizedRows
-from ..graph.external_data import ALIGNMENT, FILE, TORCH_TYPES, HashedFile, as_bytes
+from ..graph.external_data import ALIGNMENT, FILE, HashedFile, as_bytes
 from . import rounding
 from .matrices import tensor_data
 from .rounding import IntegerMatrix
@@ -90,18 +88,13 @@ class WeightsWriter:
             self._tensors[key] = (self._append(make(), name, dtype, shape),)
         return self._tensors[key][0]
 
-    def adopt(
-        self, graph: ir.Graph, quantized: Mapping[int, QuantizedRows] = MappingProxyType({})
-    ) -> None:
-        """Copy all tensors that a graph reads from another weights file.
-
-        That file may lack `quantized` ones, which are dequantized.
-        """
+    def adopt(self, graph: ir.Graph) -> None:
+        """Copy all tensors that a graph reads from another weights file."""
         for value in graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) != self.folder:
                 key = ("as it is", tensor.offset, tuple(tensor.shape))
-                data = partial(_float_bytes, tensor, quantized.get(tensor.offset or 0))
+                data = partial(_stored_bytes, tensor)
                 value.const_value = self.array(key, data, tensor.name, tensor.dtype, tensor.shape)
 
     def _append(
@@ -121,9 +114,5 @@ class WeightsWriter:
         )  # fmt: skip
 
 
-def _float_bytes(tensor: ir.ExternalTensor, rows: QuantizedRows | None) -> np.ndarray:
-    """Return the bytes of a tensor of a float model's file, which may lack quantized rows."""
-    if rows is None:
-        return np.memmap(tensor.path, np.uint8, "r", tensor.offset or 0, (tensor.length or 0,))
-    values = rows.lazy().read().to(TORCH_TYPES[tensor.dtype.value])
-    return np.frombuffer(as_bytes(values), np.uint8)
+def _stored_bytes(tensor: ir.ExternalTensor) -> np.ndarray:
+    return np.frombuffer(as_bytes(tensor_data(tensor)), np.uint8)

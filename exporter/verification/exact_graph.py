@@ -8,7 +8,7 @@ large matrices are memory-mapped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 
 from ..checkpoint.lazy_tensors import materialize
-from ..checkpoint.quantized_rows import QuantizedRows
-from ..graph.external_data import map_tensor
+from ..graph.external_data import LazyWeights, map_tensor
 from ..tracing.experts import moe_reference
 from .exact_nodes import IMPLEMENTATIONS, Array
 
@@ -35,9 +34,9 @@ class ExactGraph:
     The result is the exact result of the float32 model, whose tables and scalars are float32.
     """
 
-    def __init__(self, path: Path, quantized: Mapping[int, QuantizedRows] | None = None) -> None:
+    def __init__(self, path: Path, lazy: LazyWeights | None = None) -> None:
         self._model = onnx.load(path, load_external_data=False)
-        self._folder, self._quantized = path.parent, quantized
+        self._folder, self._lazy = path.parent, lazy
         self._opset = {x.domain: x.version for x in self._model.opset_import}
         self._evaluators: dict[int | None, ReferenceEvaluator] = {}
 
@@ -48,8 +47,8 @@ class ExactGraph:
     def _constant(self, tensor: onnx.TensorProto) -> Value:
         if not tensor.external_data:
             return onnx.numpy_helper.to_array(tensor)
-        stored = map_tensor(tensor, self._folder, self._quantized)
-        return stored.float().numpy() if stored.ndim < 2 else stored
+        stored = map_tensor(tensor, self._folder, self._lazy)
+        return materialize(stored).float().numpy() if stored.ndim < 2 else stored
 
     def run(
         self, input_value: Callable[[str], Array], on_node: OnNode = lambda node, inputs: None

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import onnx
 import torch
 
@@ -26,8 +25,7 @@ from specedge.errors import ParityError
 
 from ..checkpoint.lazy_tensors import LazyTensor
 from ..checkpoint.placeholders import BufferPool
-from ..checkpoint.quantized_rows import QuantizedRows
-from ..graph.external_data import FILE, TORCH_TYPES, chunks, map_tensor
+from ..graph.external_data import FILE, TORCH_TYPES, LazyWeights, chunks, map_tensor
 
 PART_BYTES = 200_000_000  # maximum float32 weights of a subgraph
 _CACHE = re.compile(r"(past_key_values|present)\.(\d+)\.(\w+)")
@@ -58,7 +56,7 @@ class PartitionedGraph:
             to sessions. False where ONNX Runtime adds casts, which it would fold with the
             placeholder of a passed constant. Int8 weights, which it may convert to unsigned ones,
             are never passed.
-        quantized: Weights by offset that are passed as well.
+        lazy: Weights by offset that are passed as well.
     """
 
     def __init__(
@@ -66,10 +64,10 @@ class PartitionedGraph:
         path: Path,
         first: list[str] | None = None,
         passes_constants: bool = True,
-        quantized: Mapping[int, QuantizedRows] | None = None,
+        lazy: LazyWeights | None = None,
     ) -> None:
         self.folder, self._passes_constants = path.parent, passes_constants
-        self._quantized = quantized
+        self._lazy = lazy
         self._model = onnx.load(path, load_external_data=False)
         graph = self._model.graph
         self._stored = {tensor.name: tensor for tensor in graph.initializer}
@@ -116,27 +114,27 @@ class PartitionedGraph:
         return [*nodes.values()]
 
     @contextlib.contextmanager
-    def computed(self, index: int, memory: BufferPool) -> Iterator[dict[str, np.ndarray]]:
+    def computed(self, index: int, memory: BufferPool) -> Iterator[dict[str, torch.Tensor]]:
         """Compute the constants that are passed to a subgraph's session, in borrowed buffers."""
         values = {}
         with contextlib.ExitStack() as stack:
             for name in self.parts[index].constants:
                 if self._is_passed(name):
                     value, dtype = self.compute(name), self._type(name)
-                    if isinstance(value, LazyTensor) and dtype == torch.float32:
-                        values[name] = value.read().contiguous().numpy()
+                    if isinstance(value, LazyTensor) and value.stored == dtype:
+                        values[name] = value.read().contiguous()
                         continue
                     buffer = stack.enter_context(memory.borrow(value.numel(), dtype))
                     rows = buffer.view(value.shape)
                     for piece in chunks(value, dtype):
                         rows[: len(piece)] = piece
                         rows = rows[len(piece) :]
-                    values[name] = buffer.view(value.shape).numpy()
+                    values[name] = buffer.view(value.shape)
             yield values
 
     def _is_passed(self, name: str) -> bool:
         """Return True if a constant is computed once and passed to sessions."""
-        if self._quantized and self._is_large(name) and isinstance(self.compute(name), LazyTensor):
+        if self._lazy and self._is_large(name) and isinstance(self.compute(name), LazyTensor):
             return True
         return self._passes_constants and name in self._computed and self._type(name) != torch.int8
 
@@ -144,7 +142,7 @@ class PartitionedGraph:
         """Return a constant, memory-mapped and without its casts."""
         node = self._computed.get(name)
         if node is None:
-            return map_tensor(self._stored[name], self.folder, self._quantized)
+            return map_tensor(self._stored[name], self.folder, self._lazy)
         value = self.compute(node.input[0])
         if node.op_type == "Cast":
             return value  # `computed` casts it

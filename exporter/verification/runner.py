@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
+import torch
 
 from specedge.bundle.graph_variants import cache_dtype
 from specedge.errors import ExportError
 
 from ..checkpoint.placeholders import BufferPool
-from ..checkpoint.quantized_rows import QuantizedRows
-from ..graph.external_data import FILE
+from ..graph.external_data import FILE, LazyWeights
 from ..graph.graphs import GraphFile
 from ..libraries import translate_errors
 from ..progress import Advance
@@ -47,10 +48,18 @@ class PassAction:
     then: Callable[[np.ndarray], Any] | None = None
     on_outputs: Callable[[Values], None] | None = None
 
+    def inputs(self) -> Values:
+        """Return the inputs of the graph, without its caches."""
+        return {
+            "input_ids": self.tokens[None].astype(np.int64),
+            "past_length": np.array([self.past_length], np.int64),
+            "logits_from": np.array([self.logits_from], np.int64),
+        }
+
 
 @dataclass(frozen=True)
 class FillCaches:
-    """Write `history(i)`, [H, n, D], to the first rows of cache i."""
+    """Write `history(i)`, [H, n, D] or [B, H, n, D], to the first rows of cache i."""
 
     history: Callable[[int], np.ndarray]
 
@@ -73,7 +82,7 @@ class RepeatRows:
 
 @dataclass(frozen=True)
 class ReadRows:
-    """Copy rows of the caches, [H, end - start, D] each.
+    """Copy rows of the caches, [H, end - start, D] each, or [B, H, end - start, D] of several.
 
     `then` maps the name and the rows of a cache to the result.
     """
@@ -87,9 +96,10 @@ Action = PassAction | FillCaches | FillNoise | RepeatRows | ReadRows
 
 
 class Runner:
-    """Runner of one graph variant of a model over caches [1, H, S, D].
+    """Runner of one graph variant of a model over caches [B, H, S, D].
 
-    `quantized` are weights of a large model by offset, which its weights file may lack.
+    A batched graph, whose passes have several sequences, takes the decoder's place. `lazy` are
+    weights by offset, which a large model's weights file may lack.
     """
 
     def __init__(
@@ -98,26 +108,29 @@ class Runner:
         files: list[GraphFile],
         geometry: Geometry,
         ops: str = "onnx",
-        quantized: Mapping[int, QuantizedRows] | None = None,
+        lazy: LazyWeights | None = None,
+        batch: int = 1,
     ) -> None:
         self.folder, self.geometry, self.ops = folder, geometry, ops
-        self.quantized = quantized
+        self.lazy = lazy
         self.files = {file.name: file for file in files}
+        self._main = "decoder" if "decoder" in self.files else files[0].name
         self.in_parts = (folder / FILE).stat().st_size > WHOLE_BYTES
         self._dtype = cache_dtype(ops)
-        self._shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
+        shapes = (state.sizes(geometry.capacity, batch) for state in geometry.states)
+        self._shapes = dict(zip(geometry.cache_names(), shapes, strict=True))
         self._splits: dict[str, partition.PartitionedGraph] = {}
         self.num_stages = 1
         if self.in_parts:
             # ONNX Runtime adds casts around operators without 16-bit CPU kernels.
             passes_constants = self._dtype == "float32"
             first = partition.PartitionedGraph(
-                self.path("decoder"), passes_constants=passes_constants, quantized=quantized
+                self.path(self._main), passes_constants=passes_constants, lazy=lazy
             )
-            names = (name for name in self.files if name != "decoder")
-            self._splits = {"decoder": first} | {
+            names = (name for name in self.files if name != self._main)
+            self._splits = {self._main: first} | {
                 name: partition.PartitionedGraph(
-                    self.path(name), first.first, passes_constants, quantized
+                    self.path(name), first.first, passes_constants, lazy
                 )
                 for name in names
             }
@@ -152,7 +165,7 @@ class Runner:
         Raises:
             ExportError: ONNX Runtime cannot load or run a graph.
         """
-        passes = {i: _inputs(a) for i, a in enumerate(actions) if isinstance(a, PassAction)}
+        passes = {i: a.inputs() for i, a in enumerate(actions) if isinstance(a, PassAction)}
         results: list[Any] = [[] if isinstance(action, ReadRows) else None for action in actions]
         index = {name: i for i, name in enumerate(self._shapes)}
         chosen = self.representatives if only_representative else None
@@ -220,13 +233,13 @@ class Runner:
         if not self.in_parts:
             yield 0, self._whole
             return
-        decoder, memory = self._splits["decoder"], BufferPool()
+        decoder, memory = self._splits[self._main], BufferPool()
         for i, part in enumerate(decoder.parts):
             if chosen and i in chosen.skipped:
                 continue
             caches = {n: shape for n, shape in self._shapes.items() if n in part.inputs}
             with decoder.computed(i, memory) as constants:
-                values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in constants.items()}
+                values = {name: _ort_value(value) for name, value in constants.items()}
                 open_ = functools.partial(self._open_part, i, values)
                 session = SubgraphSession(caches, self._dtype, open_)
                 try:
@@ -256,12 +269,13 @@ class Runner:
             return open_session(part or self.path(name), options)
 
 
-def _inputs(action: PassAction) -> Values:
-    return {
-        "input_ids": action.tokens[None].astype(np.int64),
-        "past_length": np.array([action.past_length], np.int64),
-        "logits_from": np.array([action.logits_from], np.int64),
-    }
+def _ort_value(tensor: torch.Tensor) -> ort.OrtValue:
+    """Return a value of a session that shares the memory of a tensor."""
+    if tensor.dtype != torch.bfloat16:
+        return ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+        tensor.view(torch.uint16).numpy(), onnx.TensorProto.BFLOAT16
+    )
 
 
 def _order_actions(actions: Sequence[Action], has_caches: bool) -> list[int]:

@@ -43,7 +43,7 @@ def check_structure(
     Raises:
         ParityError: The graph differs from the model.
     """
-    graph, geometry = ExactGraph(runner.path("decoder"), runner.quantized), runner.geometry
+    graph, geometry = ExactGraph(runner.path("decoder"), runner.lazy), runner.geometry
     size = max(map(math.prod, geometry.cache_shapes()))
     noise = NOISE * np.random.default_rng(0).standard_normal(size)
     error_check = ErrorCheck(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)

@@ -70,9 +70,9 @@ class SubgraphSession:
         return {name: output.numpy() for name, output in outputs if caches[name] is None}
 
     def fill(self, rows: Values) -> None:
-        """Write [H, n, D] rows to the caches."""
+        """Write [H, n, D] rows to the caches, or [B, H, n, D]."""
         for name, part in rows.items():
-            self.caches[name][0, :, : part.shape[1]] = part
+            self.caches[name][..., : part.shape[-2], :] = part
 
     def fill_noise(self, start: int, end: int) -> None:
         """Write noise to the caches' rows."""
@@ -88,8 +88,9 @@ class SubgraphSession:
             cache[:, :, length:end] = cache[:, :, rows % length]
 
     def rows(self, start: int, end: int) -> Values:
-        """Copy the caches' rows, in the order of the caches."""
-        return {name: cache[0, :, start:end].copy() for name, cache in self.caches.items()}
+        """Copy the caches' rows, in the order of the caches: [H, n, D], or [B, H, n, D]."""
+        rows = {name: cache[:, :, start:end].copy() for name, cache in self.caches.items()}
+        return {name: part[0] if len(part) == 1 else part for name, part in rows.items()}
 
     def _session(self, name: str, packed: bool) -> ort.InferenceSession | None:
         key = (name, packed)

@@ -14,6 +14,7 @@ from cases import slow
 from checkpoints import make_model
 from comparing import model_of, traced
 from specedge.errors import ParityError
+from specedge.exporter.graph.external_data import WeightsFile
 from specedge.exporter.quantization import rotation, rotation_rewriter
 from specedge.exporter.quantization.matrices import embeddings, matrix_groups
 from specedge.exporter.quantization.rotation import Rotation
@@ -65,9 +66,10 @@ class Changed:
         self.original = path
         self.transforms = rotation_rewriter.choose_transforms([ir.load(path).graph], set())
         model = ir.load(path)
-        with rotation_rewriter.WeightsWriter(self.folder) as store:
-            rotation_rewriter.transform_graph(model, self.transforms, set(), store)
+        with WeightsFile(self.folder, "float32") as file:
+            rotation_rewriter.transform_graph(model, self.transforms, set(), file)
             ir.save(model, self.folder / path.name)
+            file.finish()
         self.path = self.folder / path.name
         self.graph = ir.load(self.path).graph
 

@@ -142,7 +142,7 @@ def test_unsigned_subgraph_uses_converted_transposed_table(tmp_path):
     options.add_session_config_entry(folder, str(tmp_path))
     x = np.random.default_rng(1).integers(0, 256, (3, 32), np.uint8)
     with split.computed(0, BufferPool()) as given:
-        values = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in given.items()}
+        values = {n: ort.OrtValue.ortvalue_from_numpy(v.numpy()) for n, v in given.items()}
         for name, value in values.items():
             options.add_initializer(name, value)
         session = open_session(split.model(0), options)
