@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
 from specedge.bundle.batched_signature import BATCHED, BATCHED_INPUTS
-from specedge.bundle.graph_variants import cache_dtype
 from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
-from specedge.errors import ExportError, ParityError
+from specedge.errors import ParityError
 
 from ..graph import batched
-from ..libraries import translate_errors
+from ..graph.graphs import GraphFile
 from ..progress import Progress
-from .subgraph import SubgraphSession, Values, can_prepack, open_session, unpacked_options
+from ..tracing.geometry import Geometry
+from .runner import Action, FillCaches, FillNoise, PassAction, ReadRows, Runner
+from .subgraph import Values
 
 SEQUENCES = ((5, 3), (4, 0), (0, 1))  # cache rows and tokens of each
 LONGEST = max(past + length for past, length in SEQUENCES)
@@ -72,56 +74,57 @@ def _numbers(version: str) -> list[int]:
 def measure_error(model: ModelEntry, folder: Path, ops: str) -> float:
     """Return the largest difference of a value, relative to the largest of its tensor."""
     random = np.random.default_rng(0)
-    texts = [random.integers(model.vocab_size, size=LONGEST) for _ in SEQUENCES]
-    decoder = _open(model, folder, "decoder", ops, 1)
-    alone = []
+    texts = random.integers(model.vocab_size, size=(len(SEQUENCES), LONGEST))
+    is_packed = model.weights_dtype in QUANTIZED_DTYPES  # products are slow without it
+    actions: list[Action] = []
     for (past, length), text in zip(SEQUENCES, texts, strict=True):
-        logits = np.zeros((0, model.padded_vocab_size), np.float32)
-        if length:
-            # A pass of one token may use another kernel than longer ones.
-            tokens, start = text[None, : past + max(2, length)], np.zeros(1, np.int64)
-            inputs = {"input_ids": tokens, "past_length": start, "logits_from": start + past}
-            logits = decoder.run("decoder", False, inputs)["logits"][0, :length]
-        else:
-            decoder.fill_noise(0, past)
-        alone.append((logits, decoder.rows(0, past + length)))
-    del decoder
-    several = _open(model, folder, BATCHED, ops, len(SEQUENCES))
-    for i, (past, _) in enumerate(SEQUENCES):
-        for name, rows in alone[i][1].items():
-            several.caches[name][i, :, :past] = rows[:, :past]
-    logits = several.run(BATCHED, False, _packed_inputs(texts))["logits"]
+        # A pass of one token may use another kernel than longer ones.
+        tokens = text[: past + max(2, length)]
+        alone = PassAction("decoder", tokens, 0, logits_from=past, packed=is_packed)
+        rows = ReadRows(0, past + length)
+        actions += [alone if length else FillNoise(0, past), rows]
+    results = _runner(model, folder, "decoder", ops, 1).run(actions)
+    logits, caches = results[::2], results[1::2]
+
+    def history(i: int) -> np.ndarray:
+        """Return the rows of cache i before the pass, [B, H, LONGEST, D]."""
+        rows = [
+            sequence[i][:, :past] for sequence, (past, _) in zip(caches, SEQUENCES, strict=True)
+        ]
+        return np.stack([np.pad(x, ((0, 0), (0, LONGEST - x.shape[1]), (0, 0))) for x in rows])
+
+    several = BatchedPass(BATCHED, texts, 0, packed=is_packed)
+    _, batched_logits, batched_caches = _runner(model, folder, BATCHED, ops, len(SEQUENCES)).run(
+        [FillCaches(history), several, ReadRows(0, LONGEST)]
+    )
     errors, first = [0.0], 0
     for i, (past, length) in enumerate(SEQUENCES):
-        expected, caches = alone[i]
-        errors.append(_relative(logits[0, first : first + length], expected))
+        if length:
+            errors.append(_relative(batched_logits[first : first + length], logits[i][:length]))
         first += length
-        for name, rows in caches.items():
-            errors.append(_relative(several.caches[name][i, :, : past + length], rows))
+        for rows, expected in zip(batched_caches, caches[i], strict=True):
+            errors.append(_relative(rows[i, :, : past + length], expected))
     return math.inf if np.isnan(errors).any() else max(errors)
 
 
-def _open(model: ModelEntry, folder: Path, name: str, ops: str, batch: int) -> SubgraphSession:
-    """Return a session of a graph with caches of `batch` sequences.
+@dataclass(frozen=True)
+class BatchedPass(PassAction):
+    """Pass of a batched graph over the `tokens` of all sequences, [B, LONGEST]."""
 
-    Quantized weights are prepacked if memory is available, without which their products are slow.
-    """
-    is_quantized = model.weights_dtype in QUANTIZED_DTYPES
-    is_packed = is_quantized and can_prepack((folder / model.weights).stat().st_size)
-    options = ort.SessionOptions() if is_packed else unpacked_options()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    file = model.graph(name, ops).file
-
-    def open_(*_: object) -> ort.InferenceSession:
-        with translate_errors(ExportError, f"ONNX Runtime cannot load {file}: "):
-            return open_session(folder / file, options)
-
-    states = {f"past_key_values.{state.name}": state for state in model.states}
-    shapes = {name: state.sizes(model.capacity, batch) for name, state in states.items()}
-    return SubgraphSession(shapes, cache_dtype(ops), open_)
+    def inputs(self) -> Values:
+        """Return the inputs of the graph, without its caches."""
+        return _packed_inputs(self.tokens)
 
 
-def _packed_inputs(texts: list[np.ndarray]) -> Values:
+def _runner(model: ModelEntry, folder: Path, name: str, ops: str, batch: int) -> Runner:
+    """Return a runner of a graph with caches of `batch` sequences."""
+    path = folder / model.graph(name, ops).file
+    files = [GraphFile(name, None, prefix=path.name.partition(name)[0])]
+    sizes = model.context_length, model.capacity, model.padded_vocab_size
+    return Runner(path.parent, files, Geometry(*sizes, model.layers), ops, batch=batch)
+
+
+def _packed_inputs(texts: np.ndarray) -> Values:
     """Return the inputs of the batched graph."""
     block_length = 1 + max(length for _, length in SEQUENCES)
     block = np.zeros((len(SEQUENCES), block_length), np.int64)

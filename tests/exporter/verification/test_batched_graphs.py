@@ -17,6 +17,7 @@ from specedge.bundle.manifest import PREFILL_LENGTH
 from specedge.errors import ParityError
 from specedge.exporter import Progress, export
 from specedge.exporter.graph import batched
+from specedge.exporter.verification import runner
 from specedge.exporter.verification.batched_graphs import add_batched_graphs, measure_error
 from specedge.runtime.backend.batched_self_test import share_passes
 from specedge.runtime.backend.onnx_model import OrtModel
@@ -116,8 +117,10 @@ def shift_positions(graph):
             node.replace_input_with(batched.LAST_POSITIONS, query_lengths)
 
 
+@pytest.mark.parametrize("whole_bytes", [runner.WHOLE_BYTES, 0])  # 0 partitions the graphs
 @pytest.mark.parametrize("change", [exchange_rows, narrow_window, shift_positions])
-def test_wrong_batched_graph_is_refused(plain, monkeypatch, change):
+def test_wrong_batched_graph_is_refused(plain, monkeypatch, change, whole_bytes):
+    monkeypatch.setattr(runner, "WHOLE_BYTES", whole_bytes)
     batch = batched.batch
 
     def wrong(decoder):
@@ -128,6 +131,12 @@ def test_wrong_batched_graph_is_refused(plain, monkeypatch, change):
     monkeypatch.setattr(batched, "batch", wrong)
     with pytest.raises(ParityError, match=r"target \(gqa\): the batched graph differs"):
         add_batched_graphs("target", *plain, Progress())
+
+
+def test_batched_graph_of_a_large_model_is_compared_in_parts(pairs, monkeypatch):
+    monkeypatch.setattr(runner, "WHOLE_BYTES", 0)
+    bundle = pairs.bundle("gpt2")
+    assert measure_error(bundle.target, bundle.folder, "gqa") < 1e-5
 
 
 def test_older_onnxruntime_writes_no_batched_graphs(plain, monkeypatch):
