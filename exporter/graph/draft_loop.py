@@ -46,12 +46,13 @@ def add_draft_loops(
             signature = one_call(
                 name, draft.signatures[decoder.signature], draft.num_columns, num_draft_tokens
             )
+            step_length = draft.min_gpu_length(ops)
             first, step = (
                 GraphTemplate(path.parent, path.name.replace("decoder", file), shares_bytes=True)
-                for file in ("decoder", "step")
+                for file in ("decoder", {1: "step", 2: "catchup"}[step_length])
             )
             parts = [first, *[step] * (num_draft_tokens - 1)]
-            graph = _build_graph(draft, parts, signature, ids)
+            graph = _build_graph(draft, parts, step_length, signature, ids)
             loop = ir.Model(graph, ir_version=IR_VERSION)
             share_embeddings(loop)
             draft = add_graph(draft, folder, ops, name, base, signature, loop)
@@ -61,10 +62,14 @@ def add_draft_loops(
 def _build_graph(
     draft: ModelEntry,
     parts: Sequence[GraphTemplate],
+    step_length: int,
     signature: Signature,
     ids: Sequence[int] | None,
 ) -> ir.Graph:
-    """Connect the graphs of the steps, of which the first reads T tokens."""
+    """Connect the graphs of the steps, of which the first reads T tokens.
+
+    The others read their token `step_length` times, and return the logits of the first one.
+    """
     nodes = GraphBuilder(UNROLLED)
     inputs = {t.name: nodes.input(t.name, *_value_type(t.dtype, t.shape)) for t in signature.inputs}
     fed, length = inputs.pop("input_ids"), inputs.pop("past_length")
@@ -75,9 +80,13 @@ def _build_graph(
     drafted, outputs = list[ir.Value](), dict[str, ir.Value]()
     buffers = dict(inputs)
     for i, part in enumerate(parts):
-        step_inputs = {"input_ids": fed, "past_length": length, "logits_from": last}
+        repeats = i > 0 and step_length > 1
+        tokens = nodes("Concat", *[fed] * step_length, axis=1) if repeats else fed
+        step_inputs = {"input_ids": tokens, "past_length": length, "logits_from": last}
         step = part.copy(nodes, f"step.{i}", step_inputs | buffers)
-        logits = token_logits(nodes, step.pop("logits"), draft, 1)
+        rows = step.pop("logits")
+        rows = nodes("Slice", rows, [0], [1], [1]) if repeats else rows
+        logits = token_logits(nodes, rows, draft, 1)
         column = sampler.sample(logits) if sampler else nodes("ArgMax", logits, axis=-1)
         fed = column if ids is None else nodes("Gather", np.array(ids), column)
         drafted.append(fed)

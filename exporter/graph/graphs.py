@@ -21,7 +21,7 @@ from . import fusion
 from .lm_head import remove_logits_from
 from .nodes import add_constant, insert_node, producer
 from .opset import save_graph
-from .repeated_rows import remove_repeated_rows, repeat_token, repeats_token
+from .repeated_rows import remove_repeated_rows
 
 SOURCE = "source"  # file name, during an export, of a graph before fusion
 # Shape arithmetic runs on the CPU, and control flow prevents CUDA graph capture.
@@ -233,19 +233,15 @@ def _fix_length(model: ir.Model, file: GraphFile, ops: str) -> ir.Model:
     assert file.length is not None
     model = model.clone()
     graph, length = model.graph, file.length
-    if length == 1 and repeats_token(graph, ops):
-        repeat_token(graph)
-        length = 2
-    else:
-        remove_logits_from(graph)
+    remove_logits_from(graph)
     if length > 1 and attention_ops(ops) == "gqa":
         remove_repeated_rows(graph)
     if not file.logits:
         graph.outputs[:] = graph.outputs[1:]
     for value in _values(graph):
         if value.shape is not None:
-            value.shape = ir.Shape([_dimension_at(d, length, file.length) for d in value.shape])
-    graph.inputs[0].shape = ir.Shape([1, file.length])
+            value.shape = ir.Shape([_dimension_at(d, length) for d in value.shape])
+    graph.inputs[0].shape = ir.Shape([1, length])
     _fold_positions(graph, length)
     # Nodes over external weights are excluded: folding would copy the weights into the graph.
     onnxscript.optimizer.fold_constants(
@@ -289,6 +285,6 @@ def _rename_dimension(dim: str, symbol: str) -> str | None:
     return dim.replace(symbol, "T") if dim in (symbol, f"{symbol} + 1") else None
 
 
-def _dimension_at(dim: int | ir.SymbolicDim, length: int, num_logits: int) -> int | None:
-    lengths = {"T": length, "T + 1": length + 1, "R": num_logits}
+def _dimension_at(dim: int | ir.SymbolicDim, length: int) -> int | None:
+    lengths = {"T": length, "T + 1": length + 1, "R": length}
     return dim if isinstance(dim, int) else lengths.get(str(dim))

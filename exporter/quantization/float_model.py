@@ -26,6 +26,7 @@ from ..graph.external_data import STORED, LazyWeights
 from ..graph.graphs import GraphFile, variant_signature
 from ..graph.half_precision import convert_caches, convert_graph
 from ..graph.int8_caches import quantize_caches
+from ..graph.repeated_rows import remove_repeated_rows
 from ..graph.shared_bytes import share_embeddings
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
@@ -155,6 +156,7 @@ def convert_types(graph_model: ir.Model, ops: str) -> None:
         if attention_ops(ops) == "gqa":
             fusion.fuse_swish(graph_model.graph)
             fusion.fuse(graph_model)
+            remove_repeated_rows(graph_model.graph)
         convert_graph(graph_model, STORED[dtype][1])
         if attention_ops(ops) == "gqa":
             share_embeddings(graph_model)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from specedge.bundle.graph_variants import attention_ops
+from specedge.bundle.graph_variants import attention_ops, has_single_rows
 from specedge.bundle.manifest import PREFILL_LENGTH, chunk_length
 
 from ..graph.graphs import GraphFile
@@ -53,11 +53,15 @@ def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, i
 
 
 def compared_lengths(runner: Runner) -> list[int]:
-    """Return the pass lengths to test for invariance, including those of graphs and prefill."""
+    """Return the pass lengths to test for invariance, including those of graphs and prefill.
+
+    A single row may be bitwise equal by chance.
+    """
     used = {x.length for x in runner.files.values() if x.length is not None}
     used.add(chunk_length(runner.geometry.capacity))
     longest = min(max(used), runner.geometry.context_length)
-    return sorted(t for t in {*INDEPENDENT, *used} if t <= longest)
+    shortest = 2 if has_single_rows(runner.ops) else 1
+    return sorted(t for t in {*INDEPENDENT, *used} if shortest <= t <= longest)
 
 
 def segment_actions(

@@ -28,6 +28,11 @@ class KeyValueCache:
         """Number of valid rows."""
         return len(self._tokens)
 
+    @property
+    def last_token(self) -> int:
+        """Token of the last valid row."""
+        return self._tokens[-1]
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Record the tokens whose rows a pass has written."""
         self._tokens += tokens

@@ -66,7 +66,8 @@ class ModelSession:
             graph = SCORED
         entry = model.graph(graph, self.ops)
         self.length = entry.length
-        self.min_length = 1  # shortest pass to run; shorter ones are padded
+        # Shortest pass to run; shorter ones are padded
+        self.min_length = 1 if device.is_cpu else model.min_gpu_length(self.ops)
         self._signature = model.signatures[entry.signature]
         path = bundle.path(entry.file)
         check_graph(bundle, entry.file)

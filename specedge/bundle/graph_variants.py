@@ -46,6 +46,15 @@ def has_compute_type(ops: str) -> bool:
     return _suffix(ops) in COMPUTE_TYPES
 
 
+def has_single_rows(ops: str) -> bool:
+    """Return True if attention reads a single token as one row, not as two identical ones.
+
+    ONNX Runtime selects other kernels for one row, whose results are not bitwise equal to those of
+    longer passes. Graph variants for GPUs leave the second row to the host, which pads the pass.
+    """
+    return attention_ops(ops) == "gqa" and compute_dtype(ops) in HALF_DTYPES.values()
+
+
 def is_qdq(ops: str) -> bool:
     """Return True if a graph variant is only for TensorRT."""
     return _suffix(ops) == QDQ

@@ -22,6 +22,7 @@ from .graph_variants import (
     compute_dtype,
     describe_dtypes,
     has_compute_type,
+    has_single_rows,
     is_qdq,
     is_reduced_precision,
 )
@@ -288,6 +289,14 @@ class ModelEntry:
             return False
         is_float32_gqa = attention_ops(ops) == "gqa" and compute_dtype(ops) == "float32"
         return not is_float32_gqa and not is_qdq(ops)
+
+    def min_gpu_length(self, ops: str) -> int:
+        """Return the shortest pass to run on a GPU; shorter ones are padded.
+
+        Products with integer weights are not bitwise equal for other lengths in any case, and
+        slower for two rows than for one before ONNX Runtime 1.31.
+        """
+        return 2 if has_single_rows(ops) and self.weights_dtype not in QUANTIZED_DTYPES else 1
 
     def supports_engines(self, ops: str) -> bool:
         """Return True if TensorRT engines can be compiled from a graph variant."""

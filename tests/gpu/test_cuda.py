@@ -183,7 +183,8 @@ def test_draft_steps_do_not_copy_cache_buffers(cuda, pipeline, at):
         with cuda.counted() as counts:
             session.run(bound, [5] * length)
         assert counts["launches"] > K
-        copied = counts["d2d_bytes"] + counts["async_d2d_bytes"]
+        logits = 4 * VOCAB_SIZE * (K - 1)  # of the first row of each step
+        copied = counts["d2d_bytes"] + counts["async_d2d_bytes"] - logits
         assert copied < pipeline.bundle.draft.cache_size("gqa-fp16") / len(cache.arrays)
 
 
@@ -249,7 +250,8 @@ def test_unfiltered_sampling_fetches_full_rows_once_per_pass(cuda, pipeline):
 def test_each_pass_length_is_captured_once_at_load(cuda, pairs):
     with cuda.counted() as counts:
         pipeline = specedge.load(pairs("fp32-fp16"), device="cuda")
-    assert counts["captures"] == K + 1 + 2 + 2 + 2  # the target's, the draft's, and of K steps
+    # Single tokens are padded to two: the target has K lengths, the draft one.
+    assert counts["captures"] == K + 1 + 2 + 2  # and two of each graph of K steps
     assert counts["failed_captures"] == 0
     with cuda.counted() as counts:
         for length in range(1, K + 2):
@@ -258,6 +260,29 @@ def test_each_pass_length_is_captured_once_at_load(cuda, pairs):
     assert (counts["launches"], counts["captures"]) == (0, 0)
     assert counts["graph_launches"] == K + 1
     pipeline.close()
+
+
+def test_single_token_is_padded_for_float_weights_only(cuda, pairs):
+    for name, lengths in (("fp32-fp16", [2, 3]), ("int4-fp16", [1, 2, 3])):
+        bundle = Bundle.read(pairs(name))
+        model = OrtModel(bundle, bundle.target, Device("cuda"))
+        model.warm_up([1, 2, 3])
+        assert sorted(model._passes) == lengths
+        model.close()
+
+
+def test_draft_graph_reads_a_single_token_together_with_the_one_before(cuda, pipeline):
+    draft = pipeline.draft
+    (call, _) = draft._draft_graphs
+    for before, positions, tokens in (([], 0, [9]), ([5, 7], 1, [7, 9])):
+        draft.truncate(0)
+        if before:
+            draft.forward(before)
+        draft.draft([9], K, History([*before, 9]), Sampling(), np.full(K, 0.5))
+        arrays = call._passes[len(tokens)].arrays
+        assert arrays["tokens"].value.numpy().tolist() == [tokens]
+        assert arrays["past_length"].value.numpy().tolist() == [positions]
+        assert draft.length == len(before) + K
 
 
 def test_longer_pass_runs_without_cuda_graph(cuda, pipeline):

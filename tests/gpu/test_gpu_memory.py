@@ -29,7 +29,7 @@ def test_slots_share_one_copy_of_draft_weights(cuda, pairs, planted, one_call):
         for first, second in zip(*calls, strict=True):
             assert first._session is second._session
             assert first._cache is not second._cache
-    assert counts["captures"] == 2 * (K + 1 + 2 + 2 + 2)
+    assert counts["captures"] == 2 * (K + 1 + 2 + 2)
 
 
 def test_model_with_new_cache_captures_separate_graphs(cuda, pipeline):

@@ -93,7 +93,14 @@ class DraftGraph(ABC):
         self._cache.truncate(0)
 
     def _run(self, tokens: Sequence[int], inputs: Mapping[str, Any] | None = None) -> BoundPass:
-        """Call the graph once; the cache counts the rows of `tokens` alone."""
+        """Call the graph once; the cache counts the rows of `tokens` alone.
+
+        A pass that is too short starts at the token before, unless it is at the first position,
+        where attention reads a single row and kernels do not differ.
+        """
+        if len(tokens) < self._session.min_length and self._cache.length:
+            tokens = [self._cache.last_token, *tokens]
+            self._cache.truncate(self._cache.length - 1)
         length = len(tokens)
         if length not in self._passes:
             self._passes[length] = self._session.bind(self._cache, length, 1, captured=True)

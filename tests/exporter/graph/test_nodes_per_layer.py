@@ -48,7 +48,7 @@ def count_nodes(name, num_layers, file_name, folder):
 
 
 @pytest.mark.parametrize("name", ["llama", *map(slow, [*NODES][1:])])
-@pytest.mark.parametrize("file_name", ["step", "verify"])
+@pytest.mark.parametrize("file_name", ["step", "verify", "decoder"])
 def test_layer_has_no_more_nodes(name, file_name, tmp_path):
     two, four = (count_nodes(name, n, file_name, tmp_path / str(n)) for n in (2, 4))
     assert (four - two) / 2 == NODES[name]
