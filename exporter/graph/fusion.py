@@ -10,6 +10,8 @@ B = 1 sequence, T new tokens, S rows of cache; heads of size D.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -21,6 +23,7 @@ from .external_data import view_tensor
 from .lm_head import INPUT as LOGITS_FROM
 from .nodes import (
     MICROSOFT_DOMAIN,
+    add_constant,
     add_initializer,
     insert_node,
     is_token_positions,
@@ -31,15 +34,31 @@ from .nodes import (
 )
 from .opset import lower_opset
 
+# ONNX Runtime's nodes for a norm of a sum; numbers of a norm's stored vectors.
+_SKIP_NORMS = {
+    "RMSNormalization": "SkipSimplifiedLayerNormalization",
+    "LayerNormalization": "SkipLayerNormalization",
+}
+_NUM_VECTORS = {"RMSNormalization": 1, "LayerNormalization": 2}
 HEAD_MULTIPLE = 16  # of heads and their rotated parts, for ONNX Runtime's fused rotary embedding
 COS, SIN = 7, 8  # inputs of GroupQueryAttention
 
 
-def fuse(model: ir.Model) -> None:
-    """Run every rewrite, in place."""
-    rewrites = (fuse_attention, drop_rows_of_terms, fuse_residual_norms, fuse_integer_products)
-    for rewrite in rewrites:
-        rewrite(model.graph)
+def fuse(model: ir.Model, is_for_gpu: bool = False) -> None:
+    """Run every rewrite, in place; those of activations, biases and LayerNormalization for GPUs.
+
+    On CPUs, ONNX Runtime has fusions of its own for them.
+    """
+    graph = model.graph
+    fuse_attention(graph)
+    drop_rows_of_terms(graph)
+    if is_for_gpu:
+        fuse_swish(graph)
+        fuse_biased_gelu(graph)
+        fuse_residual_norms(graph, _SKIP_NORMS, with_biases=True)
+    else:
+        fuse_residual_norms(graph)
+        fuse_integer_products(graph)
     lower_opset(model)
     passes.RemoveUnusedNodesPass()(model)
     model.graph.opset_imports[MICROSOFT_DOMAIN] = 1
@@ -118,7 +137,7 @@ def drop_rows_of_terms(graph: ir.Graph) -> None:
     """Drop rows without logits before the last residual sum, so that it is fused with the norm."""
     for node in [node for node in graph if node.op_type == "Slice"]:
         add, output = producer(node.inputs[0], "Add"), node.outputs[0]
-        if add is None or operand(node, 1).name != LOGITS_FROM or not _is_residual(add):
+        if add is None or operand(node, 1).name != LOGITS_FROM or not _is_residual(add.inputs):
             continue
         terms = [
             insert_node(node, "Slice", [term, *node.inputs[1:]], f"{output.name}.{i}", output)
@@ -127,20 +146,41 @@ def drop_rows_of_terms(graph: ir.Graph) -> None:
         replace_output(output, insert_node(node, "Add", terms, "", output))
 
 
-def fuse_residual_norms(graph: ir.Graph) -> None:
-    """Replace Add and RMSNormalization by SkipSimplifiedLayerNormalization.
+def fuse_residual_norms(
+    graph: ir.Graph, op_types: Collection[str] = ("RMSNormalization",), with_biases: bool = False
+) -> None:
+    """Replace Add and a norm by a node of ONNX Runtime, with the biases that are added as well.
 
     The node's fourth output is the sum, for other readers of the residual stream.
     """
-    for norm in [node for node in graph if node.op_type == "RMSNormalization"]:
+    for norm in [node for node in graph if node.op_type in op_types]:
         add = producer(norm.inputs[0], "Add")
-        if add is not None and _is_residual(add) and _is_over_rows(norm):
-            _replace_norm(graph, add, norm)
+        if add is None or not _is_over_rows(norm):
+            continue
+        terms = list(_terms(add) if with_biases else filter(None, add.inputs))
+        biases = [term for term in terms if _is_bias(term)]
+        values = [term for term in terms if term not in biases]
+        if len(values) > 1 and all(map(_is_residual, itertools.pairwise(values))):
+            _replace_norm(graph, add, norm, values, biases)
 
 
-def _is_residual(add: ir.Node) -> bool:
-    """Return True if a node adds two activations of one shape, [1, T, N]."""
-    left, right = add.inputs
+def _terms(add: ir.Node) -> Iterator[ir.Value]:
+    """Yield the terms of a sum; those of a term that nothing else reads, instead of the term."""
+    for value in filter(None, add.inputs):
+        inner = producer(value, "Add")
+        yield from _terms(inner) if inner is not None and len(value.uses()) == 1 else [value]
+
+
+def _is_bias(value: ir.Value | None) -> bool:
+    """Return True for a stored vector, of shape [1, 1, N] as `graphs.expand_biases` makes them."""
+    if value is None or value.const_value is None or value.shape is None:
+        return False
+    return len(value.shape) == 3 and value.const_value.size == value.shape[-1]
+
+
+def _is_residual(values: Sequence[ir.Value | None]) -> bool:
+    """Return True for two activations of one shape, [1, T, N]."""
+    left, right = values
     if left is None or right is None or left.shape is None or right.shape is None:
         return False
     return left.shape == right.shape and len(left.shape) == 3 and not left.shape.is_static()
@@ -152,12 +192,26 @@ def _is_over_rows(norm: ir.Node) -> bool:
     return is_vector and (axis is None or axis.as_int() in (-1, 2))
 
 
-def _replace_norm(graph: ir.Graph, add: ir.Node, norm: ir.Node) -> None:
+def _replace_norm(
+    graph: ir.Graph,
+    add: ir.Node,
+    norm: ir.Node,
+    values: list[ir.Value],
+    biases: list[ir.Value],
+) -> None:
     total, output = add.outputs[0], norm.outputs[0]
     is_read = len(total.uses()) > 1
+    while len(values) > 2:
+        left, right, *values = values
+        name = f"{total.name}.{len(values)}"
+        values.append(insert_node(norm, "Add", [left, right], name, left))
+    vectors = list(norm.inputs[1:])
+    if biases:
+        vectors += [None] * (_NUM_VECTORS[norm.op_type] - len(vectors))
+        vectors.append(_sum_biases(graph, biases))
     node = ir.node(
-        "SkipSimplifiedLayerNormalization",
-        [*add.inputs, norm.inputs[1]],
+        _SKIP_NORMS[norm.op_type],
+        [*values, *vectors],
         {"epsilon": norm.attributes["epsilon"].as_float()},
         domain=MICROSOFT_DOMAIN,
         num_outputs=4 if is_read else 1,
@@ -171,6 +225,30 @@ def _replace_norm(graph: ir.Graph, add: ir.Node, norm: ir.Node) -> None:
     if is_read:
         total.replace_all_uses_with(node.outputs[3])
     graph.remove(norm, safe=True)
+
+
+def _sum_biases(graph: ir.Graph, biases: Sequence[ir.Value]) -> ir.Value:
+    """Return the sum of biases [1, 1, N] as a vector [N]."""
+    if len(biases) == 1:
+        return _flat(graph, biases[0])
+    array = sum(bias.const_value.numpy() for bias in biases)
+    return add_constant(graph, array.reshape(-1), f"{biases[0].name}.sum")
+
+
+def fuse_biased_gelu(graph: ir.Graph) -> None:
+    """Replace Gelu of a sum with a bias by BiasGelu, or by FastGelu if approximated by tanh."""
+    for node in [node for node in graph if node.op_type == "Gelu"]:
+        add, output = producer(node.inputs[0], "Add"), node.outputs[0]
+        biases = [value for value in add.inputs if _is_bias(value)] if add is not None else []
+        if add is None or len(biases) != 1:
+            continue
+        (x,) = (value for value in add.inputs if value is not biases[0])
+        is_exact = node.attributes.get_string("approximate", "none") == "none"
+        fused = insert_node(
+            node, "BiasGelu" if is_exact else "FastGelu", [x, _flat(graph, biases[0])],
+            f"{output.name}.fused", output, MICROSOFT_DOMAIN,
+        )  # fmt: skip
+        replace_output(output, fused)
 
 
 def fuse_swish(graph: ir.Graph) -> None:
@@ -251,11 +329,15 @@ def _rewrite_product(
     replace_output(output, insert_node(product.columns, "Mul", [whole, magnitude], "", output))
 
 
-def _flat(graph: ir.Graph, scales: ir.Value) -> ir.Value:
-    """Return stored scales [1, N] as a vector [N]."""
-    tensor = scales.const_value
-    assert isinstance(tensor, ir.ExternalTensor)
-    name = f"{scales.name}.columns"
+def _flat(graph: ir.Graph, stored: ir.Value) -> ir.Value:
+    """Return stored numbers [1, N] or [1, 1, N] as a vector [N]."""
+    tensor = stored.const_value
+    assert tensor is not None
+    name, shape = f"{stored.name}.flat", ir.Shape([tensor.size])
     if name not in graph.initializers:
-        add_initializer(graph, view_tensor(tensor, ir.Shape([tensor.size]), name), name)
+        if isinstance(tensor, ir.ExternalTensor):
+            vector = view_tensor(tensor, shape, name)
+        else:
+            vector = ir.tensor(tensor.numpy().reshape(-1), name=name)
+        add_initializer(graph, vector, name)
     return graph.initializers[name]

@@ -154,8 +154,7 @@ def convert_types(graph_model: ir.Model, ops: str) -> None:
     if (dtype := compute_dtype(ops)) != "float32":
         rewrites.fuse_sigmoids(graph_model)  # one kernel launch on a GPU instead of four
         if attention_ops(ops) == "gqa":
-            fusion.fuse_swish(graph_model.graph)
-            fusion.fuse(graph_model)
+            fusion.fuse(graph_model, is_for_gpu=True)
             remove_repeated_rows(graph_model.graph)
         convert_graph(graph_model, STORED[dtype][1])
         if attention_ops(ops) == "gqa":

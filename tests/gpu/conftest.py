@@ -26,7 +26,7 @@ PAIRS = {
     "fp32-fp16": ("llama", {"kv_heads": 2, "tied": True}),
     "int8-fp16": ("llama", {"kv_heads": 2, "tied": True}),
     "int4-fp16": ("llama", {"kv_heads": 2}),
-    "fp32-bf16": ("llama", {"kv_heads": 2, "tied": True}),
+    "fp32-bf16": ("gpt2", {}),
     "int8-fp32": ("gpt2", {}),
 }
 FOR_ENGINES = {  # of integers

@@ -22,6 +22,7 @@ _NO_FALLBACK = "session.disable_cpu_ep_fallback"
 _PLACEMENT = "session.record_ep_graph_assignment_info"
 # Bits of the provider option `sdpa_kernel`, onnxruntime's AttentionBackend.
 _OPTIONAL_CUDNN = (1, 28)  # first version with the provider option `enable_cudnn`
+_FLOAT32_NORMS = (1, 27)  # first version whose fused norms accumulate in float32 by default
 _FLASH_ATTENTION, _EFFICIENT_ATTENTION, _UNFUSED_ATTENTION = 1, 2, 16
 
 
@@ -107,10 +108,14 @@ def _provider_options() -> dict[str, str]:
     """Return provider options without TF32, cuDNN and excess memory.
 
     From compute capability 9.0 on, attention selects cuDNN if it is installed, even if disabled,
-    and fails; `sdpa_kernel` excludes it.
+    and fails; `sdpa_kernel` excludes it. In float16, norms of old versions return zeros for large
+    sums unless the mode is strict (onnxruntime issue 29034).
     """
-    has_option = version_numbers(onnxruntime().__version__) >= _OPTIONAL_CUDNN
-    return ({"enable_cudnn": "0"} if has_option else {}) | {
+    version = version_numbers(onnxruntime().__version__)
+    options = {"enable_cudnn": "0"} if version >= _OPTIONAL_CUDNN else {}
+    if version < _FLOAT32_NORMS:
+        options["enable_skip_layer_norm_strict_mode"] = "1"
+    return options | {
         "use_tf32": "0",
         "sdpa_kernel": str(_FLASH_ATTENTION | _EFFICIENT_ATTENTION | _UNFUSED_ATTENTION),
         "arena_extend_strategy": "kSameAsRequested",

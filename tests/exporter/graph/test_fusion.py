@@ -12,7 +12,8 @@ from cases import exhaustive, slow
 from checkpoints import make_model
 from comparing import CONTEXT, computed, measure, model_of, traced
 from specedge.errors import ParityError
-from specedge.exporter.graph import graphs
+from specedge.exporter.graph import graphs, rewrites
+from specedge.exporter.graph.fusion import fuse
 from specedge.exporter.verification.runner import FillNoise, PassAction, ReadRows, Runner
 
 
@@ -67,6 +68,35 @@ def test_fused_graphs_match_unfused_graph(llama):
         results.append([logits, *rows])
     for ours, theirs in zip(*results, strict=True):
         assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("gpt2", {"SkipLayerNormalization": 5, "FastGelu": 2}),
+        slow("phi", {"SkipLayerNormalization": 2, "FastGelu": 2}),
+        slow("gpt_neox", {"SkipLayerNormalization": 2, "BiasGelu": 2}),
+        slow("llama", {"SkipSimplifiedLayerNormalization": 4, "QuickGelu": 2}),
+    ],
+)
+def test_fusions_for_gpus_match_unfused_graph(name, fused, tmp_path):
+    config = ARCHITECTURES[name][1]()
+    config.num_hidden_layers = 2
+    whole = traced(make_model(config), tmp_path, "gqa")
+    model = ir.load(tmp_path / "source-gqa.onnx")
+    rewrites.fuse_sigmoids(model)
+    fuse(model, is_for_gpu=True)
+    operators = ops_of(model.graph)
+    assert {name: operators[name] for name in fused} == fused
+    ir.save(model, tmp_path / "fused-gqa.onnx")
+    results = []
+    for file in ("source", "fused"):
+        runner = Runner(tmp_path, [graphs.GraphFile(file, None)], whole.geometry, "gqa")
+        actions = [FillNoise(0, CONTEXT), PassAction(file, np.arange(30), 0, 3), ReadRows(0, 30)]
+        *_, logits, rows = runner.run(actions)
+        results.append([logits, *rows])
+    for ours, theirs in zip(*results, strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
 
 
 def wrong_table(graph):
