@@ -76,12 +76,11 @@ def measure(
     is_slow = 1 in samples and len(samples) > 1 and sum(samples.values()) > SLOW_SECONDS
     rows = sorted(samples if is_slow else {t for t in PASS_LENGTHS if t < longest} | {longest})
     candidates = [0]
-    if is_slow and draft is not None:
-        candidates += DRAFT_LENGTHS_IF_SLOW
-    elif getattr(draft, "has_draft_graphs", False):
+    times_launches = getattr(draft, "has_draft_graphs", False) and not is_slow
+    if times_launches:
         candidates += [t - 1 for t in rows[1:]]
     elif draft is not None:
-        candidates += DRAFT_LENGTHS
+        candidates += DRAFT_LENGTHS_IF_SLOW if is_slow else DRAFT_LENGTHS
     ks = [k for k in candidates if k < rows[-1] and (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
     num_new = max(longest, (1 + NUM_ROUNDS) * (ks[-1] + 1))
     timings = [
@@ -101,7 +100,7 @@ def measure(
     target.truncate(0)
     if draft is not None:
         draft.truncate(0)
-    greedy, sampled = (_mode_costs(mode, timings) for mode in MODES)
+    greedy, sampled = (_mode_costs(mode, timings, times_launches) for mode in MODES)
     cache_lengths = tuple(timing.length for timing in timings)
     return Measurement(CostTable(origin, cache_lengths, tuple(rows), greedy, sampled, 0), is_busy)
 
@@ -198,7 +197,7 @@ class _Timings:
         return total - interpolate(self.rows, self.target, k + 1) - self.host("greedy")
 
 
-def _mode_costs(mode: str, timings: Sequence[_Timings]) -> ModeCosts:
+def _mode_costs(mode: str, timings: Sequence[_Timings], times_launches: bool) -> ModeCosts:
     """Return the costs of a mode, rounded to the grid."""
     host = fmean(timing.host("greedy") for timing in timings)
     token = max(0.0, fmean(timing.host(mode) for timing in timings) - host)
@@ -207,7 +206,8 @@ def _mode_costs(mode: str, timings: Sequence[_Timings]) -> ModeCosts:
         ks = timing.ks[1:]
         if ks:
             times = [timing.drafting(mode, k, token) for k in ks]
-            draft.append(_draft_costs(ks, times, [t - 1 for t in timing.rows[1:]]))
+            estimate = _costs_of_launches if times_launches else _costs_of_passes
+            draft.append(estimate(ks, times, [t - 1 for t in timing.rows[1:]]))
             prefill.append(on_grid(min(timing.prefill)))
     return ModeCosts(
         target=tuple(_rounded(timing.target) for timing in timings),
@@ -219,13 +219,18 @@ def _mode_costs(mode: str, timings: Sequence[_Timings]) -> ModeCosts:
     )
 
 
-def _draft_costs(
+def _costs_of_launches(
     ks: Sequence[int], times: Sequence[float], all_ks: Sequence[int]
 ) -> tuple[float, ...]:
-    """Return the rounded cost of each K in `all_ks`, by the times of up to two or of most K."""
-    if len(ks) > len(DRAFT_LENGTHS):
-        ascending = [*accumulate((max(seconds, MIN_SECONDS) for seconds in times), max)]
-        return _rounded([interpolate(ks, ascending, k) for k in all_ks])
+    """Return the rounded cost of each K in `all_ks`, between those that were timed."""
+    ascending = [*accumulate((max(seconds, MIN_SECONDS) for seconds in times), max)]
+    return _rounded([interpolate(ks, ascending, k) for k in all_ks])
+
+
+def _costs_of_passes(
+    ks: Sequence[int], times: Sequence[float], all_ks: Sequence[int]
+) -> tuple[float, ...]:
+    """Return the rounded cost of each K in `all_ks`, a line through one or two timed K."""
     low, high = ks[0], ks[-1]
     later = (times[-1] - times[0]) / (high - low) if high > low else times[0] / high
     later = on_grid(max(later, MIN_SECONDS))
