@@ -18,7 +18,7 @@ from specedge.bundle.manifest import ModelEntry
 
 from .graphs import add_graph
 from .nodes import (
-    LAST_POSITIONS,
+    GqaInput,
     add_constant,
     insert_node,
     is_token_positions,
@@ -26,8 +26,6 @@ from .nodes import (
     producer_through_casts,
     reader_through_casts,
 )
-
-ROWS, BIAS, QUERY_LENGTHS = range(3), 10, 16  # inputs of GroupQueryAttention
 
 
 def add_batched_graphs(model: ModelEntry, folder: Path) -> ModelEntry:
@@ -56,7 +54,7 @@ def batch(decoder: ir.Model) -> ir.Model | None:
     new = {x.name: ir.val(x.name, ir.DataType[x.dtype.upper()], x.shape) for x in BATCHED_INPUTS}
     new["input_ids"] = before["input_ids"]
     for node in [node for node in graph if node.op_type == "GroupQueryAttention"]:
-        if len(node.inputs) > BIAS and node.inputs[BIAS] is not None:
+        if GqaInput.ATTENTION_BIAS.of(node) is not None:
             return None
         if not _batch_attention(graph, node, new):
             return None
@@ -86,7 +84,9 @@ def batch(decoder: ir.Model) -> ir.Model | None:
 def _batch_attention(graph: ir.Graph, node: ir.Node, new: dict[str, ir.Value]) -> bool:
     """Let an attention node read and write a block of several sequences; False if it cannot."""
     gathers = [
-        producer_through_casts(x, "Gather") for i in ROWS if (x := node.inputs[i]) is not None
+        producer_through_casts(x, "Gather")
+        for i in (GqaInput.QUERY, GqaInput.KEY, GqaInput.VALUE)
+        if (x := node.inputs[i]) is not None
     ]
     slice_ = reader_through_casts(node.outputs[0])
     if not all(gathers) or slice_ is None or slice_.op_type != "Slice":
@@ -101,9 +101,9 @@ def _batch_attention(graph: ir.Graph, node: ir.Node, new: dict[str, ir.Value]) -
         block.dtype = gather.outputs[0].dtype
         gather.outputs[0].replace_all_uses_with(block)
     _clear_shapes(node.outputs[0])
-    node.replace_input_with(LAST_POSITIONS, new["last_positions"])
-    node.resize_inputs(QUERY_LENGTHS + 1)
-    node.replace_input_with(QUERY_LENGTHS, new["query_lengths"])
+    node.replace_input_with(GqaInput.SEQLENS_K, new["last_positions"])
+    node.resize_inputs(GqaInput.QUERY_SEQLENS + 1)
+    node.replace_input_with(GqaInput.QUERY_SEQLENS, new["query_lengths"])
     output = slice_.outputs[0]
     assert output.shape is not None
     flat = add_constant(graph, np.array([1, -1, output.shape[-1]]), f"{output.name}.flat")

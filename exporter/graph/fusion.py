@@ -23,6 +23,7 @@ from .external_data import view_tensor
 from .lm_head import INPUT as LOGITS_FROM
 from .nodes import (
     MICROSOFT_DOMAIN,
+    GqaInput,
     add_constant,
     add_initializer,
     insert_node,
@@ -41,7 +42,6 @@ _SKIP_NORMS = {
 }
 _NUM_VECTORS = {"RMSNormalization": 1, "LayerNormalization": 2}
 HEAD_MULTIPLE = 16  # of heads and their rotated parts, for ONNX Runtime's fused rotary embedding
-COS, SIN = 7, 8  # inputs of GroupQueryAttention
 
 
 def fuse(model: ir.Model, is_for_gpu: bool = False) -> None:
@@ -94,7 +94,7 @@ def _rotate_inside(node: ir.Node) -> None:
     if any({*r.attributes} - {"rotary_embedding_dim"} != {"num_heads"} for r in rotations):
         return
     tables = [table for value in rotations[0].inputs[1:] if (table := _table(value))]
-    _, _, capacity, size = static_shape(operand(node, 3))
+    _, _, capacity, size = static_shape(operand(node, GqaInput.PAST_KEY))
     rotated = rotations[0].attributes.get_int("rotary_embedding_dim", size)
     if size % HEAD_MULTIPLE or rotated % HEAD_MULTIPLE:
         return
@@ -102,8 +102,8 @@ def _rotate_inside(node: ir.Node) -> None:
         return
     for gather, rotation in zip(rows, rotations, strict=True):
         gather.replace_input_with(0, rotation.inputs[0])
-    node.resize_inputs(max(SIN + 1, len(node.inputs)))
-    for index, table in zip((COS, SIN), tables, strict=True):
+    node.resize_inputs(max(GqaInput.SIN_CACHE + 1, len(node.inputs)))
+    for index, table in zip((GqaInput.COS_CACHE, GqaInput.SIN_CACHE), tables, strict=True):
         node.replace_input_with(index, table)
     node.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
 
@@ -129,7 +129,7 @@ def _pack(node: ir.Node) -> None:
     rows[0].replace_input_with(0, product)
     if output.shape is not None and product.shape is not None:
         output.shape = ir.Shape([*output.shape[:-1], product.shape[-1]])
-    for index in (1, 2):
+    for index in (GqaInput.KEY, GqaInput.VALUE):
         node.replace_input_with(index, None)
 
 

@@ -13,7 +13,7 @@ import onnx_ir.passes.common as passes
 
 from specedge.errors import ExportError
 
-from .nodes import add_constant, operand, producer
+from .nodes import GqaInput, add_constant, operand, producer
 
 _WIDE = ir.DataType.FLOAT
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -101,9 +101,10 @@ def _center_biases(graph: ir.Graph) -> None:
 def _position_bias(node: ir.Node) -> ir.Value | None:
     """Return the position bias that a node adds to scores, [B, H, 1, S]."""
     bias = None
-    if node.op_type == "GroupQueryAttention" and len(node.inputs) > 10:
-        sum_ = producer(node.inputs[10], "Add")
-        bias = node.inputs[10] if sum_ is None else sum_.inputs[0]  # whose other input is zeros
+    if node.op_type == "GroupQueryAttention":
+        bias = GqaInput.ATTENTION_BIAS.of(node)
+        if sum_ := producer(bias, "Add"):
+            bias = sum_.inputs[0]  # the other input is zeros
     elif node.op_type == "Attention" and len(node.inputs) > 3:
         chosen = producer(node.inputs[3], "Where")
         bias = None if chosen is None else chosen.inputs[1]

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from .nodes import add_constant, operand
+from .nodes import GqaInput, add_constant, operand
 
-KEYS, VALUES = (3, 1, 12), (4, 2, 13)  # input, output and scale of a cache
+# Input, output and scale of a cache.
+KEYS, VALUES = (GqaInput.PAST_KEY, 1, GqaInput.K_SCALE), (GqaInput.PAST_VALUE, 2, GqaInput.V_SCALE)
 LARGEST = 127  # magnitude of the integers that scales are chosen for
 
 
@@ -25,7 +26,7 @@ def quantize_caches(model: ir.Model, scales: Mapping[str, np.ndarray]) -> None:
         scales: Scales by input of a cache, [H, 1, D].
     """
     for node in [node for node in model.graph if node.op_type == "GroupQueryAttention"]:
-        node.resize_inputs(max(len(node.inputs), VALUES[-1] + 1))
+        node.resize_inputs(max(len(node.inputs), GqaInput.V_SCALE + 1))
         for past, present, index in (KEYS, VALUES):
             cache = operand(node, past)
             assert cache.name is not None

@@ -14,6 +14,7 @@ import onnx_ir.passes.common as passes
 
 from .external_data import WeightsFile, fold_transposes
 from .nodes import (
+    GqaInput,
     add_constant,
     add_initializer,
     insert_node,
@@ -24,7 +25,6 @@ from .nodes import (
 )
 
 _NUM_ROWS = 3  # inputs of an attention node: queries, keys, values
-_SINKS = 11  # input of GroupQueryAttention; standard ONNX has no attention node with sinks
 
 
 def join_attention_products(model: ir.Model, stored: WeightsFile) -> None:
@@ -35,7 +35,8 @@ def join_attention_products(model: ir.Model, stored: WeightsFile) -> None:
     graph = model.graph
     fold_transposes(graph)
     for node in [n for n in graph if n.op_type in ("Attention", "GroupQueryAttention")]:
-        if len(node.inputs) > _SINKS and node.inputs[_SINKS] is not None:
+        # Standard ONNX has no attention node with sinks.
+        if node.op_type == "GroupQueryAttention" and GqaInput.HEAD_SINK.of(node) is not None:
             continue
         sources = [list(_nearest_products(value)) for value in node.inputs[:_NUM_ROWS]]
         products = [source[0] for source in sources if len(source) == 1]

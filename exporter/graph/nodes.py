@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,28 @@ import onnx_ir as ir
 from ..tracing.attention import OPSET
 
 MICROSOFT_DOMAIN = "com.microsoft"  # of ONNX Runtime's contributed operators
-LAST_POSITIONS = 5  # input of GroupQueryAttention
+
+
+class GqaInput(enum.IntEnum):
+    """Positions of GroupQueryAttention's inputs, by their names in ONNX Runtime's schema."""
+
+    QUERY = 0
+    KEY = 1
+    VALUE = 2
+    PAST_KEY = 3
+    PAST_VALUE = 4
+    SEQLENS_K = 5
+    COS_CACHE = 7
+    SIN_CACHE = 8
+    ATTENTION_BIAS = 10
+    HEAD_SINK = 11
+    K_SCALE = 12
+    V_SCALE = 13
+    QUERY_SEQLENS = 16
+
+    def of(self, node: ir.Node) -> ir.Value | None:
+        """Return the input of a node, or None if it is omitted."""
+        return node.inputs[self] if self < len(node.inputs) else None
 
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:

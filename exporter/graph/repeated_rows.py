@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .nodes import (
-    LAST_POSITIONS,
+    GqaInput,
     add_constant,
     insert_node,
     operand,
@@ -25,7 +25,7 @@ def remove_repeated_rows(graph: ir.Graph) -> None:
         node: gather
         for node in graph
         if node.op_type == "GroupQueryAttention"
-        and (gather := producer_through_casts(operand(node, 0), "Gather"))
+        and (gather := producer_through_casts(operand(node, GqaInput.QUERY), "Gather"))
     }
     if not gathers:
         return
@@ -37,7 +37,7 @@ def remove_repeated_rows(graph: ir.Graph) -> None:
         assert without_last is not None
         without_last.outputs[0].replace_all_uses_with(operand(without_last, 0))
     one = add_constant(graph, np.array(1, np.int32), "duplicate")
-    for last in dict.fromkeys(operand(node, LAST_POSITIONS) for node in gathers):
+    for last in dict.fromkeys(operand(node, GqaInput.SEQLENS_K) for node in gathers):
         users = list(last.uses())
         before = next(node for node in graph if node in {user for user, _ in users})
         earlier = insert_node(before, "Sub", [last, one], f"{last.name}.single", last)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import operand, producer
+from ..graph.nodes import GqaInput, operand, producer
 from .matrices import constant_vector
 
 NUM_ROWS = 7  # stands for T; unlikely in a constant shape
@@ -157,8 +157,8 @@ def _attention(
 
 def _grouped(node: ir.Node, index: int, columns: np.ndarray, flow: ColumnFlow) -> list[np.ndarray]:
     """Follow v into GroupQueryAttention's own cache. [1, T, G * D] -> [1, T, H * D]"""
-    cache, written = _cache(node.inputs[4], node.outputs[2]), node.outputs[2]
-    if index != 2 or cache is None or columns.ndim != 3 or not _are_rows(columns, 1):
+    cache, written = _cache(GqaInput.PAST_VALUE.of(node), node.outputs[2]), node.outputs[2]
+    if index != GqaInput.VALUE or cache is None or columns.ndim != 3 or not _are_rows(columns, 1):
         return []
     if written.uses():
         return []
@@ -204,5 +204,5 @@ _TRANSFER_FUNCTIONS: dict[str, tuple[int, _Transfer]] = {
     "Gather": (0, _gather),
     "TensorScatter": (1, _scatter),
     "Attention": (2, _attention),
-    "GroupQueryAttention": (2, _grouped),
+    "GroupQueryAttention": (GqaInput.VALUE, _grouped),
 }

@@ -20,6 +20,7 @@ from onnx.reference import ReferenceEvaluator
 
 from ..checkpoint.lazy_tensors import materialize
 from ..graph.external_data import LazyWeights, map_tensor
+from ..graph.nodes import GqaInput
 from ..tracing.experts import moe_reference
 from .exact_nodes import IMPLEMENTATIONS, Array
 
@@ -131,8 +132,9 @@ def visible_inputs(node: onnx.NodeProto, inputs: list[Array | None]) -> list[Arr
         columns = shown.reshape(-1, shown.shape[-1]).any(0)
         end = int(np.flatnonzero(columns).max(initial=0)) + 1
     else:
-        keys, values, mask = 3, 4, 10
-        last = inputs[5]
+        keys, values = GqaInput.PAST_KEY, GqaInput.PAST_VALUE
+        mask = GqaInput.ATTENTION_BIAS
+        last = inputs[GqaInput.SEQLENS_K]
         assert last is not None
         end = int(last.max()) + 1
     cut = list(inputs)

@@ -15,6 +15,7 @@ import onnxruntime as ort
 
 from specedge.errors import ExportError
 
+from ..graph.nodes import GqaInput
 from ..libraries import translate_errors
 from ..tracing.geometry import Geometry
 from .exact_graph import ExactGraph, attributes, cast_arrays, inputs_by_name, visible_inputs
@@ -143,19 +144,20 @@ def _permute_channels(
     embedding pairs stay half of the rotated channels apart.
     """
     options, grouped = attributes(node), node.op_type == "GroupQueryAttention"
-    keys = inputs[3 if grouped else 1]
+    keys = inputs[GqaInput.PAST_KEY if grouped else 1]
     assert keys is not None
     size = keys.shape[-1]
     order = random.permutation(size)
-    tables: tuple[int, ...] = ()
+    tables: tuple[GqaInput, ...] = ()
     if options.get("do_rotary"):
-        tables = (7, 8)
-        assert inputs[7] is not None
-        width = inputs[7].shape[-1]
+        tables = (GqaInput.COS_CACHE, GqaInput.SIN_CACHE)
+        cosines = inputs[GqaInput.COS_CACHE]
+        assert cosines is not None
+        width = cosines.shape[-1]
         half, rest = random.permutation(width), random.permutation(size - 2 * width)
         order = np.concatenate((half, half + width, rest + 2 * width))
     reordered = list(inputs)
-    for i in (0, 1, 3) if grouped else (0, 1):
+    for i in (0, 1, GqaInput.PAST_KEY) if grouped else (0, 1):
         if (x := inputs[i]) is not None:
             heads = x.reshape(*x.shape[:-1], -1, size).copy()
             rotated = heads.shape[-2]

@@ -14,6 +14,7 @@ from comparing import CONTEXT, computed, measure, model_of, traced
 from specedge.errors import ParityError
 from specedge.exporter.graph import graphs, rewrites
 from specedge.exporter.graph.fusion import fuse
+from specedge.exporter.graph.nodes import GqaInput
 from specedge.exporter.verification.runner import FillNoise, PassAction, ReadRows, Runner
 
 
@@ -102,7 +103,7 @@ def test_fusions_for_gpus_match_unfused_graph(name, fused, tmp_path):
 def wrong_table(graph):
     """Cosines a position late."""
     nodes = [node for node in graph if "do_rotary" in node.attributes]
-    value = nodes[0].inputs[7]
+    value = GqaInput.COS_CACHE.of(nodes[0])
     table = ir.tensor(np.roll(value.const_value.numpy(), 1, axis=0))
     value.const_value = table
 

@@ -17,6 +17,7 @@ from specedge.bundle.manifest import PREFILL_LENGTH
 from specedge.errors import ParityError
 from specedge.exporter import Progress, export
 from specedge.exporter.graph import batched
+from specedge.exporter.graph.nodes import GqaInput
 from specedge.exporter.verification import runner
 from specedge.exporter.verification.batched_graphs import add_batched_graphs, measure_error
 from specedge.runtime.backend.batched_self_test import share_passes
@@ -113,8 +114,8 @@ def narrow_window(graph):
 def shift_positions(graph):
     for node in graph:
         if node.op_type == "GroupQueryAttention":
-            query_lengths = node.inputs[batched.QUERY_LENGTHS]
-            node.replace_input_with(batched.LAST_POSITIONS, query_lengths)
+            query_lengths = node.inputs[GqaInput.QUERY_SEQLENS]
+            node.replace_input_with(GqaInput.SEQLENS_K, query_lengths)
 
 
 @pytest.mark.parametrize("whole_bytes", [runner.WHOLE_BYTES, 0])  # 0 partitions the graphs
@@ -151,6 +152,6 @@ def test_attention_with_a_bias_has_no_batched_graph(plain):
     decoder = ir.load(folder / model.graph("decoder", "gqa").file)
     for node in decoder.graph:
         if node.op_type == "GroupQueryAttention":
-            node.resize_inputs(batched.BIAS + 1)
-            node.replace_input_with(batched.BIAS, node.inputs[0])
+            node.resize_inputs(GqaInput.ATTENTION_BIAS + 1)
+            node.replace_input_with(GqaInput.ATTENTION_BIAS, node.inputs[0])
     assert batched.batch(decoder) is None
