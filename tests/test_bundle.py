@@ -106,7 +106,11 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (("target", "surprise"), 1, "key 'models.target.surprise' is unknown"),
         (("target", "states"), [], "must have at least one state"),
         (("target", "states"), [{"name": "0.key"}], r"'models.target.states\[0\].dtype'"),
-        ((*STATE, "kind"), "recurrent", "state 0.key: kind must be rows, got 'recurrent'"),
+        (
+            (*STATE, "kind"),
+            "recurrent",
+            "state 0.key: kind must be rows, constant, got 'recurrent'",
+        ),
         ((*STATE, "name"), "0.value", "states must not repeat a name"),
         ((*STATE, "name"), "0.Key", "a state's name must be up to 90 of"),
         ((*STATE, "name"), "9.key", "target/decoder.onnx: its signature does not match its states"),
@@ -139,7 +143,7 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (
             ("target", "graphs", 0, "length"),
             5,
-            "decoder, batched, scored, unrolled, sampled must have no length",
+            "decoder, batched, scored, unrolled, sampled, encoder, open must have",
         ),
         (("target", "graphs", 1, "signature"), "gone", "verify has no 'gone' among signatures"),
         (("target", "graphs", 1, "name"), "Verify", "name must be up to 40 of"),

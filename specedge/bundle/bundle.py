@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import BundleError
 from ..option_specs import check_integer
 from ..sampling_options import MAX_DRAFT_TOKENS, RecommendedSampling
-from ..strict_json import MAX_INTEGER, JsonError, build, dump, parse, to_plain
+from ..strict_json import MAX_INTEGER, OPTIONAL, JsonError, build, dump, parse, to_plain
 from . import format_9
 from .gpu_signatures import ONE_CALL
 from .graph_variants import attention_ops
@@ -29,7 +29,7 @@ from .integrity import (
     has_encodable_path,
     sha256,
 )
-from .manifest import REEXPORT_HINT, FileEntry, ModelEntry
+from .manifest import ENCODER, REEXPORT_HINT, FileEntry, ModelEntry
 from .reports import check_single_line
 
 FORMAT = 10
@@ -57,6 +57,9 @@ class Bundle:
             which suffix decoding drafts.
         hosts: Graphs for applications without specedge; None if there are none.
         files: Sizes and hashes of all files.
+        decoder_start: Tokens that begin each text of an encoder-decoder, whose prompt is the
+            source; empty for other models.
+        decoder_prefix: Tokens after them unless a request has others, such as a target language.
         folder: Folder of the bundle.
     """
 
@@ -71,6 +74,8 @@ class Bundle:
     models: dict[str, ModelEntry]
     hosts: HostFiles | None
     files: dict[str, FileEntry]
+    decoder_start: tuple[int, ...] = field(default=(), metadata=OPTIONAL)
+    decoder_prefix: tuple[int, ...] = field(default=(), metadata=OPTIONAL)
     folder: Path = field(default=Path(), init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -95,8 +100,25 @@ class Bundle:
         if self.tokenizer not in self.files:
             raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
         self._check_draft()
-        if bad := [t for t in self.end_tokens if not 0 <= t < self.target.vocab_size]:
-            raise ValueError(f"end_tokens has {bad[0]}, which is outside the vocabulary")
+        for name in ("end_tokens", "decoder_start", "decoder_prefix"):
+            if bad := [t for t in getattr(self, name) if not 0 <= t < self.target.vocab_size]:
+                raise ValueError(f"{name} has {bad[0]}, which is outside the vocabulary")
+        self._check_encoder()
+
+    def _check_encoder(self) -> None:
+        target, draft = self.target, self.draft
+        if bool(self.decoder_start) is not (target.encoder is not None):
+            raise ValueError("decoder_start has tokens if and only if the target has an encoder")
+        if self.decoder_prefix and target.encoder is None:
+            raise ValueError("decoder_prefix is for a target with an encoder")
+        if draft is None:
+            return
+        if (draft.encoder is None) is not (target.encoder is None):
+            raise ValueError("target and draft must both have an encoder, or neither")
+        if draft.encoder is None or draft.has_graph(ENCODER):
+            return
+        if not target.has_graph(ENCODER) or draft.encoder != target.encoder:
+            raise ValueError("a draft without the graph 'encoder' must have the target's encoder")
 
     def _check_draft(self) -> None:
         if self.target.acceptance is not None:

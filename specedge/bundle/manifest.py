@@ -32,8 +32,9 @@ from .signature import Port, Signature
 
 REEXPORT_HINT = "export or copy the bundle again"
 PREFILL_LENGTH = 64  # tokens of the prefill graph
-STATE_KINDS = ("rows",)
-ANY_LENGTH = ("decoder", BATCHED, SCORED, *ONE_CALL)
+STATE_KINDS = ("rows", "constant")
+ENCODER, OPEN = "encoder", "open"  # graphs of an encoder-decoder, which run once per source
+ANY_LENGTH = ("decoder", BATCHED, SCORED, *ONE_CALL, ENCODER, OPEN)
 GRAPHS = (*ANY_LENGTH, "step", "catchup", "verify", "prefill")  # defined by the format
 
 
@@ -70,11 +71,13 @@ class State:
     """Tensor that a pass reads and updates, such as the keys of a layer, [B, H, S, D].
 
     Attributes:
-        name: Name within the model; "{layer}.key" and "{layer}.value" for key-value caches.
+        name: Name within the model; "{layer}.key" and "{layer}.value" for key-value caches,
+            "{layer}.cross.key" and "{layer}.cross.value" for those of cross-attention.
         kind: "rows": a pass writes one row per token along S, and a smaller `past_length` rolls
-            back.
+            back. "constant": the graph `open` writes it once per source, and passes read its first
+            `source_length` rows along E.
         dtype: Element type in graph variants whose names have no type.
-        shape: Sizes; "B" is the batch and "S" the model's capacity.
+        shape: Sizes; "B" is the batch, "S" the model's capacity and "E" the encoder's.
     """
 
     name: str
@@ -92,15 +95,53 @@ class State:
             kinds = ", ".join(STATE_KINDS)
             raise ValueError(f"state {self.name}: kind must be {kinds}, got '{self.kind}'")
         _check_dtype(self.dtype, CACHE_DTYPES)
-        if len(self.shape) != 4 or self.shape[::2] != ("B", "S"):
-            raise ValueError(f"state {self.name}: shape must be B, a number, S and a number")
+        rows = "S" if self.kind == "rows" else "E"
+        if len(self.shape) != 4 or self.shape[::2] != ("B", rows):
+            raise ValueError(f"state {self.name}: shape must be B, a number, {rows} and a number")
         if any(isinstance(size, str) or size < 1 for size in self.shape[1::2]):
             raise ValueError(f"state {self.name}: sizes must be at least 1")
 
     def sizes(self, capacity: int, batch: int = 1) -> tuple[int, ...]:
-        """Return the shape for a capacity and batch size."""
-        values = {"B": batch, "S": capacity}
+        """Return the shape for a capacity, the model's or its encoder's, and batch size."""
+        values = {"B": batch, "S": capacity, "E": capacity}
         return tuple(values[size] if isinstance(size, str) else size for size in self.shape)
+
+
+@dataclass(frozen=True)
+class EncoderEntry:
+    """Encoder of an encoder-decoder model.
+
+    Attributes:
+        max_length: Longest source, in tokens; of log-mel spectrograms, their number of frames.
+        num_mel_bins: Mel bins of the spectrograms that it reads; None if it reads tokens.
+        hidden_size: Size of its hidden states.
+        capacity: Rows of each constant state, E, which are at most that many hidden states.
+    """
+
+    max_length: int
+    num_mel_bins: int | None
+    hidden_size: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.max_length, self.num_mel_bins or 1, self.hidden_size, self.capacity)
+        if min(sizes) < 1:
+            raise ValueError(
+                "max_length, num_mel_bins, hidden_size and capacity must be at least 1"
+            )
+        if self.num_mel_bins is None and self.capacity < self.max_length:
+            raise ValueError("capacity must be at least max_length where the source is tokens")
+
+    @property
+    def signatures(self) -> dict[str, tuple[Port, ...]]:
+        """Ports of the source and of the hidden states, by role."""
+        source = Port("source", "source", None, "int64", ("B", "N"))
+        rows: int | str = "N"
+        if self.num_mel_bins is not None:
+            shape = ("B", self.num_mel_bins, self.max_length)
+            source, rows = replace(source, dtype="float32", shape=shape), self.capacity
+        hidden = Port("hidden", "hidden", None, "float32", ("B", rows, self.hidden_size))
+        return {"source": (source,), "hidden": (hidden,)}
 
 
 @dataclass(frozen=True)
@@ -166,6 +207,8 @@ class ModelEntry:
         quantization: Quantization reports of graph variants with quantized weights, or with a type
             of 8 or 16 bits.
         acceptance: Measured acceptance rates of a draft model.
+        encoder: Encoder, if the model has cross-attention. A draft model without the graph
+            `encoder` reads the hidden states of the target's.
     """
 
     source: CheckpointSource
@@ -186,6 +229,7 @@ class ModelEntry:
     parity: dict[str, ParityReport]
     quantization: dict[str, QuantizationReport]
     acceptance: MeasuredAcceptance | None = field(default=None, metadata=OPTIONAL)
+    encoder: EncoderEntry | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         check_single_line("architecture", self.architecture)
@@ -218,6 +262,10 @@ class ModelEntry:
                 "quantization must have a report for each graph variant with integer weights, or "
                 "with a type of 8 or 16 bits, and for no other"
             )
+        if bool(self.constants) is not (self.encoder is not None):
+            raise ValueError("a model has constant states if and only if it has an encoder")
+        if self.encoder and (lacking := next((x for x in ops if (OPEN, x) not in names), None)):
+            raise ValueError(f"graphs has no '{OPEN}' in the graph variant '{lacking}'")
         if min(self.num_parameters, self.num_experts) < 0:
             raise ValueError("num_parameters and num_experts must be at least 0")
         for graph in self.graphs:
@@ -234,6 +282,8 @@ class ModelEntry:
             raise ValueError(f"{graph.name} has no '{graph.signature}' among signatures")
         if graph.name not in GRAPHS:
             return
+        if graph.name in (ENCODER, OPEN) and self.encoder is None:
+            raise ValueError(f"graphs has '{graph.name}', and the model has no encoder")
         expected = self.format_signatures(graph.ops)[signature_name(graph.name)]
         if graph.name == BATCHED:
             expected = batched(expected)
@@ -255,11 +305,22 @@ class ModelEntry:
 
     @property
     def layers(self) -> tuple[tuple[State, ...], ...]:
-        """States by layer."""
+        """States that passes write, by layer."""
         layers: dict[str, list[State]] = {}
         for state in self.states:
-            layers.setdefault(state.name.partition(".")[0], []).append(state)
+            if state.kind == "rows":
+                layers.setdefault(state.name.partition(".")[0], []).append(state)
         return tuple(map(tuple, layers.values()))
+
+    @property
+    def constants(self) -> tuple[State, ...]:
+        """States that are written once per source."""
+        return tuple(state for state in self.states if state.kind == "constant")
+
+    def state_shape(self, state: State, batch: int = 1) -> tuple[int, ...]:
+        """Return the shape of a state. [B, H, S or E, D]"""
+        is_constant = state.kind == "constant" and self.encoder is not None
+        return state.sizes(self.encoder.capacity if is_constant else self.capacity, batch)
 
     def states_of(self, ops: str) -> tuple[State, ...]:
         """Return the states of a graph variant."""
@@ -270,13 +331,14 @@ class ModelEntry:
     def cache_size(self, ops: str) -> int:
         """Return the bytes of the states of one text in a graph variant."""
         return sum(
-            CACHE_DTYPES[state.dtype] * math.prod(state.sizes(self.capacity))
+            CACHE_DTYPES[state.dtype] * math.prod(self.state_shape(state))
             for state in self.states_of(ops)
         )
 
     def format_signatures(self, ops: str) -> dict[str, Signature]:
         """Return the signatures that the format defines for a graph variant, by name."""
-        return signatures(self.states_of(ops), self.capacity, self.padded_vocab_size)
+        sizes = self.capacity, self.padded_vocab_size
+        return signatures(self.states_of(ops), *sizes, self.encoder)
 
     def supports_gpu(self, ops: str) -> bool:
         """Return True if CUDA has kernels for a graph variant.
@@ -347,6 +409,10 @@ class ModelEntry:
         """Return True if a graph variant has a graph of that name."""
         return any((graph.name, graph.ops) == (name, ops) for graph in self.graphs)
 
+    def has_graph(self, name: str) -> bool:
+        """Return True if any graph variant has a graph of that name."""
+        return any(graph.name == name for graph in self.graphs)
+
     def graph(self, name: str, ops: str) -> GraphEntry:
         """Return a graph of a graph variant; raise BundleError if there is none."""
         for graph in self.graphs:
@@ -375,6 +441,7 @@ def chunk_length(capacity: int) -> int:
 def signature_name(graph: str) -> str:
     """Return the name of the signature of a graph that the format defines."""
     names = dict.fromkeys(ANY_LENGTH, "chosen_logits") | {"prefill": "caches_alone"}
+    names |= {ENCODER: "hidden_states", OPEN: "constant_states"}
     return names.get(graph, "with_logits")
 
 
@@ -396,29 +463,59 @@ def key_value_states(
     )
 
 
-def signatures(states: tuple[State, ...], capacity: int, num_columns: int) -> dict[str, Signature]:
+def cross_attention_states(
+    layer: int, keys: tuple[int, int], values: tuple[int, int], dtype: str
+) -> tuple[State, ...]:
+    """Return the constant states of a layer's cross-attention, as `key_value_states`."""
+    return tuple(
+        replace(
+            state,
+            name=state.name.replace(".", ".cross."),
+            kind="constant",
+            shape=("B", state.shape[1], "E", state.shape[3]),
+        )
+        for state in key_value_states(layer, keys, values, dtype)
+    )
+
+
+def signatures(
+    states: tuple[State, ...], capacity: int, num_columns: int, encoder: EncoderEntry | None = None
+) -> dict[str, Signature]:
     """Return the signatures that the format defines, by name.
 
-    They differ in the logits: of the rows from `logits_from`, of all rows, or of none.
+    They differ in the logits: of the rows from `logits_from`, of all rows, or of none. Those of an
+    encoder-decoder have the constant states as further inputs, and there are two more.
     """
     inputs = [
         Port("input_ids", "tokens", None, "int64", ("B", "T")),
         Port("past_length", "past_length", None, "int64", ("B",)),
     ]
+    if encoder is not None:
+        inputs.append(Port("source_length", "source_length", None, "int64", ("B",)))
+    num_positions = len(inputs)
     first = Port("logits_from", "logits_from", None, "int64", (1,))
     logits = Port("logits", "logits", None, "float32", ("B", "T", num_columns))
     chosen = replace(logits, shape=("B", "R", num_columns))
-    outputs = []
+    outputs, constants = [], []
     for state in states:
-        shape: tuple[int | str, ...] = ("B", *state.sizes(capacity)[1:])
+        is_constant = encoder is not None and state.kind == "constant"
+        rows = encoder.capacity if encoder is not None and is_constant else capacity
+        shape: tuple[int | str, ...] = ("B", *state.sizes(rows)[1:])
         port = Port(f"past_key_values.{state.name}", "state", state.name, state.dtype, shape)
         inputs.append(port)
-        outputs.append(replace(port, name=f"present.{state.name}"))
-    return {
-        "chosen_logits": Signature((*inputs[:2], first, *inputs[2:]), (chosen, *outputs)),
+        written = replace(port, name=f"present.{state.name}")
+        (constants if is_constant else outputs).append(written)
+    positions, caches = inputs[:num_positions], inputs[num_positions:]
+    result = {
+        "chosen_logits": Signature((*positions, first, *caches), (chosen, *outputs)),
         "with_logits": Signature(tuple(inputs), (logits, *outputs)),
         "caches_alone": Signature(tuple(inputs), tuple(outputs)),
     }
+    if encoder is not None:
+        ports = encoder.signatures
+        result["hidden_states"] = Signature(ports["source"], ports["hidden"])
+        result["constant_states"] = Signature(ports["hidden"], tuple(constants))
+    return result
 
 
 def _check_dtype(name: str, dtypes: Iterable[str] = DTYPES) -> None:

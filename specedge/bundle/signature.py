@@ -13,6 +13,7 @@ ROLES = (
     *("tokens", "past_length", "logits_from", "state", "logits", "best", "drafted"),
     *(*SAMPLING_INPUTS, "drawn", "weights"),
     *("positions", "block_rows", "packed_rows", "logits_rows", "last_positions", "query_lengths"),
+    *("source", "hidden", "source_length"),
 )
 REPEATED_ROLES = ("state", "weights")  # roles of several ports each
 
@@ -23,7 +24,8 @@ class Port:
 
     `state` names a state of the model, which an input reads and an output writes; both may share
     memory. A dimension is a number or a name: "B" is the batch, "T" the pass length, "R" the rows
-    with logits (T less `logits_from`); in the batched graph "N" is the number of rows per sequence.
+    with logits (T less `logits_from`); in the batched graph "N" is the number of rows per sequence,
+    in graphs of an encoder that of the source.
     In graphs for hosts "N" is the number of tokens to process, "K" that of draft tokens, and "R" is
     K + 1.
     """
