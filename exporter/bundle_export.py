@@ -294,6 +294,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
         path.unlink()
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
     pair.note_end_tokens(target, ends, progress)
+    decoder_start, decoder_prefix = pair.decoder_tokens(target)
     bundle = Bundle(
         format=FORMAT,
         specedge_version=__version__,
@@ -306,6 +307,8 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
         models=dict(zip(("target", "draft"), models, strict=False)),
         hosts=None,
         files=_describe_files(work, hashes, progress),
+        decoder_start=decoder_start,
+        decoder_prefix=decoder_prefix,
     )
     (work / MANIFEST).write_text(bundle.to_json(), "utf-8")
 
@@ -323,6 +326,7 @@ def _measure_acceptance(
         job.work / pair.TOKENIZER_FILE,
         pair.end_tokens(job.checkpoints[0]),
         job.progress,
+        sum(pair.decoder_tokens(job.checkpoints[0]), ()),
     )
 
 

@@ -19,6 +19,7 @@ from specedge.bundle.manifest import chunk_length, has_mixed_shapes
 from specedge.bundle.precision import KEEP, QUANTIZED_DTYPES
 from specedge.errors import ExportError
 
+from . import internals
 from .checkpoint.checkpoints import Checkpoint
 from .graph.graphs import GraphFile, graph_files
 from .libraries import quiet
@@ -252,7 +253,7 @@ def estimate_costs(config: Any, context_length: int, num_draft_tokens: int) -> C
         ],
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_looked_up=0 if table.weight is head.weight else table.weight.numel(),
-        num_heads=config.get_text_config().num_attention_heads,
+        num_heads=internals.decoder_text_config(config).num_attention_heads,
     )
 
 

@@ -20,10 +20,22 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_any, tree_map, tree_map_only
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+)
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto as auto
 
@@ -32,7 +44,7 @@ from specedge.errors import CheckpointError, SpecEdgeError
 from .libraries import first_line, quiet, translate_errors
 
 # The tree functions are torch's (2.13), the caches transformers'.
-__all__ = ["Cache", "DynamicLayer", "tree_any", "tree_map", "tree_map_only"]
+__all__ = ["Cache", "DynamicCache", "DynamicLayer", "tree_any", "tree_map", "tree_map_only"]
 TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.13", "2.13"), "onnxscript": ("0.7", "0.7")}
 
 
@@ -153,9 +165,38 @@ class FixedCacheLayer(CacheLayerMixin):
         return self.keys.shape[2], 0
 
 
+class ConstantCacheLayer(FixedCacheLayer):
+    """Cache layer with the keys and values of a source."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reject keys and values, which a model computes for a source that it does not know."""
+        raise NotImplementedError("the model computes its cross-attention states again")
+
+    def get_seq_length(self) -> int:
+        """Return the number of rows, so that models do not compute them."""
+        return self.keys.shape[2]
+
+
+def encoder_decoder_cache(self_attention: Any, cross_attention: Any) -> Any:
+    """Return a cache of both attentions of an encoder-decoder."""
+    return EncoderDecoderCache(self_attention, cross_attention)
+
+
+def encoder_outputs(hidden: torch.Tensor) -> Any:
+    """Return hidden states as the encoder's output."""
+    return BaseModelOutput(last_hidden_state=hidden)
+
+
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function has a parameter of that name."""
+    return name in inspect.signature(function).parameters
+
+
 def cache_name(model: torch.nn.Module) -> str:
     """Return the name of the cache in a model's arguments and outputs, which 5.24 changed."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return "cache" if has_parameter(model.forward, "cache") else "past_key_values"
 
 
 def is_stateful(model: torch.nn.Module) -> bool:
@@ -218,16 +259,33 @@ def rename_keys(config: PreTrainedConfig, keys: list[str]) -> dict[str, str]:
 
 
 def decoder_class(config: PreTrainedConfig) -> type[Any] | None:
-    """Return the class that AutoModelForCausalLM uses for a config, if any."""
-    return auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    """Return the class that transformers uses for a decoder or encoder-decoder, if any."""
+    if not config.is_encoder_decoder:
+        return auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if reads_speech(config):
+        return auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING[type(config)]
+    return auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def reads_speech(config: PreTrainedConfig) -> bool:
+    """Return True if the source of an encoder-decoder is speech."""
+    return type(config) in auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
 
 def build_decoder(config: PreTrainedConfig) -> Any:
-    """Build a text decoder from its config on the meta device."""
+    """Build a text decoder or encoder-decoder from its config on the meta device."""
+    auto_class = AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        auto_class = AutoModelForSpeechSeq2Seq if reads_speech(config) else AutoModelForSeq2SeqLM
     copied = copy.deepcopy(config)
     options = {"dtype": torch.float32, "trust_remote_code": False}
     with torch.device("meta"), quiet():
-        return AutoModelForCausalLM.from_config(copied, **options).eval()
+        return auto_class.from_config(copied, **options).eval()
+
+
+def decoder_text_config(config: PreTrainedConfig) -> Any:
+    """Return the config of a model's text decoder, with sizes under the names of decoders."""
+    return config.get_text_config(**({"decoder": True} if config.is_encoder_decoder else {}))
 
 
 def build_multimodal_model(config: PreTrainedConfig) -> Any:

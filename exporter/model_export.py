@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,23 +26,26 @@ from specedge.errors import ExportError
 from .checkpoint import draft_vocabulary, licenses, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.decoder_layers import truncate
+from .checkpoint.encoder_decoder import SourceConditionedDecoder
 from .checkpoint.loader import LoadedCheckpoint
 from .checkpoint.placeholders import WeightSources
 from .graph import graphs, rewrites
 from .graph.external_data import FILE, LazyWeights, WeightsFile, WeightTensor
 from .graph.joined_products import join_attention_products
 from .graph.lm_head import add_logits_from
+from .graph.opset import save_graph
 from .graph.rewrites import remove_transposes
 from .libraries import first_line
 from .progress import Progress
 from .request import FULL, ExportRequest
-from .tracing import geometry, tracer
+from .tracing import encoder_graphs, geometry, tracer
 from .tracing.geometry import Geometry
 from .tracing.module_patches import freeze_rotary, patched_modules
 from .tracing.tracer import ObservedLayers
 from .verification import checks, parity, reference, runner
 from .verification.reference import Reference
 from .verification.runner import Runner
+from .verification.source_states import SourceStates, compute_source_states, verify_encoder
 
 T = TypeVar("T")
 REJECTION = "; it cannot be exported in "
@@ -74,10 +77,15 @@ class ModelExport:
         count = self.layers.num_representative
         return replace(
             self,
-            shape=replace(self.shape, layers=self.shape.layers[:count]),
+            shape=self.shape.first_layers(count),
             files=[replace(file, prefix=f"first-{file.prefix}") for file in self.files],
             layers=ObservedLayers(self.layers.attention[:count], self.layers.kinds[:count]),
         )
+
+    @property
+    def encoder_files(self) -> list[graphs.GraphFile]:
+        """Graphs that run once per source of an encoder-decoder."""
+        return graphs.encoder_files(self.files[0].prefix) if self.shape.encoder else []
 
     @property
     def model(self) -> torch.nn.Module:
@@ -147,6 +155,8 @@ def export_model(
             compute_references(part, all(has_first.values()), in_full)
             for part, has_first in zip(parts, written, strict=True)
         ]
+        for part, variants in zip(parts, written, strict=True):
+            _verify_encoder(part, variants, request.tolerance)
         loaded.sources.close()  # verification reads the exported weights
         released = LoadedCheckpoint(torch.nn.Module(), loaded.dtype, WeightSources())
         parts = [replace(part, loaded=released) for part in parts]
@@ -225,8 +235,10 @@ def write_models(
         written = [
             _for_each_variant(p, graph_variants, partial(_write_graphs, p, stored)) for p in parts
         ]
+        # ONNX Runtime reads the encoder's weights from the file.
+        is_sparse = stored.size > runner.WHOLE_BYTES and first.shape.encoder is None
         with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
-            stored.finish(advance, is_sparse=stored.size > runner.WHOLE_BYTES)
+            stored.finish(advance, is_sparse)
     return written, stored.file
 
 
@@ -266,17 +278,26 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
     patched = patched_modules(part.model, part.shape.context_length, part.shape.capacity)
     with part.progress.step(f"Tracing the {part.role}"), patched:
         traced = tracer.trace(part.model, part.shape, ops, part.layers, part.loaded.sources)
+        if isinstance(part.model, SourceConditionedDecoder):
+            encoder = encoder_graphs.trace_encoder(part.model, part.shape, part.loaded.sources)
+            traced = replace(traced, encoder=encoder)
     with part.progress.step(f"Writing the {part.role}"):
         for whole, files in ((traced.model, part.files), (traced.first, part.first_layers.files)):
             if whole is not None:
                 _rewrite(whole, stored, part.joins_products)
+                add_logits_from(whole.graph)
+                stored.attach(whole)
                 ir.save(whole, stored.folder / files[0].source.file_name(ops))
                 graphs.write_graphs(whole, stored.folder, files, ops)
+        for file in part.encoder_files:
+            _rewrite(traced.encoder[file.name], stored, joins_products=False)
+            stored.attach(traced.encoder[file.name])
+            save_graph(traced.encoder[file.name], stored.folder / file.file_name(ops))
     return traced.first is not None
 
 
 def _rewrite(model: ir.Model, stored: WeightsFile, joins_products: bool) -> None:
-    """Rewrite a traced graph, and move its weights to their file."""
+    """Rewrite a traced graph."""
     rewrites.merge_slices(model.graph)
     remove_transposes(model.graph)
     rewrites.expand_sigmoids(model)
@@ -285,8 +306,6 @@ def _rewrite(model: ir.Model, stored: WeightsFile, joins_products: bool) -> None
     graphs.expand_biases(model.graph)
     if joins_products:
         join_attention_products(model, stored)
-    add_logits_from(model.graph)
-    stored.attach(model)
 
 
 def _model_entry(
@@ -299,6 +318,7 @@ def _model_entry(
 ) -> ModelEntry:
     folder = part.folder.name
     shape = part.shape
+    states = (*shape.states, *shape.constants)
     return ModelEntry(
         source=source,
         architecture=model_type,
@@ -310,13 +330,18 @@ def _model_entry(
         dtype=DTYPE,
         weights_dtype=part.loaded.dtype,
         capacity=shape.capacity,
-        states=shape.states,
+        states=states,
         weights=f"{folder}/{FILE}",
         token_ids=None,
-        signatures=signatures(shape.states, shape.capacity, shape.padded_vocab_size),
-        graphs=tuple(file.entry(folder, ops) for ops in reports for file in part.files),
+        signatures=signatures(states, shape.capacity, shape.padded_vocab_size, shape.encoder),
+        graphs=tuple(
+            file.entry(folder, ops)
+            for ops in reports
+            for file in (*part.files, *part.encoder_files)
+        ),
         parity=reports,
         quantization={},
+        encoder=shape.encoder,
     )
 
 
@@ -327,10 +352,12 @@ class References:
     Attributes:
         segments: Results in float64, of the whole model or of its first layers.
         depth: Results of all layers, if `segments` are those of the first layers.
+        source: Source of an encoder-decoder.
     """
 
     segments: list[Reference]
     depth: Sequence[Reference] = ()
+    source: SourceStates | None = None
 
     @property
     def num_experts(self) -> int:
@@ -349,6 +376,11 @@ def compute_references(
             the context, instead of all layers in float64.
         in_full: Run all layers in float64 in any case.
     """
+    source = None
+    if isinstance(part.model, SourceConditionedDecoder):
+        sizes = part.model, part.loaded.sources, part.shape, part.num_tokens
+        source = compute_source_states(*sizes)
+        part.model.constants = source.rows
     segments = reference.compared_positions(part.shape, reference.num_parameters(part.model))
     total = (1 + has_first_layers) * sum(end - start for start, end in segments)
     with part.progress.step(f"Running the {part.role} in PyTorch", total) as advance:
@@ -358,7 +390,7 @@ def compute_references(
             segments=segments, advance=advance,
         )  # fmt: skip
         if not has_first_layers:
-            return References(run(geometry=part.shape))
+            return References(run(geometry=part.shape), source=source)
         first = part.first_layers
         restore = truncate(part.model, len(first.shape.layers))
         try:
@@ -366,14 +398,27 @@ def compute_references(
         finally:
             restore()
         if in_full:
-            return References(results, run(geometry=part.shape))
+            return References(results, run(geometry=part.shape), source)
         caches = [results[0].caches[2 * i + j] for i in part.layers.kinds for j in (0, 1)]
         last = reference.last_positions(segments)
         if not results[0].num_experts:  # most experts get no token of a short segment
             advance(segments[-1][0] - last[0][0])
             last = segments[-1:]
         depth = run(geometry=part.shape, segments=last, exact=False, earlier=caches)
-        return References(results, depth)
+        return References(results, depth, source)
+
+
+def _verify_encoder(
+    part: ModelExport, graph_variants: Iterable[str], tolerance: float | None
+) -> None:
+    """Compare an encoder's graphs with PyTorch. Raises ParityError."""
+    if not isinstance(part.model, SourceConditionedDecoder):
+        return
+    with part.progress.step(f"Comparing the {part.role} with PyTorch"):
+        for ops in graph_variants:
+            paths = {file.name: part.folder / file.file_name(ops) for file in part.encoder_files}
+            sizes = part.loaded.sources, part.shape, part.num_tokens
+            verify_encoder(part.role, part.model, *sizes, paths, tolerance)
 
 
 def _note_rotary(
@@ -433,10 +478,11 @@ def verify(
         ExportError: The graphs differ from the model, or are rejected.
     """
     name, progress, depth = f"{part.role} ({ops})", part.progress, references.depth
-    whole = first = Runner(part.folder, part.files, part.shape, ops, part.lazy)
+    source = references.source
+    whole = first = Runner(part.folder, part.files, part.shape, ops, part.lazy, source=source)
     if depth:
         layers = part.first_layers
-        first = Runner(layers.folder, layers.files, layers.shape, ops, part.lazy)
+        first = Runner(layers.folder, layers.files, layers.shape, ops, part.lazy, source=source)
     num_stages = 2 * first.num_stages + (whole.num_stages if depth else 0)
     with progress.step(f"Comparing the {part.role} with PyTorch", num_stages) as advance:
         report, differing = parity.verify(

@@ -9,6 +9,8 @@ from torch import nn
 
 from specedge.errors import ExportError
 
+from .encoder_decoder import SourceConditionedDecoder
+
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the outermost list with one module per layer, after its name.
@@ -18,9 +20,11 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """
     num_layers = _text_config(model).num_hidden_layers
     candidates: dict[str, nn.ModuleList] = {}
+    encoder = model.encoder if isinstance(model, SourceConditionedDecoder) else None
+    outer_names = [name for name, module in model.named_modules() if module is encoder]
     for name, module in model.named_modules():
-        inner = any(name.startswith(f"{outer}.") for outer in candidates)
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers and not inner:
+        is_inner = any(name.startswith(f"{outer}.") for outer in (*outer_names, *candidates))
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and not is_inner:
             candidates[name] = module
     if len(candidates) != 1:
         raise ExportError(

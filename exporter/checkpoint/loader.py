@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from specedge.errors import CheckpointError
 
+from .. import internals
 from ..libraries import quiet, translate_errors
 from ..progress import Progress
 from . import (
@@ -25,6 +24,7 @@ from . import (
     weight_files,
 )
 from .checkpoints import Checkpoint
+from .encoder_decoder import as_decoder
 from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
 from .placeholders import WeightSources
 from .quantized_tensors import QuantizedTensor
@@ -67,7 +67,7 @@ def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
     sources = WeightSources()
     _insert_placeholders(model, sources)
     _tie(model, sources)
-    return LoadedCheckpoint(model, dtype, sources)
+    return LoadedCheckpoint(as_decoder(model), dtype, sources)
 
 
 def quantized_tensors(checkpoint: Checkpoint) -> list[QuantizedTensor]:
@@ -86,10 +86,7 @@ def quantized_tensors(checkpoint: Checkpoint) -> list[QuantizedTensor]:
 def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:
     """Load the model, transformers' loading report, and the type of most weights."""
     files = [checkpoint.folder / name for name in checkpoint.weights]
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(
-            copy.deepcopy(checkpoint.config), trust_remote_code=False
-        )
+    empty = internals.build_decoder(checkpoint.config)
     if gguf_header.is_gguf(files[0].name):
         opened = gguf_files.open_files(where, files)
         state, num_unused = opened.state(empty)

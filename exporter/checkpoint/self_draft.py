@@ -13,6 +13,7 @@ from dataclasses import replace
 from specedge.bundle.manifest import CheckpointSource
 from specedge.errors import CheckpointError
 
+from .. import internals
 from .checkpoints import Checkpoint
 from .decoder_layers import truncate
 from .loader import LoadedCheckpoint
@@ -43,7 +44,7 @@ def parse_num_layers(draft: str, revision: str | None, adapter: str | None = Non
 
 def check_num_layers(num_layers: int, target: Checkpoint) -> None:
     """Reject a draft with as many layers as the target. Raises CheckpointError."""
-    whole = getattr(target.config.get_text_config(), "num_hidden_layers", None)
+    whole = getattr(internals.decoder_text_config(target.config), "num_hidden_layers", None)
     if type(whole) is not int:
         raise CheckpointError(
             f"target {target.name} does not state its number of layers, so it cannot be truncated; "

@@ -28,11 +28,13 @@ _M_ROPE = ("mrope_section", "mrope_interleaved")
 def decoder_config(where: str, config: Any) -> Any:
     """Return the text decoder's config. Raises CheckpointError if there is no decoder."""
     about = f"{where} ({config.model_type})"
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        problem = "is an encoder-decoder" if config.is_encoder_decoder else "attends to an encoder"
+    if config.is_encoder_decoder:
+        _check_encoder_decoder(about, config)
+        return config
+    if getattr(config, "add_cross_attention", False):
         raise CheckpointError(
-            f"{about} {problem}, and cross-attention cannot be exported; specify a decoder-only "
-            "model"
+            f"{about} has cross-attention without an encoder; specify a decoder or an "
+            "encoder-decoder"
         )
     text = _text_config(about, config)
     encoder = internals.is_encoder(config) or internals.is_encoder(text)
@@ -51,6 +53,22 @@ def decoder_config(where: str, config: Any) -> Any:
             f"({internals.describe_versions()}); specify another model"
         )
     return text
+
+
+def _check_encoder_decoder(about: str, config: Any) -> None:
+    """Reject sources other than tokens and Whisper's spectrograms. Raises CheckpointError."""
+    if internals.decoder_class(config) is None:
+        raise CheckpointError(
+            f"{about} is an encoder-decoder whose source is not text "
+            f"({internals.describe_versions()}); specify another model"
+        )
+    if internals.reads_speech(config) and not isinstance(
+        getattr(config, "num_mel_bins", None), int
+    ):
+        raise CheckpointError(
+            f"{about} reads speech in another form than Whisper's log-mel spectrograms; specify "
+            "another model"
+        )
 
 
 def decoder_tensors(published: Any, config: Any, tensors: dict[str, T]) -> dict[str, T]:

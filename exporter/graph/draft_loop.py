@@ -90,7 +90,8 @@ def _build_graph(
         column = sampler.sample(logits) if sampler else nodes("ArgMax", logits, axis=-1)
         fed = column if ids is None else nodes("Gather", np.array(ids), column)
         drafted.append(fed)
-        buffers = {name: step[name.replace("past_key_values", "present")] for name in buffers}
+        written = {name: name.replace("past_key_values", "present") for name in buffers}
+        buffers |= {name: step[output] for name, output in written.items() if output in step}
         outputs |= {step_output(i, name): value for name, value in step.items()}
         length = nodes("Add", next_length, i) if i else next_length
     outputs |= sampler.outputs() if sampler else {"drafted": nodes("Concat", *drafted, axis=1)}

@@ -11,7 +11,14 @@ import onnx_ir.passes.common as passes
 import onnxscript.optimizer
 
 from specedge.bundle.graph_variants import attention_ops, cache_dtype
-from specedge.bundle.manifest import PREFILL_LENGTH, GraphEntry, ModelEntry, signature_name
+from specedge.bundle.manifest import (
+    ENCODER,
+    OPEN,
+    PREFILL_LENGTH,
+    GraphEntry,
+    ModelEntry,
+    signature_name,
+)
 from specedge.bundle.precision import DTYPE
 from specedge.bundle.signature import Signature
 from specedge.errors import ExportError
@@ -102,6 +109,11 @@ def graph_files(num_draft_tokens: int, context_length: int, prefix: str = "") ->
         GraphFile("prefill", min(PREFILL_LENGTH, context_length), logits=False),
     ]
     return [replace(file, prefix=prefix) for file in files]
+
+
+def encoder_files(prefix: str = "") -> list[GraphFile]:
+    """Return the files of the graphs that run once per source of an encoder-decoder."""
+    return [GraphFile(name, None, prefix=prefix) for name in (ENCODER, OPEN)]
 
 
 def strip_metadata(model: ir.Model) -> None:

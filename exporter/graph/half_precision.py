@@ -13,6 +13,7 @@ import onnx_ir.passes.common as passes
 
 from specedge.errors import ExportError
 
+from .external_data import STORED
 from .nodes import GqaInput, add_constant, operand, producer
 
 _WIDE = ir.DataType.FLOAT
@@ -63,6 +64,20 @@ def convert_caches(model: ir.Model, dtype: ir.DataType) -> None:
                 f"{value.dtype}; omit --cache"
             )
     _finish(model, dtype)
+
+
+def cast_outputs(model: ir.Model, dtype: str) -> None:
+    """Cast a model's float32 outputs to another type, in place."""
+    graph, target = model.graph, STORED[dtype][1]
+    for i, value in enumerate(graph.outputs):
+        if value.dtype == target:
+            continue
+        cast = ir.node("Cast", [value], {"to": target})
+        (output,) = cast.outputs
+        output.name, output.shape, output.dtype = value.name, value.shape, target
+        value.name = f"{value.name}.float32"
+        graph.append(cast)
+        graph.outputs[i] = output
 
 
 def _start(graph: ir.Graph, dtype: ir.DataType) -> _CastCache:

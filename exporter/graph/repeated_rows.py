@@ -1,4 +1,4 @@
-"""Removal of the row that a traced graph duplicates for GroupQueryAttention (`TracedPass.rows`).
+"""Removal of the row that a traced graph duplicates for attention (`TracedPass.rows`).
 
 Passes of several tokens do not need it. On a GPU, a host pads a single token to a pass of two
 instead (`ModelEntry.min_gpu_length`), which takes no further node in any layer.
@@ -24,7 +24,7 @@ def remove_repeated_rows(graph: ir.Graph) -> None:
     gathers = {
         node: gather
         for node in graph
-        if node.op_type == "GroupQueryAttention"
+        if node.op_type in ("GroupQueryAttention", "Attention")
         and (gather := producer_through_casts(operand(node, GqaInput.QUERY), "Gather"))
     }
     if not gathers:
@@ -34,10 +34,13 @@ def remove_repeated_rows(graph: ir.Graph) -> None:
             user.outputs[0].replace_all_uses_with(operand(user, 0))
     for node in gathers:
         without_last = reader_through_casts(node.outputs[0])
+        if without_last is not None and without_last.op_type == "Transpose":  # heads of Attention
+            without_last = reader_through_casts(without_last.outputs[0])
         assert without_last is not None
         without_last.outputs[0].replace_all_uses_with(operand(without_last, 0))
     one = add_constant(graph, np.array(1, np.int32), "duplicate")
-    for last in dict.fromkeys(operand(node, GqaInput.SEQLENS_K) for node in gathers):
+    grouped = [node for node in gathers if node.op_type == "GroupQueryAttention"]
+    for last in dict.fromkeys(operand(node, GqaInput.SEQLENS_K) for node in grouped):
         users = list(last.uses())
         before = next(node for node in graph if node in {user for user, _ in users})
         earlier = insert_node(before, "Sub", [last, one], f"{last.name}.single", last)

@@ -129,7 +129,9 @@ def visit_inputs(
 
     try:
         runner = float_model.decoder_runner(ops, [_FILE])
-        actions = [PassAction(_FILE.name, text, 0, on_outputs=accumulate) for text in texts]
+        actions = [
+            PassAction(_FILE.name, text, 0, on_outputs=accumulate, source=text) for text in texts
+        ]
         noise = FillNoise(0, runner.geometry.capacity)
         results = runner.run([*first_actions, noise, *actions], finish_part)
         return results[: len(first_actions)]

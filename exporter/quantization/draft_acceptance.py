@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,7 @@ def measure_acceptance(
     tokenizer: Path,
     end_tokens: Container[int],
     progress: Progress,
+    decoder_prompt: Sequence[int] = (),
 ) -> MeasuredAcceptance | None:
     """Measure a draft's acceptance rates on a few short texts and the target's greedy answers.
 
@@ -44,12 +45,16 @@ def measure_acceptance(
         tokenizer: Path of tokenizer.json.
         end_tokens: Tokens that end an answer.
         progress: Receives a note and the duration of the step.
+        decoder_prompt: Tokens that begin the answers of an encoder-decoder, whose sources are the
+            texts.
 
     Returns:
-        None if the models compute in 16 bits, for which CPUs have no kernels, or the texts are too
-        short.
+        None if the models compute in 16 bits, for which CPUs have no kernels, read speech, or the
+        texts are too short.
     """
     if {target.model.dtype, draft.model.dtype} != {"float32"}:
+        return None
+    if target.model.encoder is not None and target.model.encoder.num_mel_bins is not None:
         return None
     vocab_size = min(target.model.vocab_size, draft.model.vocab_size)
     context = min(target.model.context_length, draft.model.context_length)
@@ -58,9 +63,14 @@ def measure_acceptance(
     if not prompts:
         return None
     with progress.step("Measuring the draft's acceptance rate"):
-        texts = _answer(target, prompts, end_tokens, context)
+        sources = prompts if decoder_prompt else None
+        if decoder_prompt:
+            prompts = [np.array(decoder_prompt)] * len(prompts)
+        texts = _answer(target, prompts, end_tokens, context, sources)
         texts = [text[: _num_shared(text, vocab_size)] for text in texts]
-        logits = [compute_logits(m.runner(m.folder, m.ops[-1]), texts) for m in (target, draft)]
+        logits = [
+            compute_logits(m.runner(m.folder, m.ops[-1]), texts, sources) for m in (target, draft)
+        ]
         rows = [acceptance_by_row(d, t, draft.head) for t, d in zip(*logits, strict=True)]
         starts = [len(prompt) - 1 for prompt in prompts]
         answers = [greedy[n:-1] for (greedy, _), n in zip(rows, starts, strict=True)]
@@ -112,7 +122,11 @@ def _prompts(encoder: TextEncoder, documents: Sequence[str], size: int) -> list[
 
 
 def _answer(
-    target: FloatModel, prompts: list[np.ndarray], end_tokens: Container[int], context: int
+    target: FloatModel,
+    prompts: list[np.ndarray],
+    end_tokens: Container[int],
+    context: int,
+    sources: list[np.ndarray] | None,
 ) -> list[np.ndarray]:
     """Return prompts with the target's greedy answers, as long as its size allows. [T] each"""
     model, ops = target.model, target.ops[-1]
@@ -126,7 +140,8 @@ def _answer(
     decoder = target.folder / next(f for f in target.files if f.length is None).file_name(ops)
     geometry = replace(target.geometry, context_length=context)
     options = ort.SessionOptions() if is_quantized else unpacked_options()
-    return generate_answers(decoder, geometry, prompts, end_tokens, num_tokens, options)
+    inputs = [] if sources is None else list(map(target.source_inputs, sources))
+    return generate_answers(decoder, geometry, prompts, end_tokens, num_tokens, options, inputs)
 
 
 def generate_answers(
@@ -136,6 +151,7 @@ def generate_answers(
     end_tokens: Container[int],
     num_tokens: int,
     options: ort.SessionOptions,
+    source_inputs: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> list[np.ndarray]:
     """Return prompts followed by a graph's greedy answers. [T] each
 
@@ -146,6 +162,7 @@ def generate_answers(
         end_tokens: Tokens that end an answer.
         num_tokens: Maximum tokens of an answer.
         options: Options of the session.
+        source_inputs: Inputs for the source of each prompt of an encoder-decoder.
     """
     shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
     options.enable_cpu_mem_arena = False
@@ -154,7 +171,7 @@ def generate_answers(
     session = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
     texts = []
     try:
-        for prompt in prompts:
+        for prompt, source in zip(prompts, source_inputs or [{}] * len(prompts), strict=True):
             tokens, length = prompt.astype(np.int64), 0
             session.fill_noise(0, geometry.capacity)
             for _ in range(min(num_tokens, geometry.context_length - len(prompt))):
@@ -162,6 +179,7 @@ def generate_answers(
                     "input_ids": tokens[None, length:],
                     "past_length": np.array([length], np.int64),
                     "logits_from": np.array([len(tokens) - length - 1], np.int64),
+                    **source,
                 }
                 logits = session.run("decoder", False, inputs)["logits"][0, -1]
                 length, token = len(tokens), int(logits.argmax())

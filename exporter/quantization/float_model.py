@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -18,19 +20,22 @@ from specedge.bundle.graph_variants import (
     has_int8_caches,
     is_reduced_precision,
 )
-from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.manifest import ENCODER, OPEN, ModelEntry
 from specedge.bundle.reports import QuantizationReport
 
 from ..graph import fusion, graphs, rewrites
 from ..graph.external_data import STORED, LazyWeights
-from ..graph.graphs import GraphFile, variant_signature
-from ..graph.half_precision import convert_caches, convert_graph
+from ..graph.graphs import GraphFile, encoder_files, variant_signature
+from ..graph.half_precision import cast_outputs, convert_caches, convert_graph
 from ..graph.int8_caches import quantize_caches
+from ..graph.opset import save_graph
 from ..graph.repeated_rows import remove_repeated_rows
 from ..graph.shared_bytes import share_embeddings
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
+from ..verification.source_states import NUM_TOKENS, SourceGraphs, SourceStates
 from .experts import NO_EXCLUSIONS, ExcludedWeights, load_graph
+from .weights_writer import WeightsWriter
 
 VariantReport = tuple[QuantizationReport, tuple[int, ...]]  # with the invariant pass lengths
 
@@ -64,7 +69,7 @@ class FloatModel:
     def geometry(self) -> Geometry:
         model = self.model
         sizes = model.context_length, model.capacity, model.padded_vocab_size
-        return Geometry(*sizes, model.layers)
+        return Geometry(*sizes, model.layers, model.constants, model.encoder)
 
     @property
     def ops(self) -> list[str]:
@@ -91,16 +96,54 @@ class FloatModel:
                 graph.file.rpartition("/")[2].partition(graph.name)[0],
             )
             for graph in self.model.graphs
-            if graph.ops == self.ops[0]
+            if graph.ops == self.ops[0] and graph.name not in (ENCODER, OPEN)
         ]
 
+    @property
+    def encoder_files(self) -> list[GraphFile]:
+        """Files of an encoder-decoder's encoder and constant states."""
+        return [] if self.model.encoder is None else encoder_files(self.files[0].prefix)
+
+    def write_encoder(self, folder: Path, ops: str, store: WeightsWriter | None = None) -> None:
+        """Write the graphs that run once per source in a graph variant.
+
+        They compute in float32 with unquantized weights, which are copied to `store`. Only the
+        states have the type of the variant.
+        """
+        for file in self.encoder_files:
+            source = (self.original or self).folder / file.file_name(self.ops[0])
+            graph_model = ir.load(source)
+            if file.name == OPEN:
+                cast_outputs(graph_model, cache_dtype(ops))
+            if store is not None:
+                store.adopt(graph_model.graph)
+            if (path := folder / file.file_name(ops)) != source:
+                save_graph(graph_model, path)
+
     def runner(self, folder: Path, ops: str) -> Runner:
-        return Runner(folder, self.files, self.geometry, ops)
+        """Return a runner of a graph variant in a folder."""
+        return Runner(folder, self.files, self.geometry, ops, **self._source)
+
+    @cached_property
+    def _source(self) -> dict[str, Any]:
+        """Options of runners of an encoder-decoder."""
+        if self.model.encoder is None:
+            return {}
+        folder = (self.original or self).folder
+        paths = (folder / file.file_name(self.ops[0]) for file in self.encoder_files)
+        sources = SourceGraphs(*paths, [f"present.{x.name}" for x in self.model.constants])
+        sample = np.arange(min(NUM_TOKENS, self.model.encoder.max_length))
+        return {"source": sources.states(sample), "open_source": sources.states}
+
+    def source_inputs(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the inputs of passes of an encoder-decoder for a source, [N]."""
+        states: SourceStates = self._source["open_source"](tokens)
+        return states.inputs(self.geometry)
 
     def decoder_runner(self, ops: str, others: Sequence[GraphFile] = ()) -> Runner:
         """Return a runner of the source graph of a graph variant, and of other files."""
         files = [file.source for file in self.files if file.length is None]
-        return Runner(self.folder, [*files, *others], self.geometry, ops, self.lazy)
+        return Runner(self.folder, [*files, *others], self.geometry, ops, self.lazy, **self._source)
 
     def decoder(self, ops: str) -> Path:
         """Return the path of a graph variant's source graph, for any pass length."""
@@ -136,7 +179,8 @@ class FloatModel:
         entries, signatures_ = list(model.graphs), dict(model.signatures)
         for ops, (report, invariant) in reports.items():
             if ops not in parity:
-                entries += [file.entry(folder, ops) for file in self.files]
+                files = (*self.files, *self.encoder_files)
+                entries += [file.entry(folder, ops) for file in files]
             parity[ops] = replace(parity[attention_ops(ops)], invariant_lengths=invariant)
             quantization[ops] = report
             signatures_ |= {

@@ -307,9 +307,14 @@ class LateWindow:
     start: int
 
 
-def compute_logits(runner: Runner, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the logits of independent texts. [T] each -> [T, V] each"""
-    logits, _ = _run(runner, texts)
+def compute_logits(
+    runner: Runner, texts: Sequence[np.ndarray], sources: Sequence[np.ndarray] | None = None
+) -> list[np.ndarray]:
+    """Return the logits of independent texts. [T] each -> [T, V] each
+
+    `sources` [N] are those of an encoder-decoder, by default the texts themselves.
+    """
+    logits, _ = _run(runner, texts, sources=sources)
     return logits
 
 
@@ -319,6 +324,7 @@ def _run(
     late: LateWindow | None = None,
     packed: bool = True,
     then: Callable[[int, np.ndarray], Any] = lambda i, logits: logits,
+    sources: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[Any], list[list[np.ndarray]]]:
     """Return `then(i, logits)` of each text, and last of a late window, and caches of each text.
 
@@ -327,10 +333,11 @@ def _run(
     a float graph need not be.
     """
     actions: list[Action] = []
-    for i, text in enumerate(texts):
+    for i, (text, source) in enumerate(zip(texts, sources or texts, strict=True)):
+        after = partial(then, i)
         actions += [
             FillNoise(0, runner.geometry.capacity),
-            PassAction("decoder", text, 0, packed=packed, then=partial(then, i)),
+            PassAction("decoder", text, 0, packed=packed, then=after, source=source),
             ReadRows(0, len(text)),
         ]
     if late is not None:

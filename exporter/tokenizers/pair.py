@@ -6,15 +6,17 @@ import datetime
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from specedge.chat_templates import PROCESSOR_FILE, chat_template_of, read_template
-from specedge.errors import ExportError
+from specedge.errors import ExportError, PairError
 from specedge.sampling_options import RecommendedSampling
 
+from .. import internals
 from ..checkpoint.checkpoints import Checkpoint
 from ..checkpoint.gguf_tokenizer import named_end_tokens
 from ..libraries import first_line
@@ -32,7 +34,11 @@ SAMPLES = (
     "<s>[INST] tags </s>",
     "",
 )
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+MAX_STATED_LENGTH = 10**9  # tokenizers without a maximum length state a larger one
+_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    "max_target_positions",
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress)
     """
     of_target, template = _tokenizer_settings(target), _chat_template(target)
     if draft is not None:
+        _check_sources(draft, target)
         for note in compatibility.compare(of_target, _tokenizer_settings(draft)):
             progress.note(note)
         if end_tokens(draft) != end_tokens(target):
@@ -70,6 +77,22 @@ def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress)
         template,
         special,
     )
+
+
+def _check_sources(draft: Checkpoint, target: Checkpoint) -> None:
+    """Check that both models read a source of one kind, or neither reads one. Raises PairError."""
+
+    def describe(checkpoint: Checkpoint) -> str:
+        if not checkpoint.config.is_encoder_decoder:
+            return "a decoder"
+        num_mel_bins = getattr(checkpoint.config, "num_mel_bins", None)
+        source = "text" if num_mel_bins is None else f"spectrograms of {num_mel_bins} mel bins"
+        return f"an encoder-decoder of {source}"
+
+    if (of_draft := describe(draft)) != (of_target := describe(target)):
+        raise PairError(
+            f"the draft is {of_draft}, the target {of_target}; specify a draft of the same kind"
+        )
 
 
 def write_tokenizer(text: TextMetadata, target: Checkpoint, folder: Path) -> None:
@@ -104,6 +127,36 @@ def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*stated, *tokenizer_ends, *by_name.values()]))
 
 
+def decoder_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that begin each text of an encoder-decoder, and its usual prefix.
+
+    These are the start token and the forced first token, by the generation config or else the
+    config; of other models, none. Raises ExportError.
+    """
+    if not checkpoint.config.is_encoder_decoder:
+        return (), ()
+
+    def stated(*names: str) -> tuple[int, ...]:
+        of_config = partial(getattr, checkpoint.config)
+        sources = (checkpoint.generation.get, checkpoint.raw.get, of_config)
+        values = (source(name, None) for name in names for source in sources)
+        value = next((value for value in values if value is not None), None)
+        if value is None:
+            return ()
+        if type(value) is not int or value < 0:
+            where = f"{checkpoint.role} {checkpoint.name}"
+            raise ExportError(f"{where}: {names[0]} is {value!r}, which is not a token id")
+        return (value,)
+
+    start = stated("decoder_start_token_id", "bos_token_id")
+    if not start:
+        raise ExportError(
+            f"{checkpoint.role} {checkpoint.name} is an encoder-decoder without a "
+            "decoder_start_token_id; add it to its generation_config.json"
+        )
+    return start, stated("forced_bos_token_id")
+
+
 def note_end_tokens(checkpoint: Checkpoint, ends: Sequence[int], progress: Progress) -> None:
     """Note the tokens at which texts end, and which of them the config does not name."""
     if not ends:
@@ -123,7 +176,7 @@ def note_end_tokens(checkpoint: Checkpoint, ends: Sequence[int], progress: Progr
 def _stated_end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     stated = checkpoint.generation.get("eos_token_id")
     if stated is None:
-        stated = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)
+        stated = getattr(internals.decoder_text_config(checkpoint.config), "eos_token_id", None)
     values = [] if stated is None else stated if isinstance(stated, list) else [stated]
     if bad := [value for value in values if type(value) is not int]:
         where = f"{checkpoint.role} {checkpoint.name}"
@@ -192,8 +245,10 @@ def vocab_sizes(num_tokens: int, rows: Sequence[int], progress: Progress) -> lis
 
 def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress) -> int:
     """Return the context length of a model, at most `limit`. Raises ExportError."""
-    config = checkpoint.config.get_text_config()
+    config = internals.decoder_text_config(checkpoint.config)
     stated = [v for n in _POSITIONS if isinstance(v := getattr(config, n, None), int) and v > 0]
+    if not stated and checkpoint.config.is_encoder_decoder:  # positions relative to each other
+        stated = [n for n in (checkpoint.tokenizer.model_max_length,) if n < MAX_STATED_LENGTH]
     if not stated and limit is None:
         raise ExportError(
             f"{checkpoint.role} {checkpoint.name} does not state its context length; "

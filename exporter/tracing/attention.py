@@ -8,7 +8,7 @@ key-value heads of size D.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,8 @@ class TracedPass:
     cache: BufferLayer | None = None  # the layer that was written last
     written: tuple[torch.Tensor, ...] = ()  # its new keys and values
     masks: dict[int, tuple[int | None, torch.Tensor]] = field(default_factory=dict)
+    constants: Sequence[torch.Tensor] = ()  # keys and values of cross-attention
+    source_length: torch.Tensor | None = None  # their number of rows, [B]
 
     @property
     def positions(self) -> torch.Tensor:
@@ -52,6 +54,15 @@ class TracedPass:
         has another CPU kernel, which is not bitwise equal.
         """
         return torch.cat((self.offsets[0], self.offsets[0, -1:]))
+
+    @property
+    def query_positions(self) -> torch.Tensor:
+        """Positions of the query rows. [B, T + 1]"""
+        return torch.index_select(self.positions, 1, self.rows)
+
+    def is_constant(self, key: torch.Tensor) -> bool:
+        """Return True for keys of cross-attention."""
+        return any(key is constant for constant in self.constants)
 
 
 _current: list[TracedPass] = []
@@ -145,25 +156,33 @@ def attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention in the graph variant of the pass.
 
-    [B, H, T, D], 2 * [B, G, T or S, D] -> [B, T, H, D]
+    [B, H, T, D], 2 * [B, G, T or S or E, D] -> [B, T, H, D]
 
     `s_aux` [H] are attention sinks, logits of a key without a value; `bias` [B, H, 1, S] is added
-    to the logits, as in ALiBi.
+    to the logits, as in ALiBi, and so is `position_bias` [B, H, T + 1, S] of T5, which is zero in
+    cross-attention.
     """
     now = current_pass()
+    is_cross = now.is_constant(key)
+    if is_cross:
+        attention_mask, position_bias = _source_mask(now, key), None
+    bias = position_bias if bias is None else bias
     _check(options, attention_mask, s_aux, softcap)
     assert attention_mask is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if now.ops == "none" and is_cross:
+        return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
     if now.ops == "none":
         layer = _observe_layer(now, query, key, value, attention_mask)
         now.layers.append(replace(layer, scale=scale, softcap=float(softcap or 0)))
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
     softcap = float(softcap or 0)
-    if now.ops == "gqa":
+    if now.ops == "gqa" and not is_cross:
         return _group_query_attention(
             now, query, key, value, attention_mask, scale, softcap, s_aux, bias
         ), None
@@ -177,6 +196,15 @@ def attention(
     else:
         output = _attention_with_sinks(query * scale, key, value, attention_mask, s_aux)
     return output.transpose(1, 2)[:, :-1].contiguous(), None
+
+
+def _source_mask(now: TracedPass, key: torch.Tensor) -> torch.Tensor:
+    """Return the mask of the source's rows, all if their number is unknown. [B, 1, T + 1, E]"""
+    is_query = now.query_positions[:, None, :, None] >= 0
+    if now.source_length is None:
+        return is_query
+    rows = torch.arange(key.shape[2], device=key.device)
+    return is_query & (rows < now.source_length[:, None, None, None])
 
 
 def _check(

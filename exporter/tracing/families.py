@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from .. import internals
@@ -54,10 +55,14 @@ def eager_functions(model: torch.nn.Module) -> Iterator[None]:
 
     Falcon's eager attention adds ALiBi's biases twice (transformers 5.23), so it uses its default.
     """
-    is_falcon = any(type(module).__name__ == "FalconAttention" for module in model.modules())
-    steps = internals.implementation(model, "attn", "sdpa" if is_falcon else "eager")
-    with steps, internals.implementation(model, "experts", "eager"):
+    with eager_attention(model), internals.implementation(model, "experts", "eager"):
         yield
+
+
+def eager_attention(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Select eager attention, as `eager_functions`."""
+    is_falcon = any(type(module).__name__ == "FalconAttention" for module in model.modules())
+    return internals.implementation(model, "attn", "sdpa" if is_falcon else "eager")
 
 
 @contextlib.contextmanager
@@ -222,6 +227,35 @@ def _llama4_experts(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
     return self.shared_expert(rows) + torch.matmul(outer.flatten(1), last.flatten(0, 1)), logits
 
 
+def _t5_bias(self: Any, *unused: Any, **more: Any) -> torch.Tensor:
+    """Replace T5's relative position bias by a lookup by distance. -> [B, H, T + 1, S]"""
+    now = current_pass()
+    rows = torch.arange(now.capacity, device=now.offsets.device)
+    options = {}
+    if internals.has_parameter(self._relative_position_bucket, "bidirectional"):
+        options = {
+            "bidirectional": False,
+            "num_buckets": self.relative_attention_num_buckets,
+            "max_distance": self.relative_attention_max_distance,
+        }
+    table = self.relative_attention_bias(self._relative_position_bucket(-rows, **options))
+    distances = torch.clamp(now.query_positions[..., None] - rows, min=0)
+    return nn.functional.embedding(distances, table).permute(0, 3, 1, 2)
+
+
+def _positions(self: Any, *unused: Any, **more: Any) -> torch.Tensor:
+    """Replace a lookup of position embeddings, which counts rows of the cache."""
+    offset, positions = getattr(self, "offset", 0), current_pass().positions
+    last = len(self.weight) - 1 - offset
+    return nn.functional.embedding(torch.clamp(positions, max=last) + offset, self.weight)
+
+
+def _m2m_positions(self: Any, *unused: Any, **more: Any) -> torch.Tensor:
+    """Replace M2M-100's, whose first position follows the padding's."""
+    positions = current_pass().positions + self.padding_idx + 1
+    return nn.functional.embedding(torch.clamp(positions, max=len(self.weights) - 1), self.weights)
+
+
 def _gpt_neo(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
@@ -242,4 +276,17 @@ _REPLACEMENTS: dict[str, dict[str, Callable[..., Any]]] = {
     "Llama4TextAttention": {"forward": _llama4},
     "Llama4TextMoe": {"forward": _llama4_experts},
     "GPTNeoSelfAttention": {"_attn": _gpt_neo},
+    "T5Attention": {"compute_bias": _t5_bias},
+    "MT5Attention": {"compute_bias": _t5_bias},
+    "UMT5Attention": {"compute_bias": _t5_bias},
+    "BartLearnedPositionalEmbedding": {"forward": _positions},
+    "MBartLearnedPositionalEmbedding": {"forward": _positions},
+    "PLBartLearnedPositionalEmbedding": {"forward": _positions},
+    "BlenderbotLearnedPositionalEmbedding": {"forward": _positions},
+    "BlenderbotSmallLearnedPositionalEmbedding": {"forward": _positions},
+    "MvpLearnedPositionalEmbedding": {"forward": _positions},
+    "MarianSinusoidalPositionalEmbedding": {"forward": _positions},
+    "PegasusSinusoidalPositionalEmbedding": {"forward": _positions},
+    "WhisperPositionalEmbedding": {"forward": _positions},
+    "M2M100SinusoidalPositionalEmbedding": {"forward": _m2m_positions},
 }

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from specedge.bundle.manifest import State, key_value_states
+from specedge.bundle.manifest import (
+    EncoderEntry,
+    State,
+    cross_attention_states,
+    key_value_states,
+)
 from specedge.bundle.precision import DTYPE
 from specedge.errors import ExportError, MissingExtraError, SpecEdgeError
 
 from .. import internals
+from ..checkpoint.encoder_decoder import SourceConditionedDecoder
 from ..libraries import quiet
 from .attention import TracedPass, active_pass
 from .families import registered_functions
@@ -24,17 +30,27 @@ _STATE = "a state that cannot be rolled back"
 
 @dataclass(frozen=True)
 class Geometry:
-    """States of a model by layer: `capacity` rows (S) for `context_length` tokens."""
+    """States of a model by layer: `capacity` rows (S) for `context_length` tokens.
+
+    `constants` are those of cross-attention over the hidden states of `encoder`.
+    """
 
     context_length: int
     capacity: int
     padded_vocab_size: int
     layers: tuple[tuple[State, ...], ...]
+    constants: tuple[State, ...] = ()
+    encoder: EncoderEntry | None = None
 
     @property
     def states(self) -> tuple[State, ...]:
         """States of all layers."""
         return tuple(itertools.chain.from_iterable(self.layers))
+
+    def first_layers(self, count: int) -> Geometry:
+        """Return the states of the first layers alone."""
+        constants = self.constants[: 2 * count]
+        return replace(self, layers=self.layers[:count], constants=constants)
 
     def cache_names(self) -> list[str]:
         """Return the graph's input names of the states."""
@@ -43,6 +59,15 @@ class Geometry:
     def cache_shapes(self) -> list[tuple[int, ...]]:
         """Return the shape [B, H, S, D] of each state, in the order of `cache_names`."""
         return [state.sizes(self.capacity) for state in self.states]
+
+    def constant_names(self) -> list[str]:
+        """Return the graph's input names of the constant states."""
+        return [f"past_key_values.{state.name}" for state in self.constants]
+
+    def constant_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shape [B, H, E, D] of each constant state."""
+        rows = self.encoder.capacity if self.encoder else 0
+        return [state.sizes(rows) for state in self.constants]
 
     @property
     def num_outputs(self) -> int:
@@ -68,7 +93,29 @@ def measure_geometry(
     layers = tuple(_states(model.config.model_type, i, layer) for i, layer in enumerate(kept))
     _check_optimum(model, layers)
     capacity = -(-(context_length + num_draft_tokens + 2) // ALIGNMENT) * ALIGNMENT
-    return Geometry(context_length, capacity, output.logits.shape[-1], layers)
+    shape = Geometry(context_length, capacity, output.logits.shape[-1], layers)
+    if isinstance(model, SourceConditionedDecoder):
+        shape = _with_encoder(shape, model)
+    return shape
+
+
+def _with_encoder(shape: Geometry, model: SourceConditionedDecoder) -> Geometry:
+    """Add the encoder's sizes and the states of cross-attention."""
+    with torch.no_grad():
+        hidden = model.encode(model.sample_source())
+        tensors = model.open(hidden)
+    sizes = [(tensor.shape[1], tensor.shape[3]) for tensor in tensors]
+    pairs = zip(sizes[::2], sizes[1::2], strict=True)
+    max_length, capacity = model.max_source_length or shape.context_length, hidden.shape[1]
+    if model.num_mel_bins is None:
+        max_length = min(max_length, shape.context_length)
+        capacity = -(-max_length // ALIGNMENT) * ALIGNMENT
+    states = (cross_attention_states(i, *pair, DTYPE) for i, pair in enumerate(pairs))
+    return replace(
+        shape,
+        constants=tuple(itertools.chain.from_iterable(states)),
+        encoder=EncoderEntry(max_length, model.num_mel_bins, hidden.shape[2], capacity),
+    )
 
 
 def _run_pass(model: torch.nn.Module) -> Any:
@@ -76,9 +123,14 @@ def _run_pass(model: torch.nn.Module) -> Any:
     parameter = next(model.parameters())
     tokens = torch.zeros(1, 2, dtype=torch.long, device=parameter.device)
     now = TracedPass("none", tokens[:, 0], torch.arange(2, device=tokens.device)[None], 2)
+    options = {}
     try:
+        with quiet(), torch.no_grad():
+            if isinstance(model, SourceConditionedDecoder):
+                now.constants = model.open(model.encode(model.sample_source()))
+                options["constants"] = now.constants
         with quiet(), registered_functions(model), active_pass(now):
-            return model(input_ids=tokens, use_cache=True)
+            return model(input_ids=tokens, use_cache=True, **options)
     except SpecEdgeError:
         raise
     except Exception as error:

@@ -30,18 +30,18 @@ def patch_rotary(
     the context repeat its last position.
     """
     positions = torch.arange(num_rows).clamp(max=context_length - 1)
+    changes: list[tuple[Any, dict[str, Any]]] = []  # of which several may be of one function
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             code = sys.modules[type(child).__module__]
             names = internals.rotary_functions(code)
-            replacement = _replacements(child, code, names, positions) if names else None
-            if replacement is None:
-                continue
-            table, functions = replacement
-            for owner, value in ((parent, {name: table}), (code, functions)):
-                for n, new in value.items():
-                    stack.callback(setattr, owner, n, getattr(owner, n))
-                    setattr(owner, n, new)
+            if names and (replacement := _replacements(child, code, names, positions)):
+                table, functions = replacement
+                changes += [(parent, {name: table}), (code, functions)]
+    for owner, values in changes:
+        for name, new in values.items():
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, new)
 
 
 def _replacements(

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from specedge.errors import ExportError, SpecEdgeError
 
 from .. import internals
 from ..checkpoint.decoder_layers import layer_list, truncate
+from ..checkpoint.encoder_decoder import as_decoder
 from ..checkpoint.placeholders import WeightSources
 from ..libraries import quiet
 from . import experts, geometry
@@ -52,6 +53,8 @@ class TraceableModel(torch.nn.Module):
     """Model with explicit caches.
 
     input_ids [B, T], past_length [B], caches 2 * [B, H, S, D] per layer -> logits, caches
+
+    Those of an encoder-decoder read the first `source_length` [B] rows of constants [B, H, E, D].
     """
 
     def __init__(
@@ -69,12 +72,19 @@ class TraceableModel(torch.nn.Module):
         self.marked = marked
 
     def forward(
-        self, input_ids: torch.Tensor, past_length: torch.Tensor, caches: list[torch.Tensor]
+        self,
+        input_ids: torch.Tensor,
+        past_length: torch.Tensor,
+        caches: list[torch.Tensor],
+        source_length: torch.Tensor | None = None,
+        constants: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
         offsets = torch.cumsum(input_ids * 0 + 1, 1) - 1  # a Range node would run on the CPU
         cache = buffer_cache(caches)
         layers = () if self.ops == "none" else self.layers
         now = TracedPass(self.ops, past_length, offsets, caches[0].shape[2], [*layers])
+        now.source_length, now.constants = source_length, constants
+        options = {"constants": constants} if constants else {}
         marked = layer_list(self.model)[1] if self.marked else ()
         with active_pass(now), marked_layers(marked):
             output = self.model(
@@ -83,6 +93,7 @@ class TraceableModel(torch.nn.Module):
                 position_ids=torch.clamp(now.positions, max=self.last),
                 use_cache=True,
                 **{internals.cache_name(self.model): cache},
+                **options,
             )
         self.layers = now.layers
         return output.logits.float(), *(t for x in cache.layers for t in (x.keys, x.values))
@@ -122,10 +133,14 @@ class ObservedLayers:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """Graph of a model, and of its first `num_representative` layers if it has more."""
+    """Graph of a model, and of its first `num_representative` layers if it has more.
+
+    `encoder` are those of an encoder-decoder that run once per source, by name.
+    """
 
     model: ir.Model
     first: ir.Model | None = None
+    encoder: Mapping[str, ir.Model] = field(default_factory=dict)
 
 
 def observe(model: torch.nn.Module, geometry: Geometry) -> ObservedLayers:
@@ -170,11 +185,19 @@ def trace(
                 return _trace_first_layers(model, geometry, ops, layers, weights)
         whole = TraceableModel(model, geometry.context_length, ops, layers.attention)
         program = translate(whole, geometry)
-    graph = program.model.graph
+    return TracedModel(optimize(program, model, sources))
+
+
+def optimize(
+    program: torch.onnx.ONNXProgram, model: torch.nn.Module, sources: WeightSources
+) -> ir.Model:
+    """Optimize a traced model; matrices of the checkpoint are those of `sources`, unread."""
+    weights, graph = named_weights(model, sources), program.model.graph
     hide_weights(graph, lambda name: isinstance(weights.get(name), StoredMatrix))
-    program.optimize()
+    with quiet(), np.errstate(divide="ignore", invalid="ignore"):
+        program.optimize()
     restore_weights(graph, weights)
-    return TracedModel(program.model)
+    return program.model
 
 
 def _trace_first_layers(
@@ -190,7 +213,7 @@ def _trace_first_layers(
     for layer, kind in zip(all_layers, layers.kinds, strict=True):  # whose modules are patched now
         if [*map(type, layer.modules())] != [*map(type, all_layers[kind].modules())]:
             raise NotRepeatableError("modules of equal layers are replaced by different ones")
-    traced = replace(geometry, layers=geometry.layers[: layers.num_traced])
+    traced = geometry.first_layers(layers.num_traced)
     restore = truncate(model, layers.num_traced)
     try:
         attention = layers.attention[: layers.num_traced]
@@ -206,7 +229,8 @@ def _trace_first_layers(
             and (name.startswith(f"{prefix}.") or isinstance(weights[name], StoredMatrix))
         ),
     )
-    program.optimize()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        program.optimize()
 
     def repeat(graph_model: ir.Model, num_layers: int) -> ir.Model:
         LayerGraph(graph_model, prefix, weights).repeat(layers.kinds[:num_layers])
@@ -237,13 +261,17 @@ def _clone(model: ir.Model) -> ir.Model:
 
 def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgram:
     """Translate a model with PyTorch's exporter, before any optimization."""
-    names = geometry.cache_names()
+    names, constants = geometry.cache_names(), geometry.constant_names()
+    source: tuple[Any, ...] = (None, [None] * len(constants)) if constants else ()
     program = torch.onnx.export(
         whole,
         example_inputs(geometry, torch.device("cpu")),
-        input_names=["input_ids", "past_length", *names],
+        input_names=[
+            *("input_ids", "past_length", *names),
+            *(["source_length", *constants] if constants else ()),
+        ],
         output_names=["logits", *(n.replace("past_key_values", "present") for n in names)],
-        dynamic_shapes=({1: torch.export.Dim("T", min=1)}, None, [None] * len(names)),
+        dynamic_shapes=({1: torch.export.Dim("T", min=1)}, None, [None] * len(names), *source),
         dynamo=True,
         opset_version=OPSET,
         verbose=False,
@@ -253,15 +281,20 @@ def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgr
     return program
 
 
-def example_inputs(
-    geometry: Geometry, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return the inputs of a pass with an empty cache: ids, past length and caches."""
-    return (
+def example_inputs(geometry: Geometry, device: torch.device) -> tuple[Any, ...]:
+    """Return the inputs of a pass with an empty cache: ids, past length and caches.
+
+    Those of an encoder-decoder are followed by a source's length and constants.
+    """
+    inputs = (
         torch.zeros(1, EXAMPLE_LENGTH, dtype=torch.long, device=device),
         torch.zeros(1, dtype=torch.long, device=device),
         [_zeros(shape, device) for shape in geometry.cache_shapes()],
     )
+    if not geometry.constants:
+        return inputs
+    length = torch.ones(1, dtype=torch.long, device=device)
+    return *inputs, length, [_zeros(shape, device) for shape in geometry.constant_shapes()]
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -329,7 +362,7 @@ def meta_model(config: Any) -> Any:
     """Build the decoder of a config on the meta device. Raises ExportError."""
     context = f"transformers cannot build a {config.model_type} model of its config"
     with internals.translate_internal_errors(ExportError, context):
-        model = internals.build_decoder(config)
+        model = as_decoder(internals.build_decoder(config))
     for module, layer_type in list(internals.dynamic_rotary_modules(model)):
         internals.freeze_frequencies(module, layer_type)
     return model

@@ -162,9 +162,19 @@ def _visible(start: int, end: int, options: dict[str, Any]) -> torch.Tensor:
     return (ahead >= 0) & (ahead < (window if window > 0 else end))
 
 
+def _conv(options: dict[str, Any], x: Array, weight: Array, bias: Array) -> list[Array]:
+    """Compute Conv of one spatial axis. [B, C, N], [M, C, K], [M] -> [B, M, N']"""
+    first, last = options["pads"]
+    padded = torch.nn.functional.pad(torch.from_numpy(x), (first, last))
+    (stride,) = options["strides"]
+    tensors = (torch.from_numpy(array.copy()) for array in (weight, bias))
+    return [torch.nn.functional.conv1d(padded, *tensors, stride=stride).numpy()]
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., list[Any]]] = {
     "Attention": attention,
     "Cast": _cast,
+    "Conv": _conv,
     "Gelu": _gelu,
     "Erf": lambda options, x: [torch.erf(torch.from_numpy(x)).numpy()],
     # The reference's implementation is limited to 64 rows.

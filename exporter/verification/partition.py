@@ -28,7 +28,7 @@ from ..checkpoint.placeholders import BufferPool
 from ..graph.external_data import FILE, TORCH_TYPES, LazyWeights, chunks, map_tensor
 
 PART_BYTES = 200_000_000  # maximum float32 weights of a subgraph
-_CACHE = re.compile(r"(past_key_values|present)\.(\d+)\.(\w+)")
+_CACHE = re.compile(r"(past_key_values|present)\.(\d+)\.([\w.]+)")
 
 
 @dataclass
@@ -274,7 +274,7 @@ class PartitionedGraph:
 
 def _layer_of(name: str) -> str:
     """Return the layer of a cache input, past_key_values.N; "" for other values."""
-    return name.rpartition(".")[0] if name.startswith("past_key_values.") else ""
+    return ".".join(name.split(".")[:2]) if name.startswith("past_key_values.") else ""
 
 
 def _passed_constant(name: str, shape: list[int], dtype: torch.dtype) -> onnx.TensorProto:

@@ -139,6 +139,7 @@ def compute_references(
         segments = compared_positions(geometry, num_parameters(model))
     for start, end in segments:
         tokens = random.integers(0, num_tokens, end - start)
+        tokens[tokens == getattr(model, "padding_token", None)] = 0
         caches = references[0].caches if references else earlier
         history = _earlier_rows(start, caches, geometry)
         left_out = 0

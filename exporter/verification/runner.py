@@ -25,6 +25,7 @@ from ..progress import Advance
 from ..tracing.geometry import Geometry
 from . import partition
 from .partition import RepresentativeParts, find_representatives
+from .source_states import SourceStates
 from .subgraph import SubgraphSession, Values, open_session, unpacked_options
 
 WHOLE_BYTES = 100_000_000  # weights; larger models are partitioned
@@ -37,7 +38,7 @@ class PassAction:
     The decoder returns rows from `logits_from` on: [T - logits_from, V]. Sessions of a partitioned
     model prepack weights only for `packed` passes, which needs a copy of them and is not bitwise
     equal. `then` maps the logits to the result; `on_outputs` is called with each subgraph's
-    outputs.
+    outputs. `source` [N] are the tokens of an encoder-decoder's source, by default the runner's.
     """
 
     name: str
@@ -47,6 +48,7 @@ class PassAction:
     packed: bool = False
     then: Callable[[np.ndarray], Any] | None = None
     on_outputs: Callable[[Values], None] | None = None
+    source: np.ndarray | None = None
 
     def inputs(self) -> Values:
         """Return the inputs of the graph, without its caches."""
@@ -99,7 +101,8 @@ class Runner:
     """Runner of one graph variant of a model over caches [B, H, S, D].
 
     A batched graph, whose passes have several sequences, takes the decoder's place. `lazy` are
-    weights by offset, which a large model's weights file may lack.
+    weights by offset, which a large model's weights file may lack. `source` is that of passes of an
+    encoder-decoder that have none, and `open_source` computes others.
     """
 
     def __init__(
@@ -110,9 +113,12 @@ class Runner:
         ops: str = "onnx",
         lazy: LazyWeights | None = None,
         batch: int = 1,
+        source: SourceStates | None = None,
+        open_source: Callable[[np.ndarray], SourceStates] | None = None,
     ) -> None:
         self.folder, self.geometry, self.ops = folder, geometry, ops
         self.lazy = lazy
+        self.source, self._open_source = source, open_source
         self.files = {file.name: file for file in files}
         self._main = "decoder" if "decoder" in self.files else files[0].name
         self.in_parts = (folder / FILE).stat().st_size > WHOLE_BYTES
@@ -165,7 +171,11 @@ class Runner:
         Raises:
             ExportError: ONNX Runtime cannot load or run a graph.
         """
-        passes = {i: a.inputs() for i, a in enumerate(actions) if isinstance(a, PassAction)}
+        passes = {
+            i: a.inputs() | self._constants(a)
+            for i, a in enumerate(actions)
+            if isinstance(a, PassAction)
+        }
         results: list[Any] = [[] if isinstance(action, ReadRows) else None for action in actions]
         index = {name: i for i, name in enumerate(self._shapes)}
         chosen = self.representatives if only_representative else None
@@ -195,6 +205,12 @@ class Runner:
                         session.fill({n: action.history(index[n]) for n in session.caches})
                 advance(1)
         return results
+
+    def _constants(self, action: PassAction) -> Values:
+        source = self.source
+        if action.source is not None and self._open_source is not None:
+            source = self._open_source(action.source)
+        return {} if source is None else source.inputs(self.geometry, self._dtype)
 
     def _readable(self, file: str, number: int, values: Values) -> Values:
         """Select the values that subgraphs after `number` read; a whole graph has none."""

@@ -17,7 +17,6 @@ from specedge.errors import ExportError
 
 from ..graph.nodes import GqaInput
 from ..libraries import translate_errors
-from ..tracing.geometry import Geometry
 from .exact_graph import ExactGraph, attributes, cast_arrays, inputs_by_name, visible_inputs
 from .exact_nodes import Array
 from .reference import Reference, chunk_length
@@ -57,13 +56,13 @@ def check_structure(
             node_check = (
                 NodeCheck(graph, fused, rows.stop - at, once=not first) if first or last else None
             )
-            _check_pass(graph, geometry, part, rows, error_check, noise, node_check)
+            _check_pass(graph, runner, part, rows, error_check, noise, node_check)
     return error_check.row, fused.ratio
 
 
 def _check_pass(
     graph: ExactGraph,
-    geometry: Geometry,
+    runner: Runner,
     part: Reference,
     rows: slice,
     error_check: ErrorCheck,
@@ -71,8 +70,9 @@ def _check_pass(
     node_check: NodeCheck | None,
 ) -> None:
     """Compare one pass over some tokens of a segment, with noise in all later cache rows."""
-    at = rows.start
+    at, geometry = rows.start, runner.geometry
     names, shapes = geometry.cache_names(), geometry.cache_shapes()
+    constants = {} if runner.source is None else runner.source.inputs(geometry)
 
     def input_value(name: str) -> Array:
         if name == "input_ids":
@@ -81,6 +81,8 @@ def _check_pass(
             return np.array([part.start + at], np.int64)
         if name == "logits_from":
             return np.zeros(1, np.int64)
+        if name in constants:
+            return constants[name]
         i = names.index(name)
         buffer = noise[: math.prod(shapes[i])].reshape(shapes[i]).copy()
         buffer[0, :, : part.start] = part.history(i)
