@@ -145,12 +145,28 @@ class Grammars:
         size = max(self._bundle.target.vocab_size, self._tokenizer.get_vocab_size())
         ends = list(self._bundle.end_tokens)
         try:
-            return llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
+            text = _with_byte_fallback(self._tokenizer.to_str())
+            return llguidance.LLTokenizer(text, n_vocab=size, eos_token=ends)
         except Exception as error:  # llguidance has no exception types
             raise OptionError(
                 f"{name} cannot be used with this bundle's tokenizer: {_one_line(str(error))}",
                 name,
             ) from error
+
+
+def _with_byte_fallback(tokenizer: str) -> str:
+    """Return a tokenizer whose decoder llguidance knows: it rejects T5's, which is Metaspace alone.
+
+    Args:
+        tokenizer: Contents of tokenizer.json.
+    """
+    document = json.loads(tokenizer)
+    decoder = document.get("decoder") or {}
+    if decoder.get("type") != "Metaspace":
+        return tokenizer
+    space = {"type": "Replace", "pattern": {"String": decoder["replacement"]}, "content": " "}
+    document["decoder"] = {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}]}
+    return json.dumps(document)
 
 
 class _Budget:
