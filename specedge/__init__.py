@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.runtime.requests.stream import Generation
     from specedge.runtime.sampling.distribution import Distribution
+    from specedge.runtime.sampling.source import Source
 
     from .bundle import Bundle
     from .errors import (
@@ -45,6 +46,7 @@ _MODULES = {
     "Draft": "specedge.runtime.decoding.verification",
     "Generation": "specedge.runtime.requests.stream",
     "Pipeline": "specedge.runtime.requests.pipeline",
+    "Source": "specedge.runtime.sampling.source",
     "load": "specedge.runtime.requests.loader",
     "__version__": "specedge.version",
 }
@@ -68,6 +70,7 @@ __all__ = [
     "PromptError",
     "ReplayError",
     "Sampling",
+    "Source",
     "SpecEdgeError",
     "__version__",
     "load",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import Any, SupportsIndex, TypedDict
 
 from .errors import OptionError
 from .option_specs import (
@@ -65,6 +66,9 @@ class GenerationRequest(SamplingRules):
     Above temperature 0, `coupling` "gumbel" makes the text depend on the seed only, not on the
     drafter; `choice` selects one of several texts of a seed.
 
+    `decoder_prefix` replaces the bundle's: text, in which special tokens are encoded as such, or
+    token ids with which the text of an encoder-decoder begins. They are not part of the output.
+
     `json_schema` (an object or its JSON text), `regex` or `grammar` (Lark syntax) constrain the
     text, as interpreted by llguidance; a truncated text is a prefix of a valid one.
 
@@ -116,6 +120,11 @@ class GenerationRequest(SamplingRules):
         False, "Encode prompt text that spells a special token as that token."
     )
 
+    decoder_prefix: str | Sequence[int] | None = option_field(
+        None,
+        "Begin the text of an encoder-decoder with this text, such as a target language.",
+        "text, or token ids",
+    )
     json_schema: str | Mapping[str, Any] | None = option_field(
         None, "Constrain the output to this JSON schema.", "a schema, or its JSON text"
     )
@@ -149,6 +158,7 @@ class GenerationRequest(SamplingRules):
                 )
             self._set("replay", _planned(self.replay))
         self._set("stop", _stop_strings(self.stop))
+        self._set("decoder_prefix", _decoder_prefix(self.decoder_prefix))
         if self.exact and self.temperature != 0:
             raise OptionError(
                 "exact applies to temperature 0 only, where rounding can change the largest logit",
@@ -265,6 +275,7 @@ class RequestOptions(TypedDict, total=False):
     exact: bool
     replay: Sequence[Sequence[Any]] | None
     special_tokens: bool
+    decoder_prefix: str | Sequence[int] | None
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
     grammar: str | None
@@ -331,6 +342,20 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     if not all(stops):
         raise OptionError("a stop string must not be empty", "stop")
     return tuple(stops)
+
+
+def _decoder_prefix(prefix: object) -> str | tuple[int, ...] | None:
+    if prefix is None or isinstance(prefix, str):
+        return prefix
+    if isinstance(prefix, Iterable) and not isinstance(prefix, bytes):
+        tokens = tuple(prefix)
+        if all(
+            isinstance(token, SupportsIndex) and not isinstance(token, bool) for token in tokens
+        ):
+            return tuple(map(operator.index, tokens))
+    raise OptionError(
+        f"decoder_prefix must be text or token ids, got {shorten(prefix)}", "decoder_prefix"
+    )
 
 
 def item_seed(seed: int, index: int) -> int:

@@ -154,7 +154,7 @@ def short_bundle(tmp_path):
 def test_built_in_prompts_that_do_not_fit_are_named_with_their_replacement(short_bundle):
     result = CliRunner().invoke(cli, ["bench", "--bundle", str(short_bundle)])
     assert result.exit_code == 1
-    for part in ("built-in prompt of the set code", "context of 9 tokens", "--prompts"):
+    for part in ("built-in prompt of the set code", "more than the 8 tokens", "--prompts"):
         assert part in str(result.exception)
 
 

@@ -97,6 +97,10 @@ def _embed(
     bundle: Bundle, num_draft_tokens: list[int], layout: str, golden: Golden | None
 ) -> Bundle:
     ops = {role: model.cpu_ops for role, model in bundle.models.items()}
+    if bundle.target.encoder is not None:
+        raise ExportError(
+            f"{bundle.target.source.id} is an encoder-decoder, and host graphs contain no encoder"
+        )
     if bundle.draft is None and (layout == "split" or num_draft_tokens):
         option = "-k" if num_draft_tokens else "--layout split"
         raise ExportError(

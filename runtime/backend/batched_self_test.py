@@ -100,6 +100,8 @@ def share_passes(
 def find_obstacle(entry: ModelEntry, ops: str) -> str | None:
     """Return the reason why a model has no passes over several slots, if any."""
     version, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME["batched"]
+    if entry.encoder is not None:
+        return "encoder-decoders do not share passes"
     if not entry.has(BATCHED, ops):
         return f"the bundle has no batched graph for the graph variant '{ops}'"
     if packages.version_numbers(version) < packages.version_numbers(oldest):

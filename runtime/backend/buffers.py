@@ -24,7 +24,7 @@ class Buffers(Protocol):
     def staging(self, shape: Sequence[int], dtype: str) -> Any:
         """Allocate an array that the host writes before a pass."""
 
-    def constant(self, values: Sequence[Any], dtype: str) -> Any:
+    def constant(self, values: Sequence[Any] | Array, dtype: str) -> Any:
         """Return an array that is not written again."""
 
     def write(self, array: Any, values: Sequence[float] | Array) -> None:
@@ -54,7 +54,7 @@ class HostBuffers:
 
     persistent = staging = zeros
 
-    def constant(self, values: Sequence[Any], dtype: str) -> Array:
+    def constant(self, values: Sequence[Any] | Array, dtype: str) -> Array:
         return np.array(values, dtype)
 
     def write(self, array: Array, values: Sequence[float] | Array) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from specedge.bundle import Bundle
 from specedge.bundle.graph_scan import WeightUse, weights_of
 from specedge.bundle.graph_variants import CACHE_TYPES, attention_ops, compute_dtype
-from specedge.bundle.manifest import ModelEntry, chunk_length
+from specedge.bundle.manifest import ENCODER, OPEN, ModelEntry, chunk_length
 from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.errors import DeviceError
 
@@ -54,6 +54,7 @@ class ModelMemory:
         opening: Extra bytes while the session opens: its largest matrix before packing.
         caches: Key-value caches of all slots, for the whole context.
         passes: Logits, and intermediate values of a pass and of sampling.
+        constants: Constant states of all slots in an encoder-decoder.
     """
 
     id: str
@@ -64,6 +65,7 @@ class ModelMemory:
     opening: int
     caches: int
     passes: int
+    constants: int = 0
 
     @property
     def weights(self) -> int:
@@ -73,11 +75,13 @@ class ModelMemory:
     @property
     def running(self) -> int:
         """Bytes while the model runs."""
-        return self.weights + self.caches + self.passes
+        return self.weights + self.caches + self.constants + self.passes
 
     def with_float16_caches(self) -> ModelMemory:
         """Return the same model with caches in float16."""
-        return replace(self, caches=self.caches // 2) if self.cache_dtype == "float32" else self
+        if self.cache_dtype != "float32":
+            return self
+        return replace(self, caches=self.caches // 2, constants=self.constants // 2)
 
     def with_int8_weights(self) -> ModelMemory:
         """Return the same model with weights in int8."""
@@ -109,7 +113,12 @@ class PairMemory:
     @property
     def slot(self) -> int:
         """Bytes of the caches of one slot."""
-        return self.caches // self.slots
+        return (self.caches + self.constants) // self.slots
+
+    @property
+    def constants(self) -> int:
+        """Bytes of the constant states of all slots."""
+        return sum(model.constants for model in self.models)
 
     @property
     def opening(self) -> int:
@@ -134,7 +143,7 @@ class PairMemory:
         return {
             "packed weights": sum(model.packed for model in self.models),
             "memory-mapped weights": sum(model.unpacked for model in self.models),
-            "caches": self.caches,
+            "caches": self.caches + self.constants,
             "passes": sum(model.passes for model in self.models),
             "tokenizer": self.tokenizer,
             "process": self.process,
@@ -144,7 +153,11 @@ class PairMemory:
     def with_slots(self, slots: int) -> PairMemory:
         """Return the same pair with another number of slots."""
         changed = self.with_models(
-            lambda model: replace(model, caches=model.caches * slots // self.slots)
+            lambda model: replace(
+                model,
+                caches=model.caches * slots // self.slots,
+                constants=model.constants * slots // self.slots,
+            )
         )
         return replace(changed, slots=slots)
 
@@ -197,13 +210,16 @@ def pair_memory(
 def model_memory(
     bundle: Bundle, model: ModelEntry, ops: str, slots: int = 1, max_length: int | None = None
 ) -> ModelMemory:
-    """Estimate the memory of one model from its manifest entry and its decoder.
+    """Estimate the memory of one model from its manifest entry, its decoder and its encoder.
 
     Raises:
         BundleError: The graph cannot be read.
     """
     largest = bundle.files[model.weights].size  # ONNX Runtime rejects tensors beyond the file
-    weight_uses = weights_of(bundle, model.graph("decoder", ops).file)
+    names = (name for name in ("decoder", ENCODER, OPEN) if model.has(name, ops))
+    weight_uses = chain.from_iterable(
+        weights_of(bundle, model.graph(name, ops).file) for name in names
+    )
     fitting = (weight for weight in weight_uses if weight.size <= largest)
     is_16_bit = compute_dtype(ops) != "float32"
     is_32_bit = model.weights_dtype == "float32"
@@ -221,6 +237,7 @@ def model_memory(
         opening=max(packed, default=0),
         caches=slots * model.cache_size(ops) * length // model.capacity,
         passes=_pass_bytes(model, packed, length, bundle.num_draft_tokens, slots),
+        constants=slots * model.cache_size(ops, "constant"),
     )
 
 
@@ -262,6 +279,9 @@ def _pass_bytes(
     length = chunk_length(model.capacity)
     heads = hidden_size / int(model.states[0].shape[-1])
     prompt = length * (heads * capacity + _ROW_VALUES * layer_weights**0.5)
+    if model.encoder is not None:
+        rows = model.encoder.capacity
+        prompt = max(prompt, rows * (heads * rows + _ROW_VALUES * layer_weights**0.5))
     rows = num_draft_tokens + 1
     shared = slots * rows if slots > 1 else 0
     logits = model.padded_vocab_size * (slots * rows * (rows + 1) // 2 + shared + 4 * rows)

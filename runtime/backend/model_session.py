@@ -26,6 +26,7 @@ from specedge.bundle.signature import SAMPLING_INPUTS, Port, Signature
 from specedge.diagnosis.packages import version_numbers
 from specedge.errors import BundleError, DeviceError
 
+from .buffers import Array
 from .cuda import engines
 from .kv_cache import KeyValueCache, cache_arrays
 from .memory import enough_memory, model_memory
@@ -93,7 +94,8 @@ class ModelSession:
         """Return an empty cache."""
         with self.translated():
             arrays = cache_arrays(self.model, self.ops, self.buffers.persistent)
-        return KeyValueCache(arrays, self.buffers)
+            constants = {state.name for state in self.model.constants}
+            return KeyValueCache(arrays, self.buffers, constants)
 
     def bind(
         self, cache: KeyValueCache, length: int, num_logits: int, captured: bool = False
@@ -116,6 +118,8 @@ class ModelSession:
         """Return a buffer of the cache, or allocate an array of the pass."""
         if port.state is not None:
             return bound.cache.arrays[port.state]
+        if port.role == "source_length":
+            return bound.cache.source_length
         shape = port.at(1, length, num_logits, length + 1)
         if (values := self._constant(port.role, length, num_logits)) is not None:
             array = self.buffers.constant(values, port.dtype)
@@ -157,6 +161,21 @@ class ModelSession:
         except Exception:
             with self.translated():  # entered on failure only, to save time in every pass
                 raise
+
+    def map(self, values: Array, outputs: Mapping[str, Any]) -> None:
+        """Run a graph of an encoder-decoder that has no cache.
+
+        Args:
+            values: Its input.
+            outputs: Arrays of its outputs, by state, else by role.
+        """
+        (port,) = self._signature.inputs
+        with self.translated():
+            binding = self._session.io_binding()
+            inputs = {port.name: self.buffers.constant(values, port.dtype)}
+            arrays = {t.name: outputs[t.state or t.role] for t in self._signature.outputs}
+            self.buffers.bind(binding, inputs, arrays)
+            self.buffers.run(self._session, binding, self.buffers.run_options(False))
 
     @contextmanager
     def translated(self) -> Iterator[None]:
@@ -210,6 +229,10 @@ def choose_ops(model: ModelEntry, ops: str = "auto", device: Device | None = Non
 def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
     """Return the graph variant to run on a GPU, or the requested one if the GPU supports it."""
     fits = model.supports_engines if device.supports_engines else model.supports_gpu
+    if device.supports_engines and model.encoder is not None:
+        raise DeviceError(
+            f"{model.source.id}: {device.name} does not run encoder-decoders; use cpu or cuda"
+        )
     supported = [name for name in device.preferred_ops if name in model.parity and fits(name)]
     if ops == "auto" and supported:
         return supported[0]

@@ -12,7 +12,7 @@ import numpy as np
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
 from specedge.bundle.graph_variants import has_compute_type
-from specedge.bundle.manifest import ModelEntry, chunk_length
+from specedge.bundle.manifest import OPEN, ModelEntry, chunk_length
 from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.errors import SpecEdgeError
 from specedge.sampling_options import Sampling
@@ -21,6 +21,7 @@ from ..decoding.verification import Draft, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits, Row
+from ..sampling.source import Source
 from .batched_model import OrtBatchedModel
 from .buffers import Array
 from .cuda.device_logits import DeviceLogits
@@ -28,6 +29,7 @@ from .cuda.draft_graphs import DraftGraph, GreedyDraftGraph, SampledDraftGraph
 from .kv_cache import KeyValueCache
 from .model_session import BoundPass, ModelSession
 from .sessions import Device
+from .source_encoder import SourceEncoder, synthetic_hidden
 
 _HALF = np.array([0.5])
 
@@ -44,12 +46,18 @@ class OrtModel:
         graph: str = "decoder",
         session: ModelSession | None = None,
         cache: KeyValueCache | None = None,
+        encoder: SourceEncoder | None = None,
     ) -> None:
         """Open one of the model's graphs, or use `session`, and create a cache or use `cache`.
 
-        A fixed-shape graph runs passes of its length only.
+        A fixed-shape graph runs passes of its length only. An encoder-decoder opens its encoder,
+        or uses `encoder`.
         """
         self._session = session or ModelSession(bundle, model, device, ops, graph)
+        self._encoder, self._opener = encoder, None
+        if model.encoder is not None:
+            self._encoder = encoder or SourceEncoder(bundle, model, device, ops)
+            self._opener = ModelSession(bundle, model, device, self._session.ops, OPEN)
         self.ops = self._session.ops
         self.vocab_size = model.vocab_size
         ids = bundle.ids_of(model)
@@ -73,6 +81,31 @@ class OrtModel:
         self.batch: OrtBatchedModel | None = None
         self._passes: dict[int, BoundPass] = {}
         self._draft_graphs: list[DraftGraph] = []
+        if (encoder := self._session.model.encoder) is not None:
+            # Self-tests and measurements need constant states that differ by row.
+            self._open(None, synthetic_hidden(encoder))
+
+    @property
+    def source(self) -> Source | None:
+        """Source of the constant states of an encoder-decoder."""
+        return self.cache.source
+
+    def open(self, source: Source) -> None:
+        """Set the constant states to those of a source; empty the cache if it was another one."""
+        if source != self.source and self._encoder is not None:
+            self._open(source, self._encoder.hidden(source))
+
+    def forget(self) -> None:
+        """Compute the constant states again when a source is opened next."""
+        self.cache.source = None
+        if self._encoder is not None:
+            self._encoder.forget()
+
+    def _open(self, source: Source | None, hidden: Array) -> None:
+        assert self._opener is not None
+        self.cache.open(hidden.shape[1])
+        self._opener.map(hidden, self.cache.arrays)
+        self.cache.source = source
 
     @property
     def length(self) -> int:
@@ -211,8 +244,8 @@ class OrtModel:
             # One row of unused logits: ONNX Runtime 1.28 cannot multiply an empty matrix.
             self._session.run(self._session.bind(self.cache, length, 1), chunk)
 
-    def shared(self, tokens: Sequence[int]) -> int:
-        return self.cache.shared(tokens)
+    def shared(self, tokens: Sequence[int], source: Source | None = None) -> int:
+        return self.cache.shared(tokens, source)
 
     def reuse(self, tokens: Sequence[int]) -> int:
         return self.cache.reuse(tokens)
@@ -237,3 +270,4 @@ class OrtModel:
 
     def _drop(self) -> None:
         del self.cache, self.batch, self._passes, self._draft_graphs, self._session
+        del self._encoder, self._opener

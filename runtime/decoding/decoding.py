@@ -12,6 +12,7 @@ from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits
 from ..sampling.logprobs import token_logprobs
+from ..sampling.source import Source
 from .constrained_draft import propose
 from .near_ties import NearTieResolver
 from .protocols import (
@@ -24,6 +25,7 @@ from .protocols import (
     Round,
     RoundPlan,
     draft_sources,
+    open_source,
 )
 from .random_numbers import Uniforms
 from .timing import Stopwatch
@@ -62,9 +64,10 @@ class SpeculativeDecoder:
         seed: int,
         max_new_tokens: int,
         num_logprobs: int | None = None,
+        source: Source | None = None,
     ) -> Generator[Round]:
         """Yield rounds, whose passes run one at a time; arguments are those of `decode`."""
-        steps = self.decode(prompt, sampling, seed, max_new_tokens, num_logprobs)
+        steps = self.decode(prompt, sampling, seed, max_new_tokens, num_logprobs, source)
         result = None
         while True:
             try:
@@ -84,6 +87,7 @@ class SpeculativeDecoder:
         seed: int,
         max_new_tokens: int,
         num_logprobs: int | None = None,
+        source: Source | None = None,
     ) -> Generator[Operation | Round, Any]:
         """Yield operations and rounds until `max_new_tokens` tokens are committed.
 
@@ -100,8 +104,9 @@ class SpeculativeDecoder:
             max_new_tokens: Number of tokens to commit.
             num_logprobs: Number of most likely tokens whose log-probabilities are returned with
                 each committed token's; None for no log-probabilities.
+            source: Source of an encoder-decoder's text; None leaves the models' sources open.
         """
-        history = History(prompt)
+        history = History(prompt, source=source)
         self.plan.truncate(0)
         end = len(prompt) + max_new_tokens
         stream = Uniforms(seed)
@@ -112,6 +117,7 @@ class SpeculativeDecoder:
             if num_unread:
                 num_unread = 1
             else:
+                yield from open_source(self.target, source)
                 num_unread = yield from self._prefill(prompt, round_plan.num_draft_tokens)
             round_ = yield from self._round(
                 round_plan, history, sampling, numbers, num_left, num_logprobs, num_unread

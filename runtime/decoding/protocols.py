@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 from specedge.request import PLAIN
 from specedge.sampling_options import Sampling
@@ -19,6 +19,7 @@ from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits
 from ..sampling.logprobs import TokenLogprobs
+from ..sampling.source import Source
 from .verification import Draft
 
 T = TypeVar("T")
@@ -70,6 +71,20 @@ class LanguageModel(Protocol):
         """Roll the cache back to its first `length` tokens."""
 
 
+class SourceModel(LanguageModel, Protocol):
+    """Decoder of an encoder-decoder, whose constant states belong to a source."""
+
+    @property
+    def source(self) -> Source | None:
+        """Source of the constant states; None before the first one."""
+
+    def open(self, source: Source) -> None:
+        """Set the constant states to those of a source; empty the cache if it was another one."""
+
+    def forget(self) -> None:
+        """Compute the constant states again when a source is opened next."""
+
+
 @runtime_checkable
 class DraftingModel(LanguageModel, Protocol):
     """Model that may draft on its device, without host work between tokens."""
@@ -110,6 +125,25 @@ class Feed:
             return self.model.forward(self.tokens, self.num_rows)
         self.model.prefill(self.tokens)
         return None
+
+
+class OpenSource(NamedTuple):
+    """Computation of a source's constant states in a model, before its passes."""
+
+    model: SourceModel
+    source: Source
+
+    def run(self) -> None:
+        self.model.open(self.source)
+
+
+def open_source(model: LanguageModel, source: Source | None) -> Operations[bool]:
+    """Open a source in a model unless it is open; return True if it was another one."""
+    source_model = cast(SourceModel, model)
+    if source is None or source_model.source == source:
+        return False
+    yield OpenSource(source_model, source)
+    return True
 
 
 class BatchedModel(Protocol):
@@ -157,8 +191,11 @@ class ClosableModel(LanguageModel, Protocol):
 class TargetModel(ClosableModel, Protocol):
     """Target model with the measured properties of its passes."""
 
-    def shared(self, tokens: Sequence[int]) -> int:
-        """Return the length of the prefix that the cache and `tokens` share."""
+    def shared(self, tokens: Sequence[int], source: Source | None = None) -> int:
+        """Return the length of the prefix that the cache and `tokens` share.
+
+        It is 0 if the cache belongs to another source.
+        """
 
     @property
     def invariant_lengths(self) -> Collection[int]:

@@ -14,7 +14,8 @@ from specedge.sampling_options import Sampling
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits
-from .protocols import BatchedModel, DraftingModel, Feed, LanguageModel
+from ..sampling.source import Source
+from .protocols import BatchedModel, DraftingModel, Feed, LanguageModel, SourceModel
 from .verification import Draft
 
 
@@ -172,6 +173,15 @@ class TimedModel:
     def prefill(self, tokens: Sequence[int]) -> None:
         with self._stopwatch.part(self._part_of(len(tokens), 0)):
             self.model.prefill(tokens)
+
+    @property
+    def source(self) -> Source | None:
+        """Source that is open in an encoder-decoder."""
+        return cast(SourceModel, self.model).source
+
+    def open(self, source: Source) -> None:
+        with self._stopwatch.part(self._part_of(0, 0)):
+            cast(SourceModel, self.model).open(source)
 
     def reuse(self, tokens: Sequence[int]) -> int:
         return self.model.reuse(tokens)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import cast
 
+from specedge.bundle.manifest import ModelEntry
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
@@ -16,10 +17,12 @@ from ..decoding.protocols import (
     LanguageModel,
     ModelDrafter,
     Operations,
+    open_source,
 )
 from ..decoding.verification import Draft, draft_rows
 from ..sampling.distribution import Floats
 from ..sampling.history import History
+from ..sampling.source import Source
 
 PLACEHOLDER = 0
 MAX_PASS_LENGTH = 2  # maximum tokens of a pass with logits; more are prefilled
@@ -33,14 +36,26 @@ class DraftModel(ModelDrafter):
     used meanwhile, the missing tokens are prefilled first (catch-up). A model that can draft on its
     device does so.
 
-    The model may have a smaller vocabulary and context than the target. Tokens outside its
-    vocabulary are replaced by `PLACEHOLDER`; dropping them would shift later positions. When its
-    context is full, the cache is refilled from position 0 with a little more than the last half of
-    its context. This depends on the length of the text only, not on `max_tokens`, so that a seed's
-    text does not depend on where a request ends.
+    The model may have a smaller vocabulary and context than the target, and read only the first
+    `max_source_length` tokens of a source. Tokens outside its vocabulary are replaced by
+    `PLACEHOLDER`; dropping them would shift later positions. When its context is full, the cache is
+    refilled from position 0 with a little more than the last half of its context. This depends on
+    the length of the text only, not on `max_tokens`, so that a seed's text does not depend on where
+    a request ends.
     """
 
     name = DrafterName.MODEL
+
+    @classmethod
+    def from_entry(cls, model: LanguageModel, entry: ModelEntry) -> DraftModel:
+        """Return a drafter with the limits of a model in the manifest."""
+        encoder = entry.encoder
+        return cls(
+            model,
+            context_length=entry.context_length,
+            vocab_size=entry.vocab_size,
+            max_source_length=sys.maxsize if encoder is None else encoder.max_length,
+        )
 
     def __init__(
         self,
@@ -48,10 +63,12 @@ class DraftModel(ModelDrafter):
         *,
         context_length: int = sys.maxsize,
         vocab_size: int = sys.maxsize,
+        max_source_length: int = sys.maxsize,
     ) -> None:
         self.model = model
         self.context_length = context_length
         self.vocab_size = vocab_size
+        self.max_source_length = max_source_length
         self._start = 0  # position in the text of the first cached token
         self._is_new_text = True  # the cache may hold another text
 
@@ -105,6 +122,7 @@ class DraftModel(ModelDrafter):
         start = self._window(history.length)
         if self._is_new_text or start != self._start:
             self._start, self._is_new_text = start, False
+            yield from open_source(self.model, self.readable_source(history.source))
             self.model.reuse(self.readable(history.tokens[start:-1]))
         pending = self.readable(history.last(history.length - start - self.model.length))
         if len(pending) > MAX_PASS_LENGTH:
@@ -122,3 +140,9 @@ class DraftModel(ModelDrafter):
     def readable(self, tokens: Sequence[int]) -> list[int]:
         """Replace tokens outside the model's vocabulary by placeholders."""
         return [token if token < self.vocab_size else PLACEHOLDER for token in tokens]
+
+    def readable_source(self, source: Source | None) -> Source | None:
+        """Return the beginning of a source that the model's encoder can read."""
+        if source is None or not source.tokens:
+            return source
+        return Source(self.readable(source.tokens[: self.max_source_length]))

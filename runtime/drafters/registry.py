@@ -73,9 +73,7 @@ class DrafterRegistry:
             case DrafterName.AUTO | DrafterName.MODEL | DrafterName.CHAIN:
                 if model is None or sizes is None:
                     return {suffix.name: suffix}
-                draft = DraftModel(
-                    model, context_length=sizes.context_length, vocab_size=sizes.vocab_size
-                )
+                draft = DraftModel.from_entry(model, sizes)
                 chain = Chain(SuffixBeforeModel(suffix), draft)
                 by_name: dict[str, list[Drafter]] = {
                     DrafterName.AUTO: [draft, suffix, chain],

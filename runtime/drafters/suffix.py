@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
@@ -16,6 +17,7 @@ from specedge.sampling_options import Sampling
 from ..decoding.verification import Draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History, common_prefix_length
+from ..sampling.source import Source
 
 MIN_PROBABILITY = 0.1  # minimum probability that a whole draft is accepted
 MIN_RATE = 0.45  # minimum rate of a token before a draft model, which is more accurate below it
@@ -107,6 +109,8 @@ class Suffix:
 
         The last prediction is reused for the same text and length.
         """
+        if not self._length and history.source is not None:
+            self._read_source(history.source)
         drafted = history.last(history.length - history.num_committed)
         if (
             (missing := history.num_committed - self._length)
@@ -144,6 +148,14 @@ class Suffix:
             for reader in readers:
                 reader.read(token)
         return Prediction(tokens, rates, num_standalone, num_before_model)
+
+    def _read_source(self, source: Source) -> None:
+        """Read the source as an earlier text: summaries copy from it."""
+        if tokens := source.tokens:
+            self._read(tokens)
+            self._length = 0
+            for reader in self._readers:
+                reader.begin_text()
 
     def _read(self, tokens: Sequence[int]) -> None:
         readers, record = self._readers, self._rates.record
@@ -208,6 +220,12 @@ class _Reader:
         else:
             self._tail = [*self._tail[1 - MAX_LENGTH :], token]
             self._runs = self._index.find(self._tail)
+
+    def begin_text(self) -> None:
+        """Begin another text."""
+        self._tail, self._runs = [], []
+        if self._adds:
+            self._index.begin_text()
 
     def follower(self) -> tuple[int, int] | None:
         """Return the most frequent next token and its class, or None without a match."""
@@ -294,7 +312,8 @@ class SuffixIndex:
 
     def last_text(self) -> list[int]:
         """Return the last tokens of the text, at most MAX_LENGTH."""
-        return [token for token in self._tokens[-MAX_LENGTH:] if token != SEPARATOR]
+        tokens = self._tokens[-MAX_LENGTH:]
+        return [*takewhile(lambda token: token != SEPARATOR, reversed(tokens))][::-1]
 
     def find(self, tail: list[int]) -> Runs:
         """Return the runs that end with these last tokens of a text."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from specedge.errors import SpecEdgeError
 
-from ..decoding.protocols import BatchedModel, Feed, Operation, Operations, Round
+from ..decoding.protocols import BatchedModel, Feed, OpenSource, Operation, Operations, Round
 from ..decoding.timing import Stopwatch, TimedModel
 
 LONG_PASS = 32  # tokens of a prompt from which on a pass delays others
@@ -142,6 +142,8 @@ class Job:
             self.num_tokens = self.num_rows = 0
             if isinstance(step, Feed):
                 self.num_tokens, self.num_rows = len(step.tokens), step.num_rows
+            elif isinstance(step, OpenSource):
+                self.num_tokens = step.source.length
             self.is_long = self.num_tokens - self.num_rows >= LONG_PASS
             model = getattr(step, "model", None)
             self.drafts = isinstance(model, TimedModel) and model.is_draft

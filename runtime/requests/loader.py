@@ -27,6 +27,7 @@ from ..backend.memory import PairMemory, check_memory, fitting_slots, pair_memor
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
+from ..backend.source_encoder import SourceEncoder, encoder_owner
 from ..decoding.invariance import longest_invariant
 from ..planning.cost_files import PassCosts, cost_key
 from ..planning.cost_table import Measurement
@@ -91,8 +92,16 @@ def load(
         )
         for base in (target_device, draft_on_device)
     )
-    draft = None if loaded.draft is None else _open_model(loaded, loaded.draft, draft_on, ops)
-    target = _open_model(loaded, loaded.target, target_on, ops)
+    encoder = None
+    if loaded.target.encoder is not None:
+        encoder = SourceEncoder(loaded, loaded.target, target_on, ops)
+        encoder.load()
+    draft = None
+    if loaded.draft is not None:
+        is_shared = encoder_owner(loaded, loaded.draft) is loaded.target
+        draft_encoder = encoder if is_shared else None
+        draft = _open_model(loaded, loaded.draft, draft_on, ops, draft_encoder)
+    target = _open_model(loaded, loaded.target, target_on, ops, encoder)
     more_models = [
         (target.with_new_cache(), draft.with_new_cache() if draft else None)
         for _ in range(slots - 1)
@@ -237,9 +246,13 @@ def _costs(bundle: Bundle, target_on: Device, draft_on: Device, ops: list[str]) 
     return PassCosts(cost_key(bundle, target_on, draft_on, ", ".join(ops)))
 
 
-def _open_model(bundle: Bundle, model: ModelEntry, device: Device, ops: str) -> OrtModel:
+def _open_model(
+    bundle: Bundle, model: ModelEntry, device: Device, ops: str, encoder: SourceEncoder | None
+) -> OrtModel:
     """Open a model for its device."""
-    return (FixedShapeModel if device.supports_engines else OrtModel)(bundle, model, device, ops)
+    if device.supports_engines:
+        return FixedShapeModel(bundle, model, device, ops)
+    return OrtModel(bundle, model, device, ops, encoder=encoder)
 
 
 def _resolve_device(device: str, bundle: Bundle, ops: str) -> str:

@@ -6,13 +6,13 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.bundle.manifest import chunk_length as longest_chunk_length
-from specedge.errors import SpecEdgeError
+from specedge.errors import PromptError, SpecEdgeError
 from specedge.request import (
     AUTO,
     Coupling,
@@ -24,7 +24,7 @@ from specedge.request import (
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from ..decoding.invariance import LogitNoise, longest_invariant
-from ..decoding.protocols import ClosableModel, Feed, Operations, TargetModel
+from ..decoding.protocols import ClosableModel, Feed, Operations, SourceModel, TargetModel
 from ..decoding.random_numbers import GumbelNoise
 from ..decoding.timing import Stopwatch, TimedModel
 from ..drafters.registry import DrafterRegistry
@@ -32,6 +32,7 @@ from ..drafters.suffix import EarlierOutputs
 from ..planning.cost_files import PassCosts
 from ..planning.plans import create_plan
 from ..sampling.logprobs import TokenLogprobs, token_logprobs
+from ..sampling.source import Source
 from ..text.bad_words import resolve_sampling
 from ..text.detokenizer import FinishReason, TextAssembler
 from ..text.grammars import GrammarConstraint, Grammars
@@ -98,7 +99,7 @@ class Pipeline:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Source,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
         *,
@@ -113,7 +114,8 @@ class Pipeline:
 
         Args:
             prompt: Text, or token ids. Text that spells a special token is encoded as text, unless
-                `special_tokens`.
+                `special_tokens`. For an encoder-decoder it is the source, which may also be a
+                `Source`.
             max_new_tokens: Maximum number of new tokens.
             temperature: Sampling temperature; 0 is greedy.
             wait: False to raise an error instead of waiting for a free slot.
@@ -125,6 +127,8 @@ class Pipeline:
                 speed alone.
                 lookup_min, lookup_max: Match lengths of suffix decoding.
                 remember: True to draft from earlier outputs, too.
+                decoder_prefix: Text or token ids that the text of an encoder-decoder begins with,
+                by default the bundle's.
                 seed: Seed that repeats the request, by default a new one (`Generation.seed`).
                 exact: True to resolve near-ties at temperature 0 as plain decoding does.
                 coupling: "gumbel" makes the text depend on the seed alone above temperature 0;
@@ -147,7 +151,7 @@ class Pipeline:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Source,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
         *,
@@ -170,15 +174,15 @@ class Pipeline:
         """
         request = build_request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         sampling = self.sampling(request)
-        tokens = self.prompts.tokens(prompt, request.special_tokens)
+        tokens, source = self.prompts.start(prompt, request.special_tokens, request.decoder_prefix)
         if stop_tokens:
             ends = tuple(dict.fromkeys((*sampling.end_tokens, *stop_tokens)))
             sampling = replace(sampling, end_tokens=ends)
-        return self._begin(request, sampling, tokens, wait, shown, include_stop)
+        return self._begin(request, sampling, tokens, source, wait, shown, include_stop)
 
     def generate_batch(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: Iterable[str | Sequence[int] | Source],
         max_new_tokens: int = 128,
         temperature: float = 0.0,
         **options: Unpack[RequestOptions],
@@ -192,7 +196,7 @@ class Pipeline:
             SpecEdgeError: As `generate`, for the first prompt that fails.
         """
 
-        def begin(index: int, prompt: str | Sequence[int], wait: bool) -> Stream:
+        def begin(index: int, prompt: str | Sequence[int] | Source, wait: bool) -> Stream:
             request = options.copy()
             if (seed := options.get("seed")) is not None:
                 request["seed"] = item_seed(seed, index)
@@ -225,9 +229,15 @@ class Pipeline:
             is_cancelled: Called before each chunk; True ends the computation early.
 
         Raises:
-            PromptError: The prompt has no token, or one that the model does not have.
+            PromptError: The prompt has no token, or one that the model does not have; or the model
+                is an encoder-decoder, whose prompt is a source.
             ContextLengthError: The prompt is longer than the context.
         """
+        if self.bundle.target.encoder is not None:
+            raise PromptError(
+                f"{self.bundle.target.source.id} is an encoder-decoder, whose prompt has no "
+                "log-probabilities"
+            )
         tokens = self.prompts.tokens(prompt)
         stopwatch = Stopwatch()
         lease = self.slots.lease(tokens, wait=True)
@@ -248,6 +258,7 @@ class Pipeline:
         request: GenerationRequest,
         sampling: Sampling,
         prompt: list[int],
+        source: Source | None,
         wait: bool,
         visible_tokens: Collection[int],
         include_stop: bool,
@@ -272,7 +283,7 @@ class Pipeline:
             include_stop=include_stop,
         )
         self.drafters.check(request.drafter)  # before a slot is taken
-        lease = self.slots.lease(prompt, wait)
+        lease = self.slots.lease(prompt, wait, source)
         try:
             slot = lease.slot
             draft = None if slot.draft is None else TimedModel(slot.draft, stopwatch, "draft")
@@ -281,6 +292,7 @@ class Pipeline:
             active = ActiveRequest(
                 request=request,
                 prompt=prompt,
+                source=source,
                 sampling=sampling,
                 seed=seed,
                 limit=limit,
@@ -315,7 +327,7 @@ class Pipeline:
 
     def astream(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Source,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
         *,
@@ -340,9 +352,11 @@ class Pipeline:
         """Clear the caches and the remembered outputs, for measurements, while nothing runs."""
         self.drafters.earlier = EarlierOutputs()
         for slot in self.slots.all:
-            slot.target.truncate(0)
-            if slot.draft is not None:
-                slot.draft.truncate(0)
+            for model in (slot.target, slot.draft):
+                if model is not None:
+                    model.truncate(0)
+                    if self.bundle.target.encoder is not None:
+                        cast(SourceModel, model).forget()
 
     def close(self) -> None:
         """Release the memory of the models; the pipeline is not used again.

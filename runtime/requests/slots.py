@@ -19,6 +19,7 @@ from specedge.errors import SpecEdgeError
 
 from ..decoding.invariance import LogitNoise
 from ..decoding.protocols import ClosableModel, TargetModel
+from ..sampling.source import Source
 from .engine import CLOSED, Engine
 
 COLLECTION_DELAY = 1.0  # seconds without progress, until abandoned streams are collected
@@ -65,19 +66,20 @@ class Slots:
         # collected, even inside its own `get`, which no lock and no condition allows.
         self._freed: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def lease(self, prompt: Sequence[int], wait: bool) -> Lease:
+    def lease(self, prompt: Sequence[int], wait: bool, source: Source | None = None) -> Lease:
         """Return a lease of a free slot.
 
-        Prefers the slot whose cache shares the longest prefix with the prompt, then the least
-        recently used one. If none is free, waits for one. No thread and no task owns a slot, so a
-        request never ends a stream, not even one that its own thread began.
+        Prefers the slot whose cache shares the longest prefix with the prompt, of the same source
+        in an encoder-decoder, then the least recently used one. If none is free, waits for one. No
+        thread and no task owns a slot, so a request never ends a stream, not even one that its own
+        thread began.
 
         Raises:
             SpecEdgeError: The pipeline is closed; or no slot is free and `wait` is False, waiting
                 would block an event loop or could never end, or no stream made progress for
                 `IDLE_TIMEOUT` seconds.
         """
-        lease = self._try_lease(prompt)
+        lease = self._try_lease(prompt, source)
         if lease is not None:
             with suppress(queue.Empty):
                 self._freed.get_nowait()  # this slot's wake-up, which is no longer needed
@@ -86,7 +88,7 @@ class Slots:
             if not wait:
                 raise NoFreeSlotError(self._taken("; wait for a stream to end, close one"))
             self._wait()
-            lease = self._try_lease(prompt)
+            lease = self._try_lease(prompt, source)
         return lease
 
     def num_sharing(self, slot: Slot) -> int:
@@ -105,7 +107,7 @@ class Slots:
         self._freed.put(None)
         return closed
 
-    def _try_lease(self, prompt: Sequence[int]) -> Lease | None:
+    def _try_lease(self, prompt: Sequence[int], source: Source | None) -> Lease | None:
         """Return a lease, None if no slot is free."""
         with self._lock:
             if not self.all:
@@ -116,7 +118,9 @@ class Slots:
                 return None
             slot = free[0]
             if len(free) > 1:
-                slot = max(free, key=lambda slot: (slot.target.shared(prompt), -slot.last_used))
+                slot = max(
+                    free, key=lambda slot: (slot.target.shared(prompt, source), -slot.last_used)
+                )
             slot.is_free = False
             slot.last_used = next(self._clock)
             return Lease(slot, self)

@@ -16,10 +16,19 @@ from specedge.sampling_options import Sampling
 from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.invariance import UNBOUNDED
 from ..decoding.near_ties import NearTieResolver
-from ..decoding.protocols import Feed, NearTie, Operation, Operations, Plan, Round
+from ..decoding.protocols import (
+    Feed,
+    NearTie,
+    Operation,
+    Operations,
+    Plan,
+    Round,
+    open_source,
+)
 from ..decoding.timing import Stopwatch, TimedModel
 from ..planning.plans import AutoPlan, RoundTimes, create_round_times, summarize_rounds
 from ..sampling.logprobs import TokenLogprobs
+from ..sampling.source import Source
 from ..text.detokenizer import FinishReason, TextAssembler, TextSpan, token_outcomes
 from .engine import Job
 from .slots import Lease, NoFreeSlotError, Slots
@@ -94,12 +103,14 @@ class ActiveRequest:
     """Request that runs in a slot, and its rounds so far.
 
     A long prompt is prefilled `chunk_length` tokens at a time; the rest shares the first verify
-    pass if both fit into `max_first_length`. `exact_target` is the target as the near-tie resolver
-    uses it. `drafter` is the name of the drafter, AUTO if rounds are planned.
+    pass if both fit into `max_first_length`. In an encoder-decoder, `prompt` has the first tokens
+    of the text, and the request's prompt is the `source`. `exact_target` is the target as the
+    near-tie resolver uses it. `drafter` is the name of the drafter, AUTO if rounds are planned.
     """
 
     request: GenerationRequest
     prompt: list[int]
+    source: Source | None
     sampling: Sampling
     seed: int
     limit: int
@@ -135,13 +146,17 @@ class ActiveRequest:
         decoder = SpeculativeDecoder(self.target, self.plan, self.stopwatch, resolver, longest)
         yield from self._prefill(self.prompt[:-1])
         yield from decoder.decode(
-            self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs
+            self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs, self.source
         )
 
     def _prefill(self, tokens: list[int]) -> Operations[None]:
         """Prefill all uncached chunks but the last, which the decoder reads."""
-        self.num_reused_tokens = self.target.reuse(tokens)
-        for start in range(self.num_reused_tokens, len(tokens), self.chunk_length):
+        is_new = yield from open_source(self.target, self.source)
+        num_cached = self.target.reuse(tokens)
+        self.num_reused_tokens = num_cached
+        if self.source is not None:
+            self.num_reused_tokens = 0 if is_new else self.source.length
+        for start in range(num_cached, len(tokens), self.chunk_length):
             if (end := start + self.chunk_length) < len(tokens):
                 yield Feed(self.target, tokens[start:end], 0)
 
@@ -151,7 +166,8 @@ class ActiveRequest:
             return None
         exact, k = self.request.exact, self.plan.max_draft_tokens
         with self.stopwatch.part("noise"):
-            noise = self.lease.slot.noise.bound(self.prompt, k, trusts_export=not exact)
+            text = self.source.tokens if self.source else []
+            noise = self.lease.slot.noise.bound([*self.prompt, *text], k, trusts_export=not exact)
             self.logit_noise = noise
         if exact and noise == UNBOUNDED:
             raise SpecEdgeError(
@@ -170,7 +186,7 @@ class ActiveRequest:
             self.done,
             self.request.fixed_k or 0,
             seconds,
-            num_prompt_tokens=len(self.prompt),
+            num_prompt_tokens=len(self.prompt) if self.source is None else self.source.length,
             num_new_tokens=self.num_new_tokens,
             num_reused_tokens=self.num_reused_tokens,
             num_draft_passes=self.draft.num_passes if self.draft else 0,

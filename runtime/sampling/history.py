@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .distribution import Ids
+from .source import Source
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
@@ -27,10 +28,19 @@ def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class History:
-    """Tokens of a prompt, followed by generated tokens and draft tokens, if any."""
+    """Tokens of a prompt, followed by generated tokens and draft tokens, if any.
 
-    def __init__(self, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
+    The `source` of an encoder-decoder's text is not part of its tokens.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+        source: Source | None = None,
+    ) -> None:
         self.num_prompt_tokens = len(prompt)
+        self.source = source
         self._committed = [*prompt, *generated]
         self._length = len(self._committed)
         self._drafted: list[int] = []
@@ -69,7 +79,8 @@ class History:
         if not tokens:
             return self
         continued = object.__new__(History)
-        continued.num_prompt_tokens, continued._counts = self.num_prompt_tokens, self._counts
+        continued.num_prompt_tokens, continued.source = self.num_prompt_tokens, self.source
+        continued._counts = self._counts
         continued._committed, continued._length = self._committed, self._length
         continued._drafted = [*self._drafted, *tokens]
         return continued

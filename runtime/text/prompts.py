@@ -6,11 +6,13 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
-from specedge.errors import ContextLengthError, PromptError
+from specedge.errors import ContextLengthError, OptionError, PromptError
 
+from ..sampling.source import Source
 from .messages import TemplateOptions, plain, plain_messages
 from .special_tokens import SpecialTokens
 from .tokenizer import encode
@@ -25,6 +27,7 @@ class Prompts:
     """Encoder of prompts for a bundle.
 
     With `special_tokens`, text that spells a special token is encoded as that token, else as text.
+    The prompt of an encoder-decoder is the source of its encoder.
     """
 
     def __init__(self, bundle: Bundle, tokenizer: Tokenizer) -> None:
@@ -38,7 +41,12 @@ class Prompts:
             PromptError: The prompt is empty, or has invalid text or token ids.
             ContextLengthError: The prompt does not fit into the context.
         """
-        vocab_size, context = self._bundle.target.vocab_size, self._bundle.context_length
+        model, longest = self._bundle.target, self._bundle.max_prompt_length
+        if model.encoder is not None and model.encoder.source_shape is not None:
+            raise PromptError(
+                f"{model.source.id} reads speech instead of text; use 'specedge transcribe' or "
+                "/v1/audio/transcriptions"
+            )
         if not isinstance(prompt, str):
             tokens = _ids(prompt)
         elif not prompt:  # some tokenizers add a token even to empty text
@@ -52,14 +60,83 @@ class Prompts:
             )
         if not tokens:
             raise PromptError("the prompt is empty; at least one token is required")
-        if bad := [token for token in tokens if not 0 <= token < vocab_size]:
-            raise PromptError(f"prompt token {bad[0]} is not between 0 and {vocab_size - 1}")
-        if len(tokens) >= context:
+        self._check_tokens(tokens, "prompt token")
+        if len(tokens) > longest:
+            takes = f"takes {longest + 1} with at least one new"
+            if model.encoder is not None:
+                takes = f"reads at most {longest}"
             raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens, {self._bundle.target.source.id} takes "
-                f"{context} with at least one new; shorten it"
+                f"the prompt has {len(tokens)} tokens, {model.source.id} {takes}; shorten it"
             )
         return tokens
+
+    def start(
+        self,
+        prompt: str | Sequence[int] | Source,
+        special_tokens: bool = False,
+        decoder_prefix: str | Sequence[int] | None = None,
+    ) -> tuple[list[int], Source | None]:
+        """Return the tokens that a text begins with, and the source of an encoder-decoder.
+
+        Raises:
+            PromptError: As `tokens`, or the source is not one of this encoder.
+            ContextLengthError: As `tokens`.
+            OptionError: As `decoder_tokens`.
+        """
+        first = self.decoder_tokens(decoder_prefix)
+        encoder = self._bundle.target.encoder
+        if not isinstance(prompt, Source):
+            tokens = self.tokens(prompt, special_tokens)
+            return (tokens, None) if encoder is None else (first, Source(tokens))
+        shape, source_id = np.shape(prompt.values), self._bundle.target.source.id
+        if encoder is None:
+            raise PromptError(f"{source_id} has no encoder for a source; use text or token ids")
+        if encoder.source_shape is None:
+            return first, Source(self.tokens(prompt.tokens))
+        if shape != encoder.source_shape:
+            raise PromptError(
+                f"{source_id} reads log-mel spectrograms of shape {[*encoder.source_shape]}, "
+                f"got {[*shape]}"
+            )
+        return first, prompt
+
+    def decoder_tokens(self, prefix: str | Sequence[int] | None = None) -> list[int]:
+        """Return the tokens that begin each text of an encoder-decoder; none for other models.
+
+        Args:
+            prefix: Text or token ids after `decoder_start`; None for the bundle's.
+
+        Raises:
+            OptionError: The prefix is invalid, or the model has no encoder.
+        """
+        bundle, model = self._bundle, self._bundle.target
+        if model.encoder is None:
+            if prefix is None:
+                return []
+            raise OptionError(
+                f"decoder_prefix is for encoder-decoders, and {model.source.id} is none; omit it",
+                "decoder_prefix",
+            )
+        if isinstance(prefix, str):
+            self._check_text(prefix)
+            prefix = encode(self._tokenizer, prefix, add_special_tokens=False)
+        tokens = [*bundle.decoder_start, *(bundle.decoder_prefix if prefix is None else prefix)]
+        try:
+            self._check_tokens(tokens, "decoder_prefix: token")
+        except PromptError as error:
+            raise OptionError(str(error), "decoder_prefix") from error
+        if len(tokens) >= bundle.context_length:
+            raise OptionError(
+                f"decoder_prefix has {len(tokens) - len(bundle.decoder_start)} tokens, too many "
+                f"for the context of {bundle.context_length} tokens; shorten it",
+                "decoder_prefix",
+            )
+        return tokens
+
+    def _check_tokens(self, tokens: Sequence[int], name: str) -> None:
+        vocab_size = self._bundle.target.vocab_size
+        if bad := [token for token in tokens if not 0 <= token < vocab_size]:
+            raise PromptError(f"{name} {bad[0]} is not between 0 and {vocab_size - 1}")
 
     def completion_tokens(
         self, text: str, add_special_tokens: bool = True, max_length: int | None = None
@@ -97,6 +174,11 @@ class Prompts:
         """
         from .chat import render  # other prompts do not need Jinja
 
+        if self._bundle.target.encoder is not None:
+            raise PromptError(
+                f"{self._bundle.target.source.id} is an encoder-decoder, which has no chats; use a "
+                "prompt"
+            )
         text = render(self._bundle, messages, tools, options)
         if not text:
             return []
@@ -112,10 +194,10 @@ class Prompts:
         return self._special.encode_chat(text, chat, render_hidden)
 
     def _check_text(self, text: str) -> None:
-        context = self._bundle.context_length
-        if len(text) > _LONGEST_TOKEN * context:
+        longest = self._bundle.max_prompt_length + 1
+        if len(text) > _LONGEST_TOKEN * longest:
             raise ContextLengthError(
-                f"the prompt has {len(text)} characters, far more than {context} tokens hold; "
+                f"the prompt has {len(text)} characters, far more than {longest} tokens hold; "
                 "shorten it"
             )
         try:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from specedge.errors import OptionError
-from specedge.runtime.decoding.protocols import LanguageModel
+from specedge.runtime.decoding.protocols import LanguageModel, open_source, run_operations
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.sampling.probabilities import greedy_token, probabilities
+from specedge.runtime.sampling.source import Source
 from specedge.sampling_options import Sampling
 
 from ..theory.formulas import acceptance_probability
@@ -24,20 +25,24 @@ ROWS = 16  # rows of logits at a time; a row may have 150,000 columns
 
 
 def acceptances(
-    pipeline: Pipeline, prompt: Sequence[int], text: Sequence[int], sampling: Sampling
+    pipeline: Pipeline,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    sampling: Sampling,
+    source: Source | None = None,
 ) -> list[float]:
     """Return the acceptance probability of the draft model's token at each position. -> [n]
 
     It is the sum over tokens of min(t, d); at temperature 0 it is 1 if both choose the same token
     and otherwise 0. The list ends with the draft's context and is empty without a draft model. Both
-    caches are overwritten.
+    caches are overwritten. The text of an encoder-decoder has a `source`.
     """
     sizes = pipeline.bundle.draft
     if pipeline.draft is None or sizes is None:
         return []
-    model = DraftModel(
-        pipeline.draft, context_length=sizes.context_length, vocab_size=sizes.vocab_size
-    )
+    model = DraftModel.from_entry(pipeline.draft, sizes)
+    run_operations(open_source(pipeline.target, source))
+    run_operations(open_source(pipeline.draft, model.readable_source(source)))
     tokens = [*prompt, *text[:-1]]
     targets = _rows(pipeline.target, tokens, len(prompt))
     drafts = _rows(model.model, model.readable(tokens[: sizes.context_length]), len(prompt))

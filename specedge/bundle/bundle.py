@@ -111,13 +111,19 @@ class Bundle:
             raise ValueError("decoder_start has tokens if and only if the target has an encoder")
         if self.decoder_prefix and target.encoder is None:
             raise ValueError("decoder_prefix is for a target with an encoder")
+        if len(self.decoder_start) + len(self.decoder_prefix) >= self.context_length:
+            raise ValueError("decoder_start and decoder_prefix must be shorter than the context")
+        if target.encoder is not None and not target.has_graph(ENCODER):
+            raise ValueError("a target with an encoder must have the graph 'encoder'")
         if draft is None:
             return
-        if (draft.encoder is None) is not (target.encoder is None):
-            raise ValueError("target and draft must both have an encoder, or neither")
-        if draft.encoder is None or draft.has_graph(ENCODER):
+        if draft.encoder is None or target.encoder is None:
+            if draft.encoder is not target.encoder:
+                raise ValueError("target and draft must both have an encoder, or neither")
             return
-        if not target.has_graph(ENCODER) or draft.encoder != target.encoder:
+        if draft.encoder.source_shape != target.encoder.source_shape:
+            raise ValueError("target and draft must read the same tokens or spectrograms")
+        if not draft.has_graph(ENCODER) and draft.encoder != target.encoder:
             raise ValueError("a draft without the graph 'encoder' must have the target's encoder")
 
     def _check_draft(self) -> None:
@@ -173,6 +179,17 @@ class Bundle:
     def context_length(self) -> int:
         """Largest number of tokens of a text, by the target; the draft's may be smaller."""
         return self.target.context_length
+
+    @property
+    def supports_chat(self) -> bool:
+        """True if the target has a chat template; the prompt of an encoder-decoder is no chat."""
+        return self.chat_template is not None and self.target.encoder is None
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Largest number of tokens of a prompt, which is the source of an encoder-decoder."""
+        encoder = self.target.encoder
+        return self.context_length - 1 if encoder is None else encoder.max_length
 
     @property
     def target(self) -> ModelEntry:

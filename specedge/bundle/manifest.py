@@ -133,12 +133,17 @@ class EncoderEntry:
             raise ValueError("capacity must be at least max_length where the source is tokens")
 
     @property
+    def source_shape(self) -> tuple[int, int] | None:
+        """Shape of spectrograms, [mel bins, frames]; None if the source is tokens."""
+        return None if self.num_mel_bins is None else (self.num_mel_bins, self.max_length)
+
+    @property
     def signatures(self) -> dict[str, tuple[Port, ...]]:
         """Ports of the source and of the hidden states, by role."""
         source = Port("source", "source", None, "int64", ("B", "N"))
         rows: int | str = "N"
-        if self.num_mel_bins is not None:
-            shape = ("B", self.num_mel_bins, self.max_length)
+        if self.source_shape is not None:
+            shape = ("B", *self.source_shape)
             source, rows = replace(source, dtype="float32", shape=shape), self.capacity
         hidden = Port("hidden", "hidden", None, "float32", ("B", rows, self.hidden_size))
         return {"source": (source,), "hidden": (hidden,)}
@@ -319,8 +324,9 @@ class ModelEntry:
 
     def state_shape(self, state: State, batch: int = 1) -> tuple[int, ...]:
         """Return the shape of a state. [B, H, S or E, D]"""
-        is_constant = state.kind == "constant" and self.encoder is not None
-        return state.sizes(self.encoder.capacity if is_constant else self.capacity, batch)
+        if state.kind == "constant" and self.encoder is not None:
+            return state.sizes(self.encoder.capacity, batch)
+        return state.sizes(self.capacity, batch)
 
     def states_of(self, ops: str) -> tuple[State, ...]:
         """Return the states of a graph variant."""
@@ -328,11 +334,12 @@ class ModelEntry:
             return self.states
         return tuple(replace(state, dtype=cache_dtype(ops)) for state in self.states)
 
-    def cache_size(self, ops: str) -> int:
-        """Return the bytes of the states of one text in a graph variant."""
+    def cache_size(self, ops: str, kind: str = "rows") -> int:
+        """Return the bytes of the states of a kind of one text in a graph variant."""
         return sum(
             CACHE_DTYPES[state.dtype] * math.prod(self.state_shape(state))
             for state in self.states_of(ops)
+            if state.kind == kind
         )
 
     def format_signatures(self, ops: str) -> dict[str, Signature]:
@@ -496,7 +503,8 @@ def signatures(
     first = Port("logits_from", "logits_from", None, "int64", (1,))
     logits = Port("logits", "logits", None, "float32", ("B", "T", num_columns))
     chosen = replace(logits, shape=("B", "R", num_columns))
-    outputs, constants = [], []
+    outputs: list[Port] = []
+    constants: list[Port] = []
     for state in states:
         is_constant = encoder is not None and state.kind == "constant"
         rows = encoder.capacity if encoder is not None and is_constant else capacity

@@ -85,6 +85,7 @@ def _range(part: str) -> Iterator[int]:
     help="Timed runs of each setting and prompt.",
 )  # fmt: skip
 @options.request_option("special_tokens")
+@options.request_option("decoder_prefix")
 @options.threads
 @options.ops
 @options.as_json
@@ -191,9 +192,11 @@ def _prompts(
         except ContextLengthError as error:
             if prompt not in SETS.get(name, ()):
                 raise
+            bundle = pipeline.bundle
             raise ContextLengthError(
-                f"a built-in prompt of the set {name} does not fit into the context of "
-                f"{pipeline.bundle.context_length} tokens; specify prompts that fit by --prompts"
+                f"a built-in prompt of the set {name} has more than the {bundle.max_prompt_length} "
+                f"tokens that {bundle.target.source.id} reads; specify prompts that fit by "
+                "--prompts"
             ) from error
         tokenized.append(BenchmarkPrompt(name, _text(pipeline, prompt), tokens))
     return tokenized
@@ -228,7 +231,10 @@ def _report(
     alphas = {}
     for i, prompt in enumerate(prompts):
         text = measured.texts[PLAIN_SETTING, i]
-        alphas[i] = acceptances(pipeline, prompt.tokens, text.tokens[: text.kept], sampling)
+        first, source = pipeline.prompts.start(
+            prompt.tokens, decoder_prefix=distribution.decoder_prefix
+        )
+        alphas[i] = acceptances(pipeline, first, text.tokens[: text.kept], sampling, source)
     table = pipeline.costs.table if pipeline.costs.table.origin == "tune" else None
     figures = summarize(measured, prompts, alphas, table, sampling.greedy)
     return BenchmarkReport(conditions, figures, losing(figures), prompts, measured.runs)

@@ -124,12 +124,23 @@ def _model_lines(bundle: Bundle, role: str, model: ModelEntry) -> list[str]:
         f" {model.weights_dtype}, computed in {model.dtype}",
         f"  cache          {model.cache_size(model.cpu_ops) / 1e6:.1f} MB"
         f" for {model.capacity} rows",
+        *_encoder_lines(model),
         *(
             line
             for ops, parity in model.parity.items()
             for line in _graph_lines(model, ops, parity)
         ),
     ]
+
+
+def _encoder_lines(model: ModelEntry) -> list[str]:
+    if (encoder := model.encoder) is None:
+        return []
+    source = f"up to {encoder.max_length} tokens"
+    if encoder.num_mel_bins is not None:
+        source = f"spectrograms of {encoder.num_mel_bins} mel bins and {encoder.max_length} frames"
+    size = model.cache_size(model.cpu_ops, "constant") / 1e6
+    return [f"  encoder        {source}, {size:.1f} MB of cross-attention states"]
 
 
 def _graph_lines(model: ModelEntry, ops: str, parity: ParityReport) -> list[str]:

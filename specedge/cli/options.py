@@ -160,6 +160,7 @@ _CLICK_SETTINGS: dict[str, dict[str, Any]] = {
     "seed": {"type": int},
     "coupling": {"type": click.Choice([name.value for name in Coupling])},
     "stop": {"multiple": True},
+    "decoder_prefix": {"metavar": "TEXT"},
     "drafter": {"metavar": "NAME"},
     "logprobs": {"metavar": "N"},
     "json_schema": {"metavar": "FILE", "callback": _file},

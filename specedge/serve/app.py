@@ -156,6 +156,7 @@ class _Server:
             settings.template_variables,
             self._store,
             SampledTokens(pipeline.tokenizer) if settings.reuse_sampled_tokens else None,
+            pipeline.bundle.max_prompt_length,
         )
         self._bodies = BodyReader(settings.max_body, settings.body_timeout)
         self._parser_pool = ThreadPoolExecutor(PARSER_THREADS)
@@ -270,7 +271,7 @@ class _Server:
     def _model_card(self) -> dict[str, Any]:
         bundle = self._pipeline.bundle
         return {
-            "chat": bundle.chat_template is not None,
+            "chat": bundle.supports_chat,
             "id": self._model,
             "object": "model",
             "created": 0,
@@ -285,8 +286,9 @@ class _Server:
 
     def _capabilities(self) -> list[str]:
         """Return the model's capabilities: those of Ollama's API and further ones."""
-        template = self._pipeline.bundle.chat_template
-        if template is None:
+        bundle = self._pipeline.bundle
+        template = bundle.chat_template
+        if template is None or not bundle.supports_chat:
             return ["completion", "logprobs", "structured_outputs"]
         capabilities = ["completion", "chat", "tools", "logprobs", "structured_outputs"]
         thinking = thinking_format_of(template, self._pipeline.tokenizer)

@@ -77,6 +77,7 @@ class ResponseChoice:
         tokens: Tokens so far.
         reasoning_counter: Counter of thinking tokens, if the model supports thinking.
         prompt_tokens: Tokens of the prompt.
+        decoder_tokens: Tokens that begin the text of an encoder-decoder.
         visible_tokens: Special tokens that are included in the text.
         prompt_logprobs: Log-probabilities of the prompt's tokens except the first, if requested.
         finished: The generation, after it has ended.
@@ -93,6 +94,7 @@ class ResponseChoice:
     visible_tokens: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
     finished: Generation | None = None
+    decoder_tokens: Sequence[int] = ()
     parser: OutputParser | HarmonyParser = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +102,8 @@ class ResponseChoice:
 
     def detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
         """Return a detokenizer of the text, at its beginning."""
-        return Detokenizer(tokenizer, self.prompt_tokens, self.visible_tokens)
+        before = list(self.decoder_tokens) or self.prompt_tokens
+        return Detokenizer(tokenizer, before, self.visible_tokens)
 
     def add(self, parts: Sequence[AnswerPart], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Append parts to the items."""

@@ -61,12 +61,18 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Unsupported fields that would change the response, and their accepted values.
 UNSUPPORTED_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "chat": {"modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto")},
+    "chat": {
+        "modalities": (["text"],),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "decoder_prefix": (),
+    },
     "completions": {"best_of": (1,), "suffix": ("",)},
     "responses": {
         "background": (False,),
         "conversation": (),
         "prompt": (),
+        "decoder_prefix": (),
     },
 }
 MAX_IGNORED = 32  # maximum number of ignored fields listed in a response

@@ -138,7 +138,12 @@ class RequestHandler:
             self._headers[SAMPLED_HEADER] = str(self._prepared.num_sampled)
         visible, tokenizer = self._prepared.visible_tokens, self._pipeline.tokenizer
         self._choices = [
-            ResponseChoice(self._prepared.parser, prompt_tokens=prompt, visible_tokens=visible)
+            ResponseChoice(
+                self._prepared.parser,
+                prompt_tokens=prompt,
+                visible_tokens=visible,
+                decoder_tokens=self._prepared.decoder_tokens,
+            )
             for prompt in self._prepared.prompts
             for _ in range(self._request.num_choices_each)
         ]

@@ -66,6 +66,7 @@ class ParserSettings:
         template_variables: Variables of the chat template for all requests.
         store: Earlier responses, to which requests may refer.
         sampled: Sampled tokens to reuse in prompts; None to always use the tokenizer.
+        max_prompt_length: Maximum number of tokens of a prompt; by default all but one of a text.
     """
 
     context_length: int
@@ -74,6 +75,7 @@ class ParserSettings:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     store: ResponseStore | None = None
     sampled: SampledTokens | None = None
+    max_prompt_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class PreparedRequest:
         is_thinking: True if the text begins within thinking.
         is_harmony: True if the text is in harmony format.
         num_sampled: Number of prompt tokens that differ from the tokenizer's output.
+        decoder_tokens: Tokens that begin each text of an encoder-decoder.
     """
 
     prompts: list[list[int]]
@@ -172,6 +175,7 @@ class PreparedRequest:
     is_thinking: bool = False
     is_harmony: bool = False
     num_sampled: int = 0
+    decoder_tokens: tuple[int, ...] = ()
 
     @property
     def has_reasoning(self) -> bool:
@@ -238,6 +242,8 @@ def parse_completion(body: object, settings: ParserSettings) -> ParsedRequest:
     options, rules, option_fields = _parse_options(
         fields, settings, 1 if score_only else limit, limit_name, response_format
     )
+    if (prefix := fields.take("decoder_prefix")) is not None:  # validated with the pipeline
+        options["decoder_prefix"] = prefix
     prompt_logprobs = _parse_prompt_logprobs(fields)
     if (top := fields.take_int("logprobs", 0, MAX_TOP_LOGPROBS)) is not None:
         options["logprobs"] = top
@@ -470,11 +476,12 @@ def _parse_prompt_logprobs(fields: FieldReader) -> int | None:
 
 
 def _parse_truncation(fields: FieldReader, settings: ParserSettings) -> int | None:
-    """Return the maximum number of prompt tokens; -1 selects the context length minus one."""
+    """Return the maximum number of prompt tokens; -1 selects the longest possible prompt."""
     limit = fields.take_int("truncate_prompt_tokens", -1)
     if limit == 0:
         raise fields.error("truncate_prompt_tokens", "truncate_prompt_tokens must not be 0")
-    return settings.context_length - 1 if limit == -1 else limit
+    longest = settings.max_prompt_length or settings.context_length - 1
+    return longest if limit == -1 else limit
 
 
 def prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
@@ -484,6 +491,9 @@ def prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
         ApiError: A prompt or an option is invalid.
     """
     prepared = _prepare(pipeline, request)
+    if pipeline.bundle.target.encoder is not None:  # the source has no tokens of earlier texts
+        first = pipeline.prompts.decoder_tokens(prepared.options.get("decoder_prefix"))
+        return dataclasses.replace(prepared, decoder_tokens=tuple(first))
     if request.sampled is None:
         return prepared
     is_text = [request.is_chat or isinstance(prompt, str) for prompt in request.prompts]
@@ -505,11 +515,21 @@ def _checked(pipeline: Pipeline, request: ParsedRequest, tokens: list[int]) -> l
 
 
 def _prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
-    if request.is_chat and pipeline.bundle.chat_template is None:
+    model = pipeline.bundle.target
+    if request.is_chat and not pipeline.bundle.supports_chat:
+        reason = "has no chat template" if model.encoder is None else "is an encoder-decoder"
         raise ApiError(
-            f"{pipeline.bundle.target.source.id} has no chat template; use /v1/completions",
+            f"{model.source.id} {reason}; use /v1/completions",
             request.prompt_field,
             "no_chat_template",
+        )
+    if model.encoder is not None and (request.echo or request.prompt_logprobs is not None):
+        name = "echo" if request.echo else "prompt_logprobs"
+        raise ApiError(
+            f"{name} is not supported for {model.source.id}, an encoder-decoder, whose prompt is "
+            "no part of its text",
+            name,
+            UNSUPPORTED,
         )
     visible = _special_tokens(pipeline) if request.rules.show_special else frozenset[int]()
     options = _with_text_biases(pipeline, request)
@@ -600,6 +620,7 @@ def _tokenize(
     """Validate the options with the pipeline, and return the token ids of each prompt."""
     try:
         pipeline.sampling(build_request(**options))
+        pipeline.prompts.decoder_tokens(options.get("decoder_prefix"))
         return [_tokens_of(pipeline, request, prompt, tools) for prompt in prompts]
     except OptionError as error:
         name, reason = _rejected_function(request, options, str(error))

@@ -302,7 +302,7 @@ def test_each_freed_slot_wakes_a_waiting_request(monkeypatch):
     monkeypatch.setattr(slots_module, "COLLECTION_DELAY", slots_module.IDLE_TIMEOUT)
 
     class FirstTime:
-        def shared(self, prompt):
+        def shared(self, prompt, source):
             return 0
 
     slots = Slots([Slot(FirstTime(), None, None) for _ in range(2)])

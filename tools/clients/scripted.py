@@ -20,6 +20,7 @@ from specedge.runtime.requests.loader import load_tokenizer
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import common_prefix_length
 from specedge.runtime.sampling.logits import Logits
+from specedge.runtime.sampling.source import Source
 from specedge.serve.app import ServerSettings, make_app
 from specedge.serve.server import listen, serve
 
@@ -67,7 +68,7 @@ class ScriptedModel:
     def prefill(self, tokens: Sequence[int]) -> None:
         self._tokens += map(int, tokens)
 
-    def shared(self, tokens: Sequence[int]) -> int:
+    def shared(self, tokens: Sequence[int], source: Source | None = None) -> int:
         return common_prefix_length(self._tokens, tokens)
 
     def reuse(self, tokens: Sequence[int]) -> int:

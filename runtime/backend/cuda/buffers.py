@@ -91,7 +91,7 @@ class CudaBuffers:
         with self._lock.shared():
             return self._pinned(shape, dtype) or self._zeros(self._owner, shape, dtype)
 
-    def constant(self, values: Sequence[int], dtype: str) -> CudaArray:
+    def constant(self, values: Sequence[Any] | Array, dtype: str) -> CudaArray:
         host = np.array(values, dtype)
         value = onnxruntime().OrtValue.ortvalue_from_numpy(host)
         return CudaArray(value, host.shape, dtype, host)

@@ -124,7 +124,7 @@ def passes(vocab, of_layer=4, **changes):
     layers = tuple(key_value_states(i, (2, 64), (2, 64), "float32") for i in range(4))
     given = {"capacity": 1024, "num_draft_tokens": 4, "slots": 1} | changes
     packed = [4 * 512 * vocab, *[4 * of_layer * MB] * 4]
-    one = Mock(padded_vocab_size=vocab, weights_dtype="float32", capacity=1024)
+    one = Mock(padded_vocab_size=vocab, weights_dtype="float32", capacity=1024, encoder=None)
     one.layers, one.states = layers, layers[0]
     return memory._pass_bytes(one, packed, **given)
 

@@ -99,7 +99,9 @@ class Unmasked:
 @pytest.fixture
 def whole_prompts(monkeypatch):
     """Texts begin after one token of prompt, wherever the loop goes on with them."""
-    monkeypatch.setattr(decoding, "History", lambda tokens: _HISTORY(tokens[:1], tokens[1:]))
+    monkeypatch.setattr(
+        decoding, "History", lambda tokens, source: _HISTORY(tokens[:1], tokens[1:], source)
+    )
 
 
 _HISTORY = decoding.History

@@ -1,0 +1,242 @@
+"""A small encoder-decoder as a bundle, with graphs written by hand and random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from manifests import PARITY
+from specedge import bundle as b
+from specedge.bundle import manifest as m
+from specedge.bundle.integrity import file_entry
+from specedge.bundle.reports import ParityReport
+from specedge.sampling_options import RecommendedSampling
+
+PAD, END, UNKNOWN, FRENCH, GERMAN = range(5)
+VOCAB_SIZE, NUM_MEL_BINS = 40, 4
+CONTEXT, CAPACITY, SOURCE, ROWS = 120, 132, 30, 32
+HEADS, SIZE, HIDDEN = 2, 8, 16
+WORDS = [f"\u2581w{i}" for i in range(VOCAB_SIZE - 5)]
+
+
+class _Graph:
+    """Nodes and initializers of an ONNX graph."""
+
+    def __init__(self) -> None:
+        self.nodes, self.initializers = [], []
+
+    def constant(self, values, dtype=np.float32):
+        name = f"c{len(self.initializers)}"
+        self.initializers.append(numpy_helper.from_array(np.asarray(values, dtype), name))
+        return name
+
+    def op(self, kind, *inputs, output=None, **attributes):
+        output = output or f"n{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, inputs, [output], **attributes))
+        return output
+
+    def heads(self, x, weights):
+        """[1, T, F] -> [1, H, T, D]"""
+        product = self.op("MatMul", x, weights)
+        shape = self.constant([1, -1, HEADS, SIZE], np.int64)
+        return self.op("Transpose", self.op("Reshape", product, shape), perm=[0, 2, 1, 3])
+
+    def attend(self, queries, keys, values, mask):
+        scores = self.op("MatMul", queries, self.op("Transpose", keys, perm=[0, 1, 3, 2]))
+        masked = self.op("Where", mask, scores, self.constant(-1e9))
+        context = self.op("MatMul", self.op("Softmax", masked, axis=-1), values)
+        rows = self.op("Transpose", context, perm=[0, 2, 1, 3])
+        return self.op("Reshape", rows, self.constant([1, -1, HIDDEN], np.int64))
+
+    def save(self, path, signature):
+        dtypes = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+
+        def values(ports):
+            shapes = [[1 if s == "B" else s for s in port.shape] for port in ports]
+            return [
+                helper.make_tensor_value_info(port.name, dtypes[port.dtype], shape)
+                for port, shape in zip(ports, shapes, strict=True)
+            ]
+
+        graph = helper.make_graph(
+            self.nodes, path.stem, values(signature.inputs), values(signature.outputs),
+            self.initializers,
+        )  # fmt: skip
+        opset = [helper.make_opsetid("", 24)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), path)
+
+
+def _decoder(weights, num_layers):
+    g = _Graph()
+    length = g.op("Slice", g.op("Shape", "input_ids"), *(g.constant([i], np.int64) for i in (1, 2)))
+    rows = g.constant(range(CAPACITY), np.int64)
+    steps = g.op("Slice", rows, g.constant([0], np.int64), length)
+    positions = g.op("Add", steps, "past_length")
+    tokens = g.op("Gather", g.constant(weights["embedding"]), "input_ids")
+    x = g.op("Add", tokens, g.op("Gather", g.constant(weights["positions"]), positions))
+    column = g.op("Unsqueeze", positions, g.constant([1], np.int64))
+    causal = g.op("LessOrEqual", rows, column)
+    reads = g.op("Less", g.constant(range(ROWS), np.int64), "source_length")
+    for i in range(num_layers):
+        q, k, v, o, cross_q, cross_o = (g.constant(w) for w in weights[i])
+        states = {}
+        for name, matrix in (("key", k), ("value", v)):
+            states[name] = g.op(
+                "TensorScatter", f"past_key_values.{i}.{name}", g.heads(x, matrix), "past_length",
+                output=f"present.{i}.{name}",
+            )  # fmt: skip
+        mixed = g.attend(g.heads(x, q), states["key"], states["value"], causal)
+        x = g.op("Add", x, g.op("MatMul", mixed, o))
+        cross = [f"past_key_values.{i}.cross.{name}" for name in ("key", "value")]
+        read = g.attend(g.heads(x, cross_q), *cross, reads)
+        x = g.op("Tanh", g.op("Add", x, g.op("MatMul", read, cross_o)))
+    end = g.constant([CAPACITY], np.int64)
+    last = g.op("Slice", x, "logits_from", end, g.constant([1], np.int64))
+    g.op("MatMul", last, g.constant(weights["head"]), output="logits")
+    return g
+
+
+def _encoder(weights, is_speech):
+    g = _Graph()
+    if is_speech:
+        x = g.op("Transpose", "source", perm=[0, 2, 1])
+        first, last, axis, step = (g.constant([i], np.int64) for i in (0, 2 * ROWS, 1, 2))
+        x = g.op("MatMul", g.op("Slice", x, first, last, axis, step), g.constant(weights["mel"]))
+    else:
+        x = g.op("Gather", g.constant(weights["encoder"]), "source")
+    total = g.op("CumSum", x, g.constant(1, np.int64))
+    g.op("Tanh", g.op("Add", x, total), output="hidden")
+    return g
+
+
+def _opener(weights, num_layers):
+    g = _Graph()
+    length = g.op(
+        "Slice", g.op("Shape", "hidden"), *(g.constant([i], np.int64) for i in (1, 2))
+    )  # fmt: skip
+    missing = g.op("Sub", g.constant([ROWS], np.int64), length)
+    zeros = [g.constant([0] * count, np.int64) for count in (6, 1)]
+    pads = g.op("Concat", zeros[0], missing, zeros[1], axis=0)
+    for i in range(num_layers):
+        for name, matrix in zip(("key", "value"), weights["cross", i], strict=True):
+            states = g.heads("hidden", g.constant(matrix))
+            g.op("Pad", states, pads, output=f"present.{i}.cross.{name}")
+    return g
+
+
+def _weights(seed, num_layers):
+    random = np.random.default_rng(seed)
+
+    def matrix(*shape, gain=1.0):
+        return gain * random.standard_normal(shape) / np.sqrt(shape[0])
+
+    weights = {
+        "embedding": random.standard_normal((VOCAB_SIZE, HIDDEN)),
+        "positions": 1.5 * random.standard_normal((CAPACITY, HIDDEN)),
+        "encoder": random.standard_normal((VOCAB_SIZE, HIDDEN)),
+        "mel": matrix(NUM_MEL_BINS, HIDDEN),
+        "head": matrix(HIDDEN, VOCAB_SIZE, gain=4),
+    }
+    for i in range(num_layers):
+        weights[i] = [matrix(HIDDEN, HIDDEN, gain=1.5) for _ in range(6)]
+        weights["cross", i] = [matrix(HIDDEN, HIDDEN, gain=1.5) for _ in range(2)]
+    return weights
+
+
+def _model(folder, role, weights, num_layers, has_encoder, is_speech):
+    states = tuple(
+        state
+        for i in range(num_layers)
+        for make in (m.key_value_states, m.cross_attention_states)
+        for state in make(i, (HEADS, SIZE), (HEADS, SIZE), "float32")
+    )
+    bins = NUM_MEL_BINS if is_speech else None
+    encoder = m.EncoderEntry(2 * ROWS if is_speech else SOURCE, bins, HIDDEN, ROWS)
+    signatures = m.signatures(states, CAPACITY, VOCAB_SIZE, encoder)
+    graphs = {"decoder": _decoder(weights, num_layers), "open": _opener(weights, num_layers)}
+    if has_encoder:
+        graphs["encoder"] = _encoder(weights, is_speech)
+    for name, graph in graphs.items():
+        graph.save(folder / role / f"{name}.onnx", signatures[m.signature_name(name)])
+    (folder / role / "weights.bin").write_bytes(bytes(64))
+    return m.ModelEntry(
+        source=m.CheckpointSource(f"some/{role}", None, None),
+        architecture="t5",
+        num_parameters=10,
+        num_experts=0,
+        vocab_size=VOCAB_SIZE,
+        padded_vocab_size=VOCAB_SIZE,
+        context_length=CONTEXT,
+        dtype="float32",
+        weights_dtype="float32",
+        capacity=CAPACITY,
+        states=states,
+        weights=f"{role}/weights.bin",
+        token_ids=None,
+        signatures=signatures,
+        graphs=tuple(
+            m.GraphEntry(name, "onnx", None, m.signature_name(name), f"{role}/{name}.onnx")
+            for name in graphs
+        ),
+        parity={"onnx": ParityReport(**vars(PARITY) | {"invariant_lengths": tuple(range(1, 18))})},
+        quantization={},
+        encoder=encoder,
+    )
+
+
+def make_tokenizer():
+    names = ["<pad>", "</s>", "<unk>", "fra_Latn", "deu_Latn"]
+    vocabulary = {name: i for i, name in enumerate([*names, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", END)]
+    )
+    return tokenizer
+
+
+def make_encoder_decoder(
+    folder: Path, draft: str | None = "own", is_speech: bool = False, prefix=(FRENCH,)
+) -> b.Bundle:
+    """Write a bundle whose draft has its own encoder, shares the target's ("shared"), or is None.
+
+    A draft that shares the encoder has half of the target's layers.
+    """
+    weights = _weights(0, 2)
+    entries = {"target": _model(folder, "target", weights, 2, True, is_speech)}
+    if draft == "own":
+        other = _weights(0, 2)
+        other["head"] = other["head"] + 0.4 * _weights(1, 2)["head"]
+        entries["draft"] = _model(folder, "draft", other, 2, True, is_speech)
+    elif draft == "shared":
+        entries["draft"] = _model(folder, "draft", weights, 1, False, is_speech)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    files = {
+        str(path.relative_to(folder)): file_entry(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    bundle = b.Bundle(
+        format=b.FORMAT,
+        specedge_version="0.1.0",
+        num_draft_tokens=4,
+        end_tokens=(END,),
+        tokenizer="tokenizer.json",
+        chat_template=None,
+        special_tokens={"eos_token": "</s>"},
+        default_sampling=RecommendedSampling(),
+        models=entries,
+        hosts=None,
+        files=files,
+        decoder_start=(PAD,),
+        decoder_prefix=tuple(prefix),
+    )
+    (folder / b.MANIFEST).write_text(bundle.to_json(), "utf-8")
+    return b.Bundle.read(folder)
