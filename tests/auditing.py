@@ -31,7 +31,9 @@ def make_audited_pair(parts=None, num_prompts=3, max_first_length=1):
     target, draft = (
         CachedTable(distribution, VOCAB_SIZE, CONTEXT + 8) for distribution in DISTRIBUTIONS
     )
-    sizes = SimpleNamespace(vocab_size=VOCAB_SIZE, context_length=CONTEXT, num_experts=0)
+    sizes = SimpleNamespace(
+        vocab_size=VOCAB_SIZE, context_length=CONTEXT, num_experts=0, encoder=None
+    )
     by_role = {"target": sizes, "draft": sizes}
     prompts = [AuditPrompt(f"prompt {i}", (i % 6, 1, i // 6, 2)) for i in range(num_prompts)]
     return AuditedPair(

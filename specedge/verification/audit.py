@@ -9,6 +9,8 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from specedge.bundle import MANIFEST, Bundle
 from specedge.bundle.integrity import sha256
 from specedge.bundle.manifest import ModelEntry, chunk_length
@@ -20,6 +22,7 @@ from specedge.runtime.backend.sessions import Device
 from specedge.runtime.decoding.invariance import longest_invariant
 from specedge.runtime.requests.loader import load
 from specedge.runtime.requests.pipeline import Pipeline
+from specedge.runtime.sampling.source import Source
 from specedge.runtime.text.prompts import Prompts, UserPrompt
 from specedge.runtime.text.tokenizer import encode, load_tokenizer
 
@@ -351,20 +354,29 @@ def _prompts(
     bundle: Bundle, prompts: Sequence[UserPrompt], special_tokens: bool = False
 ) -> list[AuditPrompt]:
     """Tokenize the user's prompts, and the built-in ones, truncated to half the context."""
-    encoder = load_tokenizer(bundle)
-    encoded, audit_prompts = Prompts(bundle, encoder), []
+    tokenizer, encoder = load_tokenizer(bundle), bundle.target.encoder
+    encoded, audit_prompts = Prompts(bundle, tokenizer), []
+
+    def add(name: str, prompt: Sequence[int] | Source, text: Sequence[int]) -> None:
+        tokens, source = encoded.start(prompt)
+        later = () if source is None else tuple(text)
+        audit_prompts.append(AuditPrompt(name, tuple(tokens), source, later))
+
     for i, prompt in enumerate(prompts, 1):
         try:
             tokens = encoded.tokens_of(prompt, special_tokens)
+            add(f"your prompt {i}", tokens, tokens)
         except PromptError as error:
             raise PromptError(f"prompt {i}: {error}") from error
-        audit_prompts.append(AuditPrompt(f"your prompt {i}", tuple(tokens)))
-    most = max(1, bundle.context_length // 2)
-    for text in BUILT_IN:
-        if tokens := encode(encoder, text)[:most]:
-            audit_prompts.append(
-                AuditPrompt(repr(text if len(text) < 40 else text[:37] + "..."), tuple(tokens))
-            )
+    most = max(1, (bundle.max_prompt_length + 1) // 2)
+    for i, text in enumerate(BUILT_IN):
+        if not (tokens := encode(tokenizer, text)[:most]):
+            continue
+        if encoder is not None and encoder.source_shape is not None:
+            noise = np.random.default_rng(i).standard_normal(encoder.source_shape)
+            add(f"noise {i}", Source(noise), tokens)
+        else:
+            add(repr(text if len(text) < 40 else text[:37] + "..."), tokens, tokens)
     return audit_prompts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +13,20 @@ import numpy as np
 
 from specedge.bundle.manifest import ModelEntry
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.protocols import Drafter, LanguageModel, Round
+from specedge.runtime.decoding.protocols import (
+    Drafter,
+    LanguageModel,
+    Round,
+    open_source,
+    run_operations,
+)
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_model import PLACEHOLDER, DraftModel
 from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits
 from specedge.runtime.sampling.probabilities import probabilities
+from specedge.runtime.sampling.source import Source
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from .budget import Budget, Clock
@@ -44,10 +52,15 @@ class DecoderParts:
 
 @dataclass(frozen=True)
 class AuditPrompt:
-    """Tokens to continue, with the name that the report shows."""
+    """Tokens to continue, with the name that the report shows.
+
+    The text of an encoder-decoder has a `source`, and `text` of more tokens for single passes.
+    """
 
     name: str
     tokens: tuple[int, ...]
+    source: Source | None = None
+    text: tuple[int, ...] = ()
 
 
 @dataclass
@@ -102,7 +115,11 @@ class AuditedPair:
         most = max(1, min(2 * ROWS, self.sizes["target"].context_length // 2))
         return [
             *self.prompts,
-            AuditPrompt("all prompts concatenated", tuple(self.text("target", most))),
+            dataclasses.replace(
+                self.prompts[0],
+                name="all prompts concatenated",
+                tokens=tuple(self.text("target", most)),
+            ),
         ]
 
     def time_passes(self, clock: Clock) -> None:
@@ -139,7 +156,9 @@ class AuditedPair:
     def text(self, role: str, most: int = ROWS) -> list[int]:
         """Return up to `most` tokens that a model can read: the prompts in sequence."""
         sizes = self.sizes[role]
-        endless = itertools.cycle(token for prompt in self.prompts for token in prompt.tokens)
+        endless = itertools.cycle(
+            token for prompt in self.prompts for token in prompt.text or prompt.tokens
+        )
         count = min(most, sizes.context_length)
         return [input_token(token, sizes) for token in itertools.islice(endless, count)]
 
@@ -153,9 +172,7 @@ class AuditedPair:
     ) -> SpeculativeDecoder:
         """Return a decoder with these parts; by default it drafts with the draft model."""
         sizes = draft_sizes or self.sizes["draft"]
-        drafter = drafter or DraftModel(
-            draft or self.draft, context_length=sizes.context_length, vocab_size=sizes.vocab_size
-        )
+        drafter = drafter or DraftModel.from_entry(draft or self.draft, sizes)
         return self.parts.decoder(
             self.parts.target(target or self.target),
             FixedPlan(self.parts.drafter(drafter), num_draft_tokens),
@@ -163,27 +180,34 @@ class AuditedPair:
             max_first_length=self.max_first_length,
         )
 
-    def scores_after(self, role: str, prompt: Sequence[int], new: Sequence[int]) -> Logits:
+    def open(self, role: str, source: Source | None, model: LanguageModel | None = None) -> None:
+        """Open a prompt's source in a model, by default the one of the role."""
+        model = model or getattr(self, role)
+        drafter = DraftModel.from_entry(model, self.sizes[role])
+        run_operations(open_source(model, drafter.readable_source(source)))
+
+    def scores_after(self, role: str, prompt: AuditPrompt, new: Sequence[int]) -> Logits:
         """Return a model's logits for each new token, from one pass without rollback. [n rows]"""
         model: CachedModel = getattr(self, role)
-        fed = [input_token(token, self.sizes[role]) for token in (*prompt, *new[:-1])]
+        fed = [input_token(token, self.sizes[role]) for token in (*prompt.tokens, *new[:-1])]
+        self.open(role, prompt.source)
         model.truncate(0)
-        model.prefill(fed[: len(prompt) - 1])
-        return model.forward(fed[len(prompt) - 1 :])
+        model.prefill(fed[: len(prompt.tokens) - 1])
+        return model.forward(fed[len(prompt.tokens) - 1 :])
 
     def distributions(
-        self, role: str, sampling: Sampling, prompt: Sequence[int], new: Sequence[int]
+        self, role: str, sampling: Sampling, prompt: AuditPrompt, new: Sequence[int]
     ) -> Iterator[Array]:
         """Yield the distribution of each new token given the text before it. [V] each"""
         logits, size = self.scores_after(role, prompt, new), self.sizes["target"].vocab_size
         for i in range(len(new)):
-            row, history = logits[i], History(prompt, new[:i])
+            row, history = logits[i], History(prompt.tokens, new[:i])
             yield probabilities(row.array(), sampling, history, row.ids).row(size)
 
-    def short_prompt(self, index: int, num_new: int) -> list[int]:
+    def short_prompt(self, index: int, num_new: int) -> AuditPrompt:
         """Return the end of a prompt that leaves room for new tokens in both contexts."""
-        tokens = self.prompts[index % len(self.prompts)].tokens
-        return list(tokens[-max(1, self._context - num_new) :])
+        prompt = self.prompts[index % len(self.prompts)]
+        return dataclasses.replace(prompt, tokens=prompt.tokens[-max(1, self._context - num_new) :])
 
     def longest(self, num_new: int) -> int:
         """Return the number of new tokens, at most `num_new`, that leave half of both contexts."""
@@ -206,6 +230,16 @@ class SubstituteDraft:
         self._offsets = np.zeros(0, np.float32)
         self.prefill, self.reuse = target.prefill, target.reuse
         self.truncate, self.cache_rows = target.truncate, target.cache_rows
+
+    @property
+    def source(self) -> Source | None:
+        return self._target.source
+
+    def open(self, source: Source) -> None:
+        self._target.open(source)
+
+    def forget(self) -> None:
+        self._target.forget()
 
     @property
     def length(self) -> int:

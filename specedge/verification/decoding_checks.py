@@ -15,7 +15,7 @@ from specedge.runtime.decoding.random_numbers import GumbelNoise
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.sampling_options import MAX_DRAFT_TOKENS, Sampling
 
-from .audited_pair import ROWS, AuditedPair, first_tokens
+from .audited_pair import ROWS, AuditedPair, AuditPrompt, first_tokens
 from .budget import Budget
 from .noise import CachedModel, distance, size
 from .report import FAILED, PASSED, SHORT, CheckResult
@@ -95,8 +95,8 @@ def self_draft(pair: AuditedPair, budget: Budget) -> CheckResult:
     short = False
     for temperature in (0.0, 1.0):
         rounds: list[Round] = []
-        prompt = list(pair.prompts[0].tokens[-count:])
-        for round_ in decoder.rounds(prompt, Sampling(temperature), 0, count):
+        prompt, source = list(pair.prompts[0].tokens[-count:]), pair.prompts[0].source
+        for round_ in decoder.rounds(prompt, Sampling(temperature), 0, count, source=source):
             rounds.append(round_)
             if budget.over:
                 break
@@ -153,15 +153,14 @@ def greedy(pair: AuditedPair, budget: Budget) -> CheckResult:
         if budget.over:
             break
         num_free = pair.sizes["target"].context_length - len(prompt.tokens)
-        tokens = list(prompt.tokens)
-        plain = _target_alone(pair, tokens, min(ROWS, num_free), budget)
-        ties = _near_ties(pair, texts, prompt.name, tokens, plain)
+        plain = _target_alone(pair, prompt, min(ROWS, num_free), budget)
+        ties = _near_ties(pair, texts, prompt, plain)
         for k, decoder in decoders.items():
             if budget.over:
                 break
             # As in a request, the first pass may include the end of the prompt.
-            pair.target.truncate(max(0, len(tokens) - ROWS))
-            text = _tokens(decoder, tokens, len(plain), budget)
+            pair.target.truncate(max(0, len(prompt.tokens) - ROWS))
+            text = _tokens(decoder, prompt, len(plain), budget)
             texts.by_k[k] += _compare(texts, f"{prompt.name}, K = {k}", text, plain, ties)
         texts.num_texts += 1
     return _greedy_finding(pair, texts)
@@ -196,12 +195,13 @@ def _greedy_finding(pair: AuditedPair, texts: _GreedyTexts) -> CheckResult:
     return CheckResult("greedy", PASSED, summary, tuple(lines), details)
 
 
-def _target_alone(pair: AuditedPair, prompt: list[int], count: int, budget: Budget) -> list[int]:
+def _target_alone(pair: AuditedPair, prompt: AuditPrompt, count: int, budget: Budget) -> list[int]:
     """Decode greedily with the target alone, one token per pass."""
     model = pair.target
+    pair.open("target", prompt.source)
     model.truncate(0)
-    model.prefill(prompt[:-1])
-    tokens = [prompt[-1]]
+    model.prefill(prompt.tokens[:-1])
+    tokens = [prompt.tokens[-1]]
     for _ in range(count):
         tokens.append(int(model.forward([tokens[-1]])[-1].largest(1)[0][0]))
         if budget.over and len(tokens) > 8:
@@ -210,7 +210,7 @@ def _target_alone(pair: AuditedPair, prompt: list[int], count: int, budget: Budg
 
 
 def _near_ties(
-    pair: AuditedPair, texts: _GreedyTexts, name: str, prompt: list[int], plain: list[int]
+    pair: AuditedPair, texts: _GreedyTexts, prompt: AuditPrompt, plain: list[int]
 ) -> set[int]:
     """Return the positions where the two largest logits are within the noise."""
     logits = pair.scores_after("target", prompt, plain).array()
@@ -221,7 +221,7 @@ def _near_ties(
     ties = {int(i) for i in np.flatnonzero(margins <= 2 * pair.noise.get("target", 0.0))}
     for i in sorted(ties):
         texts.near_ties.append(
-            f"{name}, new token {i}: the two largest logits are {margins[i]:.1e} apart"
+            f"{prompt.name}, new token {i}: the two largest logits are {margins[i]:.1e} apart"
         )
     return ties
 
@@ -243,11 +243,11 @@ def _compare(
 
 
 def _tokens(
-    decoder: SpeculativeDecoder, prompt: list[int], count: int, budget: Budget
+    decoder: SpeculativeDecoder, prompt: AuditPrompt, count: int, budget: Budget
 ) -> Iterator[int]:
     """Yield up to `count` tokens of a greedy text, until the time is up."""
     left = count
-    for round_ in decoder.rounds(prompt, Sampling(), 0, count):
+    for round_ in decoder.rounds(prompt.tokens, Sampling(), 0, count, source=prompt.source):
         yield from round_.tokens[:left]
         left -= len(round_.tokens)
         if left <= 0 or budget.over:
@@ -267,11 +267,12 @@ def coupled(pair: AuditedPair, budget: Budget) -> CheckResult:
         if budget.over:
             break
         count = pair.longest(COUPLED_TOKENS)
-        tokens = pair.short_prompt(seed, count)
+        short = pair.short_prompt(seed, count)
         plain: list[int] = []
         for k, decoder in decoders.items():
             sampling = Sampling(1.0, noise=GumbelNoise(seed, 0))
-            text = first_tokens(list(decoder.rounds(tokens, sampling, seed, count)), count)
+            rounds = decoder.rounds(short.tokens, sampling, seed, count, source=short.source)
+            text = first_tokens(list(rounds), count)
             if k == 0:
                 plain = text
             elif text != plain:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
 
-from .audited_pair import AuditedPair, first_tokens, input_token, tested_tokens
+from .audited_pair import AuditedPair, AuditPrompt, first_tokens, input_token, tested_tokens
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, CheckResult
 from .sampled_text import NAME, AcceptanceSample, failed_tests
@@ -104,7 +104,11 @@ class _Setting:
         decoders = [pair.decoder(k, self._target, self._draft) for k in pair.ks]
         counts = dict.fromkeys(distribution, 0)
         for seed, decoder in zip(seeds, itertools.cycle(decoders), strict=False):
-            rounds = list(decoder.rounds(prompt, self._sampling, seed, self._length))
+            rounds = list(
+                decoder.rounds(
+                    prompt.tokens, self._sampling, seed, self._length, source=prompt.source
+                )
+            )
             string = tuple(first_tokens(rounds, self._length))
             for at, i, accepted in tested_tokens(rounds):
                 sample = self.later if i else self.first
@@ -121,9 +125,9 @@ class _Setting:
             self.later.frequency_test(alpha),
         )
 
-    def _begin(self, index: int) -> list[int]:
+    def _begin(self, index: int) -> AuditPrompt:
         prompt = self._subject.short_prompt(index, self._length)
-        self._target.horizon = self._draft.horizon = len(prompt) + self._length
+        self._target.horizon = self._draft.horizon = len(prompt.tokens) + self._length
         return prompt
 
     def _choose(self, budget: Budget) -> int:
@@ -141,20 +145,21 @@ class _Setting:
             best = max(best, (float(score), -i))
         return -best[1]
 
-    def _rows(self, prompt: Sequence[int], string: tuple[int, ...]) -> list[Array]:
+    def _rows(self, prompt: AuditPrompt, string: tuple[int, ...]) -> list[Array]:
         """Return the target's and the draft's distributions of the token after a text. [V] each"""
         return [self._row(role, prompt, string) for role in ("target", "draft")]
 
-    def _row(self, role: str, prompt: Sequence[int], string: tuple[int, ...]) -> Array:
-        model = self._target if role == "target" else self._draft
-        fed = [input_token(token, self._subject.sizes[role]) for token in (*prompt, *string)]
+    def _row(self, role: str, prompt: AuditPrompt, string: tuple[int, ...]) -> Array:
+        model, tokens = self._target if role == "target" else self._draft, prompt.tokens
+        fed = [input_token(token, self._subject.sizes[role]) for token in (*tokens, *string)]
+        self._subject.open(role, prompt.source, model)
         model.truncate(0)
         model.prefill(fed[:-1])
-        row, history = model.forward(fed[-1:])[-1], History(prompt, string)
+        row, history = model.forward(fed[-1:])[-1], History(tokens, string)
         distribution = probabilities(row.array(), self._sampling, history, row.ids)
         return distribution.row(self._subject.sizes["target"].vocab_size)
 
-    def _distribution(self, prompt: Sequence[int], budget: Budget) -> NextToken:
+    def _distribution(self, prompt: AuditPrompt, budget: Budget) -> NextToken:
         """Return probabilities of strings, the most probable ones expanded first.
 
         A key represents all strings that begin with it and with no longer key.
@@ -173,7 +178,7 @@ class _Setting:
                     heapq.heappush(queue, (-mass, longer))
         return distribution
 
-    def _beta(self, prompt: Sequence[int], string: tuple[int, ...]) -> float:
+    def _beta(self, prompt: AuditPrompt, string: tuple[int, ...]) -> float:
         if string not in self._betas:
             target, draft = self._rows(prompt, string)
             self._betas[string] = float(np.minimum(target, draft).sum(dtype=np.float64))

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specedge.runtime.decoding.protocols import LanguageModel
+from specedge.runtime.decoding.protocols import SourceModel, open_source, run_operations
 from specedge.runtime.sampling.distribution import Floats, Ids
 from specedge.runtime.sampling.history import common_prefix_length
 from specedge.runtime.sampling.logits import Logits
+from specedge.runtime.sampling.source import Source
 
 MAX_BYTES = 256 * 2**20
 
@@ -24,11 +25,13 @@ class MemoizedModel:
     Rows after `horizon` or more tokens decide tokens that are dropped, and are zero.
     """
 
-    def __init__(self, inner: LanguageModel) -> None:
+    def __init__(self, inner: SourceModel) -> None:
         self.horizon = sys.maxsize
+        self.source: Source | None = None
         self._inner = inner
         self._tokens: list[int] = []
-        self._rows: dict[Text, Floats] = {}
+        self._rows: dict[Text, Floats] = {}  # of the source
+        self._rows_by_source: dict[Source | None, dict[Text, Floats]] = {None: self._rows}
         self._bytes = 0
         self._num_columns = 0
         self._ids: Ids | None = None
@@ -59,12 +62,22 @@ class MemoizedModel:
     def truncate(self, length: int) -> None:
         del self._tokens[length:]
 
+    def open(self, source: Source) -> None:
+        """Return rows of another source from now on."""
+        self.source = source
+        self._rows = self._rows_by_source.setdefault(source, {})
+        self.truncate(0)
+
+    def forget(self) -> None:
+        """Do nothing: rows of a source stay valid."""
+
     def refresh(self) -> None:
         """Empty the inner model's cache, but not the memoized rows."""
         self._inner.truncate(0)
 
     def _computed(self, keys: list[Text]) -> list[Floats]:
         """Compute the rows after texts that grow by one token each, in one pass."""
+        run_operations(open_source(self._inner, self.source))
         text, start = keys[-1], len(keys[0]) - 1
         kept = self._inner.reuse(text[:start])
         self._inner.prefill(text[kept:start])

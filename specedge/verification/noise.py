@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.runtime.decoding.protocols import LanguageModel
+from specedge.runtime.decoding.protocols import SourceModel
 
 from .budget import Budget
 
 Array = NDArray[Any]
 
 
-class CachedModel(LanguageModel, Protocol):
+class CachedModel(SourceModel, Protocol):
     """Language model whose cache can be read."""
 
     def cache_rows(self, start: int, end: int) -> Sequence[Array]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from specedge.sampling_options import Sampling
 
-from .audited_pair import ROWS, AuditedPair, first_tokens, tested_tokens
+from .audited_pair import ROWS, AuditedPair, AuditPrompt, first_tokens, tested_tokens
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, CheckResult
 from .statistics import (
@@ -120,10 +120,11 @@ def _text_length(pair: AuditedPair, budget: Budget, num_settings: int) -> int:
 
 
 def _draw(
-    pair: AuditedPair, sampling: Sampling, prompt: list[int], seed: int, k: int, length: int
+    pair: AuditedPair, sampling: Sampling, prompt: AuditPrompt, seed: int, k: int, length: int
 ) -> TextSample:
     """Decode one text; return the positions of its tokens in their distributions."""
-    rounds = list(pair.decoder(k).rounds(prompt, sampling, seed, length))
+    decoder = pair.decoder(k)
+    rounds = list(decoder.rounds(prompt.tokens, sampling, seed, length, source=prompt.source))
     text = first_tokens(rounds, length)
     targets = pair.distributions("target", sampling, prompt, text)
     drafts = pair.distributions("draft", sampling, prompt, text)

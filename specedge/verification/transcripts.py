@@ -145,9 +145,7 @@ def _transcript(
     listener = _Listener(pipeline.draft, k, seed, bundle.target.vocab_size)
     drafter: Drafter = _NoDrafts()
     if sizes := bundle.draft:
-        drafter = DraftModel(
-            listener, context_length=sizes.context_length, vocab_size=sizes.vocab_size
-        )
+        drafter = DraftModel.from_entry(listener, sizes)
     decoder = SpeculativeDecoder(pipeline.target, FixedPlan(drafter, k), Stopwatch())
     decoder.accept_rule = listener.accept_rule
     new: list[int] = []
