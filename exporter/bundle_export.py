@@ -309,6 +309,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
         files=_describe_files(work, hashes, progress),
         decoder_start=decoder_start,
         decoder_prefix=decoder_prefix,
+        decoding_defaults=pair.decoding_defaults(target, models[0].vocab_size, progress),
     )
     (work / MANIFEST).write_text(bundle.to_json(), "utf-8")
 

@@ -25,6 +25,12 @@ NGRAM = "ngram:"  # followed by a file name
 MAX_REPLAYED_ROUNDS = 2**20
 GRAMMARS = ("json_schema", "regex", "grammar")  # at most one of these
 MAX_GRAMMAR_LENGTH = 2**18  # characters
+# Options of beam search in other libraries, and their values without it.
+BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "use_beam_search": (False,), "length_penalty": (1, 1.0),
+    "early_stopping": (False,), "best_of": (1,),
+}  # fmt: skip
+NO_BEAM_SEARCH = "a text is decoded without comparing several texts, as beam search does"
 
 
 class DrafterName(NameEnum):
@@ -242,6 +248,8 @@ def build_request(**options: Any) -> GenerationRequest:
     """
     specs = option_specs(GenerationRequest)
     for name in options:
+        if name in BEAM_SEARCH:
+            raise TypeError(f"option '{name}' is not supported: {NO_BEAM_SEARCH}")
         if name not in specs:
             raise TypeError(f"unknown option '{name}'{suggest(name, specs)}")
     return GenerationRequest(**options)
@@ -260,6 +268,7 @@ class RequestOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     bad_words: str | Sequence[str | Sequence[int]]
     min_new_tokens: int
+    no_repeat_ngram_size: int | None
     lenience: float
     seed: int | None
     coupling: str

@@ -72,6 +72,25 @@ class RecommendedSampling(SamplingFilters):
 
 
 @dataclass(frozen=True)
+class DecodingDefaults:
+    """Logits processors of an encoder-decoder's generation config, which every request applies.
+
+    Attributes:
+        no_repeat_ngram_size: Length of the token sequences that do not occur twice, unless a
+            request sets another; 0 is off.
+        suppress_tokens: Tokens that are never generated.
+        begin_suppress_tokens: Tokens that do not begin a text.
+    """
+
+    no_repeat_ngram_size: int = field(default=0, metadata=OPTIONAL)
+    suppress_tokens: tuple[int, ...] = field(default=(), metadata=OPTIONAL)
+    begin_suppress_tokens: tuple[int, ...] = field(default=(), metadata=OPTIONAL)
+
+    def __post_init__(self) -> None:
+        check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
+
+
+@dataclass(frozen=True)
 class SamplingRules(SamplingFilters):
     """All options that determine the distribution of the next token.
 
@@ -82,7 +101,8 @@ class SamplingRules(SamplingFilters):
     negative logits of tokens in the prompt or the output; `presence_penalty` is subtracted from the
     logits of tokens in the output, `frequency_penalty` once per occurrence. `logit_bias` is added
     by token id. `bad_words`, sequences of token ids (or texts, in a request), are never completed.
-    No end token is generated before `min_new_tokens` tokens.
+    No end token is generated before `min_new_tokens` tokens. No sequence of `no_repeat_ngram_size`
+    tokens occurs twice in prompt and output; None is the model's own size, or off.
 
     With `lenience` b below 1 a draft token is accepted if b u d(x) < t(x): more tokens per round,
     from a distribution that is not the target's. It has no effect at temperature 0.
@@ -111,6 +131,9 @@ class SamplingRules(SamplingFilters):
         (), "Never generate this text.", "texts, or lists of token ids"
     )
     min_new_tokens: int = option_field(0, "Minimum number of new tokens.")
+    no_repeat_ngram_size: int | None = option_field(
+        None, "Never repeat a sequence of this many tokens; 0 is off.  [default: the model's, or 0]"
+    )
     lenience: float = option_field(
         1.0,
         "Below 1, accept more draft tokens; lossy, since it changes the distribution.",
@@ -154,14 +177,17 @@ class SharedNoise(Protocol):
 
 @dataclass(frozen=True)
 class Sampling(SamplingRules):
-    """Sampling options with bad words as token ids.
+    """Sampling options with bad words as token ids, and those of the model's decoding.
 
     `min_new_tokens` suppresses the `end_tokens`. As in transformers, a bad word that consists of
-    one end token is ignored. `constraint` and `noise` belong to one request; `noise` couples draft
+    one end token is ignored. `suppress_tokens` are never generated, `begin_suppress_tokens` not as
+    the first new token. `constraint` and `noise` belong to one request; `noise` couples draft
     and target above temperature 0.
     """
 
     end_tokens: tuple[int, ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
     constraint: TokenConstraint | None = field(default=None, compare=False)
     noise: SharedNoise | None = field(default=None, compare=False)
 
@@ -184,8 +210,15 @@ class Sampling(SamplingRules):
     @property
     def edits(self) -> bool:
         """True if logits are modified before filtering."""
-        options = self.counts or self.logit_bias or self.bad_words or self.min_new_tokens
-        return bool(options or self.constraint)
+        return bool(self.counts or self.logit_bias or self.bans_tokens or self.constraint)
+
+    @property
+    def bans_tokens(self) -> bool:
+        """True if tokens are banned at some positions, by options other than a constraint."""
+        suppressed = self.suppress_tokens or self.begin_suppress_tokens
+        return bool(
+            self.bad_words or self.min_new_tokens or self.no_repeat_ngram_size or suppressed
+        )
 
     @property
     def counts(self) -> bool:

@@ -29,6 +29,7 @@ import pytest
 from specedge.runtime.decoding.protocols import Operations
 from specedge.runtime.decoding.verification import Verdict, _residual
 from specedge.runtime.sampling.distribution import Distribution
+from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities, row_distribution
 from specedge.sampling_options import Sampling
 
@@ -253,6 +254,16 @@ def reduced_vocabulary_without_ids(original, row, sampling, history):
 def edit_of_the_next_token(original, token, ids):
     column = token if ids is None else int(ids.searchsorted(token))
     return slice(column, column + 1)
+
+
+@mutant(
+    "specedge.runtime.sampling.logits_processors:_banned_tokens", "decoding/test_repeated_ngrams.py"
+)
+def bans_ignore_draft_tokens(original, sampling, history):
+    length = history.num_committed
+    committed = History(history.tokens[: history.num_prompt_tokens])
+    committed.extend(history.tokens[history.num_prompt_tokens : length])
+    return original(sampling, committed)
 
 
 @mutant(DISTRIBUTION + "pick", "sampling/test_probabilities.py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from tokenizers import Tokenizer
 
 from specedge.chat_templates import PROCESSOR_FILE, chat_template_of, read_template
 from specedge.errors import ExportError, PairError
-from specedge.sampling_options import RecommendedSampling
+from specedge.request import BEAM_SEARCH
+from specedge.sampling_options import DecodingDefaults, RecommendedSampling
+from specedge.strict_json import build
 
 from .. import internals
 from ..checkpoint.checkpoints import Checkpoint
@@ -205,6 +207,43 @@ def default_sampling(target: Checkpoint) -> RecommendedSampling:
         return RecommendedSampling(**{"temperature": 1.0} | stated)
     except (ValueError, OverflowError) as error:
         raise ExportError(f"generation_config.json of {target.name}: {error}") from error
+
+
+def decoding_defaults(target: Checkpoint, vocab_size: int, progress: Progress) -> DecodingDefaults:
+    """Return the logits processors of an encoder-decoder's generation config; note what is ignored.
+
+    `forced_eos_token_id` has no equivalent: a text would depend on the limit of its request.
+    Raises ExportError for invalid values.
+    """
+    if not target.config.is_encoder_decoder:
+        return DecodingDefaults()
+    stated = target.generation or target.raw  # older checkpoints have them in config.json
+    neutral = BEAM_SEARCH | {"min_length": (0,)}
+    ignored = [
+        f"{name} {value}"
+        for name, values in neutral.items()
+        if (value := stated.get(name)) is not None and value not in values
+    ]
+    if ignored:
+        progress.note(
+            f"ignored values of the generation config: {', '.join(ignored)}; texts are decoded "
+            "without beam search, and their lengths are options of a request"
+        )
+    names = [option.name for option in fields(DecodingDefaults)]
+    try:
+        values = {name: value for name in names if (value := stated.get(name)) is not None}
+        defaults = build(DecodingDefaults, values)
+    except ValueError as error:
+        raise ExportError(f"generation config of {target.name}: {error}") from error
+
+    def in_vocabulary(tokens: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(token for token in tokens if 0 <= token < vocab_size)
+
+    return replace(
+        defaults,
+        suppress_tokens=in_vocabulary(defaults.suppress_tokens),
+        begin_suppress_tokens=in_vocabulary(defaults.begin_suppress_tokens),
+    )
 
 
 def context_lengths(

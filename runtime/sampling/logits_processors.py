@@ -1,12 +1,16 @@
 """Logits processors: penalties, biases and bans, in this order, then the grammar's mask.
 
-Repetition penalty, bad words and suppressed end tokens follow transformers; presence penalty,
-frequency penalty and logit bias follow OpenAI's API and vLLM.
+Repetition penalty, bad words, repeated n-grams and suppressed tokens follow transformers; presence
+penalty, frequency penalty and logit bias follow OpenAI's API and vLLM.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 import numpy as np
+from numpy.typing import NDArray
 
 from specedge.sampling_options import Sampling
 
@@ -34,14 +38,12 @@ def process_logits(
         _apply_penalties(logits, ids, sampling, history)
     for token, bias in dict(sampling.logit_bias).items():
         logits[_column(token, ids)] += logits.dtype.type(bias)
-    if sampling.bad_words:
-        _ban_bad_words(logits, ids, sampling, history)
-    if history.num_new_tokens < sampling.min_new_tokens:
-        for token in sampling.end_tokens:
-            logits[_column(token, ids)] = -np.inf
+    if sampling.bans_tokens and (banned := list(_banned_tokens(sampling, history))):
+        columns, is_present = _columns(np.array(banned, np.intp), len(logits), ids)
+        logits[columns[is_present]] = -np.inf
     if sampling.constraint:
-        banned = sampling.constraint.banned(history)
-        logits[banned[: len(logits)] if ids is None else banned[ids]] = -np.inf
+        mask = sampling.constraint.banned(history)
+        logits[mask[: len(logits)] if ids is None else mask[ids]] = -np.inf
     return logits
 
 
@@ -51,13 +53,16 @@ def text_columns(history: History, size: int, ids: Ids | None) -> tuple[Ids, Ids
     -> [n], [n]
     """
     tokens, counts = history.counts()
-    if ids is not None:
-        columns = np.minimum(ids.searchsorted(tokens), size - 1)
-        is_present = ids[columns] == tokens
-        return columns[is_present], counts[is_present]
-    if len(tokens) and tokens.max() >= size:
-        return tokens[tokens < size], counts[tokens < size]
-    return tokens, counts
+    columns, is_present = _columns(tokens, size, ids)
+    return columns[is_present], counts[is_present]
+
+
+def _columns(tokens: Ids, size: int, ids: Ids | None) -> tuple[Ids, NDArray[np.bool_]]:
+    """Return the column of each token, and a mask of the tokens that the row has. -> [n], [n]"""
+    if ids is None:
+        return tokens, tokens < size
+    columns = np.minimum(ids.searchsorted(tokens), size - 1)
+    return columns, ids[columns] == tokens
 
 
 def _column(token: int, ids: Ids | None) -> slice:
@@ -83,10 +88,30 @@ def _apply_penalties(logits: Floats, ids: Ids | None, sampling: Sampling, histor
     logits[columns] = values
 
 
-def _ban_bad_words(logits: Floats, ids: Ids | None, sampling: Sampling, history: History) -> None:
-    """Ban each token that would complete a bad word."""
+def _banned_tokens(sampling: Sampling, history: History) -> Iterator[int]:
+    """Yield the tokens that cannot follow a text, without those of a constraint."""
+    yield from sampling.suppress_tokens
+    if history.num_new_tokens == 0:
+        yield from sampling.begin_suppress_tokens
+    if history.num_new_tokens < sampling.min_new_tokens:
+        yield from sampling.end_tokens
     for word in sampling.bans.get(None, ()):
-        logits[_column(word[0], ids)] = -np.inf
+        yield word[0]
     for word in sampling.bans.get(history.last(1)[0], ()):
         if list(word[:-1]) == history.last(len(word) - 1):
-            logits[_column(word[-1], ids)] = -np.inf
+            yield word[-1]
+    if sampling.no_repeat_ngram_size:
+        yield from _repeating_tokens(history.tokens, sampling.no_repeat_ngram_size)
+
+
+def _repeating_tokens(tokens: list[int], size: int) -> Iterator[int]:
+    """Yield the tokens that would complete an n-gram which the text already has."""
+    if size == 1:
+        yield from tokens
+        return
+    prefix, num_ngrams, start = tokens[1 - size :], max(0, len(tokens) - size + 1), -1
+    with suppress(ValueError):
+        while True:
+            start = tokens.index(prefix[0], start + 1, num_ngrams)
+            if tokens[start : start + size - 1] == prefix:
+                yield tokens[start + size - 1]

@@ -25,8 +25,8 @@ _NOT_A_NUMBER = (
     "'specedge inspect --check', or export the model again"
 )
 NOTHING_LEFT = (
-    "the grammar, logit_bias, bad_words and min_new_tokens leave no token to continue with; allow "
-    "one of the tokens that they exclude"
+    "the grammar, logit_bias, bad_words, min_new_tokens and no_repeat_ngram_size leave no token to "
+    "continue with; allow one of the tokens that they exclude"
 )
 
 

@@ -1,8 +1,9 @@
-"""Sampling options of a request for one bundle: tokens of bad words, and end tokens."""
+"""Sampling options of a request for one bundle: tokens of bad words, end tokens, and defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tokenizers import Tokenizer
 
@@ -24,7 +25,14 @@ def resolve_sampling(request: GenerationRequest, bundle: Bundle, tokenizer: Toke
         tokens for word in request.bad_words for tokens in _sequences(tokenizer, word)
     )
     ends = () if request.ignore_eos else bundle.end_tokens
-    sampling = request.sampling(words, ends)
+    defaults = bundle.decoding_defaults
+    sampling = replace(
+        request.sampling(words, ends),
+        suppress_tokens=defaults.suppress_tokens,
+        begin_suppress_tokens=defaults.begin_suppress_tokens,
+    )
+    if sampling.no_repeat_ngram_size is None:
+        sampling = replace(sampling, no_repeat_ngram_size=defaults.no_repeat_ngram_size)
     biased = list(dict(sampling.logit_bias))
     for name, tokens in (("logit_bias", biased), *(("bad_words", word) for word in words)):
         if bad := [token for token in tokens if token >= bundle.target.vocab_size]:

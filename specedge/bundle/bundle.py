@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import BundleError
 from ..option_specs import check_integer
-from ..sampling_options import MAX_DRAFT_TOKENS, RecommendedSampling
+from ..sampling_options import MAX_DRAFT_TOKENS, DecodingDefaults, RecommendedSampling
 from ..strict_json import MAX_INTEGER, OPTIONAL, JsonError, build, dump, parse, to_plain
 from . import format_9
 from .gpu_signatures import ONE_CALL
@@ -60,6 +60,7 @@ class Bundle:
         decoder_start: Tokens that begin each text of an encoder-decoder, whose prompt is the
             source; empty for other models.
         decoder_prefix: Tokens after them unless a request has others, such as a target language.
+        decoding_defaults: Logits processors of an encoder-decoder.
         folder: Folder of the bundle.
     """
 
@@ -76,6 +77,7 @@ class Bundle:
     files: dict[str, FileEntry]
     decoder_start: tuple[int, ...] = field(default=(), metadata=OPTIONAL)
     decoder_prefix: tuple[int, ...] = field(default=(), metadata=OPTIONAL)
+    decoding_defaults: DecodingDefaults = field(default=DecodingDefaults(), metadata=OPTIONAL)
     folder: Path = field(default=Path(), init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -100,8 +102,15 @@ class Bundle:
         if self.tokenizer not in self.files:
             raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
         self._check_draft()
-        for name in ("end_tokens", "decoder_start", "decoder_prefix"):
-            if bad := [t for t in getattr(self, name) if not 0 <= t < self.target.vocab_size]:
+        defaults = self.decoding_defaults
+        for name, tokens in (
+            ("end_tokens", self.end_tokens),
+            ("decoder_start", self.decoder_start),
+            ("decoder_prefix", self.decoder_prefix),
+            ("decoding_defaults.suppress_tokens", defaults.suppress_tokens),
+            ("decoding_defaults.begin_suppress_tokens", defaults.begin_suppress_tokens),
+        ):
+            if bad := [t for t in tokens if not 0 <= t < self.target.vocab_size]:
                 raise ValueError(f"{name} has {bad[0]}, which is outside the vocabulary")
         self._check_encoder()
 
@@ -115,6 +124,8 @@ class Bundle:
             raise ValueError("decoder_start and decoder_prefix must be shorter than the context")
         if target.encoder is not None and not target.has_graph(ENCODER):
             raise ValueError("a target with an encoder must have the graph 'encoder'")
+        if self.decoding_defaults != DecodingDefaults() and target.encoder is None:
+            raise ValueError("decoding_defaults is for a target with an encoder")
         if draft is None:
             return
         if draft.encoder is None or target.encoder is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from specedge.errors import OptionError
 from specedge.option_specs import suggest
-from specedge.request import DrafterName, build_request
+from specedge.request import BEAM_SEARCH, NO_BEAM_SEARCH, DrafterName, build_request
 
 from .errors import UNSUPPORTED, ApiError
 
@@ -32,6 +32,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "repetition_penalty": ("repetition_penalty", "repeat_penalty"),
     "bad_words": ("bad_words",),
     "min_new_tokens": ("min_tokens", "min_new_tokens"),
+    "no_repeat_ngram_size": ("no_repeat_ngram_size",),
     "coupling": ("coupling",),
     "json_schema": ("json_schema", "guided_json"),
     "regex": ("regex", "guided_regex"),
@@ -62,13 +63,15 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
 # Unsupported fields that would change the response, and their accepted values.
 UNSUPPORTED_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "chat": {
+        **BEAM_SEARCH,
         "modalities": (["text"],),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "decoder_prefix": (),
     },
-    "completions": {"best_of": (1,), "suffix": ("",)},
+    "completions": {**BEAM_SEARCH, "suffix": ("",)},
     "responses": {
+        **BEAM_SEARCH,
         "background": (False,),
         "conversation": (),
         "prompt": (),
@@ -187,9 +190,11 @@ class FieldReader:
             if value is None or any(_is_same(value, other) for other in values):
                 continue
             allowed = f", or be {' or '.join(map(json.dumps, values))}" if values else ""
+            reason = f", since {NO_BEAM_SEARCH}" if name in BEAM_SEARCH else ""
             raise self.error(
                 name,
-                f"{name} is not supported, got {excerpt(value)}; it must be omitted{allowed}",
+                f"{name} is not supported, got {excerpt(value)}; it must be omitted{allowed}"
+                f"{reason}",
                 UNSUPPORTED,
             )
 
@@ -326,7 +331,7 @@ def field_error(error: OptionError, option_fields: Mapping[str, str]) -> ApiErro
 
 def _normalize(options: dict[str, Any], option_fields: Mapping[str, str]) -> None:
     """Normalize values that disable an option, and integers written as floats."""
-    for name in ("top_k", "seed", "min_new_tokens"):
+    for name in ("top_k", "seed", "min_new_tokens", "no_repeat_ngram_size"):
         value = options.get(name)
         if isinstance(value, float) and value.is_integer():
             options[name] = int(value)

@@ -55,6 +55,7 @@ INVALID = [
     *(({"frequency_penalty": value}, "frequency_penalty") for value in (-2.1, NAN)),
     *(({"lenience": value}, "lenience") for value in (0, 1.5)),
     *(({"min_new_tokens": value}, "min_new_tokens") for value in (-1, 1.5)),
+    *(({"no_repeat_ngram_size": value}, "no_repeat_ngram_size") for value in (-1, 1.5, True)),
     ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens 9 is above max_new_tokens 3"),
     *(({"logit_bias": value}, "logit_bias") for value in (
         5, "12", [[1, 2, 3]], {-1: 1}, {"x": 1}, {1: 101}, {1: "a"}, {1: -INFINITY},

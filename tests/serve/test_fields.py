@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specedge.request import GenerationRequest
+from specedge.request import GenerationRequest, build_request
 from specedge.serve import requests
 from specedge.serve.choices import sse_event
 from specedge.serve.errors import ApiError
@@ -48,6 +48,14 @@ def test_unsupported_value_error_names_the_field(endpoint):
         with pytest.raises(ApiError, match=rf"^{name} is not supported") as caught:
             parsed(endpoint, **{name: {"a": [1]}})
         assert (caught.value.param, caught.value.status) == (name, 400)
+
+
+@pytest.mark.parametrize("endpoint", PARSERS)
+def test_beam_search_is_refused_with_the_reason(endpoint):
+    with pytest.raises(ApiError, match=r"num_beams .* got 4; .* or be 1, since a text is decoded"):
+        parsed(endpoint, num_beams=4)
+    with pytest.raises(TypeError, match="'num_beams' is not supported: a text is decoded"):
+        build_request(num_beams=4)
 
 
 @pytest.mark.parametrize("endpoint", PARSERS)

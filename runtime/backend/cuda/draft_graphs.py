@@ -201,6 +201,7 @@ class SampledDraftGraph(DraftGraph):
     def supports(self, history: History, sampling: Sampling) -> bool:
         penalties = sampling.presence_penalty or sampling.frequency_penalty
         named = sampling.logit_bias or sampling.bad_words or sampling.constraint
+        named = named or sampling.no_repeat_ngram_size or sampling.suppress_tokens
         suppresses_end = history.num_new_tokens < sampling.min_new_tokens
         typical = sampling.typical_p < 1 and not sampling.greedy
         return not (penalties or named or suppresses_end or typical or sampling.noise)

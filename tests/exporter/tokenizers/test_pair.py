@@ -13,7 +13,7 @@ from specedge.errors import ExportError, PairError
 from specedge.exporter.checkpoint import checkpoints
 from specedge.exporter.progress import Progress
 from specedge.exporter.tokenizers import compatibility, pair
-from specedge.sampling_options import RecommendedSampling
+from specedge.sampling_options import DecodingDefaults, RecommendedSampling
 
 
 def edit(path, change):
@@ -305,6 +305,40 @@ def test_invalid_default_sampling_is_refused(both):
     edit(both[1] / "generation_config.json", lambda value: value.update(top_p=2))
     with pytest.raises(ExportError, match=r"generation_config\.json of .*: top_p must be"):
         pair.default_sampling(checkpoints.find("target", str(both[1]), None))
+
+
+BART = {
+    "num_beams": 4, "length_penalty": 2.0, "early_stopping": True, "min_length": 56,
+    "max_length": 142, "no_repeat_ngram_size": 3, "forced_bos_token_id": 0,
+    "suppress_tokens": [1, 2, 99], "begin_suppress_tokens": None,
+}  # fmt: skip
+
+
+def encoder_decoder(**checkpoint):
+    config = SimpleNamespace(is_encoder_decoder=True)
+    return SimpleNamespace(config=config, name="bart", **checkpoint)
+
+
+@pytest.mark.parametrize(("generation", "raw"), [(BART, {}), ({}, BART)])
+def test_decoding_defaults_are_those_of_the_generation_config(generation, raw):
+    notes = Progress()
+    checkpoint = encoder_decoder(generation=generation, raw=raw)
+    assert pair.decoding_defaults(checkpoint, 50, notes) == DecodingDefaults(3, (1, 2))
+    assert [note.partition(";")[0] for note in notes.notes] == [
+        "ignored values of the generation config: num_beams 4, length_penalty 2.0, "
+        "early_stopping True, min_length 56"
+    ]
+    plain = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False, "min_length": 0}
+    checkpoint = encoder_decoder(generation=plain, raw=BART)
+    assert pair.decoding_defaults(checkpoint, 50, Progress()) == DecodingDefaults()
+    assert len(notes.notes) == 1
+
+
+@pytest.mark.parametrize("value", ["3", -1, 2.5])
+def test_invalid_decoding_defaults_are_refused(value):
+    checkpoint = encoder_decoder(generation={"no_repeat_ngram_size": value}, raw={})
+    with pytest.raises(ExportError, match=r"generation config of bart: .*no_repeat_ngram_size"):
+        pair.decoding_defaults(checkpoint, 50, Progress())
 
 
 def test_long_context_is_cut_with_note(both):

@@ -27,6 +27,9 @@ EDITS = Sampling(
     bad_words=[[4], [0, 1], [2, 3, 2]],
     min_new_tokens=6,
     end_tokens=(5,),
+    no_repeat_ngram_size=3,
+    suppress_tokens=(7,),
+    begin_suppress_tokens=(3, 8),
 )
 
 
@@ -166,6 +169,11 @@ def by_hand(distribution, prompt_length=2):
                 logits[word[-1]] = -np.inf
         if len(new) < 6:
             logits[5] = -np.inf
+        if not new:
+            logits[3] = -np.inf
+        for i in range(len(text) - 2):
+            if text[i : i + 2] == text[-2:]:
+                logits[text[i + 2]] = -np.inf
         return np.exp(logits) / np.exp(logits).sum()
 
     return edited_distribution

@@ -49,8 +49,15 @@ OPTIONS = {
         [0] * (LENGTH + 2),
     ],
     "min_new_tokens": lambda r: int(r.integers(1, 12)),
+    "no_repeat_ngram_size": lambda r: int(r.integers(1, 6)),
+    "suppress_tokens": lambda r: r.permutation(VOCAB)[:6].tolist(),
+    "begin_suppress_tokens": lambda r: r.permutation(VOCAB)[:6].tolist(),
 }
-EDITS = ("NoBadWordsLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
+EDITS = (
+    "NoBadWordsLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "SuppressTokensLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+)  # fmt: skip
 
 
 def processors(options):
@@ -88,9 +95,10 @@ def by_transformers(rows, texts, options):
     return edits.numpy(), scores.softmax(-1).numpy()
 
 
-def check(options, random, count):
-    rows, texts = rows_of(random, count), random.integers(0, 6, (count, LENGTH))
+def check(options, random, count, length=LENGTH):
+    rows, texts = rows_of(random, count), random.integers(0, 6, (count, length))
     texts[::2] = random.integers(0, VOCAB, texts[::2].shape)
+    texts[1::4] = random.integers(0, 2, texts[1::4].shape)
     edits, distributions = by_transformers(rows, texts, options)
     sampling = Sampling(**{"temperature": 1.0, **options}, end_tokens=ENDS)
     before = rows.copy()
@@ -113,6 +121,14 @@ def test_each_option_matches_transformers(name):
     random = np.random.default_rng(list(OPTIONS).index(name))
     for _ in range(SETTINGS):
         check({name: OPTIONS[name](random)}, random, ROWS // SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["no_repeat_ngram_size", "begin_suppress_tokens"])
+@pytest.mark.parametrize("length", [1, 2, PROMPT, PROMPT + 1])
+def test_bans_of_short_texts_match_transformers(name, length):
+    random = np.random.default_rng(length)
+    for _ in range(5):
+        check({name: OPTIONS[name](random)}, random, 40, length)
 
 
 def test_option_combinations_match_transformers():

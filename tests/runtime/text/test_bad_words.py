@@ -1,7 +1,9 @@
 """Bad words, biases and least lengths, by the embedded pair's own tokens."""
 
 import dataclasses
+import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +11,7 @@ from specedge import OptionError
 from specedge.request import GenerationRequest
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.bad_words import resolve_sampling
+from specedge.sampling_options import DecodingDefaults
 
 PROMPT = "def read_config(path):"
 
@@ -105,3 +108,28 @@ def test_a_seed_reproduces_text_streamed_shortened_or_stopped(pipeline, temperat
         for k in (0, 7):
             one = pipeline.generate(PROMPT, 60, num_draft_tokens=k, **options)
             assert one.tokens == whole.tokens
+
+
+def test_model_defaults_apply_unless_the_request_sets_them(pipeline):
+    defaults = DecodingDefaults(3, suppress_tokens=(5, 7), begin_suppress_tokens=(9,))
+    bundle = SimpleNamespace(
+        decoding_defaults=defaults, target=pipeline.bundle.target, end_tokens=()
+    )
+
+    def resolved(**options):
+        sampling = resolve_sampling(GenerationRequest(**options), bundle, pipeline.tokenizer)
+        assert (sampling.suppress_tokens, sampling.begin_suppress_tokens) == ((5, 7), (9,))
+        return sampling.no_repeat_ngram_size
+
+    assert [resolved(), resolved(no_repeat_ngram_size=2), resolved(no_repeat_ngram_size=0)] == [
+        3, 2, 0,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_texts_do_not_repeat_ngrams(pipeline, k):
+    prompt = pipeline.prompts.tokens(PROMPT)
+    options = {"ignore_eos": True, "no_repeat_ngram_size": 2}
+    tokens = [*prompt, *pipeline.generate(prompt, 80, num_draft_tokens=k, **options).tokens]
+    pairs = list(itertools.pairwise(tokens))
+    assert len(set(pairs)) == len(pairs)
