@@ -38,6 +38,7 @@ from .request import ExportRequest, PathOrName
 from .tokenizers import pair
 from .tracing import tracer
 from .verification.batched_graphs import add_batched_graphs
+from .verification.spectrograms import add_log_mel
 
 IDS_FILE = "ids.bin"
 
@@ -284,6 +285,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
         add_batched_graphs(role, model, work, progress)
         for role, model in zip(("target", "draft"), models, strict=False)
     ]
+    models[0] = add_log_mel(models[0], target, work)
     with progress.step("Writing graphs for GPUs"):
         models = [best_logits.add_best_logits(model, work) for model in models]
         if has_draft:

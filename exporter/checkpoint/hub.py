@@ -41,6 +41,7 @@ _READ = {
     "config.json", "generation_config.json", "quantize_config.json", "quant_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "adapter_config.json",
+    "preprocessor_config.json", "processor_config.json",
 }  # fmt: skip
 # Returns the weight files of a repository, from the folder of its small files and all file names.
 Choose = Callable[[Path, set[str]], list[str]]

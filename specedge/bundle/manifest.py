@@ -33,8 +33,10 @@ from .signature import Port, Signature
 REEXPORT_HINT = "export or copy the bundle again"
 PREFILL_LENGTH = 64  # tokens of the prefill graph
 STATE_KINDS = ("rows", "constant")
-ENCODER, OPEN = "encoder", "open"  # graphs of an encoder-decoder, which run once per source
-ANY_LENGTH = ("decoder", BATCHED, SCORED, *ONE_CALL, ENCODER, OPEN)
+# Graphs of an encoder-decoder, which run once per source.
+ENCODER, OPEN, FEATURES = "encoder", "open", "features"
+SAMPLING_RATE, HOP_LENGTH = 16_000, 160  # of audio in Hz, and samples per frame of a spectrogram
+ANY_LENGTH = ("decoder", BATCHED, SCORED, *ONE_CALL, ENCODER, OPEN, FEATURES)
 GRAPHS = (*ANY_LENGTH, "step", "catchup", "verify", "prefill")  # defined by the format
 
 
@@ -139,14 +141,20 @@ class EncoderEntry:
 
     @property
     def signatures(self) -> dict[str, tuple[Port, ...]]:
-        """Ports of the source and of the hidden states, by role."""
+        """Ports of the source, of the hidden states, and of audio, by role."""
         source = Port("source", "source", None, "int64", ("B", "N"))
         rows: int | str = "N"
+        audio = Port("audio", "audio", None, "float32", ("B", self.num_samples))
         if self.source_shape is not None:
             shape = ("B", *self.source_shape)
             source, rows = replace(source, dtype="float32", shape=shape), self.capacity
         hidden = Port("hidden", "hidden", None, "float32", ("B", rows, self.hidden_size))
-        return {"source": (source,), "hidden": (hidden,)}
+        return {"source": (source,), "hidden": (hidden,), "audio": (audio,)}
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of audio that a log-mel spectrogram has."""
+        return HOP_LENGTH * self.max_length
 
 
 @dataclass(frozen=True)
@@ -289,6 +297,8 @@ class ModelEntry:
             return
         if graph.name in (ENCODER, OPEN) and self.encoder is None:
             raise ValueError(f"graphs has '{graph.name}', and the model has no encoder")
+        if graph.name == FEATURES and (self.encoder is None or self.encoder.num_mel_bins is None):
+            raise ValueError(f"graphs has '{FEATURES}', and the model reads no spectrograms")
         expected = self.format_signatures(graph.ops)[signature_name(graph.name)]
         if graph.name == BATCHED:
             expected = batched(expected)
@@ -448,7 +458,7 @@ def chunk_length(capacity: int) -> int:
 def signature_name(graph: str) -> str:
     """Return the name of the signature of a graph that the format defines."""
     names = dict.fromkeys(ANY_LENGTH, "chosen_logits") | {"prefill": "caches_alone"}
-    names |= {ENCODER: "hidden_states", OPEN: "constant_states"}
+    names |= {ENCODER: "hidden_states", OPEN: "constant_states", FEATURES: "log_mel"}
     return names.get(graph, "with_logits")
 
 
@@ -491,7 +501,7 @@ def signatures(
     """Return the signatures that the format defines, by name.
 
     They differ in the logits: of the rows from `logits_from`, of all rows, or of none. Those of an
-    encoder-decoder have the constant states as further inputs, and there are two more.
+    encoder-decoder have the constant states as further inputs, and there are two or three more.
     """
     inputs = [
         Port("input_ids", "tokens", None, "int64", ("B", "T")),
@@ -523,6 +533,8 @@ def signatures(
         ports = encoder.signatures
         result["hidden_states"] = Signature(ports["source"], ports["hidden"])
         result["constant_states"] = Signature(ports["hidden"], tuple(constants))
+        if encoder.num_mel_bins is not None:
+            result["log_mel"] = Signature(ports["audio"], ports["source"])
     return result
 
 

@@ -13,7 +13,7 @@ ROLES = (
     *("tokens", "past_length", "logits_from", "state", "logits", "best", "drafted"),
     *(*SAMPLING_INPUTS, "drawn", "weights"),
     *("positions", "block_rows", "packed_rows", "logits_rows", "last_positions", "query_lengths"),
-    *("source", "hidden", "source_length"),
+    *("source", "hidden", "source_length", "audio"),
 )
 REPEATED_ROLES = ("state", "weights")  # roles of several ports each
 

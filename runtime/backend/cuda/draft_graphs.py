@@ -201,10 +201,12 @@ class SampledDraftGraph(DraftGraph):
     def supports(self, history: History, sampling: Sampling) -> bool:
         penalties = sampling.presence_penalty or sampling.frequency_penalty
         named = sampling.logit_bias or sampling.bad_words or sampling.constraint
-        named = named or sampling.no_repeat_ngram_size or sampling.suppress_tokens
+        suppresses = sampling.suppress_tokens or sampling.no_repeat_ngram_size
+        begins = history.num_new_tokens == 0 and sampling.begin_suppress_tokens
         suppresses_end = history.num_new_tokens < sampling.min_new_tokens
         typical = sampling.typical_p < 1 and not sampling.greedy
-        return not (penalties or named or suppresses_end or typical or sampling.noise)
+        edits = penalties or named or suppresses or begins or suppresses_end
+        return not (edits or typical or sampling.noise)
 
     def _cost_class(self, sampling: Sampling) -> bool:
         """Return True if passes fetch whole rows of logits."""

@@ -126,6 +126,9 @@ def test_distribution_fetched_late_belongs_to_its_call(sampled, monkeypatch):
         {"logit_bias": {3: 1.0}},
         {"bad_words": [[3, 4]]},
         {"min_new_tokens": 3},
+        {"no_repeat_ngram_size": 3},
+        {"suppress_tokens": (3,)},
+        {"begin_suppress_tokens": (3,)},
         {"typical_p": 0.9},
     ],
     ids=str,
@@ -134,7 +137,8 @@ def test_unsupported_options_fall_back_to_passes(sampled, options):
     sampling = Sampling(temperature=1.0, **options)
     assert not sampled.supports(History([5, 6]), sampling)
     later = History([5], [6, 7, 8])
-    assert sampled.supports(later, sampling) is ("min_new_tokens" in options)
+    at_begin = {"min_new_tokens", "begin_suppress_tokens"}
+    assert sampled.supports(later, sampling) is bool(at_begin & options.keys())
 
 
 def test_non_finite_logits_fall_back_to_passes(sampled, monkeypatch):
