@@ -165,6 +165,21 @@ class TokenConstraint(Protocol):
         """Return the only token that can follow a `History`, or None."""
 
 
+@dataclass(frozen=True)
+class TimestampRules:
+    """Timestamps of Whisper, in pairs that do not decrease (Radford et al. 2022, section 4.5).
+
+    Attributes:
+        first: Token of 0 seconds; those after it are the timestamps, 20 ms apart.
+        end: End token, after all tokens of text.
+        max_initial: Largest first timestamp, counted from `first`.
+    """
+
+    first: int
+    end: int
+    max_initial: int
+
+
 class SharedNoise(Protocol):
     """Noise that draft and target share to select tokens."""
 
@@ -181,13 +196,14 @@ class Sampling(SamplingRules):
 
     `min_new_tokens` suppresses the `end_tokens`. As in transformers, a bad word that consists of
     one end token is ignored. `suppress_tokens` are never generated, `begin_suppress_tokens` not as
-    the first new token. `constraint` and `noise` belong to one request; `noise` couples draft
-    and target above temperature 0.
+    the first new token. `timestamps` apply last. `constraint` and `noise` belong to one request;
+    `noise` couples draft and target above temperature 0.
     """
 
     end_tokens: tuple[int, ...] = ()
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
+    timestamps: TimestampRules | None = None
     constraint: TokenConstraint | None = field(default=None, compare=False)
     noise: SharedNoise | None = field(default=None, compare=False)
 
@@ -210,7 +226,8 @@ class Sampling(SamplingRules):
     @property
     def edits(self) -> bool:
         """True if logits are modified before filtering."""
-        return bool(self.counts or self.logit_bias or self.bans_tokens or self.constraint)
+        masks = self.bans_tokens or self.constraint or self.timestamps
+        return bool(self.counts or self.logit_bias or masks)
 
     @property
     def bans_tokens(self) -> bool:

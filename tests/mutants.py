@@ -260,10 +260,20 @@ def edit_of_the_next_token(original, token, ids):
     "specedge.runtime.sampling.logits_processors:_banned_tokens", "decoding/test_repeated_ngrams.py"
 )
 def bans_ignore_draft_tokens(original, sampling, history):
-    length = history.num_committed
-    committed = History(history.tokens[: history.num_prompt_tokens])
-    committed.extend(history.tokens[history.num_prompt_tokens : length])
-    return original(sampling, committed)
+    return original(sampling, _without_draft(history))
+
+
+def _without_draft(history: History) -> History:
+    tokens, count = history.tokens[: history.num_committed], history.num_prompt_tokens
+    return History(tokens[:count], tokens[count:])
+
+
+@mutant(
+    "specedge.runtime.sampling.logits_processors:apply_timestamp_rules",
+    "sampling/test_timestamps.py",
+)
+def timestamps_ignore_draft_tokens(original, logits, rules, history, ids):
+    return original(logits, rules, _without_draft(history), ids)
 
 
 @mutant(DISTRIBUTION + "pick", "sampling/test_probabilities.py")

@@ -1,4 +1,4 @@
-"""Logits processors: penalties, biases and bans, in this order, then the grammar's mask.
+"""Logits processors: penalties, biases and bans, then the masks of grammars and timestamps.
 
 Repetition penalty, bad words, repeated n-grams and suppressed tokens follow transformers; presence
 penalty, frequency penalty and logit bias follow OpenAI's API and vLLM.
@@ -16,6 +16,7 @@ from specedge.sampling_options import Sampling
 
 from .distribution import Floats, Ids
 from .history import History
+from .timestamps import apply_timestamp_rules
 
 
 def process_logits(
@@ -44,6 +45,8 @@ def process_logits(
     if sampling.constraint:
         mask = sampling.constraint.banned(history)
         logits[mask[: len(logits)] if ids is None else mask[ids]] = -np.inf
+    if sampling.timestamps:
+        apply_timestamp_rules(logits, sampling.timestamps, history, ids)
     return logits
 
 

@@ -202,6 +202,7 @@ class SampledDraftGraph(DraftGraph):
         penalties = sampling.presence_penalty or sampling.frequency_penalty
         named = sampling.logit_bias or sampling.bad_words or sampling.constraint
         suppresses = sampling.suppress_tokens or sampling.no_repeat_ngram_size
+        suppresses = suppresses or sampling.timestamps is not None
         begins = history.num_new_tokens == 0 and sampling.begin_suppress_tokens
         suppresses_end = history.num_new_tokens < sampling.min_new_tokens
         typical = sampling.typical_p < 1 and not sampling.greedy

@@ -16,7 +16,7 @@ from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.decoding.verification import draw_draft
 from specedge.runtime.sampling.history import History
-from specedge.sampling_options import Sampling
+from specedge.sampling_options import Sampling, TimestampRules
 
 OPS = "onnx"  # float32 is batch-invariant
 TEXT = [7 * i % 500 for i in range(300)]
@@ -128,6 +128,7 @@ def test_distribution_fetched_late_belongs_to_its_call(sampled, monkeypatch):
         {"min_new_tokens": 3},
         {"no_repeat_ngram_size": 3},
         {"suppress_tokens": (3,)},
+        {"timestamps": TimestampRules(9, 8, 2)},
         {"begin_suppress_tokens": (3,)},
         {"typical_p": 0.9},
     ],

@@ -123,8 +123,13 @@ def test_each_option_matches_transformers(name):
         check({name: OPTIONS[name](random)}, random, ROWS // SETTINGS)
 
 
-@pytest.mark.parametrize("name", ["no_repeat_ngram_size", "begin_suppress_tokens"])
-@pytest.mark.parametrize("length", [1, 2, PROMPT, PROMPT + 1])
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        *(("no_repeat_ngram_size", length) for length in (1, 2, PROMPT)),
+        *(("begin_suppress_tokens", length) for length in (PROMPT, PROMPT + 1)),
+    ],
+)
 def test_bans_of_short_texts_match_transformers(name, length):
     random = np.random.default_rng(length)
     for _ in range(5):
