@@ -181,7 +181,8 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
     assert all(hasattr(specedge, name) for name in dir(specedge))
 
 
-def test_only_the_audit_loads_scipy():
-    names = {file for file, module in imports("verification") if module.startswith("scipy")}
-    assert names == {"statistics.py"}
-    assert not any(module.startswith("scipy") for _, module in imports("runtime"))
+def test_only_the_audit_and_resampling_load_scipy():
+    for package, file in (("verification", "statistics.py"), ("runtime", "wav.py")):
+        names = {name for name, module in imports(package) if module.startswith("scipy")}
+        assert names == {file}
+    assert "scipy" not in loaded_after("import specedge.runtime.audio.wav")

@@ -1,0 +1,1 @@
+"""Speech: WAV files."""
