@@ -185,4 +185,4 @@ def test_only_the_audit_and_resampling_load_scipy():
     for package, file in (("verification", "statistics.py"), ("runtime", "wav.py")):
         names = {name for name, module in imports(package) if module.startswith("scipy")}
         assert names == {file}
-    assert "scipy" not in loaded_after("import specedge.runtime.audio.wav")
+    assert "scipy" not in loaded_after("import specedge.runtime.audio.transcriber")

@@ -1,1 +1,1 @@
-"""Speech: WAV files."""
+"""Speech: WAV files, and transcription by Whisper models."""

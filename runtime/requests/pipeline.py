@@ -21,7 +21,7 @@ from specedge.request import (
     build_request,
     item_seed,
 )
-from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
+from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling, TimestampRules
 
 from ..decoding.invariance import LogitNoise, longest_invariant
 from ..decoding.protocols import ClosableModel, Feed, Operations, SourceModel, TargetModel
@@ -159,6 +159,7 @@ class Pipeline:
         shown: Collection[int] = (),
         stop_tokens: Collection[int] = (),
         include_stop: bool = False,
+        timestamps: TimestampRules | None = None,
         **options: Unpack[RequestOptions],
     ) -> Stream:
         """Generate in pieces of text that join to exactly `Generation.text`.
@@ -171,9 +172,10 @@ class Pipeline:
             shown: Special tokens that are included in the text; others have no text.
             stop_tokens: Tokens that end the text like end tokens, even with `ignore_eos`.
             include_stop: True if the text includes the stop string that ends it.
+            timestamps: Rules of a Whisper model's timestamps; None for text without them.
         """
         request = build_request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
-        sampling = self.sampling(request)
+        sampling = replace(self.sampling(request), timestamps=timestamps)
         tokens, source = self.prompts.start(prompt, request.special_tokens, request.decoder_prefix)
         if stop_tokens:
             ends = tuple(dict.fromkeys((*sampling.end_tokens, *stop_tokens)))

@@ -30,6 +30,7 @@ from specedge.cli.library import list_, remove
 from specedge.cli.ngram import ngram
 from specedge.cli.serve import serve
 from specedge.cli.terminal import sanitize, sanitize_line
+from specedge.cli.transcribe import transcribe
 from specedge.cli.tune import tune
 from specedge.cli.verify import verify
 from specedge.errors import SpecEdgeError
@@ -43,7 +44,7 @@ def cli() -> None:
 
 
 for command in (
-    *(export, embed, generate, compare, tune, bench, inspect, verify),
+    *(export, embed, generate, transcribe, compare, tune, bench, inspect, verify),
     *(build, serve, list_, remove, ngram, doctor),
 ):
     cli.add_command(command)
