@@ -21,6 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from specedge.bundle.manifest import FEATURES
+from specedge.runtime.audio.transcriber import Transcriber
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.tokenizer import decode
 from specedge.sampling_options import RecommendedSampling
@@ -52,6 +54,7 @@ from .response_store import ResponseStore
 from .responses_shape import ResponsesShaper
 from .sampled_tokens import SampledTokens
 from .tools.harmony import is_harmony
+from .transcriptions import MAX_AUDIO, MULTIPART, TranscriptionHandler, parse_transcription
 
 T = TypeVar("T")
 
@@ -159,6 +162,9 @@ class _Server:
             pipeline.bundle.max_prompt_length,
         )
         self._bodies = BodyReader(settings.max_body, settings.body_timeout)
+        self._recordings = BodyReader(MAX_AUDIO, settings.body_timeout, MULTIPART)
+        reads_speech = pipeline.bundle.target.has_graph(FEATURES)
+        self._transcriber = Transcriber(pipeline) if reads_speech else None
         self._parser_pool = ThreadPoolExecutor(PARSER_THREADS)
         # Compiling a grammar may take seconds and must not block the parser threads.
         self._compiler_pool = ThreadPoolExecutor(self._jobs.capacity)
@@ -175,6 +181,8 @@ class _Server:
             for path, parser, shaper in generation
         ]
         routes += [
+            Route("/v1/audio/transcriptions", self._speech_route("transcribe"), methods=["POST"]),
+            Route("/v1/audio/translations", self._speech_route("translate"), methods=["POST"]),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._get_model),
         ]
@@ -246,6 +254,25 @@ class _Server:
 
         return generate
 
+    def _speech_route(self, task: str) -> Callable[[Request], Any]:
+        async def transcribe(http_request: Request) -> TranscriptionHandler:
+            if self._transcriber is None:
+                message = f"{self._model} does not read speech"
+                raise ApiError(message, "model", "unsupported_model")
+            async with self._recordings.read(http_request) as body:
+                content_type = http_request.headers["content-type"]
+                request = await parse_transcription(body, content_type, task, self._settings.strict)
+            if request.model and not self._has_model(request.model):
+                if self._settings.strict:
+                    raise self._unknown_model(request.model)
+                request = dataclasses.replace(request, ignored=("model", *request.ignored))
+            self._metrics.add_ignored(request.ignored)
+            return TranscriptionHandler(
+                self._transcriber, self._jobs, request, self._settings.timeout
+            )
+
+        return transcribe
+
     def _parse(self, body: bytearray, parser: RequestParser) -> ParsedRequest:
         value = _parse_json(body)
         model = value.get("model") if isinstance(value, dict) else None
@@ -286,6 +313,8 @@ class _Server:
 
     def _capabilities(self) -> list[str]:
         """Return the model's capabilities: those of Ollama's API and further ones."""
+        if self._transcriber is not None:
+            return ["transcription"]
         bundle = self._pipeline.bundle
         template = bundle.chat_template
         if template is None or not bundle.supports_chat:

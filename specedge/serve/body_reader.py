@@ -17,10 +17,10 @@ TOTAL_FACTOR = 16  # maximum of all buffered bodies, as a multiple of the size l
 
 
 class BodyReader:
-    """Reader of JSON bodies of at most `max_size` bytes within `timeout` seconds."""
+    """Reader of bodies of one type, of at most `max_size` bytes within `timeout` seconds."""
 
-    def __init__(self, max_size: int, timeout: float) -> None:
-        self._max_size, self._timeout = max_size, timeout
+    def __init__(self, max_size: int, timeout: float, media_type: str = "application/json") -> None:
+        self._max_size, self._timeout, self._media_type = max_size, timeout, media_type
         self._num_buffered = 0
 
     @asynccontextmanager
@@ -28,12 +28,14 @@ class BodyReader:
         """Read the body, which counts towards the total until the context exits.
 
         Raises:
-            ApiError: The content type is not JSON, the body is compressed, or a limit is exceeded.
+            ApiError: The media type is another one, the body is compressed, or a limit is exceeded.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
+        if media_type != self._media_type:
             raise ApiError(
-                "the Content-Type must be application/json", code="invalid_content_type", status=415
+                f"the Content-Type must be {self._media_type}",
+                code="invalid_content_type",
+                status=415,
             )
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("", "identity"):

@@ -54,6 +54,17 @@ def busy_error(reason: str, **headers: str) -> ApiError:
     )
 
 
+def timeout_error(seconds: float) -> ApiError:
+    """Return the API error for a request that takes longer than the server allows."""
+    return ApiError(
+        f"the request exceeded the server's timeout of {seconds:g} seconds, which includes the "
+        "wait for a slot",
+        code="timeout",
+        status=504,
+        headers={"x-should-retry": "false"},  # OpenAI's clients retry on status 504
+    )
+
+
 def prompt_error(error: PromptError, field: str) -> ApiError:
     """Return the API error for an invalid prompt in a field."""
     is_long = isinstance(error, ContextLengthError)

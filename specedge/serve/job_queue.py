@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from typing import TypeVar
 
 from specedge.errors import DrafterError, OptionError
 from specedge.runtime.requests.async_stream import AsyncStream
@@ -12,6 +13,7 @@ from specedge.runtime.requests.stream import Generation, Stream, TextPiece
 
 from .errors import ApiError, busy_error, logged_error
 
+T = TypeVar("T")
 JobEvent = TextPiece | Generation  # pieces of a text, then the generation
 
 
@@ -49,6 +51,23 @@ class JobQueue:
             yield
         finally:
             self.num_admitted -= count
+
+    async def run_blocking(self, work: Callable[[], T], cancel: Callable[[], None]) -> T:
+        """Wait for a slot, run a function in a thread, and return its result.
+
+        If this is cancelled, `cancel` is called, and the slot is free when the function returns.
+        """
+        async with self._slots:
+            self.num_running += 1
+            task = asyncio.ensure_future(asyncio.to_thread(work))
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                cancel()
+                await asyncio.wait([task])
+                raise
+            finally:
+                self.num_running -= 1
 
     async def run(
         self,

@@ -80,7 +80,7 @@ class RequestHandler:
         with self._jobs.admitted(self._request.num_choices):
             work = self._stream(scope, send) if self._request.stream else self._respond()
             try:
-                body = await _while_connected(receive, work)
+                body = await while_connected(receive, work)
             except asyncio.CancelledError:
                 if not self._has_begun:
                     raise
@@ -232,13 +232,7 @@ class RequestHandler:
 
     def _api_error(self, error: Exception) -> ApiError:
         if isinstance(error, asyncio.TimeoutError):
-            return ApiError(
-                f"the request exceeded the server's timeout of {self._timeout:g} seconds, which "
-                "includes the wait for a slot",
-                code="timeout",
-                status=504,
-                headers={"x-should-retry": "false"},  # OpenAI's clients retry on status 504
-            )
+            return errors.timeout_error(self._timeout)
         if isinstance(error, OptionError):
             return option_error(error, self._request)
         if isinstance(error, DrafterError):
@@ -279,7 +273,7 @@ async def _end(send: Send) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`, or cancel it and return None if the client disconnects."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_disconnected(receive))
