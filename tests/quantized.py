@@ -16,7 +16,7 @@ PROMPTS = ("def parse(self):", "import json\n", "    return [")
 
 def with_outliers(model):
     """The same function with channels of 256 times the others in front of every matrix whose input
-    has a norm or attention before it, and of 16 times in front of the others.
+    has a norm before it, and of 16 times in front of down projections.
     """
     with torch.no_grad():
         for layer in model.model.layers:
@@ -30,18 +30,6 @@ def with_outliers(model):
                     matrix.weight[:, 3] /= 256
             mlp.up_proj.weight[7] *= 16
             mlp.down_proj.weight[:, 7] /= 16
-            attention.v_proj.weight[5 :: attention.head_dim] *= 256
-            attention.o_proj.weight[:, 5 :: attention.head_dim] /= 256
-    return model
-
-
-def with_outliers_at_the_head(model):
-    """A quarter of the channels that GPT-2's head reads are 256 times as large, with small weights,
-    which the table shares.
-    """
-    with torch.no_grad():
-        model.transformer.ln_f.weight[3::4] *= 256
-        model.transformer.wte.weight[:, 3::4] /= 256
     return model
 
 

@@ -25,14 +25,12 @@ class RoundedMatrix:
         bits: Bits of an integer.
         importance: Mean square of the input by channel, [K].
         integers: Result of GPTQ, if it was used.
-        exponents: Exponents that smoothing adds to the columns, [N].
     """
 
     stored: StoredTensor
     bits: int
     importance: np.ndarray | None
     integers: IntegerMatrix | None = None
-    exponents: np.ndarray | None = None
     order = None
 
     @property
@@ -41,13 +39,9 @@ class RoundedMatrix:
 
     def blocks(self) -> IntegerMatrix:
         """Return integers and scales in the layout of MatMulNBits."""
-        blocks = self.integers
-        if blocks is None:
-            blocks = rounding.quantize_blocks(self.stored.data(), self.bits, self.importance)
-        if self.exponents is None:
-            return blocks
-        factors = np.exp2(self.exponents).astype(np.float32)[:, None]
-        return IntegerMatrix(blocks.values, blocks.scales * factors)
+        if self.integers is not None:
+            return self.integers
+        return rounding.quantize_blocks(self.stored.data(), self.bits, self.importance)
 
 
 @dataclass(frozen=True)

@@ -159,15 +159,10 @@ class FloatModel:
         graph_model: ir.Model,
         folder: Path,
         ops: str,
-        factors: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write the graph files of a graph variant from its decoder.
-
-        `factors` [H, 1, D] undo the smoothing of its caches, by name.
-        """
+        """Write the graph files of a graph variant from its decoder."""
         if has_int8_caches(ops):
-            scales = {n: s / (factors or {}).get(n, 1) for n, s in self.cache_scales.items()}
-            quantize_caches(graph_model, scales)
+            quantize_caches(graph_model, self.cache_scales)
         else:
             convert_types(graph_model, ops)
         graphs.write_graphs(graph_model, folder, self.files, ops)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from . import rounding
@@ -21,18 +20,14 @@ _TINY = 1e-30
 _RoundRow = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-def inverse_factor(hessian: torch.Tensor, exponents: np.ndarray | None = None) -> torch.Tensor:
+def inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
     """Return the upper triangular U with U^T U = H^-1 of a damped Hessian. [K, K] -> [K, K]
 
     With reversed rows and columns H is L L^T, and U is the inverse of L: one factorization instead
-    of three, in float32 unless that fails. Only the upper triangle of H is read. Channel k of x was
-    divided by 2 ** exponents[k].
+    of three, in float32 unless that fails. Only the upper triangle of H is read.
     """
     for dtype in (torch.float32, torch.float64):
         damped = hessian.to(dtype, copy=True)
-        if exponents is not None:
-            factors = torch.from_numpy(np.exp2(exponents)).to(dtype)
-            damped /= torch.outer(factors, factors)
         damped.diagonal().add_(max(float(damped.diagonal().mean()) * DAMPING, _TINY))
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if not failed:
@@ -54,28 +49,22 @@ def _invert_triangular(lower: torch.Tensor) -> torch.Tensor:
     return inverse
 
 
-def quantize_columns(
-    weights: torch.Tensor, upper: torch.Tensor, exponents: np.ndarray | None = None
-) -> IntegerMatrix:
-    """Round a matrix with one scale per column, after row k is multiplied by 2 ** exponents[k].
+def quantize_columns(weights: torch.Tensor, upper: torch.Tensor) -> IntegerMatrix:
+    """Round a matrix with one scale per column.
 
     Args:
         weights: [K, N] in float32, overwritten.
         upper: Inverse factor of the input's Hessian, [K, K].
-        exponents: Smoothing exponents, [K].
     """
-    left = weights
-    if exponents is not None:
-        left *= torch.from_numpy(np.exp2(exponents).astype(np.float32))[:, None]
-    scale = left.abs().amax(0).clamp_min(_TINY) / MAX_INT8
-    values = torch.empty(left.shape, dtype=torch.int8)
+    scale = weights.abs().amax(0).clamp_min(_TINY) / MAX_INT8
+    values = torch.empty(weights.shape, dtype=torch.int8)
 
     def quantized(row: int, weight: torch.Tensor) -> torch.Tensor:
         integers = (weight / scale).round_().clamp_(-MAX_INT8, MAX_INT8)
         values[row] = integers
         return integers * scale
 
-    _compensate_errors(left, upper, quantized, _BATCH_ROWS)
+    _compensate_errors(weights, upper, quantized, _BATCH_ROWS)
     return IntegerMatrix(values.numpy(), scale[None].numpy())
 
 

@@ -48,19 +48,17 @@ class IntegerRewriter(GraphEditor):
     """Rewriter of the products and embeddings of one graph.
 
     Attributes:
-        tables: Smoothing exponents of embeddings, [H] or None, by offset.
+        tables: Offsets of embeddings.
         block_tables: Offsets of embeddings in 8-bit blocks.
         kept_tables: Embeddings of a checkpoint whose integers are kept, by offset; None if this
             model is rounded.
-        column_exponents: Exponents that smoothing adds to the columns of a product, [N].
     """
 
     has_float_inputs: ClassVar = False
 
-    tables: Mapping[int, np.ndarray | None]
+    tables: Container[int]
     block_tables: Container[int] = ()
     kept_tables: Mapping[int, CheckpointMatrix] | None = None
-    column_exponents: dict[ir.Node, np.ndarray] = field(default_factory=dict)
     _sums: dict[tuple[ir.Value, int], ir.Value] = field(default_factory=dict)
     _ordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict)
 
@@ -68,8 +66,6 @@ class IntegerRewriter(GraphEditor):
         """Replace the products of a group."""
         first = next(node for node in self.graph if node in {m.node for m in group.matrices})
         if not choice.num_parts:
-            for matrix in group.matrices:
-                self._scale_float_columns(matrix)
             return
         if choice.bits:
             self._insert_block_products(first, group, choice)
@@ -94,23 +90,14 @@ class IntegerRewriter(GraphEditor):
             if (source := self.kept_tables.get(stored.offset)) is not None:
                 replace_output(output, self._insert_kept_lookup(node, stored, source))
             return
-        exponents = self.tables[stored.offset]
         if stored.offset in self.block_tables:
             replace_output(output, self._insert_block_lookup(node, stored))
             return
-        rows = self._insert_lookup(node, *self._stored_table(stored))
-        if exponents is not None:  # undo the smoothing of the tied LM head
-            name = f"{output.name}.powers"
-            factors = add_constant(self.graph, np.exp2(-exponents).astype(np.float32), name)
-            rows = self.node(node, "Mul", [rows, factors], f"{output.name}.divided", output)
-        replace_output(output, rows)
+        replace_output(output, self._insert_lookup(node, *self._stored_table(stored)))
 
     def _stored_table(self, stored: StoredTensor) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
         """Return a table's stored integers, [V, H], and scales, [V, 1]."""
-        exponents = self.tables[stored.offset]
-        return self.store.matrix(
-            (stored.offset, exponent_key(exponents)), lambda: quantize_table(stored, exponents)
-        )
+        return self.store.matrix(stored.offset, lambda: quantize_table(stored))
 
     def _insert_lookup(
         self, node: ir.Node, stored_values: ir.ExternalTensor, stored_scales: ir.ExternalTensor
@@ -132,7 +119,7 @@ class IntegerRewriter(GraphEditor):
         The blocks are shared with a tied LM head.
         """
         output, ids = node.outputs[0], node.inputs[1]
-        key = ((stored.offset,), 8, None)
+        key = ((stored.offset,), 8)
         blocks, scales = self.store.matrix(
             key, lambda: rounding.quantize_blocks(tensor_data(stored.tensor).T, 8)
         )
@@ -267,16 +254,14 @@ class IntegerRewriter(GraphEditor):
         if choice.kept is not None:
             return choice.kept.get(matrix.offset)
         integers = choice.integers.get(matrix.offset)
-        exponents = self.column_exponents.get(matrix.node)
-        return RoundedMatrix(matrix.stored, choice.bits, choice.importance, integers, exponents)
+        return RoundedMatrix(matrix.stored, choice.bits, choice.importance, integers)
 
     def _store_blocks(
         self, sources: Mapping[Matrix, BlockSource]
     ) -> tuple[Hashable, tuple[ir.ExternalTensor, ir.ExternalTensor]]:
         """Store the integers and scales of matrices, joined along N; return their key as well."""
-        exponents = [exponent_key(self.column_exponents.get(m.node)) for m in sources]
         bits = next(iter(sources.values())).layout.bits
-        key = (tuple(matrix.offset for matrix in sources), bits, *exponents)
+        key = (tuple(matrix.offset for matrix in sources), bits)
         return key, self.store.matrix(
             key, lambda: rounding.join((source.blocks() for source in sources.values()), 0)
         )
@@ -386,30 +371,9 @@ class IntegerRewriter(GraphEditor):
             turned = insert_node(before, "Transpose", [table], name, perm=[1, 0])
             flat = view_tensor(scales, ir.Shape([1, scales.size]), f"{scales.name}.flat")
             return turned, self.external(flat)
-        exponents = [self.column_exponents.get(m.node) for m in matrices]
-        exponent_keys = map(exponent_key, (choice.exponents, *exponents))
-        key = (tuple(m.offset for m in matrices), choice.num_parts, part, *exponent_keys)
-        values, scales = self.store.matrix(
-            key, lambda: _join_columns(matrices, exponents, choice, part)
-        )
+        key = ("columns", tuple(m.offset for m in matrices), choice.num_parts, part)
+        values, scales = self.store.matrix(key, lambda: _join_columns(matrices, choice, part))
         return self.external(values), self.external(scales)
-
-    def _scale_float_columns(self, matrix: Matrix) -> None:
-        """Scale the output of an unquantized product by its smoothing exponents."""
-        exponents = self.column_exponents.get(matrix.node)
-        if exponents is None:
-            return
-        output = matrix.node.outputs[0]
-        users = list(output.uses())
-        factors = add_constant(
-            self.graph, np.exp2(exponents).astype(np.float32), f"{output.name}.factors"
-        )
-        scaled = ir.node("Mul", [output, factors])
-        scaled.outputs[0].name = f"{output.name}.scaled"
-        scaled.outputs[0].shape, scaled.outputs[0].dtype = output.shape, output.dtype
-        self.graph.insert_after(matrix.node, scaled)
-        for user, index in users:
-            user.replace_input_with(index, scaled.outputs[0])
 
 
 def num_columns(matrix: Matrix) -> int:
@@ -417,33 +381,20 @@ def num_columns(matrix: Matrix) -> int:
     return matrix.stored.shape[-1]
 
 
-def exponent_key(exponents: np.ndarray | None) -> bytes | None:
-    """Return smoothing exponents as part of a cache key."""
-    return None if exponents is None else exponents.tobytes()
-
-
-def quantize_table(stored: StoredTensor, exponents: np.ndarray | None) -> IntegerMatrix:
-    """Quantize a table [V, H] per row, after channel k is multiplied by 2 ** exponents[k]."""
-    turned = rounding.quantize_columns(tensor_data(stored.tensor).T, exponents)
+def quantize_table(stored: StoredTensor) -> IntegerMatrix:
+    """Quantize a table [V, H] per row."""
+    turned = rounding.quantize_columns(tensor_data(stored.tensor).T)
     return IntegerMatrix(np.ascontiguousarray(turned.values.T), turned.scales.T)
 
 
-def _join_columns(
-    matrices: Sequence[Matrix],
-    column_exponents: Sequence[np.ndarray | None],
-    choice: Scheme,
-    part: int,
-) -> IntegerMatrix:
-    """Join quantized matrices along N, for a part of K, with smoothing exponents applied."""
+def _join_columns(matrices: Sequence[Matrix], choice: Scheme, part: int) -> IntegerMatrix:
+    """Join quantized matrices along N, for a part of K."""
     pieces = []
-    for matrix, columns in zip(matrices, column_exponents, strict=True):
+    for matrix in matrices:
         size = matrix.stored.shape[-2] // choice.num_parts
         rows = slice(part * size, (part + 1) * size)
-        exponents = None if choice.exponents is None else choice.exponents[rows]
         integers = choice.integers.get(matrix.offset)
         if integers is None:
-            weights = matrix.stored.data()[..., rows, :]
-            integers = rounding.quantize_columns(weights, exponents)
-        factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)
-        pieces.append(IntegerMatrix(integers.values, integers.scales * factors))
+            integers = rounding.quantize_columns(matrix.stored.data()[..., rows, :])
+        pieces.append(integers)
     return rounding.join(pieces, -1)

@@ -50,7 +50,7 @@ class KeptWeights:
             if kept:
                 bits = max(source.layout.bits for source in kept.values())
                 reason = scheme.reason if len(kept) < len(sources) else ""
-                scheme = Scheme(None, 1, 0.0, 0.0, bits, reason=reason, kept=kept)
+                scheme = Scheme(1, 0.0, 0.0, bits, reason=reason, kept=kept)
             left = [m.stored.tensor for m in group.matrices if m.offset not in kept]
             selected[group.key] = schemes.with_names(scheme, left)
         for layer in expert_layers(graph, excluded):
@@ -60,7 +60,7 @@ class KeptWeights:
                 error = experts.offset_error
                 reason = f"their offsets are rounded (relative error {error:.2%})" if error else ""
                 bits = experts.layout.bits
-                scheme = Scheme(None, 1, 0.0, 0.0, bits, reason=reason, experts=experts)
+                scheme = Scheme(1, 0.0, 0.0, bits, reason=reason, experts=experts)
             selected[layer.experts.key] = schemes.with_names(scheme, layer.experts.names)
         return selected
 

@@ -30,7 +30,7 @@ from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..graph import rewrites
 from ..graph.external_data import FILE, LazyWeights
 from ..progress import Progress
-from . import cache_scales, calibration, gptq, rotation_rewriter, schemes, smoothing
+from . import cache_scales, calibration, gptq, rotation_rewriter, schemes
 from .calibration import InputStatistics
 from .dequantize_rewriter import DequantizeRewriter, QdqRewriter
 from .experts import ExcludedWeights, expert_layers, find_excluded
@@ -56,7 +56,6 @@ ROTATED_PRECISIONS = ("int8", "int4")  # precisions that a rotation makes more a
 # and 0.085 in int4.
 MAX_DIVERGENCE = {"int8": 0.2, "int8-block": 0.2, KEEP: 0.2, "int4": 2.0}
 Schemes = dict[tuple[int, ...], Scheme]
-ChannelMaps = dict[tuple[int, ...], np.ndarray]  # channels of groups that can be smoothed, by key
 
 
 def quantize(
@@ -164,9 +163,7 @@ def _calibrate(
 
     def select(models: list[FloatModel], excluded: ExcludedWeights) -> Schemes:
         with progress.step(f"Calibrating the {first}"):
-            graphs = (model.load(ops, excluded).graph for model in models for ops in model.ops)
-            channels = smoothing.shared_channels(graphs, excluded.offsets)
-            selector = SchemeSelector(precision, rounding, bits, texts, channels, excluded, work)
+            selector = SchemeSelector(precision, rounding, bits, texts, excluded, work)
             selected = Schemes()
             for model in models:
                 selected |= selector.select(model, selected)
@@ -295,7 +292,6 @@ class SchemeSelector:
     rounding: str
     bits: float
     texts: CalibrationTexts
-    channels: ChannelMaps
     excluded: ExcludedWeights
     folder: Path
 
@@ -336,7 +332,7 @@ class SchemeSelector:
             group = new[key]
             is_tied = bool(tables & {*key})
             precision = "int8-block" if key in in_eight_bits else self.precision
-            choice = _scheme(group, x, precision, model.model, is_tied, self.channels.get(key))
+            choice = _scheme(group, x, precision, model.model, is_tied)
             if not is_tied:
                 choice = replace(choice, integers=self._round(group, x.hessian, choice))
             group_schemes[key] = schemes.with_names(
@@ -404,13 +400,13 @@ def _round_by_gptq(
     matrices: Sequence[Matrix], hessian: torch.Tensor, choice: Scheme
 ) -> Iterator[IntegerMatrix]:
     """Yield matrices that are rounded together by GPTQ."""
-    factor = gptq.inverse_factor(hessian, choice.exponents)
+    factor = gptq.inverse_factor(hessian)
     weights = torch.cat([matrix.stored.data().float() for matrix in matrices], 1)
     ends = np.cumsum([matrix.stored.shape[1] for matrix in matrices])[:-1]
     if choice.bits:
         rounded = gptq.quantize_blocks(weights, factor, choice.bits)
     else:
-        rounded = gptq.quantize_columns(weights, factor, choice.exponents)
+        rounded = gptq.quantize_columns(weights, factor)
     arrays = (np.split(x, ends, 0 if choice.bits else 1) for x in (rounded.values, rounded.scales))
     return itertools.starmap(IntegerMatrix, zip(*arrays, strict=True))
 
@@ -462,7 +458,6 @@ def _scheme(
     precision: str,
     model: ModelEntry,
     is_tied: bool,
-    channels: np.ndarray | None,
 ) -> Scheme:
     """Return the scheme of a group with input x in a precision."""
     shapes = [matrix.stored.shape for matrix in group.matrices]
@@ -473,8 +468,8 @@ def _scheme(
     if precision == "int8-block" and is_plain and shapes[0][0] % BLOCK_SIZE == 0:
         return schemes.block_scheme(group, x, 8)
     if precision == "int4" and not is_tied and len(shapes) == 1 and len(shapes[0]) == 2:
-        return schemes.head_scheme(group, x, channels)
-    return schemes.per_channel_scheme(group, x, channels, is_tied)
+        return schemes.head_scheme(group, x)
+    return schemes.per_channel_scheme(group, x, is_tied)
 
 
 def _write_graphs(
@@ -493,13 +488,7 @@ def _write_graphs(
     tables = dict(embeddings(graph))
     all_groups = matrix_groups(graph, excluded.offsets)
     rounded = {offset for g in all_groups if group_schemes[g.key].num_parts for offset in g.key}
-    exponents_of = {
-        offset: choice.exponents for key, choice in group_schemes.items() for offset in key
-    }
-    factors = smoothing.cache_factors(
-        graph, {key: choice.exponents for key, choice in group_schemes.items()}
-    )
-    table_exponents = {table.offset: exponents_of.get(table.offset) for table in tables.values()}
+    table_offsets = {table.offset for table in tables.values()}
     rewriter_class = DequantizeRewriter if has_compute_type(ops) else IntegerRewriter
     rewriter_class = QdqRewriter if is_qdq(ops) else rewriter_class
     blocks = {p for g in all_groups if group_schemes[g.key].bits == 8 for p in g.key}
@@ -510,14 +499,7 @@ def _write_graphs(
             if table.tensor.shape.numpy()[1] % BLOCK_SIZE == 0
         }
     kept_tables = None if kept is None else kept.tables(graph)
-    rewriter = rewriter_class(
-        graph, store, table_exponents, blocks & {*table_exponents}, kept_tables
-    )
-    for group in all_groups:
-        if (exponents := group_schemes[group.key].exponents) is not None:
-            path = smoothing.smoothing_path(group)
-            assert path is not None
-            rewriter.column_exponents |= smoothing.apply_smoothing(graph, path, exponents)
+    rewriter = rewriter_class(graph, store, table_offsets, blocks & table_offsets, kept_tables)
     for group in all_groups:
         rewriter.group(group, group_schemes[group.key])
     for mixture in expert_layers(graph, excluded):
@@ -529,4 +511,4 @@ def _write_graphs(
     rewrites.fuse_sigmoids(graph_model)
     passes.RemoveUnusedNodesPass()(graph_model)
     store.adopt(graph)
-    model.write(graph_model, folder, ops, factors)
+    model.write(graph_model, folder, ops)

@@ -20,7 +20,6 @@ from specedge.errors import ExportError
 from ..progress import Progress
 from ..verification import checks
 from ..verification.runner import Action, FillNoise, PassAction, ReadRows, RepeatRows, Runner
-from . import smoothing
 from .cache_scales import check_scales
 from .float_model import FloatModel, VariantReport
 from .schemes import Scheme
@@ -60,12 +59,10 @@ def measure_variants(
         ExportError: Values overflow a graph variant's type, or the scales of its caches are wrong.
     """
     graphs: dict[str, MeasuredGraph] = {}
-    for ops, choices in graph_variants.items():
+    for ops in graph_variants:
         runner = model.runner(folder, ops)
         if runner.can_run():
-            exponents = {key: choice.exponents for key, choice in choices.items()}
-            factors = smoothing.cache_factors(model.load(ops).graph, exponents)
-            graphs[ops] = MeasuredGraph(runner, factors)
+            graphs[ops] = MeasuredGraph(runner)
             if has_int8_caches(ops):
                 _check_int8_caches(model, graphs[ops], texts.evaluation[0][:NUM_SAMPLE_TOKENS])
                 graphs[ops].factors = model.cache_scales
@@ -96,7 +93,7 @@ def _check_int8_caches(model: FloatModel, graph: MeasuredGraph, text: np.ndarray
     runner = graph.runner
     plain = model.runner(runner.folder, attention_ops(runner.ops))
     name = f"{model.role} ({runner.ops})"
-    check_scales(name, runner, model.cache_scales, plain, graph.factors, text)
+    check_scales(name, runner, model.cache_scales, plain, text)
 
 
 def _type_suffix(ops: str) -> str:
@@ -158,7 +155,6 @@ def _quantization_report(
         agreement=distance.num_same / count,
         divergence=max(0.0, distance.divergence / count),
         error=distance.error,
-        num_smoothed=sum(scheme.exponents is not None for scheme in schemes),
         num_cut=sum(scheme.num_parts > 1 for scheme in schemes),
         num_left=sum(scheme.num_parts == 0 for scheme in schemes),
         num_in_blocks=sum(scheme.bits > 0 for scheme in schemes),
@@ -244,7 +240,7 @@ class MeasuredGraph:
 
     Attributes:
         runner: Runner of the graph.
-        factors: Factors [H, 1, D] that undo the smoothing or rounding of caches, by name.
+        factors: Scales [H, 1, D] of int8 caches, by name.
         near: Distance on the texts.
         late: Distance at the end of the context.
     """

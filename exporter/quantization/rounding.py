@@ -46,14 +46,12 @@ def join(matrices: Iterable[IntegerMatrix], axis: int) -> IntegerMatrix:
     )
 
 
-def quantize_columns(weights: torch.Tensor, exponents: np.ndarray | None = None) -> IntegerMatrix:
-    """Quantize a matrix per column, after row k is multiplied by 2 ** exponents[k]."""
+def quantize_columns(weights: torch.Tensor) -> IntegerMatrix:
+    """Quantize a matrix per column."""
     values = torch.empty(weights.shape, dtype=torch.int8)
     scales = torch.empty((*weights.shape[:-2], 1, weights.shape[-1]))
     for at in _column_strips(weights):
         strip = weights[..., at].float()
-        if exponents is not None:
-            strip = strip * _scale_factors(exponents)[:, None]
         scale = strip.abs().amax(-2, keepdim=True).clamp_min(_TINY) / MAX_INT8
         values[..., at] = (strip / scale).round().to(torch.int8)
         scales[..., at] = scale
@@ -201,43 +199,24 @@ def round_rows(x: np.ndarray) -> np.ndarray:
     return np.rint(x / scale) * scale
 
 
-def product_error(
-    weights: torch.Tensor, x: np.ndarray, exponents: np.ndarray | None = None, num_parts: int = 1
-) -> float:
+def product_error(weights: torch.Tensor, x: np.ndarray, num_parts: int = 1) -> float:
     """Return the relative RMS error of x W with both quantized.
 
     K is split into `num_parts` with separate scales. [K, N], [n, K]
     """
     off = size = 0.0
-    factors = (
-        np.ones(x.shape[1], np.float32) if exponents is None else _scale_factors(exponents).numpy()
-    )
     cuts = np.array_split(np.arange(x.shape[1]), num_parts)
-    rounded = [torch.from_numpy(round_rows(x[:, part] / factors[part])) for part in cuts]
+    rounded = [torch.from_numpy(round_rows(x[:, part])) for part in cuts]
     exact = torch.from_numpy(x)
     for at in _column_strips(weights):
         strip = weights[:, at].float()
         expected, actual = exact @ strip, torch.zeros(())
         for part, part_rows in zip(cuts, rounded, strict=True):
-            piece = quantize_columns(
-                strip[part[0] : part[-1] + 1], None if exponents is None else exponents[part]
-            )
+            piece = quantize_columns(strip[part[0] : part[-1] + 1])
             actual = actual + part_rows @ (torch.from_numpy(piece.values * piece.scales))
         off += float((actual - expected).square().sum())
         size += float(expected.square().sum())
     return (off / max(size, _TINY)) ** 0.5
-
-
-def column_error(weights: torch.Tensor, exponents: np.ndarray) -> float:
-    """Return the largest relative error of a column of W with smoothing exponents. [K, N]"""
-    integers, exact = quantize_columns(weights, exponents), weights.float()
-    whole = torch.from_numpy(integers.values * integers.scales) / _scale_factors(exponents)[:, None]
-    off = (whole - exact).norm(dim=0) / exact.norm(dim=0).clamp_min(_TINY)
-    return float(off.max())
-
-
-def _scale_factors(exponents: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.exp2(exponents).astype(np.float32))
 
 
 def _column_strips(weights: torch.Tensor) -> list[slice]:

@@ -16,13 +16,9 @@ from .checkpoint_experts import CheckpointExperts
 from .experts import NUM_SAMPLED_EXPERTS, ExpertWeights
 from .matrices import MatrixGroup
 from .rounding import IntegerMatrix
-from .smoothing import smoothing_exponents
 
-# SmoothQuant's alpha; 0.5 distributes a channel's size evenly between input and weights.
-SMOOTHING_STRENGTHS = (0.5, 0.75)
 SPLITS = (2, 4, 8)  # parts of K with separate scales
-# Relative product error above which channels are smoothed and K is split. Below it smoothing has no
-# benefit: SmolLM2's KL divergence is 0.0041 without and 0.0043 with it.
+# Relative product error above which K is split.
 MAX_UNSPLIT_ERROR = 0.04
 # Product error above which 8-bit blocks are considered, which have slower verify passes.
 MAX_PER_CHANNEL_ERROR = 0.05
@@ -38,10 +34,9 @@ class Scheme:
     """Quantization scheme of a group, and the relative RMS error of its worst product.
 
     Attributes:
-        exponents: Smoothing exponents, base 2, moved from the input into the weights, [K].
         num_parts: Parts of K with separate scales; 0 if the group is not quantized.
         error: Error of the worst product.
-        plain_error: Error without smoothing and splits of K.
+        plain_error: Error without splits of K.
         bits: Bits of block-wise quantization; 0 if per-channel.
         importance: Mean square of the input by channel, [K], for block-wise scales.
         reason: Explanation of a deviation from the precision's default scheme.
@@ -50,7 +45,6 @@ class Scheme:
         experts: The checkpoint's integers of experts, if they are kept.
     """
 
-    exponents: np.ndarray | None
     num_parts: int
     error: float
     plain_error: float
@@ -62,33 +56,21 @@ class Scheme:
     experts: CheckpointExperts | None = None
 
 
-def per_channel_scheme(
-    group: MatrixGroup, x: InputStatistics, channels: np.ndarray | None, tied: bool = False
-) -> Scheme:
+def per_channel_scheme(group: MatrixGroup, x: InputStatistics, tied: bool = False) -> Scheme:
     """Return a per-channel scheme for a group with input x, or 8-bit blocks if it is inaccurate.
 
     Args:
-        group: Matrices; stacked ones are neither smoothed nor split.
+        group: Matrices; stacked ones are not split.
         x: Statistics of their input.
-        channels: Index of the smoothing scale of each channel, [K]; None for no smoothing.
-        tied: True for a tied LM head, which is not split, and whose rows must be accurate as well.
+        tied: True for a tied LM head, which is not split.
     """
-    weights, can_cut = _sampled_columns(group), not tied
-    if any(len(matrix.stored.order) != 2 for matrix in group.matrices):
-        channels, can_cut = None, False
-    plain = best = Scheme(None, 1, error := _worst_error(weights, x.rows), error)
-    candidates = _exponent_candidates(group, x, channels) if plain.error > MAX_UNSPLIT_ERROR else []
-    for exponents in candidates:
-        error = _worst_error(weights, x.rows, exponents)
-        if tied:
-            error = max(error, *(rounding.column_error(w, exponents) for w in weights))
-        if error < best.error:
-            best = Scheme(exponents, 1, error, plain.error)
+    weights = _sampled_columns(group)
+    can_cut = not tied and all(len(matrix.stored.order) == 2 for matrix in group.matrices)
+    plain = best = Scheme(1, error := _worst_error(weights, x.rows), error)
     for num_parts in SPLITS if can_cut else ():
         if best.error <= MAX_UNSPLIT_ERROR or len(x.maximum) % num_parts:
             break
-        error = _worst_error(weights, x.rows, best.exponents, num_parts)
-        best = Scheme(best.exponents, num_parts, error, plain.error)
+        best = Scheme(num_parts, _worst_error(weights, x.rows, num_parts), plain.error)
     if best.error > MAX_PER_CHANNEL_ERROR and can_cut:
         blocks = block_scheme(group, x, 8)
         if blocks.num_parts and blocks.error < best.error:
@@ -106,21 +88,9 @@ def per_channel_scheme(
     )
 
 
-def _exponent_candidates(
-    group: MatrixGroup, x: InputStatistics, channels: np.ndarray | None
-) -> list[np.ndarray]:
-    """Return candidates of smoothing exponents for a group's input."""
-    if channels is None:
-        return []
-    return [
-        smoothing_exponents(x.maximum, _row_maxima(group), strength, channels)
-        for strength in SMOOTHING_STRENGTHS
-    ]
-
-
 def unquantized(reason: str, plain_error: float = 0.0) -> Scheme:
     """Return a scheme without quantization."""
-    return Scheme(None, 0, 0.0, plain_error, reason=f"not quantized, because {reason}")
+    return Scheme(0, 0.0, plain_error, reason=f"not quantized, because {reason}")
 
 
 def block_scheme(group: MatrixGroup, x: InputStatistics, bits: int) -> Scheme:
@@ -128,7 +98,7 @@ def block_scheme(group: MatrixGroup, x: InputStatistics, bits: int) -> Scheme:
     error = max(rounding.block_error(w, x.rows, bits) for w in _sampled_columns(group))
     if error > MAX_ERROR and not (bits == 4 and x.hessian is not None):  # GPTQ is more accurate
         return unquantized(f"quantization would cause a product error of {error:.1%}", error)
-    return Scheme(None, 1, error, error, bits, x.mean_square)
+    return Scheme(1, error, error, bits, x.mean_square)
 
 
 def expert_scheme(experts: ExpertWeights, x: InputStatistics, bits: int) -> Scheme:
@@ -143,16 +113,16 @@ def expert_scheme(experts: ExpertWeights, x: InputStatistics, bits: int) -> Sche
         errors.append(rounding.block_error(last[expert].T, inner, bits))
     if (error := max(errors)) > MAX_ERROR:
         return unquantized(f"quantization would cause a product error of {error:.1%}", error)
-    return Scheme(None, 1, error, error, bits, x.mean_square)
+    return Scheme(1, error, error, bits, x.mean_square)
 
 
-def head_scheme(group: MatrixGroup, x: InputStatistics, channels: np.ndarray | None) -> Scheme:
+def head_scheme(group: MatrixGroup, x: InputStatistics) -> Scheme:
     """Return 4-bit blocks for an LM head with input x, or a per-channel scheme if inaccurate."""
     (matrix,) = group.matrices
     divergence = rounding.block_divergence(matrix.stored.data(), x.rows, 4)
     if divergence <= MAX_HEAD_DIVERGENCE:
         return block_scheme(group, x, 4)
-    scheme = per_channel_scheme(group, x, channels)
+    scheme = per_channel_scheme(group, x)
     layout = scheme.reason or "in columns of 8 bits"
     return replace(
         scheme,
@@ -164,7 +134,7 @@ def round_to_nearest(weights: torch.Tensor, choice: Scheme) -> IntegerMatrix:
     """Round a matrix that is not split along K. [K, N]"""
     if choice.bits:
         return rounding.quantize_blocks(weights, choice.bits, choice.importance)
-    return rounding.quantize_columns(weights, choice.exponents)
+    return rounding.quantize_columns(weights)
 
 
 def _sampled_columns(group: MatrixGroup) -> list[torch.Tensor]:
@@ -178,26 +148,8 @@ def _sampled_columns(group: MatrixGroup) -> list[torch.Tensor]:
     return samples
 
 
-def _worst_error(
-    weights: Sequence[torch.Tensor],
-    x: np.ndarray,
-    exponents: np.ndarray | None = None,
-    num_parts: int = 1,
-) -> float:
-    return max(rounding.product_error(w, x, exponents, num_parts) for w in weights)
-
-
-def _row_maxima(group: MatrixGroup) -> np.ndarray:
-    """Return the largest value of each row of a group's matrices, relative to its column's. [K]
-
-    Columns have separate scales, so only magnitudes relative to the column matter.
-    """
-    maxima = []
-    for matrix in group.matrices:
-        sizes = matrix.stored.data().abs()
-        largest = sizes.amax(0)
-        maxima.append((sizes / largest.where(largest > 0, 1)).amax(1).float())
-    return torch.stack(maxima).amax(0).numpy()
+def _worst_error(weights: Sequence[torch.Tensor], x: np.ndarray, num_parts: int = 1) -> float:
+    return max(rounding.product_error(w, x, num_parts) for w in weights)
 
 
 def with_names(choice: Scheme, tensors: Sequence[ir.ExternalTensor]) -> Scheme:

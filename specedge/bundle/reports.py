@@ -104,16 +104,16 @@ class QuantizationReport:
         agreement: Top-1 agreement.
         divergence: Mean Kullback-Leibler divergence in nats.
         error: Largest difference of a logit or cache value, relative to the largest value.
-        num_smoothed: Groups of matrices with a common input that are smoothed (SmoothQuant).
-        num_cut: Groups with several scales along K.
+        num_cut: Groups of matrices with a common input and several scales along K.
         num_left: Groups that are not quantized.
         num_in_blocks: Groups that are quantized block-wise.
         product_error: Relative RMS error of the worst matrix product.
-        plain_product_error: The same without smoothing and splitting.
+        plain_product_error: The same without splitting.
         exceptions: One line for each group that deviates from the requested precision.
         bits_per_weight: Size of the weights file in bits over the model's parameters, with scales,
             embedding and LM head; 0 if unknown.
         types: Quantization types of the checkpoint by name, where its weights are kept.
+        num_smoothed: Groups with SmoothQuant scales, in bundles that had them.
     """
 
     text: str
@@ -123,7 +123,6 @@ class QuantizationReport:
     agreement: float
     divergence: float
     error: float
-    num_smoothed: int
     num_cut: int
     num_left: int
     num_in_blocks: int
@@ -132,6 +131,7 @@ class QuantizationReport:
     exceptions: tuple[str, ...]
     bits_per_weight: float = field(default=0.0, metadata=OPTIONAL)
     types: dict[str, WeightType] = field(default_factory=dict, metadata=OPTIONAL)
+    num_smoothed: int = field(default=0, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         for line in (self.text, *self.exceptions, *self.types):
@@ -161,9 +161,8 @@ class QuantizationReport:
             return line
         return (
             f"{line}; error of the worst product {self.product_error:.1%} "
-            f"({self.plain_product_error:.1%} without smoothing and splitting; groups: "
-            f"{self.num_smoothed} smoothed, {self.num_cut} split, {self.num_in_blocks} block-wise, "
-            f"{self.num_left} not quantized)"
+            f"({self.plain_product_error:.1%} without splitting; groups: {self.num_cut} split, "
+            f"{self.num_in_blocks} block-wise, {self.num_left} not quantized)"
         )
 
 

@@ -54,19 +54,6 @@ def test_exactly_representable_weights_are_unchanged(problem):
     assert np.array_equal(found.values, integers.numpy())
 
 
-def test_gptq_supports_smoothing_scales(problem):
-    weights, x, hessian = problem
-    powers = np.where(np.arange(96) % 7 == 0, 3.0, 0.0)
-    factors = torch.from_numpy(np.exp2(powers)).float()
-    found = gptq.quantize_columns(weights.clone(), gptq.inverse_factor(hessian, powers), powers)
-    nearest = rounding.quantize_columns(weights, powers)
-    ours, plain = (
-        off(x / factors, weights * factors[:, None], torch.from_numpy(i.values * i.scales))
-        for i in (found, nearest)
-    )
-    assert ours < 0.8 * plain
-
-
 def test_zero_inputs_fall_back_to_rounding(problem):
     weights, _, hessian = problem
     hessian[3] = hessian[:, 3] = 0

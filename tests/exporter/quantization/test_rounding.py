@@ -38,18 +38,6 @@ def test_zero_column_quantizes_to_zeros():
     assert np.isfinite(found.scales).all()
 
 
-def test_power_of_two_channel_scales_preserve_products(random):
-    """Channels of equal magnitude, so that rounding does not differ."""
-    weights = torch.from_numpy(random.standard_normal((32, 16), np.float32))
-    powers = random.integers(-3, 4, 32).astype(np.float64)
-    moved = rounding.quantize_columns(
-        weights * torch.from_numpy(np.exp2(-powers))[:, None].float(), powers
-    )
-    plain = rounding.quantize_columns(weights)
-    assert np.array_equal(moved.values, plain.values)
-    assert np.array_equal(moved.scales, plain.scales)
-
-
 def test_estimated_error_equals_integer_product_error(random):
     weights = torch.from_numpy(random.standard_normal((64, 48), np.float32))
     x = random.standard_normal((20, 64), np.float32)
@@ -63,14 +51,10 @@ def test_estimated_error_equals_integer_product_error(random):
     assert 0.003 < off < 0.02
 
 
-def test_outlier_channel_error_is_reduced_by_parts_and_smoothing(random):
+def test_outlier_channel_error_is_reduced_by_parts(random):
     weights = torch.from_numpy(random.standard_normal((64, 48), np.float32))
     x = random.standard_normal((20, 64), np.float32)
-    usual = rounding.product_error(weights, x)
     x[:, 5] *= 512
     weights[5] /= 512
-    powers = np.zeros(64)
-    powers[5] = 9
     assert rounding.product_error(weights, x) > 0.5
-    assert rounding.product_error(weights, x, None, 8) < 0.6 * rounding.product_error(weights, x)
-    assert rounding.product_error(weights, x, powers) == pytest.approx(usual, rel=1e-3)
+    assert rounding.product_error(weights, x, 8) < 0.6 * rounding.product_error(weights, x)
