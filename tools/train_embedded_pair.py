@@ -16,7 +16,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -146,19 +146,35 @@ def cross_entropy(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def train_on_text(name: str, run: Trainer, train: torch.Tensor, test: torch.Tensor) -> None:
-    """Minimize cross-entropy on windows of the library; keep the best held-out checkpoint."""
+def minimize(
+    name: str,
+    run: Trainer,
+    loss: Callable[[int], torch.Tensor],
+    held_out: Callable[[], Sequence[float]],
+) -> None:
+    """Minimize the loss of each step; keep the checkpoint with the lowest mean held-out loss."""
     start, first = time.monotonic(), run.step
     while run.step < run.steps:
-        batch = windows(train, run.step, BATCH)
-        loss = cross_entropy(run.logits(batch[:, :-1]), batch)
-        run.update(loss)
+        value = loss(run.step)
+        run.update(value)
         if run.step % EVERY == 0 or run.step == run.steps:
-            batches = [windows(test, -1 - i, BATCH) for i in range(8)]
             with torch.no_grad():
-                losses = [float(cross_entropy(run.logits(b[:, :-1]), b)) for b in batches]
-            run.save(float(np.mean(losses)))
-            report(name, run, float(loss), float(np.mean(losses)), start, first)
+                test = float(np.mean(held_out()))
+            run.save(test)
+            report(name, run, float(value), test, start, first)
+
+
+def train_on_text(name: str, run: Trainer, train: torch.Tensor, test: torch.Tensor) -> None:
+    """Minimize cross-entropy on windows of the library."""
+
+    def loss(stream: torch.Tensor, step: int) -> torch.Tensor:
+        batch = windows(stream, step, BATCH)
+        return cross_entropy(run.logits(batch[:, :-1]), batch)
+
+    held_out = range(-1, -9, -1)
+    minimize(
+        name, run, lambda step: loss(train, step), lambda: [float(loss(test, s)) for s in held_out]
+    )
 
 
 def report(name: str, run: Trainer, loss: float, test: float, start: float, first: int) -> None:
@@ -233,20 +249,19 @@ def train_draft(folder: Path, teacher: Path) -> None:
     validation = torch.arange(0, len(rows), 64)
     training = torch.tensor([i for i in range(len(rows)) if i % 64])
     measure = torch.compile(distances)
-    start, first = time.monotonic(), run.step
 
     def compare(at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return measure(run.logits(rows[at]), ids[at].long(), probs[at].float())
 
-    while run.step < run.steps:
-        generator = torch.Generator().manual_seed(SEED + run.step)
+    def loss(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(SEED + step)
         kl, alpha = compare(training[torch.randint(len(training), (BATCH,), generator=generator)])
-        run.update(kl + 2 * (1 - alpha))
-        if run.step % EVERY == 0 or run.step == run.steps:
-            with torch.no_grad():
-                alphas = [float(compare(part)[1]) for part in validation.split(BATCH)]
-            run.save(1 - float(np.mean(alphas)))
-            report("draft", run, float(kl), 1 - float(np.mean(alphas)), start, first)
+        return kl + 2 * (1 - alpha)
+
+    def held_out() -> list[float]:
+        return [1 - float(compare(part)[1]) for part in validation.split(BATCH)]
+
+    minimize("draft", run, loss, held_out)
 
 
 def load_best(folder: Path, shape: dict[str, int]) -> GPT2LMHeadModel:
