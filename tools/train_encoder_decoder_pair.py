@@ -35,10 +35,10 @@ from train_embedded_pair import (
 
 WINDOW = 256  # tokens of a text, half of which the target restores
 SPANS = 16  # per window
-TARGET = {"d_model": 256, "d_ff": 1024, "num_layers": 4, "num_decoder_layers": 4, "num_heads": 4}
-DRAFT = {"d_model": 96, "d_ff": 384, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
-TARGET_STEPS = 350
-DRAFT_STEPS = 500
+TARGET = {"d_model": 192, "d_ff": 768, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 3}
+DRAFT = {"d_model": 96, "d_ff": 384, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 1}
+TARGET_STEPS = 250
+DRAFT_STEPS = 250
 NUM_PROMPTS = 8
 
 

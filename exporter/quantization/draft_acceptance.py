@@ -76,7 +76,9 @@ def measure_acceptance(
         answers = [greedy[n:-1] for (greedy, _), n in zip(rows, starts, strict=True)]
         if not sum(map(len, answers)):
             answers = [greedy for greedy, _ in rows]
-        sampled = [overlaps[:n] for (_, overlaps), n in zip(rows, starts, strict=True)]
+        # Prompts are text, except those of an encoder-decoder, whose answers are.
+        spans = [slice(n, None) if decoder_prompt else slice(n) for n in starts]
+        sampled = [overlaps[span] for (_, overlaps), span in zip(rows, spans, strict=True)]
         rates = MeasuredAcceptance(
             greedy=float(np.concatenate(answers).mean()),
             sampled=min(1.0, float(np.concatenate(sampled).mean())),

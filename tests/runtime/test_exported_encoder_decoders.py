@@ -23,6 +23,12 @@ def exported(request, tmp_path_factory):
         yield pipeline, AutoModelForSeq2SeqLM.from_pretrained(target).eval()
 
 
+def test_acceptance_rates_are_those_of_the_answers(exported):
+    pipeline, _ = exported
+    rates = pipeline.bundle.draft.acceptance
+    assert 0 < rates.sampled < 0.9999
+
+
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_is_transformers(exported, prompt):
     pipeline, model = exported
