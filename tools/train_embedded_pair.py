@@ -161,7 +161,7 @@ def minimize(
             with torch.no_grad():
                 test = float(np.mean(held_out()))
             run.save(test)
-            report(name, run, float(value), test, start, first)
+            report(name, run, value.item(), test, start, first)
 
 
 def train_on_text(name: str, run: Trainer, train: torch.Tensor, test: torch.Tensor) -> None:

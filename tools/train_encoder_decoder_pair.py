@@ -37,8 +37,8 @@ WINDOW = 256  # tokens of a text, half of which the target restores
 SPANS = 16  # per window
 TARGET = {"d_model": 192, "d_ff": 768, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 3}
 DRAFT = {"d_model": 96, "d_ff": 384, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 1}
-TARGET_STEPS = 250
-DRAFT_STEPS = 250
+TARGET_STEPS = 160
+DRAFT_STEPS = 160
 NUM_PROMPTS = 8
 
 
