@@ -23,7 +23,7 @@ from specedge.bundle.precision import HALF_DTYPES, KEEP
 from specedge.errors import ExportError
 from specedge.version import __version__
 
-from . import cost_estimate, mapped_memory
+from . import cost_estimate, internals, mapped_memory
 from .checkpoint import checkpoints, draft_vocabulary, hub, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .graph import best_logits, draft_loop
@@ -38,7 +38,7 @@ from .request import ExportRequest, PathOrName
 from .tokenizers import pair
 from .tracing import tracer
 from .verification.batched_graphs import add_batched_graphs
-from .verification.spectrograms import add_log_mel
+from .verification.spectrograms import add_log_mel, load_extractor
 
 IDS_FILE = "ids.bin"
 
@@ -85,8 +85,9 @@ def export(
                 request = _resolve(request, all_checkpoints)
                 job = _check(request, all_checkpoints, calibration, work, progress)
                 entries, hashes = list[ModelEntry](), dict[str, FileEntry]()
+                encoders: dict[str, Path] = {}
                 for checkpoint, length in job.exports():
-                    traced, weights, lazy = _trace_and_verify(job, checkpoint, length)
+                    traced, weights, lazy = _trace_and_verify(job, checkpoint, length, encoders)
                     quantized, weights = _quantize(job, checkpoint, traced, weights, lazy)
                     entries += quantized
                     hashes[quantized[0].weights] = weights
@@ -198,6 +199,8 @@ def _check(
     """Check compatibility of the models, memory and disk space; write the tokenizer."""
     target, draft = all_checkpoints[0], None if request.draft_name is None else all_checkpoints[-1]
     text = pair.check_pair(draft, target, progress)
+    if target.config.is_encoder_decoder and internals.reads_speech(target.config):
+        load_extractor(target)  # before anything takes time
     pair.write_tokenizer(text, target, work)
     lengths = pair.context_lengths(target, draft, request.max_length, progress)
     for checkpoint, length in zip(all_checkpoints, lengths, strict=False):
@@ -217,7 +220,7 @@ def _check(
 
 
 def _trace_and_verify(
-    job: _Job, checkpoint: Checkpoint, length: int
+    job: _Job, checkpoint: Checkpoint, length: int, encoders: dict[str, Path]
 ) -> tuple[list[ModelEntry], FileEntry, LazyWeights | None]:
     """Write a checkpoint's graphs in float32, compare them with PyTorch, and hash its weights.
 
@@ -229,7 +232,7 @@ def _trace_and_verify(
     folder, ops = job.work / checkpoint.role, job.request.required_ops
     export_in = partial(
         export_model, checkpoint, length, job.text.num_tokens, job.request, folder,
-        job.progress, job.ids_of(checkpoint),
+        job.progress, job.ids_of(checkpoint), encoders=encoders,
     )  # fmt: skip
     if ops != "auto":
         traced = export_in(OPS if ops == "all" else (ops,))

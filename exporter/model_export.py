@@ -14,6 +14,7 @@ import torch
 
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.manifest import (
+    ENCODER,
     CheckpointSource,
     FileEntry,
     ModelEntry,
@@ -57,7 +58,8 @@ class ModelExport:
 
     `lazy` are the weights of a model that is quantized later, by offset in the weights file, which
     lacks those of a large one; None for another model. With `joins_products` attention's products
-    become one; matrices that are quantized later are stored one by one.
+    become one; matrices that are quantized later are stored one by one. `shared_encoder` is the
+    graph of another model's encoder that an encoder-decoder has as well.
     """
 
     role: str
@@ -70,6 +72,7 @@ class ModelExport:
     progress: Progress
     lazy: dict[int, WeightTensor] | None = None
     joins_products: bool = True
+    shared_encoder: Path | None = None
 
     @property
     def first_layers(self) -> ModelExport:
@@ -85,7 +88,8 @@ class ModelExport:
     @property
     def encoder_files(self) -> list[graphs.GraphFile]:
         """Graphs that run once per source of an encoder-decoder."""
-        return graphs.encoder_files(self.files[0].prefix) if self.shape.encoder else []
+        files = graphs.encoder_files(self.files[0].prefix) if self.shape.encoder else []
+        return files[1:] if self.shared_encoder else files
 
     @property
     def model(self) -> torch.nn.Module:
@@ -103,6 +107,7 @@ def export_model(
     draft_ids: Sequence[int] | None = None,
     graph_variants: Sequence[str] = OPS,
     requires_invariance: bool = False,
+    encoders: dict[str, Path] | None = None,
 ) -> tuple[list[ModelEntry], FileEntry, LazyWeights | None]:
     """Write one checkpoint's graphs and weights to a new folder and verify them against PyTorch.
 
@@ -119,6 +124,8 @@ def export_model(
         graph_variants: Graph variants without a type suffix.
         requires_invariance: Reject a graph variant if passes of several tokens are not
             batch-invariant.
+        encoders: Graphs of the encoders of other models by digest, which are not written again;
+            receives this model's.
 
     Returns:
         The models' manifest entries, the entry of the weights file, and for models that are to be
@@ -148,6 +155,12 @@ def export_model(
         if precision in QUANTIZED_DTYPES and not is_kept_as_float:
             lazy = dict[int, WeightTensor]()
             parts = [replace(part, lazy=lazy, joins_products=False) for part in parts]
+        digest = None
+        if encoders is not None and isinstance(loaded.model, SourceConditionedDecoder):
+            digest = loaded.model.encoder_digest(loaded.sources)
+            parts[0] = replace(parts[0], shared_encoder=encoders.get(digest))
+        if parts[0].shared_encoder:
+            progress.note(f"{role}: its encoder is the target's")
         sizes = [reference.num_parameters(part.model) for part in parts]
         written, file = write_models(parts, graph_variants)
         in_full = request.verification == FULL
@@ -166,6 +179,9 @@ def export_model(
             _verify_all(part, list(variants), results, request, requires_invariance)
             for part, variants, results in zip(parts, written, references, strict=True)
         ]
+    if encoders is not None and digest is not None:
+        (encoder, *_) = graphs.encoder_files()
+        encoders.setdefault(digest, folder / encoder.file_name(next(iter(reports[0]))))
     experts = [results.num_experts for results in references]
     model_types = [checkpoint.model_type] * len(parts)
     entries = list(map(_model_entry, parts, sources, model_types, sizes, experts, reports))
@@ -238,7 +254,7 @@ def write_models(
         # ONNX Runtime reads the encoder's weights from the file.
         is_sparse = stored.size > runner.WHOLE_BYTES and first.shape.encoder is None
         with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
-            stored.finish(advance, is_sparse)
+            stored.finish(advance, is_sparse=is_sparse)
     return written, stored.file
 
 
@@ -279,7 +295,10 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
     with part.progress.step(f"Tracing the {part.role}"), patched:
         traced = tracer.trace(part.model, part.shape, ops, part.layers, part.loaded.sources)
         if isinstance(part.model, SourceConditionedDecoder):
-            encoder = encoder_graphs.trace_encoder(part.model, part.shape, part.loaded.sources)
+            names = [file.name for file in part.encoder_files]
+            encoder = encoder_graphs.trace_encoder(
+                part.model, part.shape, part.loaded.sources, names
+            )
             traced = replace(traced, encoder=encoder)
     with part.progress.step(f"Writing the {part.role}"):
         for whole, files in ((traced.model, part.files), (traced.first, part.first_layers.files)):
@@ -417,6 +436,8 @@ def _verify_encoder(
     with part.progress.step(f"Comparing the {part.role} with PyTorch"):
         for ops in graph_variants:
             paths = {file.name: part.folder / file.file_name(ops) for file in part.encoder_files}
+            if part.shared_encoder:
+                paths[ENCODER] = part.shared_encoder
             sizes = part.loaded.sources, part.shape, part.num_tokens
             verify_encoder(part.role, part.model, *sizes, paths, tolerance)
 

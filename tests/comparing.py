@@ -100,4 +100,4 @@ def model_of(kind="llama", **options):
 
 def context_of(model):
     longest = CONTEXTS.get(model.config.model_type, CONTEXT)
-    return min(longest, model.config.max_position_embeddings)
+    return min(longest, getattr(model.config, "max_position_embeddings", longest))

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PreTrainedTokenizerFast,
+    WhisperFeatureExtractor,
 )
 
 from checkpoints import VOCAB_SIZE, make_tokenizer
 
-CONTEXT = 96
+CONTEXT = 112
 END, PAD, START = 0, 511, 2
 _T5 = {
     "architectures": ["T5ForConditionalGeneration"],
@@ -160,17 +162,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_BART,
         "architectures": ["WhisperForConditionalGeneration"],
         "model_type": "whisper",
-        "max_source_positions": 30,
+        "max_source_positions": 50,  # of one second of speech
         "max_target_positions": CONTEXT,
         "num_mel_bins": 8,
     },
 }
 
 
-def make_encoder_decoder(name: str, folder: Path, seed: int = 0, noise: float = 0.0) -> Path:
-    """Write a random checkpoint of a family; `noise` perturbs its matrices for a draft."""
+def make_encoder_decoder(
+    name: str, folder: Path, seed: int = 0, noise: float = 0.0, **options: Any
+) -> Path:
+    """Write a random checkpoint of a family; `noise` perturbs its matrices for a draft.
+
+    `options` are further keys of its config.json.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]), "utf-8")
+    text = json.dumps(CONFIGS[name] | options)
+    (folder / "config.json").write_text(text, "utf-8")
     config = AutoConfig.from_pretrained(folder)
     loader = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
     torch.manual_seed(seed)
@@ -184,17 +192,13 @@ def make_encoder_decoder(name: str, folder: Path, seed: int = 0, noise: float = 
         for parameter in model.parameters() if noise else ():
             parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]), "utf-8")
+    (folder / "config.json").write_text(text, "utf-8")  # with the keys of published files
+    if name == "whisper":
+        WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(folder)
     tokenizer = make_tokenizer(folder)
-    template = {"single": f"$A {tokenizer.eos_token}"}
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    settings = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-    from tokenizers import Tokenizer, processors
-
-    backend = Tokenizer.from_str(json.dumps(settings))
-    ends = [(tokenizer.eos_token, END)]
-    backend.post_processor = processors.TemplateProcessing(**template, special_tokens=ends)
+    backend, end = tokenizer.backend_tokenizer, tokenizer.eos_token
+    backend.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, END)])
     PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=tokenizer.eos_token, model_max_length=CONTEXT
+        tokenizer_object=backend, eos_token=end, model_max_length=CONTEXT
     ).save_pretrained(folder)
     return folder

@@ -79,10 +79,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("is an encoder,", {}),
     "wav2vec2": ("is an encoder,", {}),
     "clip": ("is an encoder,", {}),
-    "t5": ("is an encoder-decoder,", {}),
-    "bart": ("is an encoder-decoder,", {}),
-    "pegasus": ("is an encoder-decoder,", {}),
-    "whisper": ("is an encoder-decoder,", {}),
+    "speech_to_text": ("reads speech in another form", {}),
+    "vision-encoder-decoder": (
+        "is an encoder-decoder whose source is not text",
+        {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}},
+    ),
 }
 
 

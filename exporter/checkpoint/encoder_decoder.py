@@ -5,6 +5,7 @@ N hidden states of the encoder, of size F; G key-value heads of size D.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,11 @@ from typing import Any
 import torch
 
 from .. import internals
+from .lazy_tensors import materialize
+from .placeholders import WeightSources
 
 NUM_SAMPLE_TOKENS = 2  # source of a model that is measured
+NUM_HASHED = 1 << 24  # elements that are cast and hashed at a time
 
 
 def as_decoder(model: Any) -> Any:
@@ -91,6 +95,17 @@ class SourceConditionedDecoder(torch.nn.Module):
     def encoder(self) -> Any:
         """The encoder."""
         return self.model.get_encoder()
+
+    def encoder_digest(self, sources: WeightSources) -> str:
+        """Return the SHA-256 of the encoder's weights in float32."""
+        digest = hashlib.sha256()
+        for name, tensor in (*self.encoder.named_parameters(), *self.encoder.named_buffers()):
+            matrix = sources.stored_matrix(tensor)
+            digest.update(name.encode())
+            values = materialize(tensor.detach() if matrix is None else matrix)
+            for rows in values.reshape(-1).split(NUM_HASHED):
+                digest.update(rows.float().contiguous().numpy())
+        return digest.hexdigest()
 
     @property
     def padding_token(self) -> int | None:

@@ -102,7 +102,8 @@ class FloatModel:
     @property
     def encoder_files(self) -> list[GraphFile]:
         """Files of an encoder-decoder's encoder and constant states."""
-        return [] if self.model.encoder is None else encoder_files(self.files[0].prefix)
+        files = [] if self.model.encoder is None else encoder_files(self.files[0].prefix)
+        return [file for file in files if self.model.has_graph(file.name)]
 
     def write_encoder(self, folder: Path, ops: str, store: WeightsWriter | None = None) -> None:
         """Write the graphs that run once per source in a graph variant.
@@ -130,10 +131,19 @@ class FloatModel:
         if self.model.encoder is None:
             return {}
         folder = (self.original or self).folder
-        paths = (folder / file.file_name(self.ops[0]) for file in self.encoder_files)
-        sources = SourceGraphs(*paths, [f"present.{x.name}" for x in self.model.constants])
-        sample = np.arange(min(NUM_TOKENS, self.model.encoder.max_length))
-        return {"source": sources.states(sample), "open_source": sources.states}
+        *own, open_ = (folder / file.file_name(self.ops[0]) for file in self.encoder_files)
+        # A draft model without an encoder reads the target's hidden states.
+        encoder = own[0] if own else next((folder.parent / "target").glob(f"{ENCODER}*.onnx"))
+        names = [f"present.{state.name}" for state in self.model.constants]
+        sources = SourceGraphs(encoder, open_, names)
+        entry = self.model.encoder
+        if entry.num_mel_bins is None:
+            sample = sources.states(np.arange(min(NUM_TOKENS, entry.max_length)))
+            return {"source": sample, "open_source": sources.states}
+        # Texts have no speech, so all of them have one of noise.
+        shape = (entry.num_mel_bins, entry.max_length)
+        noise = sources.states(np.random.default_rng(0).standard_normal(shape, np.float32))
+        return {"source": noise, "open_source": lambda tokens: noise}
 
     def source_inputs(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """Return the inputs of passes of an encoder-decoder for a source, [N]."""

@@ -5,6 +5,7 @@ N tokens of a source, of which spectrograms have a fixed number; F hidden size; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -50,7 +51,10 @@ class TraceableStates(torch.nn.Module):
 
 
 def trace_encoder(
-    model: SourceConditionedDecoder, geometry: Geometry, sources: WeightSources
+    model: SourceConditionedDecoder,
+    geometry: Geometry,
+    sources: WeightSources,
+    names: Sequence[str] = (ENCODER, OPEN),
 ) -> dict[str, ir.Model]:
     """Trace the graphs that run once per source, by name."""
     entry = geometry.encoder
@@ -66,7 +70,8 @@ def trace_encoder(
         OPEN: (TraceableStates(model, entry.capacity), hidden, "hidden", outputs),
     }
     graphs = {}
-    for name, (module, example, input_name, output_names) in jobs.items():
+    for name in names:
+        module, example, input_name, output_names = jobs[name]
         with quiet(), eager_attention(model), torch.no_grad():
             program = torch.onnx.export(
                 module,

@@ -238,6 +238,7 @@ class LayerGraph:
         self._nodes: dict[int, list[ir.Node]] = {}
         self._begins: dict[int, ir.Node] = {}
         self._ends: dict[int, ir.Node] = {}
+        self._num_layers_with = Counter(map(self._name_in_layer, weights))
         restore_weights(self.graph, weights)
 
     def repeat(self, kinds: Sequence[int]) -> None:
@@ -296,9 +297,17 @@ class LayerGraph:
         )
 
     def _is_weight(self, value: ir.Value) -> bool:
-        """Return True for a weight or buffer of a layer."""
+        """Return True for a weight or buffer of a layer that other layers have as well.
+
+        Layers may read values of another, such as T5's position biases.
+        """
         name = value.name or ""
-        return name.startswith(self._prefix) and name in self.weights
+        is_in_layer = name.startswith(self._prefix) and name in self.weights
+        return is_in_layer and self._num_layers_with[self._name_in_layer(name)] > 1
+
+    def _name_in_layer(self, name: str) -> str:
+        """Return a weight's name after the index of its layer; "" for weights outside of layers."""
+        return name.removeprefix(self._prefix).partition(".")[2] if self._prefix in name else ""
 
     def _copy(self, source: int, layer: int, hidden: ir.Value, before: ir.Node) -> ir.Value:
         """Copy a layer's nodes with another layer's weights and caches; return its output."""

@@ -61,9 +61,9 @@ class SourceGraphs:
         )
         self._names = list(names)
 
-    def states(self, tokens: np.ndarray) -> SourceStates:
-        """Return the states of a source, [N]."""
-        (hidden,) = self._encoder.run(["hidden"], {"source": tokens[None].astype(np.int64)})
+    def states(self, source: np.ndarray) -> SourceStates:
+        """Return the states of a source, int64 [N] or float32 [M, frames]."""
+        (hidden,) = self._encoder.run(["hidden"], {"source": source[None]})
         constants = self._open.run(self._names, {"hidden": hidden})
         return SourceStates(hidden.shape[1], constants)
 

@@ -5,14 +5,16 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 import specedge
-from encoder_decoders import make_encoder_decoder
+from cases import exhaustive, slow
+from encoder_decoders import CONFIGS, make_encoder_decoder
 from specedge.exporter import export
 
 PROMPTS = ("translate: the house is wonderful", "def f(x):\n    return x")
-LENGTH = 90
+LENGTH = 100
+FAMILIES = [name for name in CONFIGS if name not in ("t5", "nllb", "whisper")]
 
 
-@pytest.fixture(scope="module", params=["t5", pytest.param("nllb", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["t5", slow("nllb"), *map(exhaustive, FAMILIES)])
 def exported(request, tmp_path_factory):
     """A loaded bundle, and the target in PyTorch."""
     folder = tmp_path_factory.mktemp(request.param)
