@@ -45,6 +45,7 @@ _T5 = {
 _GATED = {
     "feed_forward_proj": "gated-gelu",
     "num_decoder_layers": 3,
+    "num_layers": 3,
     "relative_attention_max_distance": 128,
     "tie_word_embeddings": False,
 }

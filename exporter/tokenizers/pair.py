@@ -36,6 +36,7 @@ SAMPLES = (
     "<s>[INST] tags </s>",
     "",
 )
+FORCED = ("forced_bos_token_id",)
 MAX_STATED_LENGTH = 10**9  # tokenizers without a maximum length state a larger one
 _POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
@@ -139,8 +140,12 @@ def decoder_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], tuple[int, 
         return (), ()
 
     def stated(*names: str) -> tuple[int, ...]:
+        # As in transformers, config.json has the generation config if there is no other file.
         of_config = partial(getattr, checkpoint.config)
-        sources = (checkpoint.generation.get, checkpoint.raw.get, of_config)
+        sources: list[Callable[..., Any]]
+        sources = [checkpoint.generation.get, checkpoint.raw.get, of_config]
+        if names == FORCED and checkpoint.generation:
+            del sources[1:]
         values = (source(name, None) for name in names for source in sources)
         value = next((value for value in values if value is not None), None)
         if value is None:
@@ -156,7 +161,7 @@ def decoder_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], tuple[int, 
             f"{checkpoint.role} {checkpoint.name} is an encoder-decoder without a "
             "decoder_start_token_id; add it to its generation_config.json"
         )
-    return start, stated("forced_bos_token_id")
+    return start, stated(*FORCED)
 
 
 def note_end_tokens(checkpoint: Checkpoint, ends: Sequence[int], progress: Progress) -> None:

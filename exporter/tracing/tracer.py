@@ -184,8 +184,7 @@ def trace(
             with contextlib.suppress(Exception):
                 return _trace_first_layers(model, geometry, ops, layers, weights)
         whole = TraceableModel(model, geometry.context_length, ops, layers.attention)
-        program = translate(whole, geometry)
-    return TracedModel(optimize(program, model, sources))
+        return TracedModel(optimize(translate(whole, geometry), model, sources))
 
 
 def optimize(

@@ -23,6 +23,9 @@ from ..checkpoint.checkpoints import Checkpoint
 from ..graph.graphs import add_graph
 from ..graph.log_mel import build_log_mel
 from ..libraries import first_line, quiet
+from .subgraph import open_session
+
+CONFIG_FILE = "preprocessor_config.json"
 
 
 def add_log_mel(model: ModelEntry, checkpoint: Checkpoint, folder: Path) -> ModelEntry:
@@ -41,7 +44,7 @@ def add_log_mel(model: ModelEntry, checkpoint: Checkpoint, folder: Path) -> Mode
     """
     if model.encoder is None or model.encoder.num_mel_bins is None:
         return model
-    extractor = _load_extractor(checkpoint)
+    extractor = load_extractor(checkpoint)
     settings = {
         "feature_size": model.encoder.num_mel_bins,
         "n_samples": model.encoder.num_samples,
@@ -50,7 +53,8 @@ def add_log_mel(model: ModelEntry, checkpoint: Checkpoint, folder: Path) -> Mode
         "dither": 0.0,
     }
     for name, expected in settings.items():
-        if (actual := getattr(extractor, name)) != expected:
+        actual = getattr(extractor, name)
+        if actual != expected or type(actual) is not type(expected):
             raise ExportError(
                 f"{checkpoint.role} {checkpoint.name}: its feature extractor has {name} {actual}; "
                 f"the format has {expected}"
@@ -73,7 +77,7 @@ def check_log_mel(path: Path, extractor: WhisperFeatureExtractor) -> None:
     audio = _test_signal(extractor.n_samples)[None]
     exact = extractor._np_extract_fbank_features(audio.astype(np.float64), "cpu")
     expected = extractor._torch_extract_fbank_features(audio)
-    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_session(path, ort.SessionOptions())
     (actual,) = session.run(None, {"audio": audio})
     error, bound = (np.sqrt(np.mean((array - exact) ** 2)) for array in (actual, expected))
     if not error <= ERROR_MULTIPLE * bound:
@@ -92,12 +96,15 @@ def _test_signal(num_samples: int) -> NDArray[np.float32]:
     return np.clip(signal, -1, 1).astype(np.float32)
 
 
-def _load_extractor(checkpoint: Checkpoint) -> WhisperFeatureExtractor:
+def load_extractor(checkpoint: Checkpoint) -> WhisperFeatureExtractor:
+    """Return the feature extractor of a checkpoint. Raises ExportError."""
+    if not (checkpoint.folder / CONFIG_FILE).is_file():
+        raise ExportError(f"{checkpoint.role} {checkpoint.name} has no {CONFIG_FILE}")
     with quiet():
         try:
             return WhisperFeatureExtractor.from_pretrained(checkpoint.folder, local_files_only=True)
         except Exception as error:
             raise ExportError(
-                f"{checkpoint.role} {checkpoint.name}: preprocessor_config.json cannot be read: "
+                f"{checkpoint.role} {checkpoint.name}: {CONFIG_FILE} cannot be read: "
                 f"{first_line(error)}"
             ) from error

@@ -59,7 +59,7 @@ class Transcriber:
             language: Code of the language, such as "en"; by default it is detected.
             task: "transcribe", or "translate" to English.
             timestamps: False to decode without timestamps; segments then are windows of 30 s.
-            options: `is_cancelled`, called before each window, which ends the transcript if it
+            options: `is_cancelled`, called before each round, which ends the transcript if it
                 returns True; and options of `Pipeline.generate`, such as `temperature` and
                 `num_draft_tokens`. Window i is sampled with `seed` + i.
 
@@ -97,7 +97,9 @@ class Transcriber:
                 **limit | options,
             )
             for _ in stream:
-                pass
+                if is_cancelled():
+                    stream.close()
+                    return
             text = [token for token in stream.generation.tokens if token != self.tokens.end]
             segments, num_samples = self.split(text, len(window))
             offset = start / SAMPLING_RATE

@@ -51,8 +51,8 @@ def read_wav(file: BinaryIO, name: str) -> Samples:
             if width != 2:
                 raise _error(name, f"has {8 * width}-bit samples")
             data = audio.readframes(length)
-    except (wave.Error, EOFError) as error:
-        reason = str(error) or "it is truncated"
+    except (wave.Error, EOFError, RuntimeError) as error:  # the last one for sizes of chunks
+        reason = str(error) or "it is truncated or damaged"
         raise _error(name, f"cannot be read as a WAV file of PCM ({reason})") from error
     data = data[: len(data) - len(data) % (2 * channels)]
     if not data:

@@ -274,12 +274,15 @@ def _export_hint(model: ModelEntry, ops: str) -> str:
 def _check_version(model: ModelEntry, ops: str) -> None:
     """Raise DeviceError if this ONNX Runtime is too old for a graph variant."""
     feature = "int8_caches" if has_int8_caches(ops) else attention_ops(ops)
+    has_older_variant = "gqa" in model.parity and model.encoder is None
+    if model.encoder is not None:  # cross-attention is an operator of standard ONNX
+        feature = "onnx"
     installed, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME[feature]
     if version_numbers(installed) < version_numbers(oldest):
         raise DeviceError(
             f"{model.source.id}: the graph variant '{ops}' requires ONNX Runtime {oldest} or "
             f"later, but {installed} is installed; upgrade it"
-            + (", or use --ops gqa" if ops == "onnx" and "gqa" in model.parity else "")
+            + (", or use --ops gqa" if ops == "onnx" and has_older_variant else "")
         )
 
 

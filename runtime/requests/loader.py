@@ -92,14 +92,13 @@ def load(
         )
         for base in (target_device, draft_on_device)
     )
-    encoder = None
-    if loaded.target.encoder is not None:
-        encoder = SourceEncoder(loaded, loaded.target, target_on, ops)
-        encoder.load()
+    encoder = _load_encoder(loaded, loaded.target, target_on, ops)
     draft = None
     if loaded.draft is not None:
         is_shared = encoder_owner(loaded, loaded.draft) is loaded.target
-        draft_encoder = encoder if is_shared else None
+        draft_encoder = encoder
+        if not is_shared:
+            draft_encoder = _load_encoder(loaded, loaded.draft, draft_on, ops)
         draft = _open_model(loaded, loaded.draft, draft_on, ops, draft_encoder)
     target = _open_model(loaded, loaded.target, target_on, ops, encoder)
     more_models = [
@@ -244,6 +243,17 @@ def devices_of(
 def _costs(bundle: Bundle, target_on: Device, draft_on: Device, ops: list[str]) -> PassCosts:
     """Return the pass costs of a bundle on its devices."""
     return PassCosts(cost_key(bundle, target_on, draft_on, ", ".join(ops)))
+
+
+def _load_encoder(
+    bundle: Bundle, model: ModelEntry, device: Device, ops: str
+) -> SourceEncoder | None:
+    """Return the encoder of a model, loaded, if it has one."""
+    if model.encoder is None:
+        return None
+    encoder = SourceEncoder(bundle, model, device, ops)
+    encoder.load()
+    return encoder
 
 
 def _open_model(

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.bundle.manifest import chunk_length as longest_chunk_length
-from specedge.errors import PromptError, SpecEdgeError
+from specedge.errors import OptionError, PromptError, SpecEdgeError
 from specedge.request import (
     AUTO,
     Coupling,
@@ -175,6 +175,8 @@ class Pipeline:
             timestamps: Rules of a Whisper model's timestamps; None for text without them.
         """
         request = build_request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        if timestamps is not None and request.exact:
+            raise OptionError("exact does not apply to timestamps, which compare sums", "exact")
         sampling = replace(self.sampling(request), timestamps=timestamps)
         tokens, source = self.prompts.start(prompt, request.special_tokens, request.decoder_prefix)
         if stop_tokens:

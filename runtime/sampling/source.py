@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +13,21 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Source:
-    """Token ids [N], or a log-mel spectrogram [mel bins, frames]; equal if the contents are."""
+    """Token ids [N], or a log-mel spectrogram [mel bins, frames]; equal if the contents are.
+
+    Raises:
+        TypeError: The values are neither integers nor a two-dimensional array.
+        OverflowError: An integer has more than 64 bits.
+    """
 
     values: Sequence[int] | NDArray[Any] = field(compare=False)
     _content: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        is_spectrogram = np.ndim(self.values) > 1
-        values = np.array(self.values, np.float32 if is_spectrogram else np.int64)
+        if isinstance(self.values, np.ndarray) and self.values.ndim == 2:
+            values = np.array(self.values, np.float32)
+        else:
+            values = np.array(list(map(operator.index, self.values)), np.int64)
         values.setflags(write=False)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "_content", values.tobytes())

@@ -31,7 +31,7 @@ def resolve_sampling(request: GenerationRequest, bundle: Bundle, tokenizer: Toke
         suppress_tokens=defaults.suppress_tokens,
         begin_suppress_tokens=defaults.begin_suppress_tokens,
     )
-    if sampling.no_repeat_ngram_size is None:
+    if sampling.no_repeat_ngram_size is None and defaults.no_repeat_ngram_size:
         sampling = replace(sampling, no_repeat_ngram_size=defaults.no_repeat_ngram_size)
     biased = list(dict(sampling.logit_bias))
     for name, tokens in (("logit_bias", biased), *(("bad_words", word) for word in words)):

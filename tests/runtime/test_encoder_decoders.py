@@ -28,9 +28,10 @@ from specedge.errors import (
     DeviceError,
     OptionError,
     PromptError,
+    SpecEdgeError,
 )
 from specedge.runtime.backend.memory import pair_memory
-from specedge.runtime.backend.model_session import choose_ops
+from specedge.runtime.backend.model_session import ModelSession, choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.backend.source_encoder import SourceEncoder
@@ -141,6 +142,26 @@ def test_the_encoder_runs_once_per_source(folder, monkeypatch):
         pipeline.forget()
         pipeline.generate(PROMPTS[1], 8, num_draft_tokens=2, ignore_eos=True)
         assert sum(calls) == 3 * num_encoders
+
+
+@pytest.mark.parametrize("graph", ["encoder", "open"])
+def test_a_source_that_failed_is_not_reused(folder, monkeypatch, graph):
+    plain = {"max_new_tokens": 8, "num_draft_tokens": 0, "ignore_eos": True}
+    with specedge.load(folder) as pipeline:
+        expected = pipeline.generate(PROMPTS[1], **plain).tokens
+        pipeline.generate(PROMPTS[0], **plain)
+        run = ModelSession.map
+
+        def fail(session, values, outputs):
+            run(session, values, outputs)
+            if ("hidden" in outputs) is (graph == "encoder"):
+                raise SpecEdgeError("out of memory")
+
+        monkeypatch.setattr(ModelSession, "map", fail)
+        with pytest.raises(SpecEdgeError, match="out of memory"):
+            pipeline.generate(PROMPTS[1], **plain)
+        monkeypatch.setattr(ModelSession, "map", run)
+        assert pipeline.generate(PROMPTS[1], **plain).tokens == expected
 
 
 def test_encoding_counts_as_prefill(pair):

@@ -123,7 +123,9 @@ def prompt_of(reference, messages, tools, **fields):
         bundle=bundle,
         tokenizer=tokenizer,
         prompts=SimpleNamespace(  # of any length
-            chat_tokens=Prompts(bundle, tokenizer).chat_tokens, tokens=lambda tokens: tokens
+            chat_tokens=Prompts(bundle, tokenizer).chat_tokens,
+            tokens=lambda tokens: tokens,
+            decoder_tokens=lambda prefix: [],
         ),
         sampling=lambda request: None,
     )

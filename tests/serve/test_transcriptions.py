@@ -22,7 +22,7 @@ SEGMENTS = [Segment(0.0, 1.5, " Hello", [1, 2]), Segment(1.5, 2.0, " world.", [3
 class TableTranscriber:
     """Transcriber whose transcripts state how it was called."""
 
-    calls, release = [], threading.Event()
+    calls, release, waits = [], threading.Event(), threading.Event()
 
     def __init__(self, pipeline):
         self.release.set()
@@ -33,6 +33,7 @@ class TableTranscriber:
             raise OptionError("language must be a code such as en, got 'xx'", "language")
         if language == "waits":
             self.release.clear()
+            self.waits.set()
             while not is_cancelled():
                 self.release.wait(0.01)
             self.release.set()
@@ -189,10 +190,9 @@ def test_a_request_that_takes_too_long_ends_with_its_work(port):
 def test_work_ends_when_the_client_disconnects(port):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     headers = {"Content-Type": "multipart/form-data; boundary=X"}
+    TableTranscriber.waits.clear()
     connection.request("POST", "/v1/audio/transcriptions", form(wav(), language="waits"), headers)
-    count = len(TableTranscriber.calls)
-    while len(TableTranscriber.calls) == count or TableTranscriber.release.is_set():
-        pass
+    assert TableTranscriber.waits.wait(20)
     connection.close()
     assert TableTranscriber.release.wait(2)  # before the timeout
 

@@ -60,6 +60,9 @@ class _Stream(list):
         super().__init__(["text"])
         self.generation = generation
 
+    def close(self):
+        self.generation = None
+
 
 def transcriber_of(tokenizer, texts, **options):
     transcriber = Transcriber(TablePipeline(tokenizer, texts, **options))
@@ -151,9 +154,9 @@ def test_the_language_is_detected_from_the_first_window(tokenizer):
         assert request["decoder_prefix"] == [FRENCH, TRANSCRIBE]
 
 
-def test_a_cancelled_transcript_ends_before_its_next_window(tokenizer):
+def test_a_cancelled_transcript_ends_before_its_next_round(tokenizer):
     transcriber = transcriber_of(tokenizer, [[stamp(0), END]] * 3)
-    answers = iter([False, False, True])
+    answers = iter([False, False, False, True])  # before windows and rounds
     audio = np.zeros(3 * WINDOW, np.float32)
     found = transcriber.transcribe(audio, "en", is_cancelled=lambda: next(answers))
     assert found.segments == []
