@@ -26,25 +26,18 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
 )
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    EncoderDecoderCache,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto as auto
 
-from specedge.errors import CheckpointError, SpecEdgeError
+from specedge.errors import CheckpointError, ExportError, SpecEdgeError
 
 from .libraries import first_line, quiet, translate_errors
 
 # The tree functions are torch's (2.13), the caches transformers'.
-__all__ = ["Cache", "DynamicCache", "DynamicLayer", "tree_any", "tree_map", "tree_map_only"]
+__all__ = ["Cache", "DynamicLayer", "tree_any", "tree_map", "tree_map_only"]
 TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.13", "2.13"), "onnxscript": ("0.7", "0.7")}
 
 
@@ -171,22 +164,15 @@ class ConstantCacheLayer(FixedCacheLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reject keys and values, which a model computes for a source that it does not know."""
-        raise NotImplementedError("the model computes its cross-attention states again")
+        """Raise ExportError: the graph has no hidden states to compute keys and values from."""
+        raise ExportError(
+            "its decoder computes keys and values of cross-attention in every pass instead of "
+            f"reading them from its cache ({describe_versions()})"
+        )
 
     def get_seq_length(self) -> int:
         """Return the number of rows, so that models do not compute them."""
         return self.keys.shape[2]
-
-
-def encoder_decoder_cache(self_attention: Any, cross_attention: Any) -> Any:
-    """Return a cache of both attentions of an encoder-decoder."""
-    return EncoderDecoderCache(self_attention, cross_attention)
-
-
-def encoder_outputs(hidden: torch.Tensor) -> Any:
-    """Return hidden states as the encoder's output."""
-    return BaseModelOutput(last_hidden_state=hidden)
 
 
 def has_parameter(function: Callable[..., Any], name: str) -> bool:

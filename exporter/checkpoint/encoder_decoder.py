@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from .. import internals
 from .lazy_tensors import materialize
@@ -51,8 +53,8 @@ class SourceConditionedDecoder(torch.nn.Module):
         if len(constants[0]) < len(input_ids):
             constants = [tensor.expand(len(input_ids), -1, -1, -1) for tensor in constants]
         layers = zip(constants[::2], constants[1::2], strict=True)
-        whole = internals.encoder_decoder_cache(
-            internals.DynamicCache() if cache is None else cache,
+        whole = EncoderDecoderCache(
+            DynamicCache() if cache is None else cache,
             internals.Cache(layers=[internals.ConstantCacheLayer(*pair) for pair in layers]),
         )
         # Models read only the shape of hidden states whose keys and values are in the cache.
@@ -72,7 +74,7 @@ class SourceConditionedDecoder(torch.nn.Module):
         if internals.has_parameter(self.model.forward, "decoder_position_ids"):
             options["decoder_position_ids"] = position_ids
         return self.model(
-            encoder_outputs=internals.encoder_outputs(hidden),
+            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
             decoder_input_ids=input_ids,
             use_cache=True,
             **options,
@@ -85,7 +87,7 @@ class SourceConditionedDecoder(torch.nn.Module):
 
     def open(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Return the keys and values of each layer's cross-attention. [B, N, F] -> [B, G, N, D]"""
-        cache = internals.encoder_decoder_cache(internals.DynamicCache(), internals.DynamicCache())
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         start = torch.zeros(len(hidden), 1, dtype=torch.long, device=hidden.device)
         output = self._decode(start, hidden, cache, start)
         layers = getattr(output, internals.cache_name(self.model)).cross_attention_cache.layers

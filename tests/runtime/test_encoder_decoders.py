@@ -251,7 +251,7 @@ def test_text_ends_with_the_context(pair):
 
 
 def test_penalties_count_decoder_tokens_only(pair):
-    """As transformers does for encoder-decoders."""
+    """Compare penalties with transformers', which count the tokens of the decoder."""
     prompt = [5, 6, 7, END]
     options = {"repetition_penalty": 1.7, "frequency_penalty": 0.3}
     model = OrtModel(pair.bundle, pair.bundle.target, Device())

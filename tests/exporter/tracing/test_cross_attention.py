@@ -9,14 +9,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from cases import exhaustive
 from comparing import DeepModel
 from encoder_decoders import CONFIGS, make_encoder_decoder
 from faults import set_attribute
-from specedge.errors import ParityError
-from specedge.exporter import Progress, export, model_export
+from specedge.errors import ExportError, ParityError
+from specedge.exporter import Progress, export, internals, model_export
 from specedge.exporter.checkpoint import checkpoints, loader
 from specedge.exporter.graph.nodes import add_constant
 from specedge.exporter.tokenizers import pair
@@ -183,3 +184,9 @@ def test_fault_of_the_decoder_is_found(deep, fault, tmp_path):
 def test_fault_of_the_encoder_is_found(deep, fault, tmp_path):
     with pytest.raises(ParityError):
         deep.verify_all(tmp_path, change_encoder=fault)
+
+
+def test_model_that_ignores_its_cross_attention_cache_is_refused():
+    layer = internals.ConstantCacheLayer(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8))
+    with pytest.raises(ExportError, match="in every pass instead of reading them from its cache"):
+        layer.update(layer.keys, layer.values)
