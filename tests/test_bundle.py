@@ -143,7 +143,7 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (
             ("target", "graphs", 0, "length"),
             5,
-            "decoder, batched, scored, unrolled, sampled, encoder, open, features must",
+            "decoder, batched, scored, unrolled, sampled, encoder, open, features, fuse must",
         ),
         (("target", "graphs", 1, "signature"), "gone", "verify has no 'gone' among signatures"),
         (("target", "graphs", 1, "name"), "Verify", "name must be up to 40 of"),

@@ -33,7 +33,7 @@ def batched(decoder: Signature) -> Signature:
     """
     inputs = tuple(port for port in decoder.inputs if port.role == "state")
     outputs = [
-        replace(port, shape=(1, *port.shape[1:])) if port.role == "logits" else port
+        replace(port, shape=(1, *port.shape[1:])) if port.role in ("logits", "hidden") else port
         for port in decoder.outputs
     ]
     return Signature((*BATCHED_INPUTS, *inputs), tuple(outputs))

@@ -113,6 +113,7 @@ class Bundle:
             if bad := [t for t in tokens if not 0 <= t < self.target.vocab_size]:
                 raise ValueError(f"{name} has {bad[0]}, which is outside the vocabulary")
         self._check_encoder()
+        self._check_hidden()
 
     def _check_encoder(self) -> None:
         target, draft = self.target, self.draft
@@ -145,6 +146,15 @@ class Bundle:
                 f"draft.vocab_size {self.draft.vocab_size} is above target.vocab_size "
                 f"{self.target.vocab_size}"
             )
+
+    def _check_hidden(self) -> None:
+        returned, read = self.target.hidden, None if self.draft is None else self.draft.hidden
+        if returned is not None and returned.draft_size is not None:
+            raise ValueError("target.hidden.draft_size must be null")
+        if read is not None and read.draft_size is None:
+            raise ValueError("draft.hidden.draft_size must be a number")
+        if read is not None and replace(read, draft_size=None) != returned:
+            raise ValueError("draft.hidden must have the layers and the size of target.hidden")
 
     def _check_columns(self, key: str, model: ModelEntry) -> None:
         columns, size = model.padded_vocab_size, model.vocab_size

@@ -35,8 +35,9 @@ PREFILL_LENGTH = 64  # tokens of the prefill graph
 STATE_KINDS = ("rows", "constant")
 # Graphs of an encoder-decoder, which run once per source.
 ENCODER, OPEN, FEATURES = "encoder", "open", "features"
+FUSE = "fuse"  # graph of a draft model that reads hidden states of the target
 SAMPLING_RATE, HOP_LENGTH = 16_000, 160  # of audio in Hz, and samples per frame of a spectrogram
-ANY_LENGTH = ("decoder", BATCHED, SCORED, *ONE_CALL, ENCODER, OPEN, FEATURES)
+ANY_LENGTH = ("decoder", BATCHED, SCORED, *ONE_CALL, ENCODER, OPEN, FEATURES, FUSE)
 GRAPHS = (*ANY_LENGTH, "step", "catchup", "verify", "prefill")  # defined by the format
 
 
@@ -158,6 +159,45 @@ class EncoderEntry:
 
 
 @dataclass(frozen=True)
+class HiddenStates:
+    """Hidden states that the target's passes return, or that a draft model reads.
+
+    Attributes:
+        layers: Layers of the target, counted from 0, whose inputs are concatenated. The number of
+            layers stands for the last layer's output, and one more for that of the final norm.
+        size: Number of channels of the concatenated states, F.
+        draft_size: Number of channels H of the states that passes of a draft model read and return;
+            None for a target. The graph `fuse` computes them from those of the target, unless they
+            are the same.
+    """
+
+    layers: tuple[int, ...]
+    size: int
+    draft_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers or any(layer < 0 for layer in self.layers):
+            raise ValueError("layers must have at least one index, none of them below 0")
+        if min(self.size, self.draft_size or 1) < 1:
+            raise ValueError("size and draft_size must be at least 1")
+
+    @property
+    def signature(self) -> Signature:
+        """Signature of the graph `fuse`."""
+        read = Port("hidden", "hidden", None, "float32", ("B", "T", self.size))
+        fused = Port("fused", "hidden", None, "float32", ("B", "T", self.draft_size or self.size))
+        return Signature((read,), (fused,))
+
+    @property
+    def ports(self) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+        """Additional inputs and outputs of a model's passes."""
+        if self.draft_size is None:
+            return (), self.signature.inputs
+        read = replace(self.signature.inputs[0], shape=("B", "T", self.draft_size))
+        return (read,), (replace(read, name="next_hidden"),)
+
+
+@dataclass(frozen=True)
 class GraphEntry:
     """ONNX file of a graph: pass length (None: any), graph variant and name of its signature."""
 
@@ -222,6 +262,7 @@ class ModelEntry:
         acceptance: Measured acceptance rates of a draft model.
         encoder: Encoder, if the model has cross-attention. A draft model without the graph
             `encoder` reads the hidden states of the target's.
+        hidden: Hidden states that its passes return for a draft model, or read.
     """
 
     source: CheckpointSource
@@ -243,6 +284,7 @@ class ModelEntry:
     quantization: dict[str, QuantizationReport]
     acceptance: MeasuredAcceptance | None = field(default=None, metadata=OPTIONAL)
     encoder: EncoderEntry | None = field(default=None, metadata=OPTIONAL)
+    hidden: HiddenStates | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         check_single_line("architecture", self.architecture)
@@ -279,6 +321,7 @@ class ModelEntry:
             raise ValueError("a model has constant states if and only if it has an encoder")
         if self.encoder and (lacking := next((x for x in ops if (OPEN, x) not in names), None)):
             raise ValueError(f"graphs has no '{OPEN}' in the graph variant '{lacking}'")
+        self._check_hidden(names)
         if min(self.num_parameters, self.num_experts) < 0:
             raise ValueError("num_parameters and num_experts must be at least 0")
         for graph in self.graphs:
@@ -288,6 +331,15 @@ class ModelEntry:
                 raise ValueError(
                     f"error_ratio must be at most {ERROR_MULTIPLE:g} without a tolerance"
                 )
+
+    def _check_hidden(self, names: list[tuple[str, str]]) -> None:
+        hidden = self.hidden
+        reads_other_states = hidden is not None and hidden.draft_size not in (None, hidden.size)
+        fusing = {ops for name, ops in names if name == FUSE}
+        if fusing and (hidden is None or hidden.draft_size is None):
+            raise ValueError(f"graphs has '{FUSE}', and the model reads no hidden states")
+        if reads_other_states and (lacking := sorted({ops for _, ops in names} - fusing)):
+            raise ValueError(f"graphs has no '{FUSE}' in the graph variant '{lacking[0]}'")
 
     def _check_signature(self, graph: GraphEntry) -> None:
         signature = self.signatures.get(graph.signature)
@@ -355,7 +407,7 @@ class ModelEntry:
     def format_signatures(self, ops: str) -> dict[str, Signature]:
         """Return the signatures that the format defines for a graph variant, by name."""
         sizes = self.capacity, self.padded_vocab_size
-        return signatures(self.states_of(ops), *sizes, self.encoder)
+        return signatures(self.states_of(ops), *sizes, self.encoder, self.hidden)
 
     def supports_gpu(self, ops: str) -> bool:
         """Return True if CUDA has kernels for a graph variant.
@@ -458,7 +510,7 @@ def chunk_length(capacity: int) -> int:
 def signature_name(graph: str) -> str:
     """Return the name of the signature of a graph that the format defines."""
     names = dict.fromkeys(ANY_LENGTH, "chosen_logits") | {"prefill": "caches_alone"}
-    names |= {ENCODER: "hidden_states", OPEN: "constant_states", FEATURES: "log_mel"}
+    names |= {ENCODER: "hidden_states", OPEN: "constant_states", FEATURES: "log_mel", FUSE: FUSE}
     return names.get(graph, "with_logits")
 
 
@@ -496,12 +548,17 @@ def cross_attention_states(
 
 
 def signatures(
-    states: tuple[State, ...], capacity: int, num_columns: int, encoder: EncoderEntry | None = None
+    states: tuple[State, ...],
+    capacity: int,
+    num_columns: int,
+    encoder: EncoderEntry | None = None,
+    hidden: HiddenStates | None = None,
 ) -> dict[str, Signature]:
     """Return the signatures that the format defines, by name.
 
     They differ in the logits: of the rows from `logits_from`, of all rows, or of none. Those of an
     encoder-decoder have the constant states as further inputs, and there are two or three more.
+    Hidden states are those of all rows.
     """
     inputs = [
         Port("input_ids", "tokens", None, "int64", ("B", "T")),
@@ -509,11 +566,13 @@ def signatures(
     ]
     if encoder is not None:
         inputs.append(Port("source_length", "source_length", None, "int64", ("B",)))
+    hidden_inputs, hidden_outputs = ((), ()) if hidden is None else hidden.ports
+    inputs += hidden_inputs
     num_positions = len(inputs)
     first = Port("logits_from", "logits_from", None, "int64", (1,))
     logits = Port("logits", "logits", None, "float32", ("B", "T", num_columns))
     chosen = replace(logits, shape=("B", "R", num_columns))
-    outputs: list[Port] = []
+    outputs = [*hidden_outputs]
     constants: list[Port] = []
     for state in states:
         is_constant = encoder is not None and state.kind == "constant"
@@ -529,6 +588,8 @@ def signatures(
         "with_logits": Signature(tuple(inputs), (logits, *outputs)),
         "caches_alone": Signature(tuple(inputs), tuple(outputs)),
     }
+    if hidden is not None and hidden.draft_size is not None:
+        result[FUSE] = hidden.signature
     if encoder is not None:
         ports = encoder.signatures
         result["hidden_states"] = Signature(ports["source"], ports["hidden"])
