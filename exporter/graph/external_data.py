@@ -35,7 +35,7 @@ STORED = {
 TORCH_TYPES = {onnx_type.value: dtype for dtype, onnx_type in STORED.values()}
 TORCH_TYPES |= {ir.DataType.INT8.value: torch.int8, ir.DataType.UINT8.value: torch.uint8}
 _PIECE = 8 << 20  # bytes per chunk of reading, conversion and writing
-_CACHE_BYTES = 512 << 20  # of computed weights that are kept: products of one input are read twice
+_CACHE_BYTES = 1 << 30  # of computed weights that are kept: those of a layer of an 8B model
 
 
 class WeightsFile:

@@ -42,19 +42,19 @@ class Rotation:
         return tuple(matrix for matrix in matrices if len(matrix) > 1)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x R in float64. [..., d] -> [..., d]"""
-        return self._mix(x.double() * self.signs)
+        """Return x R in the type of x. [..., d] -> [..., d]"""
+        return self._mix(x * self.signs.to(x.dtype))
 
     def undo(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x R^T in float64. [..., d] -> [..., d]"""
-        return self._mix(x.double()) * self.signs
+        """Return x R^T in the type of x. [..., d] -> [..., d]"""
+        return self._mix(x) * self.signs.to(x.dtype)
 
     def _mix(self, x: torch.Tensor) -> torch.Tensor:
         # Each factor mixes the last axis, which then becomes the first one: after all factors the
         # axes are in their original order.
         mixed = x.reshape(-1, self.size)
         for matrix in reversed(self.factors):
-            rows = mixed.reshape(len(mixed), -1, len(matrix)) @ matrix
+            rows = mixed.reshape(len(mixed), -1, len(matrix)) @ matrix.to(x.dtype)
             mixed = rows.transpose(1, 2).reshape(len(mixed), self.size)
         return mixed.reshape(x.shape)
 
@@ -75,5 +75,6 @@ def hartley(size: int) -> torch.Tensor:
 
 
 def apply_hadamard(x: torch.Tensor, block: int = HADAMARD_SIZE) -> torch.Tensor:
-    """Return x with each block of channels multiplied by a Hadamard matrix, in float64. [..., d]"""
-    return (x.double().reshape(*x.shape[:-1], -1, block) @ hadamard(block)).reshape(x.shape)
+    """Return x with each block of channels multiplied by a Hadamard matrix. [..., d]"""
+    matrix = hadamard(block).to(x.dtype)
+    return (x.reshape(*x.shape[:-1], -1, block) @ matrix).reshape(x.shape)

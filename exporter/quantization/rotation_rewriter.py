@@ -467,7 +467,7 @@ def _rotate_tables_and_biases(
         array = constant_vector(bias)
         assert array is not None
         assert bias is not None
-        turned = rotation_.apply(torch.from_numpy(array).reshape(-1)).float().numpy()
+        turned = rotation_.apply(torch.from_numpy(array).reshape(-1)).numpy()
         name = f"{node.outputs[0].name}.bias{index}"
         node.replace_input_with(
             index, add_constant(editor.graph, turned.reshape(array.shape), name)
@@ -483,37 +483,38 @@ def _change_table(
     rows = tensor_data(table.tensor)
     changed = torch.empty(rows.shape)
     for at in _row_strips(rows):
-        changed[at] = apply(rows[at])
+        changed[at] = apply(rows[at].float())
     some = _sampled_rows(changed)
-    _check_inverse(undo(changed[some]), rows[some].double(), table)
+    _check_inverse(undo(changed[some].double()), rows[some].double(), table)
     return changed
 
 
 def change_matrix(
     stored: StoredTensor, change: MatrixChange, transforms: ChannelTransforms
 ) -> torch.Tensor:
-    """Return a changed matrix in its stored layout.
+    """Return a changed matrix in its stored layout, computed in float32.
 
     Raises:
-        ParityError: The inverse change does not restore it.
+        ParityError: The inverse change, in float64, does not restore it.
     """
     columns = stored.data().T  # [N, K]
     gain: float | torch.Tensor = 1.0
     if change.gain is not None:
         gain = torch.from_numpy(np.frombuffer(change.gain, np.float32).copy())
-    whole = torch.empty(columns.shape, dtype=torch.float64 if change.output else torch.float32)
+    whole = torch.empty(columns.shape)
     for at in _row_strips(columns):
-        whole[at] = _transform_input(columns[at].double() * gain, change, transforms)
+        whole[at] = _transform_input(columns[at].float() * gain, change, transforms)
     some = _sampled_rows(whole)
-    exact = columns[some].double() * gain
-    _check_inverse(_transform_input(whole[some], change, transforms, undo=True), exact, stored)
+    restored = _transform_input(whole[some].double(), change, transforms, undo=True)
+    _check_inverse(restored, columns[some].double() * gain, stored)
     if change.output:
         assert transforms.rotation is not None
         before, whole = whole.T, torch.empty(columns.shape)
         for at in _row_strips(before):
             whole.T[at] = transforms.rotation.apply(before[at])
         some = _sampled_rows(before)
-        _check_inverse(transforms.rotation.undo(whole.T[some]), before[some], stored)
+        restored = transforms.rotation.undo(whole.T[some].double())
+        _check_inverse(restored, before[some].double(), stored)
     return (whole.T if stored.order == (0, 1) else whole).contiguous()
 
 
@@ -524,7 +525,7 @@ def _transform_input(
     if change.input:
         assert transforms.rotation is not None
         return transforms.rotation.undo(rows) if undo else transforms.rotation.apply(rows)
-    return rotation.apply_hadamard(rows, change.block) if change.block else rows.double()
+    return rotation.apply_hadamard(rows, change.block) if change.block else rows
 
 
 def _sampled_rows(rows: torch.Tensor) -> slice:

@@ -32,7 +32,7 @@ NOT_ROTATED = {
 
 @pytest.mark.parametrize("size", [1, 7, 64, 96, 640])
 def test_a_rotation_is_orthogonal_and_mixes_every_channel(size):
-    matrix = Rotation(size).apply(torch.eye(size))
+    matrix = Rotation(size).apply(torch.eye(size).double())
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(size).double(), atol=1e-12, rtol=0)
     torch.testing.assert_close(Rotation(size).undo(matrix), torch.eye(size).double())
     assert float(matrix.abs().max()) <= 1.5 / size**0.5
@@ -175,7 +175,7 @@ def test_rotation_spreads_outlier_channels(changed):
     rows = torch.randn(4, 576)
     rows[:, 5] *= 50
     before, after = (x.abs().amax(1) / x.square().mean(1).sqrt() for x in (
-        rows.double(), Rotation(576).apply(rows)))  # fmt: skip
+        rows.double(), Rotation(576).apply(rows.double())))  # fmt: skip
     assert (after < 0.4 * before).all()
 
 
