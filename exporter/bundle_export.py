@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from specedge import destination
 from specedge.bundle import FORMAT, MANIFEST, Bundle, pack_ids, store
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.integrity import file_entry
-from specedge.bundle.manifest import FileEntry, MeasuredAcceptance, ModelEntry
+from specedge.bundle.manifest import DraftTokenizer, FileEntry, MeasuredAcceptance, ModelEntry
 from specedge.bundle.precision import HALF_DTYPES, KEEP
 from specedge.errors import ExportError
 from specedge.version import __version__
@@ -41,6 +42,7 @@ from .verification.batched_graphs import add_batched_graphs
 from .verification.spectrograms import add_log_mel, load_extractor
 
 IDS_FILE = "ids.bin"
+READINGS_FILE = "draft-readings.bin"
 
 
 def export(
@@ -116,8 +118,8 @@ def _explain_ops(request: ExportRequest) -> Iterator[None]:
 class _Job:
     """Validated export, before its models are loaded.
 
-    `checkpoints` are those with separate weights, the target first. `draft_ids` are the tokens of a
-    reduced draft vocabulary, ascending.
+    `checkpoints` are those with separate weights, the target first. `draft_ids` are the target's
+    tokens of a reduced draft vocabulary, ascending.
     """
 
     request: ExportRequest
@@ -127,22 +129,39 @@ class _Job:
     progress: Progress
     text: pair.TextMetadata
     lengths: tuple[int, int]
-    draft_ids: list[int] | None
+    draft_ids: Sequence[int] | None
 
     def exports(self) -> Iterator[tuple[Checkpoint, int]]:
         """Yield each checkpoint with its context length."""
         return zip(self.checkpoints, self.lengths, strict=False)
 
-    def ids_of(self, checkpoint: Checkpoint) -> list[int] | None:
-        """Return the reduced vocabulary of a checkpoint's draft model; None for all tokens."""
+    def is_translated(self, checkpoint: Checkpoint) -> bool:
+        """Return True for a draft model with another tokenizer."""
+        return checkpoint.role == "draft" and self.text.vocabulary is not None
+
+    def head_of(self, checkpoint: Checkpoint) -> Sequence[int] | None:
+        """Return the ids of a model's pruned LM head, by its own tokenizer; None for all."""
+        if self.is_translated(checkpoint) and self.text.vocabulary is not None:
+            return self.text.vocabulary.draft_ids
         drafts = checkpoint.role == "draft" or self.request.num_draft_layers is not None
         return self.draft_ids if drafts else None
 
-    def calibration_texts(self, model: ModelEntry) -> texts.CalibrationTexts:
+    def num_tokens(self, checkpoint: Checkpoint) -> int:
+        """Return the number of ids of a model's tokenizer."""
+        if self.is_translated(checkpoint):
+            return pair.num_tokens_of(checkpoint)
+        return self.text.num_tokens
+
+    def calibration_texts(
+        self, checkpoint: Checkpoint, model: ModelEntry
+    ) -> texts.CalibrationTexts:
         """Tokenize the calibration set for a model."""
+        is_translated = self.is_translated(checkpoint)
+        file = pair.DRAFT_TOKENIZER_FILE if is_translated else pair.TOKENIZER_FILE
+        author = checkpoint if is_translated else self.checkpoints[0]
         return texts.tokenize(
-            self.calibration, self.work / pair.TOKENIZER_FILE, model.vocab_size,
-            model.context_length, pair.chat_writer(self.checkpoints[0], self.progress),
+            self.calibration, self.work / file, model.vocab_size, model.context_length,
+            pair.chat_writer(author, self.progress),
         )  # fmt: skip
 
 
@@ -207,13 +226,20 @@ def _check(
         cost_estimate.check_costs(
             checkpoint, length, request.num_draft_tokens, request.required_ops, progress
         )
-    ids = None
+    ids: Sequence[int] | None = None
+    if text.vocabulary is not None:
+        ids = text.vocabulary.target_ids
+        tokenizer = Tokenizer.from_file(str(work / pair.TOKENIZER_FILE))
+        tokens = tokenizer.encode(calibration.text, add_special_tokens=False).ids
+        progress.note(text.vocabulary.describe_coverage(tokens, calibration.name))
     if draft is not None and request.draft_vocab is not None:
         rows = draft_vocabulary.lm_head(tracer.meta_model(draft.config)).out_features
         ids = draft_vocabulary.most_frequent_tokens(
             request.draft_vocab, (calibration.name, calibration.text), work / pair.TOKENIZER_FILE,
-            pair.end_tokens(target), min(text.num_tokens, rows), progress,
+            pair.end_tokens(target), ids or range(min(text.num_tokens, rows)), progress,
         )  # fmt: skip
+        if text.vocabulary is not None:
+            text = replace(text, vocabulary=text.vocabulary.restricted(ids))
     progress.predicted = cost_estimate.predict_seconds(all_checkpoints, request)
     hub.check_space([remote for c in all_checkpoints for remote in c.remotes], work)
     return _Job(request, all_checkpoints, calibration, work, progress, text, lengths, ids)
@@ -231,8 +257,8 @@ def _trace_and_verify(
     """
     folder, ops = job.work / checkpoint.role, job.request.required_ops
     export_in = partial(
-        export_model, checkpoint, length, job.text.num_tokens, job.request, folder,
-        job.progress, job.ids_of(checkpoint), encoders=encoders,
+        export_model, checkpoint, length, job.num_tokens(checkpoint), job.request, folder,
+        job.progress, job.head_of(checkpoint), encoders=encoders,
     )  # fmt: skip
     if ops != "auto":
         traced = export_in(OPS if ops == "all" else (ops,))
@@ -259,17 +285,17 @@ def _quantize(
     lazy: LazyWeights | None,
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Convert a checkpoint's models to the requested precision, and add further graph variants."""
-    request, progress, ids = job.request, job.progress, job.ids_of(checkpoint)
+    request, progress, ids = job.request, job.progress, job.head_of(checkpoint)
     folder, suffixes = job.work / checkpoint.role, job.request.variant_suffixes
     precision, tensors = request.precision_of(checkpoint.role), loader.quantized_tensors(checkpoint)
     roles = dict(zip((checkpoint.role, "draft"), traced, strict=False))
     if lazy is not None:  # not an unquantized draft model of a quantized target
         return quantize(
-            roles, folder, precision, job.calibration_texts(traced[0]), ids, progress, suffixes,
-            request.rounding, request.average_bits, tensors, lazy,
+            roles, folder, precision, job.calibration_texts(checkpoint, traced[0]), ids, progress,
+            suffixes, request.rounding, request.average_bits, tensors, lazy,
         )  # fmt: skip
     if suffixes:
-        pieces = job.calibration_texts(traced[0])
+        pieces = job.calibration_texts(checkpoint, traced[0])
         return add_variants(suffixes, roles, folder, pieces, ids, progress), weights
     return traced, weights
 
@@ -278,12 +304,19 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     """Write the GPU graphs and the manifest."""
     request, work, progress = job.request, job.work, job.progress
     has_draft, target = request.draft_name is not None, job.checkpoints[0]
-    sizes = pair.vocab_sizes(job.text.num_tokens, [m.vocab_size for m in models], progress)
-    models = [replace(m, vocab_size=size) for m, size in zip(models, sizes, strict=True)]
+    vocabulary = job.text.vocabulary
+    same = models if vocabulary is None else models[:1]
+    sizes = pair.vocab_sizes(job.text.num_tokens, [m.vocab_size for m in same], progress)
+    models[: len(same)] = [replace(m, vocab_size=n) for m, n in zip(same, sizes, strict=True)]
     if has_draft:
         rates = _measure_acceptance(job, *models)
         ids = _write_token_ids(job.draft_ids, models[1], work)
         models[1] = replace(models[1], acceptance=rates, token_ids=ids)
+        if vocabulary is not None:
+            (work / READINGS_FILE).write_bytes(vocabulary.readings.pack())
+            files = pair.DRAFT_TOKENIZER_FILE, READINGS_FILE
+            tokenizer = DraftTokenizer(*files, vocabulary.readings.prefix)
+            models[1] = replace(models[1], tokenizer=tokenizer)
     models = [
         add_batched_graphs(role, model, work, progress)
         for role, model in zip(("target", "draft"), models, strict=False)
@@ -291,7 +324,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     models[0] = add_log_mel(models[0], target, work)
     with progress.step("Writing graphs for GPUs"):
         models = [best_logits.add_best_logits(model, work) for model in models]
-        if has_draft:
+        if has_draft and vocabulary is None:  # a drafted token is the next input in these graphs
             models[1] = draft_loop.add_draft_loops(
                 models[1], work, request.num_draft_tokens, job.draft_ids
             )
@@ -333,10 +366,11 @@ def _measure_acceptance(
         pair.end_tokens(job.checkpoints[0]),
         job.progress,
         sum(pair.decoder_tokens(job.checkpoints[0]), ()),
+        None if job.text.vocabulary is None else job.text.vocabulary.readings,
     )
 
 
-def _write_token_ids(ids: list[int] | None, draft: ModelEntry, work: Path) -> str | None:
+def _write_token_ids(ids: Sequence[int] | None, draft: ModelEntry, work: Path) -> str | None:
     """Write a reduced vocabulary's tokens next to the draft's graphs; return the file's name."""
     if ids is None:
         return None

@@ -14,15 +14,15 @@ from specedge.sampling_options import Sampling
 LENGTH = 3
 
 
-def joint_distribution(make, monkeypatch, prompt=(0,)):
+def joint_distribution(make, monkeypatch, prompt=(0,), sampling=Sampling(1.0), length=LENGTH):  # noqa: B008
     """The probability of each prompt and 3 tokens that the decoder of `make()` writes after it."""
-    end = len(prompt) + LENGTH
+    end = len(prompt) + length
 
     def one_round(text):
         def run(uniforms):
             monkeypatch.setattr(decoding, "Uniforms", lambda seed: uniforms)
             left = end - len(text)
-            return tuple(next(make().rounds(text, Sampling(1.0), 0, left)).tokens[:left])
+            return tuple(next(make().rounds(text, sampling, 0, left)).tokens[:left])
 
         return explore(run)
 
@@ -39,12 +39,12 @@ def joint_distribution(make, monkeypatch, prompt=(0,)):
     return dict(distribution)
 
 
-def distribution_of_strings(target_distribution, prompt=(0,)):
+def distribution_of_strings(target_distribution, prompt=(0,), size=3, length=LENGTH):
     """Return the target's distribution of all strings, which `joint_distribution` must equal."""
     distribution = {}
-    for string in product(range(3), repeat=LENGTH):
+    for string in product(range(size), repeat=length):
         probability = Fraction(1)
-        for i in range(LENGTH):
+        for i in range(length):
             probability *= Fraction(target_distribution((*prompt, *string[:i]))[string[i]])
         if probability:
             distribution[*prompt, *string] = probability

@@ -40,6 +40,7 @@ VERIFICATION = "specedge.runtime.decoding.verification:"
 NOISE = "specedge.runtime.decoding.random_numbers:GumbelNoise."
 DECODER = "specedge.runtime.decoding.decoding:SpeculativeDecoder."
 DRAFT_MODEL = "specedge.runtime.drafters.draft_model:DraftModel."
+READING = "specedge.runtime.drafters.text_reading:TranslatedText."
 PROBABILITIES = "specedge.runtime.sampling.probabilities:"
 DISTRIBUTION = "specedge.runtime.sampling.distribution:Distribution."
 RESOLVER = "specedge.runtime.decoding.near_ties:NearTieResolver."
@@ -159,6 +160,16 @@ def argmax_token_with_softmax_distribution(original, row, *rest):
 def draft_distribution_before_filters(original, row, sampling, history, uniform):
     token, _ = original(row, sampling, history, uniform)
     return token, row_distribution(row, Sampling(sampling.temperature), history)
+
+
+@mutant(VERIFICATION + "draw", "decoding/test_other_tokenizers.py")
+def translated_distribution_before_filters(original, row, sampling, history, uniform):
+    return draft_distribution_before_filters(original, row, sampling, history, uniform)
+
+
+@mutant(READING + "length", "decoding/test_other_tokenizers.py")
+def rollback_by_length_of_text(original, self, num_tokens):
+    return min(num_tokens, original(self, num_tokens))
 
 
 @mutant(VERIFICATION + "_choose", "decoding/test_verification.py")

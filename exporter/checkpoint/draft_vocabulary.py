@@ -1,6 +1,6 @@
 """Reduced draft vocabulary, `--draft-vocab N`: selection of tokens, and the pruned LM head.
 
-The embedding keeps all tokens; a tied LM head becomes a separate matrix. Ids [N] are ascending.
+The embedding keeps all tokens; a tied LM head becomes a separate matrix.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def lm_head(model: nn.Module) -> nn.Linear:
     if type(head) is not nn.Linear:
         raise ExportError(
             f"the draft's LM head is {type(head).__name__}, not one matrix, so it cannot be "
-            "pruned; omit --draft-vocab"
+            "pruned; omit --draft-vocab, or specify a draft with the target's tokenizer"
         )
     return head
 
 
 def prune_head(loaded: LoadedCheckpoint, ids: Sequence[int]) -> LoadedCheckpoint:
-    """Restrict the model's logits to these tokens. Raises ExportError."""
+    """Restrict the model's logits to these tokens, in their order. Raises ExportError."""
     head = lm_head(loaded.model)
     rows = torch.tensor(ids)
     stored = loaded.sources.stored_matrix(head.weight)
@@ -51,7 +51,7 @@ def most_frequent_tokens(
     text: tuple[str, str],
     tokenizer: Path,
     ends: Iterable[int],
-    num_tokens: int,
+    tokens: Sequence[int],
     progress: Progress,
 ) -> list[int]:
     """Return the most frequent token ids of a text, ascending.
@@ -64,27 +64,28 @@ def most_frequent_tokens(
         text: Name and content of the text.
         tokenizer: Path of tokenizer.json.
         ends: End tokens.
-        num_tokens: Number of ids of the draft model.
+        tokens: Ids to select from, ascending.
         progress: Receives a note of the text's coverage.
 
     Raises:
         ExportError: `count` leaves no token to select, or includes all of them.
     """
     name, content = text
+    num_tokens = len(tokens)
     if count >= num_tokens:
         raise ExportError(
             f"--draft-vocab {count}: the draft has {num_tokens} tokens; use a smaller number, or "
             "omit it"
         )
-    always = {token for token in (*ends, *_special_tokens(tokenizer)) if 0 <= token < num_tokens}
+    always = {*ends, *_special_tokens(tokenizer)} & {*tokens}
     if count <= len(always):
         raise ExportError(
             f"--draft-vocab {count}: the {len(always)} end tokens and special tokens are always "
             "kept; use a larger number"
         )
     encoding = Tokenizer.from_file(str(tokenizer)).encode(content, add_special_tokens=False)
-    counts = np.bincount([t for t in encoding.ids if t < num_tokens], minlength=num_tokens)
-    order = np.argsort(-counts, kind="stable")
+    counts = np.bincount(encoding.ids, minlength=tokens[-1] + 1)
+    order = np.array(tokens)[np.argsort(-counts[tokens], kind="stable")]
     rest = order[~np.isin(order, list(always))]
     kept = sorted({*always, *rest[: count - len(always)].tolist()})
     share = counts[kept].sum() / max(1, counts.sum())

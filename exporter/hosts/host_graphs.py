@@ -101,6 +101,11 @@ def _embed(
         raise ExportError(
             f"{bundle.target.source.id} is an encoder-decoder, and host graphs contain no encoder"
         )
+    if bundle.draft is not None and bundle.draft.tokenizer is not None:
+        raise ExportError(
+            f"{bundle.draft.source.id} has another tokenizer than {bundle.target.source.id}, and "
+            "host graphs translate no tokens; export the pair with a draft of the target's family"
+        )
     if bundle.draft is None and (layout == "split" or num_draft_tokens):
         option = "-k" if num_draft_tokens else "--layout split"
         raise ExportError(

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from specedge.bundle.manifest import MeasuredAcceptance
 from specedge.bundle.precision import QUANTIZED_DTYPES
+from specedge.bundle.token_readings import TokenReadings
 
 from ..progress import Progress
 from ..tracing.geometry import Geometry
@@ -35,6 +36,7 @@ def measure_acceptance(
     end_tokens: Container[int],
     progress: Progress,
     decoder_prompt: Sequence[int] = (),
+    readings: TokenReadings | None = None,
 ) -> MeasuredAcceptance | None:
     """Measure a draft's acceptance rates on a few short texts and the target's greedy answers.
 
@@ -47,6 +49,7 @@ def measure_acceptance(
         progress: Receives a note and the duration of the step.
         decoder_prompt: Tokens that begin the answers of an encoder-decoder, whose sources are the
             texts.
+        readings: The draft's tokens for each of the target's, if its tokenizer is another one.
 
     Returns:
         None if the models compute in 16 bits, for which CPUs have no kernels, read speech, or the
@@ -56,8 +59,10 @@ def measure_acceptance(
         return None
     if target.model.encoder is not None and target.model.encoder.num_mel_bins is not None:
         return None
-    vocab_size = min(target.model.vocab_size, draft.model.vocab_size)
-    context = min(target.model.context_length, draft.model.context_length)
+    vocab_size, context = target.model.vocab_size, target.model.context_length
+    if readings is None:
+        vocab_size = min(vocab_size, draft.model.vocab_size)
+        context = min(context, draft.model.context_length)
     encoder = TextEncoder(Tokenizer.from_file(str(tokenizer)), vocab_size)
     prompts = _prompts(encoder, source.evaluation, min(PROMPT_TOKENS, context // 2))
     if not prompts:
@@ -68,9 +73,17 @@ def measure_acceptance(
             prompts = [np.array(decoder_prompt)] * len(prompts)
         texts = _answer(target, prompts, end_tokens, context, sources)
         texts = [text[: _num_shared(text, vocab_size)] for text in texts]
+        read, ends = texts, list[np.ndarray]()
+        if readings is not None:
+            translated = [_read(readings, text, draft) for text in texts]
+            read, ends = [tokens for tokens, _ in translated], [n for _, n in translated]
+            texts = [text[: len(n)] for text, n in zip(texts, ends, strict=True)]
         logits = [
-            compute_logits(m.runner(m.folder, m.ops[-1]), texts, sources) for m in (target, draft)
+            compute_logits(model.runner(model.folder, model.ops[-1]), tokens, sources)
+            for model, tokens in ((target, texts), (draft, read))
         ]
+        if ends:
+            logits[1] = [rows[n - 1] for rows, n in zip(logits[1], ends, strict=True)]
         rows = [acceptance_by_row(d, t, draft.head) for t, d in zip(*logits, strict=True)]
         starts = [len(prompt) - 1 for prompt in prompts]
         answers = [greedy[n:-1] for (greedy, _), n in zip(rows, starts, strict=True)]
@@ -98,13 +111,23 @@ def acceptance_by_row(
     Args:
         draft: Logits of the draft. [T, C]
         target: Logits of the target. [T, V]
-        head: Tokens of the draft's columns if reduced.
+        head: Tokens of the draft's columns if reduced, of the target's vocabulary.
     """
     size = min(draft.shape[1], target.shape[1])
     token_ids = np.arange(size) if head is None else np.array(head)
     agree = token_ids[draft[:, : len(token_ids)].argmax(1)] == target.argmax(1)
     draft_probs = _softmax(draft)[:, : len(token_ids)]
     return agree, np.minimum(draft_probs, _softmax(target)[:, token_ids]).sum(1)
+
+
+def _read(
+    readings: TokenReadings, text: np.ndarray, draft: FloatModel
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the draft's tokens for a text, and their number up to each token that fits."""
+    lengths = [len(readings.read([token], i)) for i, token in enumerate(text.tolist())]
+    ends = np.cumsum(lengths)
+    ends = ends[ends <= draft.model.context_length]
+    return np.array(readings.read(text.tolist())[: ends[-1]]), ends
 
 
 def _prompts(encoder: TextEncoder, documents: Sequence[str], size: int) -> list[np.ndarray]:

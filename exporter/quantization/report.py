@@ -212,7 +212,8 @@ class LogitDistance:
         self.num_tokens += len(columns)
         if head is not None:
             rows = np.flatnonzero(np.isin(columns, head))
-            columns = head.searchsorted(columns[rows])
+            order = head.argsort()
+            columns = order[head.searchsorted(columns[rows], sorter=order)]
         targets = rows, columns
         self.loss += float((normalizers[rows] - x[targets]).sum())
         self.original_loss += float((exact_normalizers[rows] - exact_x[targets]).sum())

@@ -13,7 +13,6 @@ from specedge.errors import PairError
 
 TokenizerSettings = dict[str, Any]
 
-_ADVICE = "choose a draft of the target's family"
 _PARTS = {"normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer"}
 _RULES = {
     "post_processor": "adds different special tokens to a prompt",
@@ -30,8 +29,7 @@ def compare(target: TokenizerSettings, draft: TokenizerSettings) -> list[str]:
         of_target, of_draft = (_without_offsets(x.get(key)) for x in (target, draft))
         if of_target != of_draft:
             raise PairError(
-                f"draft and target have different {name}s: {_show_both(of_target, of_draft)}; "
-                f"{_ADVICE}"
+                f"draft and target have different {name}s: {_show_both(of_target, of_draft)}"
             )
     notes = [
         f"the draft {difference}; those of the target are used"
@@ -73,8 +71,7 @@ def _check_vocabulary(
     ]
     raise PairError(
         f"draft and target have different vocabularies: {token!r} {texts[0]} in the target's "
-        f"({len(of_target)} ordinary tokens) and {texts[1]} in the draft's ({len(of_draft)}); "
-        f"{_ADVICE}"
+        f"({len(of_target)} ordinary tokens) and {texts[1]} in the draft's ({len(of_draft)})"
     )
 
 
@@ -87,14 +84,12 @@ def _check_model(of_target: TokenizerSettings, of_draft: TokenizerSettings) -> N
         merges = [m[at] if at < len(m) else "none" for m in (a, b)]
         raise PairError(
             f"draft and target have different merges: number {at} is {merges[0]} in the target's "
-            f"and {merges[1]} in the draft's; {_ADVICE}"
+            f"and {merges[1]} in the draft's"
         )
     for key in sorted((of_target.keys() | of_draft.keys()) - {"merges", "vocab"}):
         # None, false and "" are equivalent.
         if (x := of_target.get(key) or None) != (y := of_draft.get(key) or None):
-            raise PairError(
-                f"draft and target tokenize differently: {key}, {_show_both(x, y)}; {_ADVICE}"
-            )
+            raise PairError(f"draft and target tokenize differently: {key}, {_show_both(x, y)}")
 
 
 def _without_offsets(value: Any) -> Any:

@@ -24,8 +24,10 @@ from ..checkpoint.gguf_tokenizer import named_end_tokens
 from ..libraries import first_line
 from ..progress import Progress
 from . import compatibility
+from .vocabulary_map import VocabularyMap, map_vocabularies
 
 TOKENIZER_FILE = "tokenizer.json"
+DRAFT_TOKENIZER_FILE = "draft-tokenizer.json"
 DEFAULT_CONTEXT = 4096
 DATE = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)  # fixed date for chat templates
 SAMPLES = (
@@ -46,40 +48,87 @@ _POSITIONS = (
 
 @dataclass(frozen=True)
 class TextMetadata:
-    """Text metadata of the bundle, which is the target's."""
+    """Text metadata of the bundle, which is the target's.
+
+    Attributes:
+        tokenizer: Content of tokenizer.json.
+        num_tokens: Number of ids.
+        chat_template: Chat template, None without one.
+        special_tokens: Variables of the chat template.
+        draft: Content of the draft model's tokenizer.json, if its tokenizer is another one.
+        vocabulary: Map of both vocabularies in this case.
+    """
 
     tokenizer: str
     num_tokens: int
     chat_template: str | None
     special_tokens: dict[str, str]
+    draft: str | None = None
+    vocabulary: VocabularyMap | None = None
 
 
 def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress) -> TextMetadata:
-    """Check that both models tokenize ordinary text identically; note other differences.
+    """Compare the tokenizers of both models; map their vocabularies if they differ.
+
+    Harmless differences are noted.
 
     Raises:
-        PairError: The tokenizers differ.
+        PairError: The models cannot be a pair.
     """
     of_target, template = _tokenizer_settings(target), _chat_template(target)
-    if draft is not None:
-        _check_sources(draft, target)
-        for note in compatibility.compare(of_target, _tokenizer_settings(draft)):
-            progress.note(note)
-        if end_tokens(draft) != end_tokens(target):
-            progress.note(
-                f"the draft ends at tokens {list(end_tokens(draft))}, the target at "
-                f"{list(end_tokens(target))}; those of the target are used"
-            )
-        if _chat_template(draft) != template:
-            progress.note("the draft has a different chat template; that of the target is used")
     named = target.tokenizer.special_tokens_map
     special = {name: token for name, token in named.items() if isinstance(token, str)}
-    return TextMetadata(
-        json.dumps(of_target, ensure_ascii=False),
-        max(target.tokenizer.get_vocab().values()) + 1,
-        template,
-        special,
-    )
+    text = TextMetadata(_dump(of_target), num_tokens_of(target), template, special)
+    if draft is None:
+        return text
+    _check_sources(draft, target)
+    of_draft = _tokenizer_settings(draft)
+    try:
+        notes = compatibility.compare(of_target, of_draft)
+    except PairError as error:
+        if target.config.is_encoder_decoder:
+            raise PairError(
+                f"{error}; the draft of an encoder-decoder must have its tokenizer, so choose one "
+                "of the target's family"
+            ) from error
+        progress.note(f"{error}")
+        vocabulary = _map_vocabularies(target, draft)
+        return replace(text, draft=_dump(of_draft), vocabulary=vocabulary)
+    for note in notes:
+        progress.note(note)
+    if end_tokens(draft) != end_tokens(target):
+        progress.note(
+            f"the draft ends at tokens {list(end_tokens(draft))}, the target at "
+            f"{list(end_tokens(target))}; those of the target are used"
+        )
+    if _chat_template(draft) != template:
+        progress.note("the draft has a different chat template; that of the target is used")
+    return text
+
+
+def _map_vocabularies(target: Checkpoint, draft: Checkpoint) -> VocabularyMap:
+    """Map vocabularies; the tokens that end or begin texts are equal, whatever their names."""
+    first, second = (Tokenizer.from_str(_dump(_tokenizer_settings(c))) for c in (target, draft))
+    of_target, of_draft = target.tokenizer, draft.tokenizer
+    begin, draft_begin = first.encode("").ids, second.encode("").ids
+    equal = {of_target.eos_token_id: of_draft.eos_token_id}
+    if len(begin) == 1:
+        equal[begin[0]] = draft_begin[0] if draft_begin else of_draft.bos_token_id
+    sizes = [
+        min(num_tokens_of(c), internals.decoder_text_config(c.config).vocab_size)
+        for c in (target, draft)
+    ]
+    equal = {t: d for t, d in equal.items() if t is not None and d is not None and d < sizes[1]}
+    return map_vocabularies(first, second, (sizes[0], sizes[1]), equal)
+
+
+def num_tokens_of(checkpoint: Checkpoint) -> int:
+    """Return the number of ids of a checkpoint's tokenizer."""
+    return int(max(checkpoint.tokenizer.get_vocab().values())) + 1
+
+
+def _dump(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, ensure_ascii=False)
 
 
 def _check_sources(draft: Checkpoint, target: Checkpoint) -> None:
@@ -99,7 +148,13 @@ def _check_sources(draft: Checkpoint, target: Checkpoint) -> None:
 
 
 def write_tokenizer(text: TextMetadata, target: Checkpoint, folder: Path) -> None:
-    """Write tokenizer.json and compare it with transformers. Raises ExportError."""
+    """Write tokenizer.json and compare it with transformers; write the draft's if it has another.
+
+    Raises:
+        ExportError: The tokenizer differs from that of transformers.
+    """
+    if text.draft is not None:
+        (folder / DRAFT_TOKENIZER_FILE).write_text(text.draft, "utf-8")
     path = folder / TOKENIZER_FILE
     path.write_text(text.tokenizer, "utf-8")
     shipped = Tokenizer.from_file(str(path))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import cast
 
 from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.token_readings import TokenReadings
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
@@ -23,9 +23,7 @@ from ..decoding.verification import Draft, draft_rows
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.source import Source
-
-PLACEHOLDER = 0
-MAX_PASS_LENGTH = 2  # maximum tokens of a pass with logits; more are prefilled
+from .text_reading import TextReading, TranslatedText
 
 
 class DraftModel(ModelDrafter):
@@ -36,25 +34,28 @@ class DraftModel(ModelDrafter):
     used meanwhile, the missing tokens are prefilled first (catch-up). A model that can draft on its
     device does so.
 
-    The model may have a smaller vocabulary and context than the target, and read only the first
-    `max_source_length` tokens of a source. Tokens outside its vocabulary are replaced by
-    `PLACEHOLDER`; dropping them would shift later positions. When its context is full, the cache is
-    refilled from position 0 with a little more than the last half of its context. This depends on
-    the length of the text only, not on `max_tokens`, so that a seed's text does not depend on where
-    a request ends.
+    The model may have another tokenizer than the target, or a smaller vocabulary, which `reading`
+    translates the text to. It may have a smaller context, and read only the first
+    `max_source_length` tokens of a source. When its context is full, the cache is refilled from
+    position 0 with a little more than the last half of its context. This depends on the length of
+    the text only, not on `max_tokens`, so that a seed's text does not depend on where a request
+    ends.
     """
 
     name = DrafterName.MODEL
 
     @classmethod
-    def from_entry(cls, model: LanguageModel, entry: ModelEntry) -> DraftModel:
-        """Return a drafter with the limits of a model in the manifest."""
+    def from_entry(
+        cls, model: LanguageModel, entry: ModelEntry, readings: TokenReadings | None = None
+    ) -> DraftModel:
+        """Return a drafter with the limits of a model in the manifest and a bundle's readings."""
         encoder = entry.encoder
         return cls(
             model,
             context_length=entry.context_length,
             vocab_size=entry.vocab_size,
             max_source_length=sys.maxsize if encoder is None else encoder.max_length,
+            readings=readings,
         )
 
     def __init__(
@@ -64,10 +65,11 @@ class DraftModel(ModelDrafter):
         context_length: int = sys.maxsize,
         vocab_size: int = sys.maxsize,
         max_source_length: int = sys.maxsize,
+        readings: TokenReadings | None = None,
     ) -> None:
         self.model = model
         self.context_length = context_length
-        self.vocab_size = vocab_size
+        self.reading = TextReading(vocab_size) if readings is None else TranslatedText(readings)
         self.max_source_length = max_source_length
         self._start = 0  # position in the text of the first cached token
         self._is_new_text = True  # the cache may hold another text
@@ -77,11 +79,13 @@ class DraftModel(ModelDrafter):
     ) -> Operations[Draft]:
         if not max_tokens:
             return Draft([])
-        pending, limit = yield from self._catch_up(history)
+        unread, limit = yield from self._catch_up(history)
+        if sampling.constraint is not None:  # it may force tokens of long readings
+            limit = (limit - 1) // self.reading.longest + 1
         count = min(max_tokens, limit)
         if getattr(self.model, "has_draft_graphs", False):
             model = cast(DraftingModel, self.model)
-            draft = yield DeviceDraft(model, pending, count, history, sampling, uniforms)
+            draft = yield DeviceDraft(model, unread, count, history, sampling, uniforms)
             if draft is not None:
                 return cast(Draft, draft)
         rows, row, num_fed = draft_rows(history, count, sampling, uniforms), None, 0
@@ -90,28 +94,33 @@ class DraftModel(ModelDrafter):
                 drafted = rows.send(row)
             except StopIteration as end:
                 return cast(Draft, end.value)
-            unread = self.readable([*pending, *drafted][num_fed:])
-            num_fed += len(unread)
-            if len(unread) > MAX_PASS_LENGTH:  # after tokens that a grammar forced
+            unread += self.reading.read(drafted[num_fed:], history.length + num_fed)
+            num_fed = len(drafted)
+            if len(unread) > self.reading.max_pass_length:  # after tokens that a grammar forced
                 yield Feed(self.model, unread[:-1], 0)
                 unread = unread[-1:]
             row = (yield Feed(self.model, unread, len(unread)))[-1]
+            unread = []
 
-    def backlog_and_limit(self, length: int, num_read: int) -> tuple[int, int]:
+    def backlog_and_limit(self, history: History, num_read: int) -> tuple[int, int]:
         """Return the number of tokens to catch up with, and the maximum number of draft tokens.
 
         Args:
-            length: Length of the text.
+            history: The text.
             num_read: Length of the text when the model drafted last.
         """
-        start = self._window(length)
+        self.reading.follow(history)
+        start = self._window(history.length)
         end = num_read if self._window(num_read) == start else start
-        return length - end, start + self.context_length - length + 1
+        num_unread = self.reading.length(history.length) - self.reading.length(end)
+        return num_unread, self._num_free(start, history.length)
 
     def truncate(self, length: int) -> None:
         self._is_new_text = self._is_new_text or length <= self._start
         if not self._is_new_text:
-            self.model.truncate(min(length - self._start, self.model.length))
+            num_cached = self.reading.length(length) - self.reading.length(self._start)
+            self.model.truncate(min(num_cached, self.model.length))
+        self.reading.truncate(length)
 
     def _catch_up(self, history: History) -> Operations[tuple[list[int], int]]:
         """Bring the cache up to date, except for the last one or two tokens.
@@ -119,30 +128,35 @@ class DraftModel(ModelDrafter):
         Returns:
             These tokens, for the first pass, and the maximum number of draft tokens.
         """
+        reading = self.reading
+        reading.follow(history)
         start = self._window(history.length)
         if self._is_new_text or start != self._start:
             self._start, self._is_new_text = start, False
             yield from open_source(self.model, self.readable_source(history.source))
-            self.model.reuse(self.readable(history.tokens[start:-1]))
-        pending = self.readable(history.last(history.length - start - self.model.length))
-        if len(pending) > MAX_PASS_LENGTH:
+            self.model.reuse(reading.read(history.tokens[start:-1], start))
+        num_read = reading.length(start) + self.model.length
+        pending = reading.last(history, reading.length(history.length) - num_read)
+        if len(pending) > reading.max_pass_length:
             length = getattr(self.model, "chunk_length", len(pending))
             for at in range(0, len(pending) - 1, length):
                 yield Feed(self.model, pending[at : min(at + length, len(pending) - 1)], 0)
             pending = pending[-1:]
-        return pending, start + self.context_length - history.length + 1
+        return pending, self._num_free(start, history.length)
 
     def _window(self, length: int) -> int:
         """Return the position of the first token of the text that is in the model's context."""
         step = self.context_length - self.context_length // 2
-        return max(0, -(-(length - self.context_length) // step) * step)
+        num_outside = max(0, self.reading.length(length) - self.context_length)
+        return min(self.reading.position(-(-num_outside // step) * step), max(0, length - 1))
 
-    def readable(self, tokens: Sequence[int]) -> list[int]:
-        """Replace tokens outside the model's vocabulary by placeholders."""
-        return [token if token < self.vocab_size else PLACEHOLDER for token in tokens]
+    def _num_free(self, start: int, end: int) -> int:
+        """Return the maximum number of draft tokens after the text from `start` to `end`."""
+        num_read = self.reading.length(end) - self.reading.length(start)
+        return self.context_length - num_read + 1
 
     def readable_source(self, source: Source | None) -> Source | None:
         """Return the beginning of a source that the model's encoder can read."""
         if source is None or not source.tokens:
             return source
-        return Source(self.readable(source.tokens[: self.max_source_length]))
+        return Source(self.reading.read(source.tokens[: self.max_source_length], 0))

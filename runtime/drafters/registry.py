@@ -34,6 +34,7 @@ class DrafterRegistry:
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
+        self._readings = bundle.readings()
         self.earlier = EarlierOutputs()
         self._tables: dict[str, tuple[tuple[int, ...], NGramTables]] = {}
 
@@ -73,7 +74,7 @@ class DrafterRegistry:
             case DrafterName.AUTO | DrafterName.MODEL | DrafterName.CHAIN:
                 if model is None or sizes is None:
                     return {suffix.name: suffix}
-                draft = DraftModel.from_entry(model, sizes)
+                draft = DraftModel.from_entry(model, sizes, self._readings)
                 chain = Chain(SuffixBeforeModel(suffix), draft)
                 by_name: dict[str, list[Drafter]] = {
                     DrafterName.AUTO: [draft, suffix, chain],

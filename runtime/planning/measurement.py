@@ -157,7 +157,9 @@ class _Timings:
         """Time a few rounds in the decoding loop, after a warm-up round."""
         stopwatch = Stopwatch()
         target = TimedModel(self._target, stopwatch, "verify")
-        drafter: Drafter = DraftModel(self._draft) if k else Suffix()
+        drafter: Drafter = Suffix()
+        if k:
+            drafter = DraftModel(self._draft, vocab_size=self._draft.vocab_size)
         for model in (self._target, self._draft) if k else (self._target,):
             _fill(model, self.length)
         decoder = SpeculativeDecoder(target, FixedPlan(drafter, k), stopwatch)

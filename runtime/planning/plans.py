@@ -205,9 +205,7 @@ class AutoPlan:
         max_tokens = self.planner.max_draft_tokens
         num_unread = max_model_tokens = 0
         if self._model is not None:
-            num_unread, max_model_tokens = self._model.backlog_and_limit(
-                history.length, self._num_read
-            )
+            num_unread, max_model_tokens = self._model.backlog_and_limit(history, self._num_read)
             if not history.num_new_tokens and self._is_long_catch_up(num_unread, history.length):
                 max_model_tokens = 0
         prediction = Prediction([], [], 0, 0)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from specedge.token_bytes import REPLACEMENT, spelled_bytes
+
 from .tokenizer import decode
 
 CONTEXT_LENGTH = 4  # tokens; a character has at most 4 bytes
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-# Bytes that byte-level BPE spells by their Latin-1 characters (GPT-2); the others follow U+0100.
-_LATIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _LATIN]
-_BYTE_OF = {chr(byte): byte for byte in _LATIN} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 
 
 class TokenBytes:
@@ -48,7 +43,7 @@ class TokenBytes:
         """Append a token; return the bytes that it adds."""
         added = self.peek(token)
         properties = self._properties(token)
-        if properties.is_decoded and _REPLACEMENT not in properties.text:
+        if properties.is_decoded and REPLACEMENT not in properties.text:
             self._before = [token]
         elif added:
             self._before = self._before or []
@@ -87,21 +82,9 @@ class TokenBytes:
             properties = self._tokens[token] = _Token(
                 text,
                 is_decoded=bool(text or (self.name(token) and not is_special)),
-                spelled=self._spelled_bytes(token, text),
+                spelled=spelled_bytes(self.name(token), text),
             )
         return properties
-
-    def _spelled_bytes(self, token: int, text: str) -> bytes | None:
-        """Return the bytes that a token's name spells, None for whole characters."""
-        if _REPLACEMENT not in text:
-            return None
-        name = self.name(token)
-        candidates = []
-        if match := _FALLBACK.fullmatch(name):
-            candidates.append(bytes([int(match[1], 16)]))
-        if _BYTE_OF.keys() >= set(name):
-            candidates.append(bytes(_BYTE_OF[character] for character in name))
-        return next((raw for raw in candidates if raw.decode("utf-8", "replace") == text), None)
 
 
 class _Token(NamedTuple):

@@ -40,12 +40,14 @@ def acceptances(
     sizes = pipeline.bundle.draft
     if pipeline.draft is None or sizes is None:
         return []
-    model = DraftModel.from_entry(pipeline.draft, sizes)
+    model = DraftModel.from_entry(pipeline.draft, sizes, pipeline.bundle.readings())
     run_operations(open_source(pipeline.target, source))
     run_operations(open_source(pipeline.draft, model.readable_source(source)))
     tokens = [*prompt, *text[:-1]]
-    targets = _rows(pipeline.target, tokens, len(prompt))
-    drafts = _rows(model.model, model.readable(tokens[: sizes.context_length]), len(prompt))
+    read = model.reading.read(tokens, 0)[: sizes.context_length]
+    lengths = range(len(prompt), len(tokens) + 1)
+    targets = _rows(pipeline.target, tokens, lengths)
+    drafts = _rows(model.model, read, [*map(model.reading.length, lengths)])
     history = History(prompt)
     rates = []
     for token, target, draft in zip(text, targets, drafts, strict=False):
@@ -67,12 +69,13 @@ def _acceptance(target: Row, draft: Row, sampling: Sampling, history: History) -
     return acceptance_probability(expected, drafted)
 
 
-def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> Iterator[Row]:
-    """Yield the logits from the prompt's last token on."""
-    start = prompt_length - 1
+def _rows(model: LanguageModel, tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[Row]:
+    """Yield the logits after the first n tokens for each n in `lengths`, which ascend."""
+    start, selected = lengths[0] - 1, {*lengths}
     model.truncate(0)
     model.prefill(tokens[:start])
     for at in range(start, len(tokens), ROWS):
         logits = model.forward(tokens[at : at + ROWS])
         kept = Logits(logits.array().copy(), logits.ids)
-        yield from (kept[i] for i in range(len(tokens[at : at + ROWS])))
+        count = len(tokens[at : at + ROWS])
+        yield from (kept[i] for i in range(count) if at + i + 1 in selected)

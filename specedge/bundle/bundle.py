@@ -29,8 +29,9 @@ from .integrity import (
     has_encodable_path,
     sha256,
 )
-from .manifest import ENCODER, REEXPORT_HINT, FileEntry, ModelEntry
+from .manifest import ENCODER, REEXPORT_HINT, DraftTokenizer, FileEntry, ModelEntry
 from .reports import check_single_line
+from .token_readings import TokenReadings
 
 FORMAT = 10
 MANIFEST = "bundle.json"
@@ -141,11 +142,28 @@ class Bundle:
     def _check_draft(self) -> None:
         if self.target.acceptance is not None:
             raise ValueError("acceptance is a key of the draft, and the target has it")
-        if self.draft is not None and self.draft.vocab_size > self.target.vocab_size:
+        if self.target.tokenizer is not None:
+            raise ValueError("tokenizer is a key of the draft, and the target has it")
+        if self.draft is None:
+            return
+        if self.draft.tokenizer is not None:
+            self._check_draft_tokenizer(self.draft, self.draft.tokenizer)
+        elif self.draft.vocab_size > self.target.vocab_size:
             raise ValueError(
                 f"draft.vocab_size {self.draft.vocab_size} is above target.vocab_size "
                 f"{self.target.vocab_size}"
             )
+
+    def _check_draft_tokenizer(self, draft: ModelEntry, tokenizer: DraftTokenizer) -> None:
+        for file in (tokenizer.file, tokenizer.readings):
+            if file not in self.files:
+                raise ValueError(f"draft.tokenizer names '{file}', which is not among the files")
+        if draft.token_ids is None:
+            raise ValueError("a draft with a tokenizer must have token_ids")
+        if draft.encoder is not None:
+            raise ValueError("a draft with an encoder must have the target's tokenizer")
+        if bad := [t for t in tokenizer.prefix if not 0 <= t < draft.vocab_size]:
+            raise ValueError(f"draft.tokenizer.prefix has {bad[0]}, which is not one of its tokens")
 
     def _check_hidden(self) -> None:
         returned, read = self.target.hidden, None if self.draft is None else self.draft.hidden
@@ -271,6 +289,7 @@ class Bundle:
                 bundle.check_hash(name)
         for model in bundle.models.values():
             bundle.ids_of(model)
+        bundle.readings()
         return bundle
 
     def ids_of(self, model: ModelEntry) -> tuple[int, ...] | None:
@@ -288,11 +307,36 @@ class Bundle:
             raise BundleError(f"{path}: {error.strerror}; {REEXPORT_HINT}") from error
         if any(a >= b for a, b in itertools.pairwise(ids)):
             raise BundleError(f"{path}: its ids are not ascending; {REEXPORT_HINT}")
-        if ids[0] < 0 or ids[-1] >= model.vocab_size:
+        size = (model if model.tokenizer is None else self.target).vocab_size
+        if ids[0] < 0 or ids[-1] >= size:
             raise BundleError(
-                f"{path}: its ids are not all between 0 and {model.vocab_size - 1}; {REEXPORT_HINT}"
+                f"{path}: its ids are not all between 0 and {size - 1}; {REEXPORT_HINT}"
             )
         return ids
+
+    def readings(self) -> TokenReadings | None:
+        """Return the draft model's tokens for each of the target's; None if they are the same."""
+        if self.draft is None or (tokenizer := self.draft.tokenizer) is None:
+            return None
+        path, draft = self.path(tokenizer.readings), self.draft
+        try:
+            data = path.read_bytes()
+            readings = TokenReadings.unpack(data, self.target.vocab_size, tokenizer.prefix)
+        except OSError as error:
+            raise BundleError(f"{path}: {error.strerror}; {REEXPORT_HINT}") from error
+        except ValueError as error:
+            raise BundleError(f"{path}: {error}; {REEXPORT_HINT}") from error
+        if not 0 <= min(readings.tokens) <= max(readings.tokens) < draft.vocab_size:
+            raise BundleError(
+                f"{path}: its tokens are not all between 0 and {draft.vocab_size - 1}; "
+                f"{REEXPORT_HINT}"
+            )
+        if readings.longest > draft.context_length:
+            raise BundleError(
+                f"{path}: a reading of {readings.longest} tokens is longer than the draft's "
+                f"context of {draft.context_length}; {REEXPORT_HINT}"
+            )
+        return readings
 
     @classmethod
     def from_json(cls, text: str) -> Bundle:

@@ -198,6 +198,21 @@ class HiddenStates:
 
 
 @dataclass(frozen=True)
+class DraftTokenizer:
+    """Tokenizer of a draft model whose tokens are not the target's.
+
+    Attributes:
+        file: File of the tokenizer.
+        readings: File with the draft's tokens for each token of the target.
+        prefix: Tokens that the tokenizer adds at the beginning of a text.
+    """
+
+    file: str
+    readings: str
+    prefix: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class GraphEntry:
     """ONNX file of a graph: pass length (None: any), graph variant and name of its signature."""
 
@@ -242,7 +257,8 @@ class ModelEntry:
         architecture: Name of the architecture.
         num_parameters: Number of parameters.
         num_experts: Experts per layer; 0 for a dense model.
-        vocab_size: Token ids of the target's tokenizer that the model has embeddings for.
+        vocab_size: Token ids of the target's tokenizer, or of `tokenizer`, that the model has
+            embeddings for.
         padded_vocab_size: Columns of the logits, of which the first `vocab_size` are tokens; fewer
             columns than tokens need `token_ids`.
         context_length: Largest number of tokens of a text.
@@ -251,8 +267,8 @@ class ModelEntry:
         capacity: Rows of each state, S.
         states: Tensors that a pass reads and updates.
         weights: Weights file.
-        token_ids: File with the token ids of a reduced vocabulary (pruned LM head); None if column
-            j of the logits is token j.
+        token_ids: File with the target's token ids of a reduced vocabulary (pruned LM head); None
+            if column j of the logits is token j.
         signatures: Inputs and outputs of graphs by signature name.
         graphs: Graphs of all graph variants.
         parity: Verification against PyTorch by graph variant; with quantized weights, of the float
@@ -263,6 +279,8 @@ class ModelEntry:
         encoder: Encoder, if the model has cross-attention. A draft model without the graph
             `encoder` reads the hidden states of the target's.
         hidden: Hidden states that its passes return for a draft model, or read.
+        tokenizer: Tokenizer of a draft model, unless it is the target's. The model reads tokens of
+            this tokenizer, and its logits are those of `token_ids`.
     """
 
     source: CheckpointSource
@@ -285,6 +303,7 @@ class ModelEntry:
     acceptance: MeasuredAcceptance | None = field(default=None, metadata=OPTIONAL)
     encoder: EncoderEntry | None = field(default=None, metadata=OPTIONAL)
     hidden: HiddenStates | None = field(default=None, metadata=OPTIONAL)
+    tokenizer: DraftTokenizer | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         check_single_line("architecture", self.architecture)

@@ -110,6 +110,15 @@ def _columns(model: ModelEntry) -> str:
     return f"{model.padded_vocab_size} columns"
 
 
+def _tokenizer_lines(bundle: Bundle, model: ModelEntry) -> list[str]:
+    if model.tokenizer is None:
+        return []
+    return [
+        f"  tokenizer      another one: {model.padded_vocab_size} of the target's "
+        f"{bundle.target.vocab_size} tokens can be drafted"
+    ]
+
+
 def _model_lines(bundle: Bundle, role: str, model: ModelEntry) -> list[str]:
     source, keys = model.source, model.states[0].shape
     shared = " (the target's)" if role == "draft" and bundle.shares_weights else ""
@@ -120,6 +129,7 @@ def _model_lines(bundle: Bundle, role: str, model: ModelEntry) -> list[str]:
         f" {len(model.layers)} layers, {keys[1]} KV heads of {keys[3]}",
         f"  context        {model.context_length} tokens",
         f"  vocabulary     {model.vocab_size} tokens, {_columns(model)}",
+        *_tokenizer_lines(bundle, model),
         f"  weights        {bundle.files[model.weights].size / 1e6:.1f} MB{shared}, stored as"
         f" {model.weights_dtype}, computed in {model.dtype}",
         f"  cache          {model.cache_size(model.cpu_ops) / 1e6:.1f} MB"

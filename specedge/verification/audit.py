@@ -278,7 +278,9 @@ def make_audited_pair(
     longest = chunk_length(bundle.target.capacity)
     first = longest_invariant(target.invariant_lengths, longest)
     sizes = {"target": bundle.target, "draft": bundle.draft or bundle.target}
-    return AuditedPair(target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first)
+    return AuditedPair(
+        target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first, bundle.readings()
+    )
 
 
 def make_batched_check(

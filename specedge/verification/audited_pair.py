@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.token_readings import TokenReadings
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.protocols import (
     Drafter,
@@ -21,7 +22,8 @@ from specedge.runtime.decoding.protocols import (
     run_operations,
 )
 from specedge.runtime.decoding.timing import Stopwatch
-from specedge.runtime.drafters.draft_model import PLACEHOLDER, DraftModel
+from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.drafters.text_reading import TextReading, TranslatedText
 from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits
@@ -75,6 +77,7 @@ class AuditedPair:
         tolerance: Largest difference of two correct graphs, relative to the largest value.
         prompts: Prompts of the checks.
         max_first_length: Longest first pass; see `SpeculativeDecoder`.
+        readings: The draft's tokens for each of the target's; None if they are the same.
         parts: Parts of the decoder.
         noise: Largest dependence of logits on the pass length, by role.
         seconds_per_pass: Seconds of a step of the target with a draw.
@@ -88,6 +91,7 @@ class AuditedPair:
     tolerance: float
     prompts: list[AuditPrompt]
     max_first_length: int = 1
+    readings: TokenReadings | None = None
     parts: DecoderParts = field(default_factory=DecoderParts)
     noise: dict[str, float] = field(default_factory=dict)
     seconds_per_pass: float = 0.0
@@ -155,12 +159,17 @@ class AuditedPair:
 
     def text(self, role: str, most: int = ROWS) -> list[int]:
         """Return up to `most` tokens that a model can read: the prompts in sequence."""
-        sizes = self.sizes[role]
         endless = itertools.cycle(
             token for prompt in self.prompts for token in prompt.text or prompt.tokens
         )
-        count = min(most, sizes.context_length)
-        return [input_token(token, sizes) for token in itertools.islice(endless, count)]
+        count = min(most, self.sizes[role].context_length)
+        return self.reading(role).read([*itertools.islice(endless, count)], 0)[:count]
+
+    def reading(self, role: str) -> TextReading:
+        """Return a new reading of texts by a model."""
+        if role == "draft" and self.readings is not None:
+            return TranslatedText(self.readings)
+        return TextReading(self.sizes[role].vocab_size)
 
     def decoder(
         self,
@@ -172,7 +181,8 @@ class AuditedPair:
     ) -> SpeculativeDecoder:
         """Return a decoder with these parts; by default it drafts with the draft model."""
         sizes = draft_sizes or self.sizes["draft"]
-        drafter = drafter or DraftModel.from_entry(draft or self.draft, sizes)
+        readings = self.readings if draft_sizes is None else None
+        drafter = drafter or DraftModel.from_entry(draft or self.draft, sizes, readings)
         return self.parts.decoder(
             self.parts.target(target or self.target),
             FixedPlan(self.parts.drafter(drafter), num_draft_tokens),
@@ -189,11 +199,17 @@ class AuditedPair:
     def scores_after(self, role: str, prompt: AuditPrompt, new: Sequence[int]) -> Logits:
         """Return a model's logits for each new token, from one pass without rollback. [n rows]"""
         model: CachedModel = getattr(self, role)
-        fed = [input_token(token, self.sizes[role]) for token in (*prompt.tokens, *new[:-1])]
+        reading, num_prompt_tokens = self.reading(role), len(prompt.tokens)
+        fed = reading.read([*prompt.tokens, *new[:-1]], 0)
+        start = reading.length(num_prompt_tokens) - 1
         self.open(role, prompt.source)
         model.truncate(0)
-        model.prefill(fed[: len(prompt.tokens) - 1])
-        return model.forward(fed[len(prompt.tokens) - 1 :])
+        model.prefill(fed[:start])
+        logits = model.forward(fed[start:])
+        ends = [reading.length(num_prompt_tokens + i) - start for i in range(len(new))]
+        if ends[-1] == len(ends):
+            return logits
+        return Logits(logits.array()[[end - 1 for end in ends]], logits.ids)
 
     def distributions(
         self, role: str, sampling: Sampling, prompt: AuditPrompt, new: Sequence[int]
@@ -254,11 +270,6 @@ class SubstituteDraft:
 
     def with_new_cache(self) -> SubstituteDraft:
         return SubstituteDraft(self._target.with_new_cache())
-
-
-def input_token(token: int, sizes: ModelEntry) -> int:
-    """Return the token that a model is fed: a placeholder if its vocabulary lacks it."""
-    return token if token < sizes.vocab_size else PLACEHOLDER
 
 
 def first_tokens(rounds: Sequence[Round], num_new: int) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
 
-from .audited_pair import AuditedPair, AuditPrompt, first_tokens, input_token, tested_tokens
+from .audited_pair import AuditedPair, AuditPrompt, first_tokens, tested_tokens
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, CheckResult
 from .sampled_text import NAME, AcceptanceSample, failed_tests
@@ -128,6 +129,8 @@ class _Setting:
     def _begin(self, index: int) -> AuditPrompt:
         prompt = self._subject.short_prompt(index, self._length)
         self._target.horizon = self._draft.horizon = len(prompt.tokens) + self._length
+        if self._subject.readings is not None:  # a token may be several of the draft's
+            self._draft.horizon = sys.maxsize
         return prompt
 
     def _choose(self, budget: Budget) -> int:
@@ -151,7 +154,7 @@ class _Setting:
 
     def _row(self, role: str, prompt: AuditPrompt, string: tuple[int, ...]) -> Array:
         model, tokens = self._target if role == "target" else self._draft, prompt.tokens
-        fed = [input_token(token, self._subject.sizes[role]) for token in (*tokens, *string)]
+        fed = self._subject.reading(role).read([*tokens, *string], 0)
         self._subject.open(role, prompt.source, model)
         model.truncate(0)
         model.prefill(fed[:-1])

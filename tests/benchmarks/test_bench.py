@@ -180,7 +180,9 @@ def test_alpha_is_measured_within_draft_context(context_length, places):
     draft = TableModel(distribution, 5, context_length)
     facts = SimpleNamespace(context_length=context_length, vocab_size=5, encoder=None)
     pair = SimpleNamespace(
-        bundle=SimpleNamespace(draft=facts), target=TableModel(distribution, 5), draft=draft
+        bundle=SimpleNamespace(draft=facts, readings=lambda: None),
+        target=TableModel(distribution, 5),
+        draft=draft,
     )
     text = [i % 5 for i in range(20)]
     for sampling in (Sampling(), Sampling(temperature=1.0)):

@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory):
 
 
 def kept(tokenizer, count, text=TEXT, ends=(0,), num_tokens=515):
-    return most_frequent_tokens(count, text, tokenizer, ends, num_tokens, Progress())
+    return most_frequent_tokens(count, text, tokenizer, ends, range(num_tokens), Progress())
 
 
 BUILT_IN = texts.read_source(None)
@@ -82,7 +82,7 @@ def test_invalid_vocabulary_size_is_rejected(tokenizer, count, said):
 
 def test_note_reports_text_coverage(tokenizer):
     progress = Progress()
-    most_frequent_tokens(30, TEXT, tokenizer, (0,), 515, progress)
+    most_frequent_tokens(30, TEXT, tokenizer, (0,), range(515), progress)
     (note,) = progress.notes
     assert "30 of 515 tokens" in note
     assert note.endswith("of a text")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -71,10 +72,31 @@ def fall_back(value):
         (fall_back, "byte_fallback"),
     ],
 )
-def test_different_tokenizer_is_rejected(both, change, said):
+def test_different_tokenizer_is_noted_and_mapped(both, change, said):
     edit(both[0] / "tokenizer.json", change)
-    with pytest.raises(PairError, match=said):
-        fit(both)
+    text, notes, _ = fit(both)
+    assert said in notes[0]
+    assert text.vocabulary is not None
+    assert json.loads(text.draft) != json.loads(text.tokenizer)
+
+
+def test_swapped_tokens_are_mapped_by_their_bytes(both):
+    edit(both[0] / "tokenizer.json", swap_tokens)
+    text, _, target = fit(both)
+    a, b = (target.tokenizer.get_vocab()[token] for token in "ab")
+    mapped = dict(zip(text.vocabulary.target_ids, text.vocabulary.draft_ids, strict=True))
+    assert mapped == {i: i for i in range(512)} | {a: b, b: a}
+
+
+def test_another_tokenizer_of_an_encoder_decoder_is_refused(both):
+    edit(both[0] / "tokenizer.json", swap_tokens)
+    config = SimpleNamespace(is_encoder_decoder=True)
+    found = [
+        replace(checkpoints.find(role, str(folder), None), config=config)
+        for role, folder in zip(("draft", "target"), both, strict=True)
+    ]
+    with pytest.raises(PairError, match="the draft of an encoder-decoder must have its tokenizer"):
+        pair.check_pair(*found, Progress())
 
 
 def added(id_, content, **flags):

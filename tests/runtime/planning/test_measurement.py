@@ -21,6 +21,8 @@ class Clock:
 class Scripted:
     """Model with pass times given as a function of pass length."""
 
+    vocab_size = 200_000
+
     def __init__(self, clock, seconds):
         self.clock, self.seconds = clock, seconds
         self.cache = SimpleNamespace(extend=self.extend)
