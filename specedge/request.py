@@ -58,7 +58,8 @@ AUTO = DrafterName.AUTO
 WITH_SUFFIX = (AUTO, DrafterName.SUFFIX, DrafterName.LOOKUP, DrafterName.CHAIN)
 PLAIN = "plain"  # drafter of rounds of plain decoding
 
-PlannedRounds = tuple[str, int, int]  # drafter, K, number of rounds
+BLOCK = "block"  # last item of rounds whose drafts were verified as blocks
+PlannedRounds = tuple[str, int, int] | tuple[str, int, int, str]  # drafter, K, rounds, BLOCK
 
 
 @dataclass(frozen=True)
@@ -312,22 +313,28 @@ def _planned(rounds: object) -> tuple[PlannedRounds, ...]:
     if not isinstance(rounds, list | tuple) or not rounds:
         raise OptionError("replay must be a list of [drafter, K, number of rounds]", "replay")
     planned = tuple(map(_planned_rounds, rounds))
-    if sum(times for _, _, times in planned) > MAX_REPLAYED_ROUNDS:
+    if sum(entry[2] for entry in planned) > MAX_REPLAYED_ROUNDS:
         raise OptionError(f"replay must have at most {MAX_REPLAYED_ROUNDS} rounds", "replay")
     return planned
 
 
 def _planned_rounds(rounds: object) -> PlannedRounds:
-    if not isinstance(rounds, list | tuple) or len(rounds) != 3 or not isinstance(rounds[0], str):
+    if (
+        not isinstance(rounds, list | tuple)
+        or [*rounds[3:]] not in ([], [BLOCK])
+        or len(rounds) < 3
+        or not isinstance(rounds[0], str)
+    ):
         raise OptionError(
-            f"an entry of replay must be [drafter, K, number of rounds], got {str(rounds)[:40]}",
+            f"an entry of replay must be [drafter, K, number of rounds], with '{BLOCK}' as the "
+            f"fourth item if drafts were verified as blocks, got {str(rounds)[:40]}",
             "replay",
         )
     k = check_integer("K of a replay", rounds[1], 0, MAX_DRAFT_TOKENS, "replay")
     times = check_integer(
         "a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS, "replay"
     )
-    return rounds[0], k, times
+    return (rounds[0], k, times, BLOCK) if rounds[3:] else (rounds[0], k, times)
 
 
 def _check_drafter(drafter: object) -> None:

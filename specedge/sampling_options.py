@@ -224,6 +224,11 @@ class Sampling(SamplingRules):
         return self.greedy or self.noise is not None
 
     @property
+    def allows_blocks(self) -> bool:
+        """True if a sampled draft may be verified as a block."""
+        return not (self.chooses or self.constraint) and self.lenience == 1
+
+    @property
     def edits(self) -> bool:
         """True if logits are modified before filtering."""
         masks = self.bans_tokens or self.constraint or self.timestamps

@@ -1,14 +1,14 @@
-"""The exact distribution of what the loop writes: every outcome of uniforms on a grid, in
-fractions.
-"""
+"""The exact distribution of what the loop writes: every outcome of its uniforms, in fractions."""
 
 from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
 from itertools import product
+from math import prod
 
 from specedge.runtime.decoding import decoding
+from specedge.runtime.sampling.distribution import Distribution
 from specedge.sampling_options import Sampling
 
 LENGTH = 3
@@ -24,7 +24,7 @@ def joint_distribution(make, monkeypatch, prompt=(0,), sampling=Sampling(1.0), l
             left = end - len(text)
             return tuple(next(make().rounds(text, sampling, 0, left)).tokens[:left])
 
-        return explore(run)
+        return explore(run, monkeypatch)
 
     distribution = {prompt: Fraction(1)}
     while any(len(text) < end for text in distribution):
@@ -51,49 +51,86 @@ def distribution_of_strings(target_distribution, prompt=(0,), size=3, length=LEN
     return distribution
 
 
-class GridUniforms:
-    """Uniforms on a grid of midpoints, chosen when first read; `explore` tries them all."""
+class Branches:
+    """Choices of one run, taken from a script and then the first possible one; see `explore`."""
 
-    def __init__(self, script, size):
-        self.script, self.size, self.read = script, size, {}
+    def __init__(self, script):
+        self.script, self.taken, self.read = script, [], set()
 
     def take(self, count):
-        """All of them, for the one round that there is."""
-        self.count = count
-        return self
+        """Return the uniforms of the one round that there is."""
+        return _Window(self, range(count))
 
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            start, stop, _ = index.indices(self.count)
-            return _Window(self, range(start, stop))
-        index %= self.count
-        if index not in self.read:
-            at = len(self.read)
-            self.read[index] = self.script[at] if at < len(self.script) else 0
-        return (self.read[index] + 0.5) / self.size
+    def use(self, index):
+        """Note that a uniform was used, for the first time."""
+        assert index not in self.read, "a uniform is used twice"
+        self.read.add(index)
+
+    def choose(self, shares):
+        """Return the index of an outcome; shares are the outcomes' probabilities."""
+        shares = [fraction(share) for share in shares]
+        assert sum(shares) == 1
+        possible = [i for i, share in enumerate(shares) if share]
+        at = len(self.taken)
+        choice = self.script[at] if at < len(self.script) else 0
+        self.taken.append((choice, len(possible), shares[possible[choice]]))
+        return possible[choice]
+
+
+def fraction(value):
+    """Return the fraction that a rounded number stands for."""
+    exact = Fraction(float(value)).limit_denominator(4096)
+    assert abs(exact - Fraction(float(value))) < 1e-6, f"{value} is no simple fraction"
+    return exact
 
 
 class _Window:
-    def __init__(self, parent, indices):
-        self.parent, self.indices = parent, indices
+    def __init__(self, branches, indices):
+        self.branches, self.indices = branches, indices
 
     def __getitem__(self, i):
         if isinstance(i, slice):
-            return _Window(self.parent, self.indices[i])
-        return self.parent[self.indices[i]]
+            return _Window(self.branches, self.indices[i])
+        return _Uniform(self.branches, self.indices[i])
 
 
-def explore(run, size=4):
-    """Every outcome of `run(uniforms)` with its exact probability."""
-    outcomes = Counter()
-    script = []
+class _Uniform:
+    """Uniform number that is known by its outcomes only: of one comparison u f < b, or one draw."""
+
+    def __init__(self, branches, index, factor=1.0):
+        self.branches, self.index, self.factor = branches, index, factor
+
+    def __mul__(self, factor):
+        return _Uniform(self.branches, self.index, self.factor * factor)
+
+    __rmul__ = __mul__
+
+    def __lt__(self, bound):
+        self.branches.use(self.index)
+        share = min(1.0, bound / self.factor) if self.factor else float(bound > 0)
+        return self.branches.choose([share, 1 - fraction(share)]) == 0
+
+    def __float__(self):
+        return float(self.index)  # by which `pick` knows it
+
+
+def explore(run, monkeypatch):
+    """Return every outcome of `run(uniforms)` with its exact probability."""
+    outcomes, script = Counter(), []
     while True:
-        uniforms = GridUniforms(script, size)
-        outcome = run(uniforms)
-        choices = list(uniforms.read.values())
-        outcomes[outcome] += Fraction(1, size ** len(choices))
-        while choices and choices[-1] == size - 1:
-            choices.pop()
-        if not choices:
+        branches = Branches(script)
+
+        def pick(distribution, index, branches=branches):
+            branches.use(int(index))
+            at = branches.choose(distribution.weights / distribution.weights.sum())
+            return at if distribution.ids is None else int(distribution.ids[at])
+
+        monkeypatch.setattr(Distribution, "pick", pick)
+        outcome = run(branches)
+        outcomes[outcome] += prod((share for *_, share in branches.taken), start=Fraction(1))
+        script = [choice for choice, *_ in branches.taken]
+        while script and script[-1] == branches.taken[len(script) - 1][1] - 1:
+            script.pop()
+        if not script:
             return outcomes
-        script = [*choices[:-1], choices[-1] + 1]
+        script[-1] += 1

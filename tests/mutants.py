@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 
 from specedge.runtime.decoding.protocols import Operations
-from specedge.runtime.decoding.verification import Verdict, _residual
+from specedge.runtime.decoding.verification import Verdict, _residual, _verify_block
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities, row_distribution
@@ -73,7 +73,7 @@ def mutant(function: str, tests: str) -> Callable[[Callable[..., Any]], Callable
 
 
 @mutant(VERIFICATION + "_residual", "decoding/test_verification.py")
-def recovered_token_from_target(original, target, draft, i, vocab_size):
+def recovered_token_from_target(original, target, draft, i, vocab_size, *rest):
     return target
 
 
@@ -100,8 +100,8 @@ def draft_distribution_of_previous_position(original, self, i):
 
 
 @mutant(VERIFICATION + "_residual", "decoding/test_decoding.py")
-def residual_of_first_position(original, target, draft, i, vocab_size):
-    return original(target, draft, 0, vocab_size)
+def residual_of_first_position(original, target, draft, i, vocab_size, *rest):
+    return original(target, draft, 0, vocab_size, *rest)
 
 
 @mutant(VERIFICATION + "_verify_samples", "decoding/test_decoding.py")
@@ -137,13 +137,14 @@ def residual_without_mass(original, *args):
 
 
 @mutant(VERIFICATION + "_residual", "drafters/test_drafters.py")
-def residual_keeps_a_certain_token(original, target, draft, i, vocab_size):
-    return target if draft.distribution(i) is None else original(target, draft, i, vocab_size)
+def residual_keeps_a_certain_token(original, target, draft, i, vocab_size, *rest):
+    is_certain = draft.distribution(i) is None
+    return target if is_certain else original(target, draft, i, vocab_size, *rest)
 
 
 @mutant(VERIFICATION + "_residual", "decoding/test_smaller_drafts.py")
-def residual_without_unknown_tokens(original, target, draft, i, vocab_size):
-    weights = original(target, draft, i, vocab_size).weights  # vLLM, pull request 2607
+def residual_without_unknown_tokens(original, target, draft, i, vocab_size, *rest):
+    weights = original(target, draft, i, vocab_size, *rest).weights  # vLLM, pull request 2607
     weights[len(draft.distribution(i).weights) :] = 0
     return Distribution(weights)
 
@@ -180,6 +181,21 @@ def greedy_by_a_small_temperature(original, row, sampling, history):
 @mutant(VERIFICATION + "_verify_samples", "decoding/test_verification.py")
 def lenient_by_default(original, draft, scores, sampling, *rest):
     return original(draft, scores, replace(sampling, lenience=0.8), *rest)
+
+
+@mutant(VERIFICATION + "_residual", "decoding/test_block_verification.py")
+def block_residual_without_joint_ratio(original, target, draft, i, vocab_size, ratio=1.0):
+    return original(target, draft, i, vocab_size)  # vllm-ascend, issue 7807
+
+
+@mutant(VERIFICATION + "_verify_block", "decoding/test_block_verification.py")
+def one_uniform_for_all_prefixes(original, draft, scores, sampling, history, tests, *rest):
+    return original(draft, scores, sampling, history, [tests[0]] * len(draft.tokens), *rest)
+
+
+@mutant(VERIFICATION + "_verify_samples", "decoding/test_block_verification.py")
+def block_of_deterministic_tokens(original, *args):
+    return _verify_block(*args)  # vllm-ascend, pull request 7839
 
 
 # Gumbel coupling.

@@ -88,7 +88,8 @@ class Host:
             draft_length = target_length = len(read)
         while len(tokens) < limit:
             wanted, length = limit - len(tokens), len(tokens)
-            settings["num_draft_tokens"] = np.array([min(k, wanted - (temperature == 0))], np.int64)
+            room = wanted - 1 if temperature == 0 else self.bundle.context_length - length
+            settings["num_draft_tokens"] = np.array([min(k, room)], np.int64)
             numbers = uniforms(seed, len(accepted) * (2 * k + 1), 2 * k + 1)
             new, num_accepted = self.round(settings, tokens, draft_length, target_length, numbers)
             accepted.append(min(num_accepted, wanted))

@@ -243,8 +243,9 @@ class SamplingNodes:
     ) -> tuple[ir.Value, ir.Value]:
         """Return the number of accepted draft tokens [1], and the token after them [1, 1].
 
-        Algorithm 1 of Leviathan et al. 2023, on the first `limit` [1] draft tokens; at temperature
-        0 a draft token is accepted if it is the target's most probable token.
+        Block verification (Sun et al. 2024, algorithm 2), as in the runtime's `verify`, of the
+        first `limit` [1] draft tokens; at temperature 0 a draft token is accepted if it is the
+        target's most probable token.
 
         drafted [K, 1], draft_weights [K, C], target of K + 1 rows, uniforms `tests` [K] and `last`
         [1]
@@ -253,29 +254,50 @@ class SamplingNodes:
         totals, draft_totals = self._row_sums(target.weights), self._row_sums(draft_weights)
         is_drawn = self.is_sampled()
         indices = nodes("Where", is_drawn, drafted, 0)
-        judged, judged_totals, argmax = (
+        weights, judged_totals, argmax = (
             nodes("Slice", x, [0], [-1], [0]) for x in (target.weights, totals, target.argmax)
         )
-        t = self._probability(judged, judged_totals, indices)
+        t = self._probability(weights, judged_totals, indices)
         d = self._probability(draft_weights, draft_totals, indices)
-        passed = nodes("Less", nodes("Mul", nodes("Unsqueeze", tests, [1]), d), t)
-        passed = nodes("Or", passed, nodes("Not", is_drawn))
-        is_argmax = nodes("Or", nodes("Equal", drafted, argmax), is_drawn)
-        failed = nodes("Cast", nodes("Not", nodes("And", passed, is_argmax)), to=INT)
-        accepted = nodes("ArgMax", nodes("Concat", failed, [[1]], axis=0), axis=0, keepdims=0)
-        accepted = nodes("Min", accepted, limit)
+        ones = nodes("Add", nodes("Mul", drafted, 0), 1)
+        lengths = nodes("CumSum", ones, np.array(0))  # 1 to K
+        ratios = self._joint_ratios(nodes("Log", nodes("Div", t, d)), lengths)
+        before = nodes("Concat", np.ones((1, 1)), nodes("Slice", ratios, [0], [-1], [0]), axis=0)
+        scales = nodes("Cast", nodes("Div", judged_totals, draft_totals), to=FLOAT)
+        reduced = nodes("Mul", weights, nodes("Cast", before, to=FLOAT))
+        residuals = nodes("Max", nodes("Sub", reduced, nodes("Mul", scales, draft_weights)), 0.0)
+        masses = nodes("Div", self._row_sums(residuals), judged_totals)
+        after = nodes("Concat", nodes("Slice", masses, [1], [END], [0]), np.zeros((1, 1)), axis=0)
+        tests = nodes("Unsqueeze", tests, [1])
+        odds = nodes("Sub", nodes("Add", after, np.ones(1)), ratios)
+        passed = nodes("Less", nodes("Mul", tests, odds), after)
+        passed = nodes("Or", passed, nodes("Equal", ratios, np.ones(1)))
+        passed = nodes("And", passed, nodes("Less", lengths, limit))
+        is_last = nodes("Equal", lengths, limit)
+        passed = nodes("Or", passed, nodes("And", is_last, nodes("Less", tests, ratios)))
+        accepted = nodes("ReduceMax", nodes("Where", passed, lengths, 0), [0], keepdims=0)
+        failed = nodes("Cast", nodes("Not", nodes("Equal", drafted, argmax)), to=INT)
+        agreed = nodes("ArgMax", nodes("Concat", failed, [[1]], axis=0), axis=0, keepdims=0)
+        accepted = nodes("Where", is_drawn, accepted, nodes("Min", agreed, limit))
         is_cut = nodes("Less", accepted, limit)
-        at = nodes("Where", is_cut, accepted, 0)
-        row, total, argmax = (
-            nodes("Gather", x, accepted) for x in (target.weights, totals, target.argmax)
-        )
-        draft_row, draft_total = (nodes("Gather", x, at) for x in (draft_weights, draft_totals))
-        scale = nodes("Cast", nodes("Div", total, draft_total), to=FLOAT)
-        scale = nodes("Where", is_cut, scale, 0.0)
-        residual = nodes("Max", nodes("Sub", row, nodes("Mul", scale, draft_row)), 0.0)
+        residual = nodes("Gather", residuals, nodes("Where", is_cut, accepted, 0))
+        row, argmax = (nodes("Gather", x, accepted) for x in (target.weights, target.argmax))
         is_left = nodes("Greater", nodes("ReduceMax", residual, [1]), 0.0)
+        is_left = nodes("And", is_left, is_cut)
         drawn_from = TokenWeights(argmax, nodes("Where", is_left, residual, row))
         return accepted, self.choose_token(drawn_from, last)[0]
+
+    def _joint_ratios(self, logs: ir.Value, lengths: ir.Value) -> ir.Value:
+        """Return p_i = min(1, p_(i-1) t(x_i) / d(x_i)) from the logarithms of t / d. [K, 1]
+
+        A running minimum: log p_i is the sum of i logarithms less the largest earlier one above 0.
+        """
+        nodes = self.nodes
+        sums = nodes("CumSum", logs, np.array(0))
+        is_earlier = nodes("LessOrEqual", nodes("Transpose", lengths, perm=[1, 0]), lengths)
+        earlier = nodes("Where", is_earlier, nodes("Transpose", sums, perm=[1, 0]), np.zeros(1))
+        largest = nodes("Max", nodes("ReduceMax", earlier, [1]), np.zeros(1))
+        return nodes("Exp", nodes("Sub", sums, largest))
 
     def _row_sums(self, rows: ir.Value) -> ir.Value:
         """Sum each row in double. [R, C] -> [R, 1]"""

@@ -314,7 +314,9 @@ bool specedge_generate(SpecedgeHost *host, const int64_t *prompt, int64_t num_to
             host->draft_length = host->target_length = end;
         } else {
             for (int i = 0; i <= 2 * host->k; i++) host->uniforms[i] = uniform(s->seed, used++);
-            if (!run(host, first, least(host->k, wanted - (s->temperature == 0)))) return false;
+            /* A sampled token's acceptance depends on the draft tokens after it. */
+            int64_t most = s->temperature == 0 ? wanted - 1 : host->bundle.context_length - first;
+            if (!run(host, first, least(host->k, most))) return false;
             take(host, wanted, &is_over);
             round = (SpecedgeRound){host->text + first, host->length - first,
                                     least(host->num_accepted, wanted), NULL, 0};

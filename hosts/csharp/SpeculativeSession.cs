@@ -160,7 +160,9 @@ namespace SpecEdge
             int before = _text.Count;
             bool greedy = _memory.Temperature[0] == 0;
             _memory.SetLengths(_draftStart, _draftLength, _targetLength);
-            _memory.Allowed[0] = Math.Min(Math.Min(NumDraftTokens, most), greedy ? wanted - 1 : wanted);
+            // A sampled token's acceptance depends on the draft tokens after it.
+            int room = greedy ? wanted - 1 : Bundle.ContextLength - before;
+            _memory.Allowed[0] = Math.Min(Math.Min(NumDraftTokens, most), room);
             _round.Run(_text);
             // Tokens beyond the limit or an end token are dropped.
             int accepted = (int)_memory.NumAccepted[0];

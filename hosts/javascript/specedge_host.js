@@ -114,7 +114,9 @@ export class SpecedgeHost {
         this.#draftLength = this.#targetLength = piece;
         continue;
       }
-      const n = Math.min(this.#k, wanted - isGreedy);
+      // A sampled token's acceptance depends on the draft tokens after it.
+      const most = isGreedy ? wanted - 1 : this.#bundle.models.target.context_length - length;
+      const n = Math.min(this.#k, most);
       const found = await this.#run(length, n, random, settings);
       const numAccepted = Math.min(Number(found.num_accepted.data[0]), wanted);
       const emitted = Array.from(found.next_tokens.data, Number);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class SpeculativeDecoder:
     the first verify pass includes both, which saves a pass. Passes of all lengths up to that one
     must be pass-length-invariant, since another K may take two passes. The first verify pass
     includes the whole rest of the prompt or one token: if K determined the split, logits could
-    differ in passes that are not invariant.
+    differ in passes that are not invariant. `max_length` is the maximum length of a text.
     """
 
     accept_rule = staticmethod(verify)  # replaced by tests and `specedge verify --self-test`
@@ -56,6 +57,7 @@ class SpeculativeDecoder:
     stopwatch: Stopwatch
     resolver: NearTieResolver | None = None
     max_first_length: int = 1
+    max_length: int = sys.maxsize
 
     def rounds(
         self,
@@ -93,7 +95,7 @@ class SpeculativeDecoder:
 
         Each operation is sent its result. The decoder itself runs no pass.
 
-        Above temperature 0 the last round may commit one token too many, which the caller drops.
+        Above temperature 0 the last round may commit tokens too many, which the caller drops.
         A round consumes 2K + 1 uniforms even if it uses fewer (K draws, K acceptance tests, and one
         for the recovered or bonus token), so its random numbers do not depend on earlier outcomes.
 
@@ -150,20 +152,23 @@ class SpeculativeDecoder:
 
         At most `num_left` tokens are drafted. If the target's choice is deterministic, one fewer
         suffices, as the verify pass yields the last token. When sampling, the last token must not
-        come from the bonus row, which uses another random number than in a longer request.
+        come from the bonus row, which uses another random number than in a longer request. In block
+        verification a token's acceptance depends on the tokens after it, so K tokens are drafted
+        unless the text would exceed `max_length`.
         """
-        k = round_plan.num_draft_tokens
+        k, is_block = round_plan.num_draft_tokens, round_plan.is_block and sampling.allows_blocks
+        most = self.max_length - history.length if is_block else num_left - sampling.chooses
         draft_uniforms, accept_uniforms = numbers[:k], numbers[k : 2 * k]
         last_uniform = float(numbers[-1])
         drafter, draft = round_plan.drafter, Draft([])
-        if k and (limit := min(k, num_left - 1 if sampling.chooses else num_left)):
+        if limit := min(k, most):
             with self.stopwatch.part("sampling"):
                 draft = yield from propose(drafter, history, limit, sampling, draft_uniforms)
         tokens = [*history.last(num_unread), *draft.tokens]
         logits = yield Feed(self.target, tokens, len(draft.tokens) + 1)
         with self.stopwatch.part("sampling"):
             verdict = self.accept_rule(
-                draft, logits, sampling, history, accept_uniforms, last_uniform
+                draft, logits, sampling, history, accept_uniforms, last_uniform, is_block
             )
             near_ties: tuple[NearTie, ...] = ()
             if self.resolver:
@@ -190,6 +195,7 @@ class SpeculativeDecoder:
             near_ties=near_ties,
             drafter=round_plan.name,
             num_draft_tokens=k,
+            is_block=is_block,
         )
         self.plan.record(round_)
         return round_

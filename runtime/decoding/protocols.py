@@ -261,6 +261,14 @@ class ModelDrafter(ABC):
         return run_operations(self.draft(history, max_tokens, sampling, uniforms))
 
 
+def samples_drafts(drafter: Drafter, num_draft_tokens: int) -> bool:
+    """Return True if a draft can be verified as a block: two or more tokens, all of them sampled.
+
+    The drafter says so by an attribute `is_sampled`.
+    """
+    return num_draft_tokens > 1 and getattr(drafter, "is_sampled", False)
+
+
 def draft_sources(drafter: Drafter, draft: Draft) -> tuple[str, ...]:
     """Return the name of each draft token's drafter. -> [n]"""
     return tuple(draft.sources) or (drafter.name,) * len(draft.tokens)
@@ -289,7 +297,7 @@ class Round:
 
     `logprobs` are those of the committed tokens, None if they were not requested. `sources` names
     the drafter of each draft token. `drafter` and `num_draft_tokens` are the plan's; a drafter may
-    propose fewer tokens.
+    propose fewer tokens. `is_block` is True if the draft was verified as a block.
     """
 
     tokens: list[int]
@@ -300,6 +308,7 @@ class Round:
     near_ties: tuple[NearTie, ...] = ()
     drafter: str = PLAIN
     num_draft_tokens: int = 0
+    is_block: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,12 +316,15 @@ class RoundPlan:
     """Drafter and K (`num_draft_tokens`) of the next round.
 
     The drafter may propose fewer tokens; the round takes 2K + 1 uniforms in any case. `name` is
-    the drafter's in statistics, PLAIN if K = 0.
+    the drafter's in statistics, PLAIN if K = 0. With `is_block`, the draft is verified as a block
+    if the sampling options allow it. Both are known before a token is drafted, on which the accept
+    rule must not depend.
     """
 
     name: str
     drafter: Drafter
     num_draft_tokens: int
+    is_block: bool = False
 
 
 class Plan(Protocol):

@@ -42,6 +42,11 @@ class Draft:
         """Return the distribution of token i, None if the token is deterministic."""
         return None if self.probs is None else self.probs[i]
 
+    def prob(self, i: int) -> float:
+        """Return the probability of token i in its distribution."""
+        distribution = self.distribution(i)
+        return 1.0 if distribution is None else distribution.of(self.tokens[i])
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -61,6 +66,7 @@ def verify(
     history: History,
     accept_uniforms: Floats,
     last_uniform: float,
+    is_block: bool = False,
 ) -> Verdict:
     """Accept or reject draft tokens so that the output follows the target's distribution exactly.
 
@@ -70,6 +76,8 @@ def verify(
     distribution max(0, t - d), normalized; without a rejection, the bonus token is sampled from the
     target's last row. With a lenience b below 1, a token is accepted if b u d(x) < t(x) (appendix
     A.5), the recovered token is sampled as before, and the output follows another distribution.
+
+    With `is_block`, the draft is verified as a whole (`_verify_block`), which accepts more tokens.
 
     At temperature 0, and with Gumbel coupling (`random_numbers.GumbelNoise`), a token is accepted
     if it is the target's choice.
@@ -84,6 +92,8 @@ def verify(
         history: Text before the draft.
         accept_uniforms: Uniforms of the acceptance tests. [n or more]
         last_uniform: Uniform of the recovered or bonus token.
+        is_block: True for block verification. It must not depend on tokens of the draft, which are
+            all sampled (`Sampling.allows_blocks`).
 
     Raises:
         OptionError: The options exclude all tokens at the first position.
@@ -92,6 +102,10 @@ def verify(
     try:
         if sampling.chooses:
             return _verify_choices(draft.tokens, logits, sampling, history, accepted)
+        if is_block:
+            return _verify_block(
+                draft, logits, sampling, history, accept_uniforms, last_uniform, accepted
+            )
         return _verify_samples(
             draft, logits, sampling, history, accept_uniforms, last_uniform, accepted
         )
@@ -114,9 +128,7 @@ def _verify_samples(
     for i, token in enumerate(draft.tokens):
         row = logits[i]
         target = row_distribution(row, sampling, history.then(draft.tokens[:i]))
-        drawn_from = draft.distribution(i)
-        draft_prob = 1.0 if drawn_from is None else drawn_from.of(token)
-        is_accepted = sampling.lenience * accept_uniforms[i] * draft_prob < target.of(token)
+        is_accepted = sampling.lenience * accept_uniforms[i] * draft.prob(i) < target.of(token)
         if not is_accepted:
             residual = _residual(target, draft, i, len(row))
             return Verdict(i, (residual if residual.total else target).pick(last_uniform))
@@ -124,6 +136,50 @@ def _verify_samples(
     num_drafted = len(draft.tokens)
     target = row_distribution(logits[num_drafted], sampling, history.then(draft.tokens))
     return Verdict(num_drafted, target.pick(last_uniform))
+
+
+def _verify_block(
+    draft: Draft,
+    logits: Logits,
+    sampling: Sampling,
+    history: History,
+    accept_uniforms: Floats,
+    last_uniform: float,
+    accepted: list[int],
+) -> Verdict:
+    """Verify a draft of sampled tokens as a block: Sun et al. 2024 (2403.10444), algorithm 2.
+
+    The first i tokens have joint ratio p_i = min(1, p_(i-1) t(x_i) / d(x_i)), p_0 = 1. The longest
+    prefix that passes its test is accepted. Z_i is the total of the residual max(0, p_i t - d) at
+    the position after it, whose draft token may be rejected: prefix i < n passes if
+    u (Z_i + 1 - p_i) < Z_i, or if p_i = 1, which also covers Z_i = 0; the whole draft passes if
+    u < p_n. After prefix i < n the next token is sampled from its residual.
+    """
+    ratios, targets = [1.0], list[Distribution]()
+    for i, token in enumerate(draft.tokens):
+        try:
+            target = row_distribution(logits[i], sampling, history.then(draft.tokens[:i]))
+        except OptionError:
+            if not i:
+                raise
+            break  # no token may follow, so the draft ends here
+        targets.append(target)
+        ratio, draft_prob = ratios[-1] * target.of(token), draft.prob(i)
+        ratios.append(ratio / draft_prob if ratio < draft_prob else float(ratio > 0))
+        if not ratios[-1]:
+            break  # no longer prefix can pass
+    length = len(targets)
+    if not length or accept_uniforms[length - 1] < ratios[-1]:
+        accepted += draft.tokens[:length]
+        target = row_distribution(logits[length], sampling, history.then(accepted))
+        return Verdict(length, target.pick(last_uniform))
+    while True:
+        length -= 1
+        target, ratio = targets[length], ratios[length]
+        residual = _residual(target, draft, length, len(logits[length]), ratio)
+        mass = residual.total / target.total
+        if ratio == 1 or accept_uniforms[length - 1] * (mass + 1 - ratio) < mass:
+            return Verdict(length, (residual if mass else target).pick(last_uniform))
 
 
 def _verify_choices(
@@ -145,12 +201,16 @@ def _choose(row: Row, sampling: Sampling, history: History) -> int:
     return sampling.noise.choose(row_distribution(row, sampling, history), history.length)
 
 
-def _residual(target: Distribution, draft: Draft, i: int, vocab_size: int) -> Distribution:
-    """Return the residual distribution max(0, t - d), unnormalized.
+def _residual(
+    target: Distribution, draft: Draft, i: int, vocab_size: int, ratio: float = 1.0
+) -> Distribution:
+    """Return the residual distribution max(0, p t - d) for a joint ratio p, times the total of t.
 
-    It may be empty if t and d differ only by rounding; the caller then draws from t.
+    It may be empty if p t and d differ only by rounding; the caller then draws from t.
     """
     weights, drawn_from = target.weights_of_all(vocab_size), draft.distribution(i)
+    if ratio < 1:
+        weights *= weights.dtype.type(ratio)
     if drawn_from is None:
         weights[draft.tokens[i]] = 0
         return Distribution(weights)

@@ -43,6 +43,7 @@ class DraftModel(ModelDrafter):
     """
 
     name = DrafterName.MODEL
+    is_sampled = True
 
     @classmethod
     def from_entry(

@@ -144,6 +144,7 @@ class NGramDrafter:
     """
 
     name = "ngram"
+    is_sampled = True
 
     def __init__(self, tables: NGramTables) -> None:
         self._tables = tables

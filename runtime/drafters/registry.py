@@ -185,6 +185,7 @@ class RandomDrafter:
     """Drafter of uniformly distributed tokens, which shows the cost of rejected drafts."""
 
     name = DrafterName.RANDOM
+    is_sampled = True
 
     def __init__(self, vocab_size: int) -> None:
         self._distribution = Distribution(np.full(vocab_size, 1 / vocab_size))

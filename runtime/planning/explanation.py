@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from specedge.request import PlannedRounds
+
 from ..decoding.protocols import Plan, Round
 from .planner import ChoiceReason, Planner, RoundChoice
 from .plans import AutoPlan, summarize_rounds
@@ -75,11 +77,11 @@ def _choice(choice: RoundChoice) -> str:
 
 
 def _count(rounds: Sequence[Round]) -> str:
-    def setting(planned: tuple[str, int, int]) -> tuple[str, int]:
+    def setting(planned: PlannedRounds) -> tuple[str, int]:
         return planned[:2]
 
     groups = groupby(sorted(summarize_rounds(rounds), key=setting), key=setting)
-    counts = {key: sum(count for _, _, count in group) for key, group in groups}
+    counts = {key: sum(entry[2] for entry in group) for key, group in groups}
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return ", ".join(
         f"{count} of {name}" + (f" K = {k}" if k else "") for (name, k), count in ordered

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from statistics import median
 from typing import Any, cast
 
 from specedge.errors import ReplayError
-from specedge.request import PLAIN, Coupling, DrafterName, GenerationRequest, PlannedRounds
+from specedge.request import BLOCK, PLAIN, Coupling, DrafterName, GenerationRequest, PlannedRounds
 from specedge.sampling_options import Sampling
 
-from ..decoding.protocols import Drafter, Plan, Round, RoundPlan
+from ..decoding.protocols import Drafter, Plan, Round, RoundPlan, samples_drafts
 from ..drafters.chain import Chain
 from ..drafters.draft_model import DraftModel
 from ..drafters.suffix import Prediction, Suffix, count_accepted
@@ -73,7 +74,8 @@ class FixedPlan:
         self.drafter = drafter
         self.max_draft_tokens = num_draft_tokens
         name = drafter.name if num_draft_tokens else PLAIN
-        self._round_plan = RoundPlan(name, drafter, num_draft_tokens)
+        is_block = samples_drafts(drafter, num_draft_tokens)
+        self._round_plan = RoundPlan(name, drafter, num_draft_tokens, is_block)
 
     def next(self, history: History, num_left: int) -> RoundPlan:
         return self._round_plan
@@ -154,7 +156,8 @@ class AutoPlan:
             self._set_choice(choice)
             name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
             drafter = self._drafters[name]
-            self._round_plan = RoundPlan(choice.drafter, drafter, choice.num_draft_tokens)
+            k = choice.num_draft_tokens
+            self._round_plan = RoundPlan(choice.drafter, drafter, k, samples_drafts(drafter, k))
         return self._round_plan
 
     def record(self, round_: Round) -> None:
@@ -265,7 +268,7 @@ class ReplayPlan:
         drafters: Mapping[str, Drafter],
         depends_on_drafts: bool = True,
     ) -> None:
-        self._repeats_last = any(name == DrafterName.LOOKUP for name, _, _ in rounds)
+        self._repeats_last = any(name == DrafterName.LOOKUP for name, *_ in rounds)
         if self._repeats_last:
             if depends_on_drafts:
                 raise ReplayError(
@@ -275,15 +278,17 @@ class ReplayPlan:
             rounds = [(SUFFIX, *r[1:]) if r[0] == DrafterName.LOOKUP else r for r in rounds]
         # With a fixed K, a custom drafter is recorded by its name.
         drafters = {drafter.name: drafter for drafter in drafters.values()} | {**drafters}
-        for name, _, _ in rounds:
+        for name, *_ in rounds:
             if name != PLAIN and name not in drafters:
                 raise ReplayError(
                     f"the replay has rounds of '{name}', but only {', '.join(drafters)} are "
                     "available; replay with the bundle and options of the earlier request"
                 )
-        self.max_draft_tokens = max(k for _, k, _ in rounds)
+        self.max_draft_tokens = max(k for _, k, *_ in rounds)
         self._drafters = drafters
-        self._rounds = [(name, k) for name, k, count in rounds for _ in range(count)]
+        self._rounds = [
+            (name, k, bool(rule)) for name, k, count, *rule in rounds for _ in range(count)
+        ]
         self._num_done = 0
 
     def next(self, history: History, num_left: int) -> RoundPlan:
@@ -294,10 +299,10 @@ class ReplayPlan:
                 f"the replay ends after {self._num_done} rounds, {num_left} tokens early; "
                 "replay with the prompt, seed and options of the earlier request"
             )
-        name, k = self._rounds[self._num_done]
+        name, k, is_block = self._rounds[self._num_done]
         self._num_done += 1
         drafter = self._drafters.get(name) or next(iter(self._drafters.values()))
-        return RoundPlan(name, drafter, k)
+        return RoundPlan(name, drafter, k, is_block)
 
     def record(self, round_: Round) -> None:
         """Ignore the outcome."""
@@ -364,10 +369,9 @@ def _draft_model(drafters: Mapping[str, Drafter]) -> DraftModel | None:
 def summarize_rounds(rounds: Sequence[Round]) -> list[PlannedRounds]:
     """Return drafter, K and count of each run of equal rounds, the format of a replay."""
     summary: list[PlannedRounds] = []
-    for round_ in rounds:
-        name, k = round_.drafter, round_.num_draft_tokens
-        if summary and summary[-1][:2] == (name, k):
-            summary[-1] = (name, k, summary[-1][2] + 1)
-        else:
-            summary.append((name, k, 1))
+    for (name, k, is_block), group in groupby(
+        rounds, lambda round_: (round_.drafter, round_.num_draft_tokens, round_.is_block)
+    ):
+        count = len(list(group))
+        summary.append((name, k, count, BLOCK) if is_block else (name, k, count))
     return summary

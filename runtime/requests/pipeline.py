@@ -315,6 +315,7 @@ class Pipeline:
                 drafter=AUTO if is_planned else next(iter(drafters.values())).name,
                 chunk_length=self._chunk_length,
                 max_first_length=self.max_first_length,
+                max_length=self.bundle.context_length,
             )
             return Stream(active, text, self.slots, self._finish)
         except BaseException:

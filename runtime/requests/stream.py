@@ -106,6 +106,7 @@ class ActiveRequest:
     pass if both fit into `max_first_length`. In an encoder-decoder, `prompt` has the first tokens
     of the text, and the request's prompt is the `source`. `exact_target` is the target as the
     near-tie resolver uses it. `drafter` is the name of the drafter, AUTO if rounds are planned.
+    `max_length` is the target's context.
     """
 
     request: GenerationRequest
@@ -123,6 +124,7 @@ class ActiveRequest:
     drafter: str
     chunk_length: int
     max_first_length: int
+    max_length: int
     done: list[Round] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     num_new_tokens: int = field(default=0, init=False)
@@ -143,7 +145,9 @@ class ActiveRequest:
             self.target.truncate(0)
         resolver = self._near_tie_resolver()
         longest = 1 if resolver or self.request.exact else self.max_first_length
-        decoder = SpeculativeDecoder(self.target, self.plan, self.stopwatch, resolver, longest)
+        decoder = SpeculativeDecoder(
+            self.target, self.plan, self.stopwatch, resolver, longest, self.max_length
+        )
         yield from self._prefill(self.prompt[:-1])
         yield from decoder.decode(
             self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs, self.source

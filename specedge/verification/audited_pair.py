@@ -188,6 +188,7 @@ class AuditedPair:
             FixedPlan(self.parts.drafter(drafter), num_draft_tokens),
             Stopwatch(),
             max_first_length=self.max_first_length,
+            max_length=self.sizes["target"].context_length,
         )
 
     def open(self, role: str, source: Source | None, model: LanguageModel | None = None) -> None:
@@ -277,13 +278,29 @@ def first_tokens(rounds: Sequence[Round], num_new: int) -> list[int]:
     return [token for round_ in rounds for token in round_.tokens][:num_new]
 
 
-def tested_tokens(rounds: Sequence[Round]) -> Iterator[tuple[int, int, bool]]:
+def tested_tokens(rounds: Sequence[Round], num_new: int) -> Iterator[tuple[int, int, bool]]:
     """Yield each tested draft token: position in the text and in its round, and acceptance.
 
-    A token is tested if all tokens before it in its round were accepted.
+    Positions are below `num_new`.
+
+    A token is tested if all tokens before it in its round were accepted. It is accepted with
+    probability sum min(t, d / p), where p is the joint ratio of the tokens before it in a draft
+    that is verified as a block, else 1.
     """
     start = 0
     for round_ in rounds:
-        for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
+        num_tested = min(round_.num_accepted + 1, round_.num_drafted, num_new - start)
+        for i in range(num_tested):
             yield start + i, i, i < round_.num_accepted
         start += len(round_.tokens)
+
+
+def conditional_acceptance(target: Array, draft: Array, ratio: float) -> float:
+    """Return sum min(t, d / p) for a joint ratio p. [V], [V]"""
+    return float(np.minimum(ratio * target, draft).sum(dtype=np.float64)) / ratio
+
+
+def joint_ratio(target: Array, draft: Array, token: int, ratio: float) -> float:
+    """Return the joint ratio after one more token: min(1, p t(x) / d(x)). [V], [V]"""
+    joint = ratio * float(target[token])
+    return joint / float(draft[token]) if joint < draft[token] else 1.0

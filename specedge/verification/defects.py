@@ -38,8 +38,8 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
     class Decoder(SpeculativeDecoder):
         @staticmethod
         def accept_rule(*arguments: Any) -> Verdict:
-            draft, logits, sampling, history, accept_uniforms, last_uniform = arguments
-            return verify(draft, logits, sampling, history, change(accept_uniforms), last_uniform)
+            draft, logits, sampling, history, accept_uniforms, *rest = arguments
+            return verify(draft, logits, sampling, history, change(accept_uniforms), *rest)
 
     return Decoder
 
@@ -47,7 +47,7 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
 class _NoResidual(SpeculativeDecoder):
     @staticmethod
     def accept_rule(*arguments: Any) -> Verdict:
-        draft, logits, sampling, history, _, last_uniform = arguments
+        draft, logits, sampling, history, _, last_uniform, _ = arguments
         verdict = verify(*arguments)
         i = verdict.num_accepted
         if sampling.greedy or i == len(draft.tokens):
@@ -63,6 +63,7 @@ class _StaleDrafter:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
+        self.is_sampled = getattr(drafter, "is_sampled", False)
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats

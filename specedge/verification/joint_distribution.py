@@ -20,7 +20,14 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
 
-from .audited_pair import AuditedPair, AuditPrompt, first_tokens, tested_tokens
+from .audited_pair import (
+    AuditedPair,
+    AuditPrompt,
+    conditional_acceptance,
+    first_tokens,
+    joint_ratio,
+    tested_tokens,
+)
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, CheckResult
 from .sampled_text import NAME, AcceptanceSample, failed_tests
@@ -88,7 +95,7 @@ class _Setting:
         self._length = pair.longest(LENGTH)
         self._target = pair.memoized("target")
         self._draft = pair.memoized("draft")
-        self._betas: dict[tuple[int, ...], float] = {}
+        self._betas: dict[tuple[tuple[int, ...], int], float] = {}
         self.prompt = ""
         self.first = AcceptanceSample()
         self.later = AcceptanceSample()
@@ -111,10 +118,11 @@ class _Setting:
                 )
             )
             string = tuple(first_tokens(rounds, self._length))
-            for at, i, accepted in tested_tokens(rounds):
+            is_block = rounds[0].is_block
+            for at, i, accepted in tested_tokens(rounds, self._length):
                 sample = self.later if i else self.first
                 sample.accepted.append(accepted)
-                sample.betas.append(self._beta(prompt, string[:at]))
+                sample.betas.append(self._beta(prompt, string[:at], i if is_block else 0))
             while string not in counts:
                 string = string[:-1]
             counts[string] += 1
@@ -148,9 +156,9 @@ class _Setting:
             best = max(best, (float(score), -i))
         return -best[1]
 
-    def _rows(self, prompt: AuditPrompt, string: tuple[int, ...]) -> list[Array]:
+    def _rows(self, prompt: AuditPrompt, string: tuple[int, ...]) -> tuple[Array, Array]:
         """Return the target's and the draft's distributions of the token after a text. [V] each"""
-        return [self._row(role, prompt, string) for role in ("target", "draft")]
+        return self._row("target", prompt, string), self._row("draft", prompt, string)
 
     def _row(self, role: str, prompt: AuditPrompt, string: tuple[int, ...]) -> Array:
         model, tokens = self._target if role == "target" else self._draft, prompt.tokens
@@ -181,11 +189,20 @@ class _Setting:
                     heapq.heappush(queue, (-mass, longer))
         return distribution
 
-    def _beta(self, prompt: AuditPrompt, string: tuple[int, ...]) -> float:
-        if string not in self._betas:
+    def _beta(self, prompt: AuditPrompt, string: tuple[int, ...], num_before: int) -> float:
+        """Return the acceptance probability of the token after a string.
+
+        `num_before` is the number of tokens before it in its block.
+        """
+        key = string, num_before
+        if key not in self._betas:
+            ratio, start = 1.0, len(string) - num_before
+            for i in range(start, len(string)):
+                target, draft = self._rows(prompt, string[:i])
+                ratio = joint_ratio(target, draft, string[i], ratio)
             target, draft = self._rows(prompt, string)
-            self._betas[string] = float(np.minimum(target, draft).sum(dtype=np.float64))
-        return self._betas[string]
+            self._betas[key] = conditional_acceptance(target, draft, ratio)
+        return self._betas[key]
 
 
 def _finding(

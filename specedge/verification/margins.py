@@ -105,23 +105,33 @@ class VerifiedDraft:
     temperature: float
 
     def margin(self, verdict: Verdict) -> float:
-        """Return the smallest margin of the tests, the target's filters and the last sample."""
-        at, margins = verdict.num_accepted, list[float]()
-        for i, token in enumerate(self.tokens[: at + 1]):
-            prob = float(self.targets[i].probs[token])
-            drafted = float(self.drafted[i].probs[token])
-            slack = 2 * (self.tests[i] * drafted * (1 - drafted) + prob * (1 - prob))
-            gap = abs(float(self.tests[i]) * drafted - prob)
-            margins.append(self.temperature * gap / slack if slack else math.inf)
-        margins += [target.filter_margin for target in self.targets[: at + 1]]
-        target = self.targets[at].probs
-        if at == len(self.tokens):
+        """Return the smallest margin of the tests, the target's filters and the last sample.
+
+        A change of the logits by e changes probabilities by 2 e in total, a joint ratio p of i
+        tokens by at most 4 i e p, and its residual by at most e (4 i p + 2 p + 2).
+        """
+        at, n, margins = verdict.num_accepted, len(self.tokens), list[float]()
+        ratios, residuals = [1.0], list[Floats]()
+        for i, token in enumerate(self.tokens):
+            target, drafted = self.targets[i].probs, self.drafted[i].probs
+            residuals.append(np.maximum(ratios[-1] * target - drafted, 0))
+            ratios.append(min(1.0, ratios[-1] * float(target[token]) / float(drafted[token])))
+        for i in range(max(1, at), n + 1):
+            ratio, u = ratios[i], float(self.tests[i - 1])
+            if i == n:
+                gap, change = u - ratio, 4 * i * ratio
+            else:
+                gap = u * (1 - ratio) - (1 - u) * float(residuals[i].sum())
+                change = 4 * i * ratio + (1 - u) * (2 * ratio + 2)
+            margins.append(self.temperature * abs(gap) / change if change else math.inf)
+        margins += [target.filter_margin for target in self.targets[: max(n, at + 1)]]
+        if at == n:
+            target = self.targets[n].probs
             return min(*margins, sample_margin(target, self.last, self.temperature))
-        residual = np.maximum(target - self.drafted[at].probs, 0)
-        total = float(residual.sum())
+        residual, total = residuals[at], float(residuals[at].sum())
         if not total:
             return 0.0
-        # The residual changes by up to the sum of both changes, relative to its total.
+        change = 4 * at * ratios[at] + 2 * ratios[at] + 2
         sums = (residual / total).cumsum()
         residual_margin = float(np.abs(sums[residual > 0][:-1] - self.last).min(initial=math.inf))
-        return min(*margins, self.temperature * residual_margin * total / 4)
+        return min(*margins, self.temperature * residual_margin * total / change)

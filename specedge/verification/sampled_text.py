@@ -16,7 +16,15 @@ import numpy as np
 
 from specedge.sampling_options import Sampling
 
-from .audited_pair import ROWS, AuditedPair, AuditPrompt, first_tokens, tested_tokens
+from .audited_pair import (
+    ROWS,
+    AuditedPair,
+    AuditPrompt,
+    conditional_acceptance,
+    first_tokens,
+    joint_ratio,
+    tested_tokens,
+)
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, CheckResult
 from .statistics import (
@@ -48,7 +56,7 @@ LEAST_TEXT = 8
 
 @dataclass
 class AcceptanceSample:
-    """Tested draft tokens: acceptance, and exact acceptance probability beta = sum min(t, d)."""
+    """Tested draft tokens: acceptance, and its exact probability (see `tested_tokens`)."""
 
     accepted: list[bool] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
@@ -129,15 +137,19 @@ def _draw(
     targets = pair.distributions("target", sampling, prompt, text)
     drafts = pair.distributions("draft", sampling, prompt, text)
     random = np.random.default_rng(seed)
-    sample, betas = TextSample(), []
-    for token, target, draft in zip(text, targets, drafts, strict=True):
+    sample, betas, ratio = TextSample(), [], 1.0
+    places = [(i, round_.is_block) for round_ in rounds for i in range(len(round_.tokens))]
+    for token, target, draft, (i, is_block) in zip(text, targets, drafts, places, strict=False):
         lean = _lean(target, draft)
         sample.by_rank.append(uniform_place(target, target, token, random.random()))
         sample.by_lean.append(uniform_place(target, lean, token, random.random()))
         sample.num_impossible += not target[token] > 0
-        betas.append(float(np.minimum(target, draft).sum(dtype=np.float64)))
+        ratio = ratio if i else 1.0
+        betas.append(conditional_acceptance(target, draft, ratio))
+        if is_block:
+            ratio = joint_ratio(target, draft, token, ratio)
     sample.pairs = list(zip(sample.by_lean[::2], sample.by_lean[1::2], strict=False))
-    for at, _, accepted in tested_tokens(rounds):
+    for at, _, accepted in tested_tokens(rounds, len(text)):
         sample.accepted.append(accepted)
         sample.betas.append(betas[at])
     return sample

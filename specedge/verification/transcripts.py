@@ -146,13 +146,15 @@ def _transcript(
     drafter: Drafter = _NoDrafts()
     if sizes := bundle.draft:
         drafter = DraftModel.from_entry(listener, sizes)
-    decoder = SpeculativeDecoder(pipeline.target, FixedPlan(drafter, k), Stopwatch())
+    decoder = SpeculativeDecoder(
+        pipeline.target, FixedPlan(drafter, k), Stopwatch(), max_length=bundle.context_length
+    )
     decoder.accept_rule = listener.accept_rule
     new: list[int] = []
     accepted: list[int] = []
     for round_ in decoder.rounds(tokens, sampling, seed, length):
+        accepted.append(min(round_.num_accepted, length - len(new)))
         new += round_.tokens
-        accepted.append(round_.num_accepted)
         if ends := [i for i, token in enumerate(new) if token in bundle.end_tokens]:
             new = new[: ends[0] + 1]
             break
@@ -218,8 +220,10 @@ class _Listener:
         history: History,
         accept_uniforms: Floats,
         last_uniform: float,
+        is_block: bool = False,
     ) -> Verdict:
-        verdict = verify(draft, logits, sampling, history, accept_uniforms, last_uniform)
+        arguments = draft, logits, sampling, history, accept_uniforms, last_uniform, is_block
+        verdict = verify(*arguments)
         rows, self._rows = self._rows, []
         assert len(rows) == len(draft.tokens)
         texts = [history.then(draft.tokens[:i]) for i in range(len(rows) + 1)]

@@ -166,8 +166,8 @@ def test_greedy_check_starts_no_further_k_after_its_time_budget():
 def test_zero_probability_tokens_fail_the_audit():
     class Stubborn(DecoderParts().decoder):
         @staticmethod
-        def accept_rule(draft, scores, sampling, history, tests, last):
-            verdict = verify(draft, scores, sampling, history, tests, last)
+        def accept_rule(draft, scores, sampling, history, tests, last, is_block):
+            verdict = verify(draft, scores, sampling, history, tests, last, is_block)
             wrong = int(scores[verdict.num_accepted].array().argmin())
             return dataclasses.replace(verdict, next_token=wrong) if last > 0.99 else verdict
 

@@ -71,7 +71,7 @@ def test_perturbation_below_verification_margin_keeps_the_verdict(sampling):
         tests, last = rng.random(2), float(rng.random())
         dists = [probabilities(row, sampling, TEXT) for row in theirs]
         draft = Draft([one.pick(float(rng.random())) for one in dists], dists)
-        verdict = verify(draft, Logits(ours), sampling, TEXT, tests, last)
+        verdict = verify(draft, Logits(ours), sampling, TEXT, tests, last, is_block=True)
         texts = [TEXT.then(draft.tokens[:i]) for i in range(3)]
         targets = [
             filter_row(Row(row), sampling, text, V) for row, text in zip(ours, texts, strict=True)
@@ -84,7 +84,7 @@ def test_perturbation_below_verification_margin_keeps_the_verdict(sampling):
                 dists = [probabilities(moved(row, by, other), sampling, TEXT) for row in theirs]
                 again = Draft(draft.tokens, dists)
                 rows_ = Logits(moved(ours, by, 100 + other))
-                same = verify(again, rows_, sampling, TEXT, tests, last) == verdict
+                same = verify(again, rows_, sampling, TEXT, tests, last, is_block=True) == verdict
                 assert same or not is_near
                 turned += not same
     assert turned > 2

@@ -97,7 +97,7 @@ def check(draft, target, sampling, uniforms, limit):
         tokens = [d.pick(float(u)) for d, u in zip(distributions, uniforms, strict=False)]
     wanted = verify(
         Draft(tokens[:limit], distributions and distributions[:limit]),
-        Logits(target), sampling, TEXT, uniforms[num:], float(uniforms[-1]),
+        Logits(target), sampling, TEXT, uniforms[num:], float(uniforms[-1]), is_block=True,
     )  # fmt: skip
     weights, _, accepted, next_token = run(draft, target, tokens, sampling, uniforms, limit)
     if distributions:

@@ -12,7 +12,7 @@ from specedge.runtime.decoding import decoding
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.planning.plans import FixedPlan
+from specedge.runtime.planning.plans import FixedPlan, ReplayPlan
 from specedge.runtime.requests.stats import compute_stats
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
@@ -53,7 +53,10 @@ def test_every_string_has_exactly_the_targets_joint_probability(
     )
 
     def make():
-        return decoder(TableModel(target_distribution), TableModel(draft_distribution), k)
+        one = decoder(TableModel(target_distribution), TableModel(draft_distribution), k)
+        # Replays accept tokens one by one; test_block_verification.py has the other rule.
+        one.plan = ReplayPlan([("model", k, 3)], {"model": one.plan.drafter})
+        return one
 
     assert joint_distribution(make, monkeypatch) == distribution_of_strings(target_distribution)
 
