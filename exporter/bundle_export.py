@@ -119,7 +119,7 @@ class _Job:
     """Validated export, before its models are loaded.
 
     `checkpoints` are those with separate weights, the target first. `draft_ids` are the target's
-    tokens of a reduced draft vocabulary, ascending.
+    tokens of a reduced draft vocabulary, ascending; `mask_token` is that of a parallel draft.
     """
 
     request: ExportRequest
@@ -130,6 +130,7 @@ class _Job:
     text: pair.TextMetadata
     lengths: tuple[int, int]
     draft_ids: Sequence[int] | None
+    mask_token: int | None
 
     def exports(self) -> Iterator[tuple[Checkpoint, int]]:
         """Yield each checkpoint with its context length."""
@@ -232,6 +233,9 @@ def _check(
         tokenizer = Tokenizer.from_file(str(work / pair.TOKENIZER_FILE))
         tokens = tokenizer.encode(calibration.text, add_special_tokens=False).ids
         progress.note(text.vocabulary.describe_coverage(tokens, calibration.name))
+    mask_token = None if draft is None else draft.mask_token
+    if mask_token is not None:
+        progress.note(f"draft: drafts all tokens of a round in one pass, by token {mask_token}")
     if draft is not None and request.draft_vocab is not None:
         rows = draft_vocabulary.lm_head(tracer.meta_model(draft.config)).out_features
         ids = draft_vocabulary.most_frequent_tokens(
@@ -242,7 +246,9 @@ def _check(
             text = replace(text, vocabulary=text.vocabulary.restricted(ids))
     progress.predicted = cost_estimate.predict_seconds(all_checkpoints, request)
     hub.check_space([remote for c in all_checkpoints for remote in c.remotes], work)
-    return _Job(request, all_checkpoints, calibration, work, progress, text, lengths, ids)
+    return _Job(
+        request, all_checkpoints, calibration, work, progress, text, lengths, ids, mask_token
+    )
 
 
 def _trace_and_verify(
@@ -309,6 +315,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     sizes = pair.vocab_sizes(job.text.num_tokens, [m.vocab_size for m in same], progress)
     models[: len(same)] = [replace(m, vocab_size=n) for m, n in zip(same, sizes, strict=True)]
     if has_draft:
+        models[1] = replace(models[1], mask_token=job.mask_token)
         rates = _measure_acceptance(job, *models)
         ids = _write_token_ids(job.draft_ids, models[1], work)
         models[1] = replace(models[1], acceptance=rates, token_ids=ids)
@@ -324,7 +331,8 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     models[0] = add_log_mel(models[0], target, work)
     with progress.step("Writing graphs for GPUs"):
         models = [best_logits.add_best_logits(model, work) for model in models]
-        if has_draft and vocabulary is None:  # a drafted token is the next input in these graphs
+        # A drafted token is the next input in these graphs.
+        if has_draft and vocabulary is None and job.mask_token is None:
             models[1] = draft_loop.add_draft_loops(
                 models[1], work, request.num_draft_tokens, job.draft_ids
             )
@@ -365,6 +373,7 @@ def _measure_acceptance(
         job.work / pair.TOKENIZER_FILE,
         pair.end_tokens(job.checkpoints[0]),
         job.progress,
+        job.request.num_draft_tokens,
         sum(pair.decoder_tokens(job.checkpoints[0]), ()),
         None if job.text.vocabulary is None else job.text.vocabulary.readings,
     )

@@ -27,14 +27,18 @@ class CachedTable(TableModel):
 DISTRIBUTIONS = [hashed_distribution(seed, VOCAB_SIZE, 0.7) for seed in (1, 2)]
 
 
-def make_audited_pair(parts=None, num_prompts=3, max_first_length=1):
+def make_audited_pair(parts=None, num_prompts=3, max_first_length=1, mask_token=None):
+    num_inputs = VOCAB_SIZE if mask_token is None else mask_token + 1
     target, draft = (
-        CachedTable(distribution, VOCAB_SIZE, CONTEXT + 8) for distribution in DISTRIBUTIONS
+        CachedTable(distribution, num_inputs, CONTEXT + 8) for distribution in DISTRIBUTIONS
     )
-    sizes = SimpleNamespace(
-        vocab_size=VOCAB_SIZE, context_length=CONTEXT, num_experts=0, encoder=None
-    )
-    by_role = {"target": sizes, "draft": sizes}
+    by_role = {
+        role: SimpleNamespace(
+            vocab_size=VOCAB_SIZE, context_length=CONTEXT, num_experts=0, encoder=None,
+            mask_token=token,
+        )
+        for role, token in (("target", None), ("draft", mask_token))
+    }  # fmt: skip
     prompts = [AuditPrompt(f"prompt {i}", (i % 6, 1, i // 6, 2)) for i in range(num_prompts)]
     return AuditedPair(
         target, draft, by_role, 3, 1e-6, prompts, max_first_length, parts or DecoderParts()

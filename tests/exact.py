@@ -12,9 +12,10 @@ from specedge.runtime.sampling.distribution import Distribution
 from specedge.sampling_options import Sampling
 
 LENGTH = 3
+UNFILTERED = Sampling(1.0)
 
 
-def joint_distribution(make, monkeypatch, prompt=(0,), sampling=Sampling(1.0), length=LENGTH):  # noqa: B008
+def joint_distribution(make, monkeypatch, prompt=(0,), sampling=UNFILTERED, length=LENGTH):
     """The probability of each prompt and 3 tokens that the decoder of `make()` writes after it."""
     end = len(prompt) + length
 
@@ -87,6 +88,9 @@ def fraction(value):
 class _Window:
     def __init__(self, branches, indices):
         self.branches, self.indices = branches, indices
+
+    def __len__(self):
+        return len(self.indices)
 
     def __getitem__(self, i):
         if isinstance(i, slice):

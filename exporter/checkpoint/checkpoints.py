@@ -75,6 +75,24 @@ class Checkpoint:
         return str(self.config.model_type)
 
     @property
+    def mask_token(self) -> int | None:
+        """Mask token of a parallel draft model (PARD), by AMD's key in config.json.
+
+        Raises:
+            CheckpointError: It is not a token of a decoder.
+        """
+        token = self.raw.get("pard_token")
+        if token is None:
+            return None
+        size = internals.decoder_text_config(self.config).vocab_size
+        if self.config.is_encoder_decoder or type(token) is not int or not 0 <= token < size:
+            raise CheckpointError(
+                f"{self.role} {self.name}: its config.json has pard_token {token!r}, which must be "
+                f"one of the {size} tokens of a decoder; remove it to draft one token per pass"
+            )
+        return token
+
+    @property
     def remotes(self) -> list[hub.Snapshot]:
         """Snapshots on the hub whose weights are yet to be fetched."""
         candidates = (self.remote, self.adapter.remote if self.adapter else None)

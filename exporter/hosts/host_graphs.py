@@ -106,6 +106,11 @@ def _embed(
             f"{bundle.draft.source.id} has another tokenizer than {bundle.target.source.id}, and "
             "host graphs translate no tokens; export the pair with a draft of the target's family"
         )
+    if bundle.draft is not None and bundle.draft.mask_token is not None:
+        raise ExportError(
+            f"{bundle.draft.source.id} drafts all tokens of a round in one pass (PARD), and host "
+            "graphs draft one token per pass; export the target with another --draft, or without"
+        )
     if bundle.draft is None and (layout == "split" or num_draft_tokens):
         option = "-k" if num_draft_tokens else "--layout split"
         raise ExportError(

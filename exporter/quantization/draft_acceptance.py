@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +37,14 @@ def measure_acceptance(
     tokenizer: Path,
     end_tokens: Container[int],
     progress: Progress,
+    num_draft_tokens: int,
     decoder_prompt: Sequence[int] = (),
     readings: TokenReadings | None = None,
 ) -> MeasuredAcceptance | None:
     """Measure a draft's acceptance rates on a few short texts and the target's greedy answers.
+
+    The rate of a parallel draft, which falls with the position, is that of all tested tokens in
+    drafts of `num_draft_tokens` tokens.
 
     Args:
         target: Final target.
@@ -46,14 +52,15 @@ def measure_acceptance(
         source: Texts, of which the evaluation documents are used.
         tokenizer: Path of tokenizer.json.
         end_tokens: Tokens that end an answer.
-        progress: Receives a note and the duration of the step.
+        progress: Receives notes and the duration of the step.
+        num_draft_tokens: K of the bundle.
         decoder_prompt: Tokens that begin the answers of an encoder-decoder, whose sources are the
             texts.
         readings: The draft's tokens for each of the target's, if its tokenizer is another one.
 
     Returns:
         None if the models compute in 16 bits, for which CPUs have no kernels, read speech, or the
-        texts are too short.
+        texts are too short, or if there is no memory for the passes of a parallel draft.
     """
     if {target.model.dtype, draft.model.dtype} != {"float32"}:
         return None
@@ -73,34 +80,91 @@ def measure_acceptance(
             prompts = [np.array(decoder_prompt)] * len(prompts)
         texts = _answer(target, prompts, end_tokens, context, sources)
         texts = [text[: _num_shared(text, vocab_size)] for text in texts]
+        starts, k = [len(prompt) - 1 for prompt in prompts], 1
         read, ends = texts, list[np.ndarray]()
         if readings is not None:
             translated = [_read(readings, text, draft) for text in texts]
             read, ends = [tokens for tokens, _ in translated], [n for _, n in translated]
             texts = [text[: len(n)] for text, n in zip(texts, ends, strict=True)]
-        logits = [
-            compute_logits(model.runner(model.folder, model.ops[-1]), tokens, sources)
-            for model, tokens in ((target, texts), (draft, read))
-        ]
-        if ends:
-            logits[1] = [rows[n - 1] for rows, n in zip(logits[1], ends, strict=True)]
-        rows = [acceptance_by_row(d, t, draft.head) for t, d in zip(*logits, strict=True)]
-        starts = [len(prompt) - 1 for prompt in prompts]
-        answers = [greedy[n:-1] for (greedy, _), n in zip(rows, starts, strict=True)]
+        logits = compute_logits(target.runner(target.folder, target.ops[-1]), texts, sources)
+        if draft.model.mask_token is None:
+            drafted = compute_logits(draft.runner(draft.folder, draft.ops[-1]), read, sources)
+            if ends:
+                drafted = [rows[n - 1] for rows, n in zip(drafted, ends, strict=True)]
+            columns = map(partial(acceptance_by_row, head=draft.head), drafted, logits)
+            rows = [(agree[:, None], overlaps[:, None]) for agree, overlaps in columns]
+        elif readings is None and _can_run(draft):
+            k = max(1, min(num_draft_tokens, *starts))
+            rows = draft_in_parallel(draft, texts, logits, k)
+        else:
+            return None
+        answers = [greedy[n:-k] for (greedy, _), n in zip(rows, starts, strict=True)]
         if not sum(map(len, answers)):
             answers = [greedy for greedy, _ in rows]
         # Prompts are text, except those of an encoder-decoder, whose answers are.
-        spans = [slice(n, None) if decoder_prompt else slice(n) for n in starts]
+        spans = [slice(n, None) if decoder_prompt else slice(n - k + 1) for n in starts]
         sampled = [overlaps[span] for (_, overlaps), span in zip(rows, spans, strict=True)]
-        rates = MeasuredAcceptance(
-            greedy=float(np.concatenate(answers).mean()),
-            sampled=min(1.0, float(np.concatenate(sampled).mean())),
+        by_position, means = zip(
+            *(rates_by_position(np.concatenate(tests)) for tests in (answers, sampled)),
+            strict=True,
         )
+        rates = MeasuredAcceptance(*means)
     progress.note(
         f"draft: acceptance rate {rates.greedy:.0%} greedy, {rates.sampled:.0%} sampled, on a few "
         "texts"
     )
+    if k > 1:
+        greedy, sampling = (", ".join(f"{rate:.0%}" for rate in mode) for mode in by_position)
+        progress.note(f"draft: by position {greedy} greedy, and {sampling} sampled")
     return rates
+
+
+def rates_by_position(acceptance: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return the acceptance rate of each position in a draft, and that of all tested tokens.
+
+    Args:
+        acceptance: Acceptance rates of tokens whose predecessors are accepted; rows with NaN are
+            ignored. [n, k]
+    """
+    acceptance = acceptance[~np.isnan(acceptance).any(1)]
+    accepted = np.minimum(acceptance, 1.0).cumprod(1)
+    tested = np.concatenate((np.ones((len(accepted), 1)), accepted[:, :-1]), 1)
+    rates = accepted.sum(0) / np.maximum(tested.sum(0), np.finfo(float).tiny)
+    return rates, float(accepted.sum() / tested.sum())
+
+
+def draft_in_parallel(
+    draft: FloatModel, texts: Sequence[np.ndarray], logits: Sequence[np.ndarray], k: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Compare drafts of k tokens along texts with the target, as `acceptance_by_row`.
+
+    As in the runtime, a pass reads unread tokens and k - 1 mask tokens, whose rows are overwritten.
+
+    Args:
+        draft: The draft model.
+        texts: Tokens. [T] each
+        logits: Logits of the target. [T, V] each
+        k: Number of tokens of a draft, at most T.
+
+    Returns:
+        For each text, the results of the draft after each token; NaN without a draft. [T, k] each
+    """
+    masks = np.full(k - 1, draft.model.mask_token, np.int64)
+    num_drafts = max(1, int(MAX_READ_BYTES / _weight_bytes(draft) / len(texts)))
+    results = []
+    with _open_decoder(_decoder(draft), draft.geometry, _options(draft)) as session:
+        for text, expected in zip(texts, logits, strict=True):
+            result = np.full((2, len(text), k), np.nan)
+            session.fill_noise(0, draft.geometry.capacity)
+            length, step = 0, -(-len(text) // num_drafts)
+            for start in range(0, len(text) - k + 1, step):
+                tokens = np.concatenate((text[length : start + 1], masks))
+                drafted = _run_pass(session, tokens, length, k)
+                length = start + 1
+                rows = expected[start : start + k]
+                result[:, start] = acceptance_by_row(drafted, rows, draft.head)
+            results.append((result[0], result[1]))
+    return results
 
 
 def acceptance_by_row(
@@ -154,19 +218,14 @@ def _answer(
     sources: list[np.ndarray] | None,
 ) -> list[np.ndarray]:
     """Return prompts with the target's greedy answers, as long as its size allows. [T] each"""
-    model, ops = target.model, target.ops[-1]
-    weights = (target.folder / model.weights.rpartition("/")[2]).stat().st_size
-    num_tokens = int(min(ANSWER_TOKENS, MAX_READ_BYTES / weights / len(prompts)))
-    is_quantized = model.weights_dtype in QUANTIZED_DTYPES
-    if is_quantized and not can_prepack(weights):
-        num_tokens = 0
-    if num_tokens < MIN_ANSWER_TOKENS:
+    num_tokens = int(min(ANSWER_TOKENS, MAX_READ_BYTES / _weight_bytes(target) / len(prompts)))
+    if num_tokens < MIN_ANSWER_TOKENS or not _can_run(target):
         return prompts
-    decoder = target.folder / next(f for f in target.files if f.length is None).file_name(ops)
     geometry = replace(target.geometry, context_length=context)
-    options = ort.SessionOptions() if is_quantized else unpacked_options()
     inputs = [] if sources is None else list(map(target.source_inputs, sources))
-    return generate_answers(decoder, geometry, prompts, end_tokens, num_tokens, options, inputs)
+    return generate_answers(
+        _decoder(target), geometry, prompts, end_tokens, num_tokens, _options(target), inputs
+    )
 
 
 def generate_answers(
@@ -189,32 +248,72 @@ def generate_answers(
         options: Options of the session.
         source_inputs: Inputs for the source of each prompt of an encoder-decoder.
     """
-    shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
-    options.enable_cpu_mem_arena = False
-    # Constant folding would copy each transposed matrix; fusion with its product does not.
-    folding = ["ConstantFolding"]
-    session = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
     texts = []
-    try:
+    with _open_decoder(decoder, geometry, options) as session:
         for prompt, source in zip(prompts, source_inputs or [{}] * len(prompts), strict=True):
             tokens, length = prompt.astype(np.int64), 0
             session.fill_noise(0, geometry.capacity)
             for _ in range(min(num_tokens, geometry.context_length - len(prompt))):
-                inputs = {
-                    "input_ids": tokens[None, length:],
-                    "past_length": np.array([length], np.int64),
-                    "logits_from": np.array([len(tokens) - length - 1], np.int64),
-                    **source,
-                }
-                logits = session.run("decoder", False, inputs)["logits"][0, -1]
+                logits = _run_pass(session, tokens[length:], length, 1, source)[-1]
                 length, token = len(tokens), int(logits.argmax())
                 tokens = np.append(tokens, token)
                 if token in end_tokens:
                     break
             texts.append(tokens)
+    return texts
+
+
+def _run_pass(
+    session: SubgraphSession,
+    tokens: np.ndarray,
+    past_length: int,
+    num_rows: int,
+    source: Mapping[str, np.ndarray] | None = None,
+) -> np.ndarray:
+    """Run a pass after `past_length` tokens; return its last logits. -> [num_rows, V]"""
+    inputs = {
+        "input_ids": tokens[None],
+        "past_length": np.array([past_length], np.int64),
+        "logits_from": np.array([len(tokens) - num_rows], np.int64),
+        **(source or {}),
+    }
+    return session.run("decoder", False, inputs)["logits"][0]
+
+
+@contextmanager
+def _open_decoder(
+    decoder: Path, geometry: Geometry, options: ort.SessionOptions
+) -> Iterator[SubgraphSession]:
+    """Open a graph with caches."""
+    shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
+    options.enable_cpu_mem_arena = False
+    # Constant folding would copy each transposed matrix; fusion with its product does not.
+    folding = ["ConstantFolding"]
+    session = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
+    try:
+        yield session
     finally:
         session.close()
-    return texts
+
+
+def _decoder(model: FloatModel) -> Path:
+    """Return the path of the graph for any pass length."""
+    return model.folder / next(f for f in model.files if f.length is None).file_name(model.ops[-1])
+
+
+def _options(model: FloatModel) -> ort.SessionOptions:
+    is_quantized = model.model.weights_dtype in QUANTIZED_DTYPES
+    return ort.SessionOptions() if is_quantized else unpacked_options()
+
+
+def _weight_bytes(model: FloatModel) -> int:
+    return (model.folder / model.model.weights.rpartition("/")[2]).stat().st_size
+
+
+def _can_run(model: FloatModel) -> bool:
+    """Return True if there is memory for passes of a model."""
+    is_quantized = model.model.weights_dtype in QUANTIZED_DTYPES
+    return not is_quantized or can_prepack(_weight_bytes(model))
 
 
 def _num_shared(text: np.ndarray, vocab_size: int) -> int:

@@ -282,7 +282,7 @@ def _pass_bytes(
     if model.encoder is not None:
         rows = model.encoder.capacity
         prompt = max(prompt, rows * (heads * rows + _ROW_VALUES * layer_weights**0.5))
-    rows = num_draft_tokens + 1
+    rows = num_draft_tokens + 1 if model.mask_token is None else 2 * num_draft_tokens
     shared = slots * rows if slots > 1 else 0
     logits = model.padded_vocab_size * (slots * rows * (rows + 1) // 2 + shared + 4 * rows)
     return int(4 * (prompt + logits))

@@ -73,13 +73,14 @@ class OrtModel:
         self.fast_length = 5 if is_limited else sys.maxsize
         self.chunk_length = chunk_length(model.capacity)
         self._num_columns = model.num_columns
-        self._longest = bundle.num_draft_tokens + 1
+        k = bundle.num_draft_tokens
+        self._longest = k + 1 if model.mask_token is None else 2 * k
         self._reset(self._session.cache() if cache is None else cache)
 
     def _reset(self, cache: KeyValueCache) -> None:
         self.cache = cache
         self.batch: OrtBatchedModel | None = None
-        self._passes: dict[int, BoundPass] = {}
+        self._passes: dict[tuple[int, int], BoundPass] = {}  # by numbers of tokens and logits
         self._draft_graphs: list[DraftGraph] = []
         if (encoder := self._session.model.encoder) is not None:
             # Self-tests and measurements need constant states that differ by row.
@@ -124,18 +125,16 @@ class OrtModel:
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         length = len(tokens)
         num_logits = length if num_rows is None else num_rows
-        if num_logits < length and length > self._longest:  # end of a prompt; not reused
-            rows = max(num_logits, self._session.min_length)
-            bound = self._session.bind(self.cache, length, rows)
-            self._session.run(bound, tokens)
-            return self._scores(bound, rows - num_logits, rows)
-        padded = max(length, self._session.min_length)
-        if padded not in self._passes:
-            captured = padded <= self._longest
-            self._passes[padded] = self._session.bind(self.cache, padded, padded, captured)
-        bound = self._passes[padded]
+        padded, rows = (max(n, self._session.min_length) for n in (length, num_logits))
+        bound = self._passes.get((padded, rows))
+        if bound is None:
+            is_short = padded <= self._longest
+            bound = self._session.bind(self.cache, padded, rows, captured=is_short)
+            if is_short or num_logits == length:  # not the end of a prompt
+                self._passes[padded, rows] = bound
         self._session.run(bound, tokens)
-        return self._scores(bound, length - num_logits, length)
+        end = length - (padded - rows)
+        return self._scores(bound, end - num_logits, end)
 
     def _scores(self, bound: BoundPass, start: int, end: int) -> Logits:
         """Return some rows of a pass's logits."""

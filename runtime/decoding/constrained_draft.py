@@ -37,7 +37,7 @@ def propose(
             elif was_called:
                 break
             else:
-                rest = uniforms[draft.length : max_tokens]
+                rest = uniforms[draft.length :]
                 count = max_tokens - draft.length
                 part = yield from _propose(drafter, draft.text, count, sampling, rest)
                 if not draft.add(part, draft_sources(drafter, part)):

@@ -239,7 +239,8 @@ class Drafter(Protocol):
         """Propose 0 to `max_tokens` tokens after `history`; uniforms [max_tokens or more].
 
         A smaller `max_tokens` must only shorten the draft, so that a seed's text does not depend on
-        where a request ends. Token i is drawn with uniform i.
+        where a request ends. Token i is drawn with uniform i. There are as many uniforms as the
+        plan allows draft tokens, wherever the request ends.
         """
 
     def truncate(self, length: int) -> None:

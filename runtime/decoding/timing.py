@@ -77,7 +77,7 @@ class _Part:
 class TimedModel:
     """Language model whose passes are counted and timed as one part of a request.
 
-    A pass that includes prompt tokens counts as "prefill".
+    A pass of the target that includes prompt tokens counts as "prefill".
 
     Attributes:
         is_draft: True for a draft model.
@@ -114,7 +114,7 @@ class TimedModel:
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         length, stopwatch = len(tokens), self._stopwatch
         num_rows = length if num_rows is None else num_rows
-        outer = stopwatch.switch("prefill" if num_rows < length else self._part)
+        outer = stopwatch.switch(self._part_of(length, num_rows))
         begin = stopwatch.time
         try:
             logits = self.model.forward(tokens, num_rows)
@@ -133,7 +133,7 @@ class TimedModel:
     def _part_of(self, length: int, num_rows: int) -> str:
         """Return the part of a pass; without logits, "prefill" before the first other one."""
         if num_rows:
-            return "prefill" if num_rows < length else self._part
+            return "prefill" if num_rows < length and not self.is_draft else self._part
         return self._part if self.num_passes else "prefill"
 
     def _count(self, length: int, num_rows: int, seconds: float) -> None:

@@ -10,14 +10,15 @@ from ..decoding.protocols import Drafter, ModelDrafter, Operations, draft_source
 from ..decoding.verification import Draft
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History
+from .draft_model import ParallelDraftModel
 
 
 class Chain(ModelDrafter):
     """Drafter that lets each of its drafters continue the draft of the previous ones.
 
     The last one adds one token at a time, after which the first is called again: a token of the
-    draft model may lead to a match. A drafter that is not called in a round catches up at its next
-    call.
+    draft model may lead to a match. A draft model that drafts all tokens in one pass adds all of
+    them. A drafter that is not called in a round catches up at its next call.
     """
 
     name = DrafterName.CHAIN
@@ -36,9 +37,11 @@ class Chain(ModelDrafter):
             for drafter in self.drafters:
                 if len(tokens) == max_tokens:
                     break
-                limit = 1 if drafter is self.drafters[-1] else max_tokens - len(tokens)
+                is_last = drafter is self.drafters[-1]
+                takes_one_pass = isinstance(drafter, ParallelDraftModel)
+                limit = 1 if is_last and not takes_one_pass else max_tokens - len(tokens)
                 text = history.then(tokens)
-                rest = uniforms[len(tokens) : max_tokens]
+                rest = uniforms[len(tokens) :]
                 part = yield from propose(drafter, text, limit, sampling, rest)
                 tokens += part.tokens
                 probs += part.probs or [None] * len(part.tokens)

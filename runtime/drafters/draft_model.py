@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.token_readings import TokenReadings
@@ -19,11 +21,13 @@ from ..decoding.protocols import (
     Operations,
     open_source,
 )
-from ..decoding.verification import Draft, draft_rows
+from ..decoding.verification import Draft, draft_rows, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.source import Source
 from .text_reading import TextReading, TranslatedText
+
+MAX_PARALLEL_UNREAD = 32  # tokens of the text in a pass of a parallel draft; more are prefilled
 
 
 class DraftModel(ModelDrafter):
@@ -45,17 +49,19 @@ class DraftModel(ModelDrafter):
     name = DrafterName.MODEL
     is_sampled = True
 
-    @classmethod
+    @staticmethod
     def from_entry(
-        cls, model: LanguageModel, entry: ModelEntry, readings: TokenReadings | None = None
+        model: LanguageModel, entry: ModelEntry, readings: TokenReadings | None = None
     ) -> DraftModel:
         """Return a drafter with the limits of a model in the manifest and a bundle's readings."""
-        encoder = entry.encoder
-        return cls(
+        create: Callable[..., DraftModel] = DraftModel
+        if entry.mask_token is not None:
+            create = partial(ParallelDraftModel, mask_token=entry.mask_token)
+        return create(
             model,
             context_length=entry.context_length,
             vocab_size=entry.vocab_size,
-            max_source_length=sys.maxsize if encoder is None else encoder.max_length,
+            max_source_length=sys.maxsize if entry.encoder is None else entry.encoder.max_length,
             readings=readings,
         )
 
@@ -74,6 +80,11 @@ class DraftModel(ModelDrafter):
         self.max_source_length = max_source_length
         self._start = 0  # position in the text of the first cached token
         self._is_new_text = True  # the cache may hold another text
+
+    @property
+    def max_unread(self) -> int:
+        """Maximum number of unread tokens in a pass with logits; more are prefilled."""
+        return self.reading.max_pass_length
 
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
@@ -97,7 +108,7 @@ class DraftModel(ModelDrafter):
                 return cast(Draft, end.value)
             unread += self.reading.read(drafted[num_fed:], history.length + num_fed)
             num_fed = len(drafted)
-            if len(unread) > self.reading.max_pass_length:  # after tokens that a grammar forced
+            if len(unread) > self.max_unread:  # after tokens that a grammar forced
                 yield Feed(self.model, unread[:-1], 0)
                 unread = unread[-1:]
             row = (yield Feed(self.model, unread, len(unread)))[-1]
@@ -124,7 +135,7 @@ class DraftModel(ModelDrafter):
         self.reading.truncate(length)
 
     def _catch_up(self, history: History) -> Operations[tuple[list[int], int]]:
-        """Bring the cache up to date, except for the last one or two tokens.
+        """Bring the cache up to date, except for the last `max_unread` tokens at most.
 
         Returns:
             These tokens, for the first pass, and the maximum number of draft tokens.
@@ -138,7 +149,7 @@ class DraftModel(ModelDrafter):
             self.model.reuse(reading.read(history.tokens[start:-1], start))
         num_read = reading.length(start) + self.model.length
         pending = reading.last(history, reading.length(history.length) - num_read)
-        if len(pending) > reading.max_pass_length:
+        if len(pending) > self.max_unread:
             length = getattr(self.model, "chunk_length", len(pending))
             for at in range(0, len(pending) - 1, length):
                 yield Feed(self.model, pending[at : min(at + length, len(pending) - 1)], 0)
@@ -161,3 +172,46 @@ class DraftModel(ModelDrafter):
         if source is None or not source.tokens:
             return source
         return Source(self.reading.read(source.tokens[: self.max_source_length], 0))
+
+
+class ParallelDraftModel(DraftModel):
+    """Draft model that drafts all tokens of a round in one pass.
+
+    It was fine-tuned to predict several tokens ahead (PARD, An et al. 2025, arXiv 2504.18583). The
+    pass reads the tokens that its cache lacks, usually those of the last round, and K - 1 mask
+    tokens, whose rows are rolled back. Its last K rows are the distributions of the draft tokens,
+    none of which depends on the others.
+
+    Args:
+        model: The model.
+        mask_token: Token that stands for each unknown token, which may be outside the vocabulary.
+        limits: Other arguments of `DraftModel`.
+    """
+
+    def __init__(self, model: LanguageModel, *, mask_token: int, **limits: Any) -> None:
+        super().__init__(model, **limits)
+        self.mask_token = mask_token
+
+    @property
+    def max_unread(self) -> int:
+        return MAX_PARALLEL_UNREAD
+
+    def draft(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Operations[Draft]:
+        if not max_tokens:
+            return Draft([])
+        unread, limit = yield from self._catch_up(history)
+        # The pass is as long as if the request did not end: logits may depend on its length.
+        num_rows = min(len(uniforms), limit)
+        length = self.model.length + len(unread)
+        masks = [self.mask_token] * (num_rows - 1)
+        logits = yield Feed(self.model, [*unread, *masks], num_rows)
+        self.model.truncate(length)
+        return draw_draft(
+            lambda drafted: logits[len(drafted)],
+            history,
+            min(max_tokens, num_rows),
+            sampling,
+            uniforms,
+        )

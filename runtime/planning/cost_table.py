@@ -154,9 +154,16 @@ class RoundCosts:
         """Cost of a round of plain decoding, without `token`."""
         return self.verify[0]
 
-    def catch_up(self, num_unread: int) -> float:
-        """Return the cost of a draft model's catch-up before its first pass of 1 or 2 tokens."""
-        return 0.0 if num_unread <= 2 else self.draft[1] + (num_unread - 1) * self.prefill
+    def catch_up(self, num_unread: int, max_unread: int = 2) -> float:
+        """Return the cost of a draft model's catch-up before its first pass.
+
+        Args:
+            num_unread: Tokens of the text that are not in its cache.
+            max_unread: Maximum number of them that the first pass reads.
+        """
+        if num_unread <= max_unread:
+            return 0.0
+        return self.draft[1] + (num_unread - 1) * self.prefill
 
 
 def assumed_costs(max_draft_tokens: int) -> CostTable:

@@ -15,7 +15,7 @@ from specedge.sampling_options import Sampling
 from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.protocols import Drafter
 from ..decoding.timing import Stopwatch, TimedModel
-from ..drafters.draft_model import DraftModel
+from ..drafters.draft_model import DraftModel, ParallelDraftModel
 from ..drafters.suffix import Suffix
 from .cost_table import CostTable, Measurement, ModeCosts, interpolate
 from .plans import FixedPlan
@@ -45,6 +45,7 @@ def measure(
     context_length: int,
     max_draft_tokens: int,
     *,
+    create_drafter: Callable[[Any], Drafter] = DraftModel,
     origin: str = "load",
     lengths: Sequence[int] = (LENGTH,),
     seconds: float = SECONDS,
@@ -64,6 +65,7 @@ def measure(
         draft: Draft model; None in a bundle without one.
         context_length: Context length that both support, at least MIN_CONTEXT.
         max_draft_tokens: Largest K to plan with.
+        create_drafter: Function that returns the drafter of a draft model.
         lengths: Cache lengths to measure at.
         seconds: Time limit.
         samples: Seconds of target passes by length, from the self-test at load.
@@ -80,11 +82,13 @@ def measure(
     if times_launches:
         candidates += [t - 1 for t in rows[1:]]
     elif draft is not None:
-        candidates += DRAFT_LENGTHS_IF_SLOW if is_slow else DRAFT_LENGTHS
+        # One K shows the cost of a pass for each token, but not of one pass for all.
+        is_parallel = isinstance(create_drafter(draft), ParallelDraftModel)
+        candidates += DRAFT_LENGTHS_IF_SLOW if is_slow and not is_parallel else DRAFT_LENGTHS
     ks = [k for k in candidates if k < rows[-1] and (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
     num_new = max(longest, (1 + NUM_ROUNDS) * (ks[-1] + 1))
     timings = [
-        _Timings(target, draft, context_length, length, rows, ks)
+        _Timings(target, draft, create_drafter, context_length, length, rows, ks)
         for length in sorted({max(1, min(length, max_tokens - num_new)) for length in lengths})
     ]
     begin, sweeps, share = time.perf_counter(), 0, 0.0
@@ -119,12 +123,14 @@ class _Timings:
         self,
         target: Any,
         draft: Any,
+        create_drafter: Callable[[Any], Drafter],
         context_length: int,
         length: int,
         rows: Sequence[int],
         ks: Sequence[int],
     ) -> None:
         self._target, self._draft, self._context_length = target, draft, context_length
+        self._create_drafter = create_drafter
         self.length, self.rows, self.ks = length, rows, ks
         self.passes: list[list[float]] = []
         self.rounds: defaultdict[tuple[str, int], list[tuple[float, float, int]]]
@@ -157,9 +163,7 @@ class _Timings:
         """Time a few rounds in the decoding loop, after a warm-up round."""
         stopwatch = Stopwatch()
         target = TimedModel(self._target, stopwatch, "verify")
-        drafter: Drafter = Suffix()
-        if k:
-            drafter = DraftModel(self._draft, vocab_size=self._draft.vocab_size)
+        drafter: Drafter = self._create_drafter(self._draft) if k else Suffix()
         for model in (self._target, self._draft) if k else (self._target,):
             _fill(model, self.length)
         decoder = SpeculativeDecoder(target, FixedPlan(drafter, k), stopwatch)

@@ -48,6 +48,7 @@ class DraftOption:
         num_free: Number of tokens that need no draft pass.
         max_model_tokens: Maximum number of tokens after them, each of which takes a draft pass.
         num_unread: Tokens of the text that are not in the draft model's cache.
+        max_unread: Maximum number of them that its first pass reads without a catch-up.
         predicted_rates: Acceptance rates of the first `num_free` tokens; empty if not predicted.
     """
 
@@ -56,6 +57,7 @@ class DraftOption:
     num_free: int = 0
     max_model_tokens: int = 0
     num_unread: int = 1
+    max_unread: int = 2
     predicted_rates: Sequence[float] = ()
 
 
@@ -282,8 +284,9 @@ class Planner:
         num_free = option.num_free
         catch_up = prefill = amortized = 0.0
         if option.max_model_tokens:
-            catch_up = costs.catch_up(option.num_unread)
-            prefill = costs.catch_up(option.num_unread + num_free) - catch_up
+            catch_up = costs.catch_up(option.num_unread, option.max_unread)
+            num_unread = option.num_unread + num_free
+            prefill = costs.catch_up(num_unread, option.max_unread) - catch_up
             amortized = catch_up / max(AMORTIZATION_TOKENS, self.num_tokens)
         verify, draft = costs.verify, costs.draft
         probability = expected = 1.0
@@ -341,7 +344,7 @@ class Planner:
             return None
         catch_up, seconds = 0.0, costs.verify[1]
         if not option.num_free:
-            catch_up = costs.catch_up(option.num_unread)
+            catch_up = costs.catch_up(option.num_unread, option.max_unread)
             seconds += costs.draft[1]
         spent = max(self.probe_loss, -self.saved_seconds - self._longest_catch_up)
         spare = self._budget(costs) - spent - (seconds - costs.plain)

@@ -206,11 +206,14 @@ class AutoPlan:
         is preferred to the model if suffix decoding is accepted at least as often.
         """
         max_tokens = self.planner.max_draft_tokens
-        num_unread = max_model_tokens = 0
+        num_unread = max_model_tokens = max_unread = 0
         if self._model is not None:
+            max_unread = self._model.max_unread
             num_unread, max_model_tokens = self._model.backlog_and_limit(history, self._num_read)
-            if not history.num_new_tokens and self._is_long_catch_up(num_unread, history.length):
-                max_model_tokens = 0
+            costs = self.planner.costs(history.length - 1)
+            is_long = costs.catch_up(num_unread, max_unread) > costs.plain
+            if not history.num_new_tokens and is_long:
+                max_model_tokens = 0  # a catch-up longer than a pass would delay the first token
         prediction = Prediction([], [], 0, 0)
         if SUFFIX in self._drafters:
             prediction = cast(Suffix, self._drafters[SUFFIX]).predict(history, max_tokens)
@@ -226,24 +229,20 @@ class AutoPlan:
             if name == worse or (name == SUFFIX and not prediction.num_standalone):
                 continue
             if name == MODEL:
-                options.append(DraftOption(MODEL, MODEL, 0, max_model_tokens, num_unread))
+                options.append(
+                    DraftOption(MODEL, MODEL, 0, max_model_tokens, num_unread, max_unread)
+                )
             elif name == SUFFIX:
                 num_free = prediction.num_standalone
                 options.append(DraftOption(SUFFIX, SUFFIX, num_free, predicted_rates=rates))
             elif name == CHAIN:
                 rest = max(0, max_model_tokens - num_suffix)
-                options.append(DraftOption(CHAIN, SUFFIX, num_suffix, rest, num_unread, rates))
+                options.append(
+                    DraftOption(CHAIN, SUFFIX, num_suffix, rest, num_unread, max_unread, rates)
+                )
             else:  # costs are not measured; a drafter without a model is nearly free
                 options.append(DraftOption(name, name, max_tokens))
         return options
-
-    def _is_long_catch_up(self, num_unread: int, length: int) -> bool:
-        """Return True if the model's catch-up takes longer than a pass of the target.
-
-        It is then postponed, as it would delay the first token.
-        """
-        costs = self.planner.costs(length - 1)
-        return costs.catch_up(num_unread) > costs.plain
 
     def _set_choice(self, choice: RoundChoice) -> None:
         previous, self._choice = self._choice, choice

@@ -29,6 +29,7 @@ from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
 from ..backend.source_encoder import SourceEncoder, encoder_owner
 from ..decoding.invariance import longest_invariant
+from ..drafters.draft_model import DraftModel
 from ..planning.cost_files import PassCosts, cost_key
 from ..planning.cost_table import Measurement
 from ..planning.measurement import MIN_CONTEXT, measure
@@ -161,7 +162,14 @@ def load(
         acceptance = loaded.draft.acceptance if loaded.draft else None
         costs.complete(
             lambda: _with_properties(
-                measure(target, draft, context_length, max_draft_tokens, samples=seconds),
+                measure(
+                    target,
+                    draft,
+                    context_length,
+                    max_draft_tokens,
+                    create_drafter=lambda model: DraftModel.from_entry(model, loaded.draft_model),
+                    samples=seconds,
+                ),
                 invariant_length,
                 acceptance,
             )

@@ -34,11 +34,12 @@ def acceptances(
     """Return the acceptance probability of the draft model's token at each position. -> [n]
 
     It is the sum over tokens of min(t, d); at temperature 0 it is 1 if both choose the same token
-    and otherwise 0. The list ends with the draft's context and is empty without a draft model. Both
+    and otherwise 0. The list ends with the draft's context. It is empty without a draft model, and
+    for one that drafts all tokens of a round in one pass, whose rates depend on the position. Both
     caches are overwritten. The text of an encoder-decoder has a `source`.
     """
     sizes = pipeline.bundle.draft
-    if pipeline.draft is None or sizes is None:
+    if pipeline.draft is None or sizes is None or sizes.mask_token is not None:
         return []
     model = DraftModel.from_entry(pipeline.draft, sizes, pipeline.bundle.readings())
     run_operations(open_source(pipeline.target, source))

@@ -140,10 +140,9 @@ class Bundle:
             raise ValueError("a draft without the graph 'encoder' must have the target's encoder")
 
     def _check_draft(self) -> None:
-        if self.target.acceptance is not None:
-            raise ValueError("acceptance is a key of the draft, and the target has it")
-        if self.target.tokenizer is not None:
-            raise ValueError("tokenizer is a key of the draft, and the target has it")
+        for key in ("acceptance", "tokenizer", "mask_token"):
+            if getattr(self.target, key) is not None:
+                raise ValueError(f"{key} is a key of the draft, and the target has it")
         if self.draft is None:
             return
         if self.draft.tokenizer is not None:

@@ -281,6 +281,8 @@ class ModelEntry:
         hidden: Hidden states that its passes return for a draft model, or read.
         tokenizer: Tokenizer of a draft model, unless it is the target's. The model reads tokens of
             this tokenizer, and its logits are those of `token_ids`.
+        mask_token: Token that stands for each unknown token in a pass of a draft model that drafts
+            all tokens of a round at once; None for one pass per token.
     """
 
     source: CheckpointSource
@@ -304,6 +306,7 @@ class ModelEntry:
     encoder: EncoderEntry | None = field(default=None, metadata=OPTIONAL)
     hidden: HiddenStates | None = field(default=None, metadata=OPTIONAL)
     tokenizer: DraftTokenizer | None = field(default=None, metadata=OPTIONAL)
+    mask_token: int | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         check_single_line("architecture", self.architecture)
@@ -341,6 +344,8 @@ class ModelEntry:
         if self.encoder and (lacking := next((x for x in ops if (OPEN, x) not in names), None)):
             raise ValueError(f"graphs has no '{OPEN}' in the graph variant '{lacking}'")
         self._check_hidden(names)
+        if self.mask_token is not None and self.mask_token < 0:
+            raise ValueError("mask_token must be at least 0")
         if min(self.num_parameters, self.num_experts) < 0:
             raise ValueError("num_parameters and num_experts must be at least 0")
         for graph in self.graphs:

@@ -135,6 +135,7 @@ def _model_lines(bundle: Bundle, role: str, model: ModelEntry) -> list[str]:
         f"  cache          {model.cache_size(model.cpu_ops) / 1e6:.1f} MB"
         f" for {model.capacity} rows",
         *_encoder_lines(model),
+        *_mask_lines(model),
         *(
             line
             for ops, parity in model.parity.items()
@@ -151,6 +152,12 @@ def _encoder_lines(model: ModelEntry) -> list[str]:
         source = f"spectrograms of {encoder.num_mel_bins} mel bins and {encoder.max_length} frames"
     size = model.cache_size(model.cpu_ops, "constant") / 1e6
     return [f"  encoder        {source}, {size:.1f} MB of cross-attention states"]
+
+
+def _mask_lines(model: ModelEntry) -> list[str]:
+    if model.mask_token is None:
+        return []
+    return [f"  drafts         in one pass, by mask token {model.mask_token}"]
 
 
 def _graph_lines(model: ModelEntry, ops: str, parity: ParityReport) -> list[str]:

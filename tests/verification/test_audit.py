@@ -7,11 +7,18 @@ import pytest
 
 pytest.importorskip("scipy", reason="the audit needs SciPy")
 
+import auditing
 from auditing import CONTEXT, VOCAB_SIZE, CachedTable, Ticks, make_audited_pair
 from specedge.runtime.decoding.verification import verify
 from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
-from specedge.verification import audit, decoding_checks, joint_distribution, sampled_text
+from specedge.verification import (
+    audit,
+    audited_pair,
+    decoding_checks,
+    joint_distribution,
+    sampled_text,
+)
 from specedge.verification.audited_pair import DecoderParts
 from specedge.verification.defects import DEFECTS
 from specedge.verification.memoization import MemoizedModel
@@ -28,13 +35,13 @@ DETERMINISTIC = (
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 
 
-def run_sampled(parts=None, texts=30):
-    pair = make_audited_pair(parts)
+def run_sampled(parts=None, texts=30, mask_token=None):
+    pair = make_audited_pair(parts, mask_token=mask_token)
     return sampled_text.sampled(pair, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
-def run_joint(parts=None, texts=700):
-    pair = make_audited_pair(parts)
+def run_joint(parts=None, texts=700, mask_token=None):
+    pair = make_audited_pair(parts, mask_token=mask_token)
     return joint_distribution.joint(pair, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
@@ -44,6 +51,17 @@ def test_all_decoding_checks_pass_a_correct_pair():
         assert check(pair, Ticks(10**6).budget).status == PASSED, check
     assert run_sampled(texts=20).status == PASSED
     assert run_joint().status == PASSED
+
+
+def test_checks_expect_acceptance_of_drafts_in_one_pass(monkeypatch):
+    """The draft is the target, but draws a round's tokens from the text and mask tokens alone."""
+    monkeypatch.setattr(auditing, "DISTRIBUTIONS", [auditing.DISTRIBUTIONS[0]] * 2)
+    for run in (run_sampled, run_joint):
+        assert run(mask_token=VOCAB_SIZE).status == PASSED
+    for module in (audited_pair, joint_distribution):
+        monkeypatch.setattr(module, "draft_input", lambda tokens, place, sizes: [*tokens])
+    for run in (run_sampled, run_joint):
+        assert run(mask_token=VOCAB_SIZE).status == FAILED
 
 
 def test_texts_of_several_settings_are_independent():

@@ -66,8 +66,8 @@ class FixedShapeModel(OrtModel):
         candidates = [length for length in self._sessions if length >= len(tokens)]
         session = self._sessions[min(candidates)] if candidates else self._prefill
         assert session.length is not None
-        if session.length not in self._passes:
-            bound = session.bind(self.cache, session.length, session.length)
-            self._passes[session.length] = bound
-        session.run(self._passes[session.length], tokens)
-        return self._passes[session.length]
+        key = session.length, session.length
+        if key not in self._passes:
+            self._passes[key] = session.bind(self.cache, *key)
+        session.run(self._passes[key], tokens)
+        return self._passes[key]

@@ -119,12 +119,13 @@ def test_cache_memory_follows_capacity():
     assert found.parts["caches"] == sum(arrays)
 
 
-def passes(vocab, of_layer=4, **changes):
+def passes(vocab, of_layer=4, mask_token=None, **changes):
     """Model with rows of 512 values, 8 heads and 4 layers of 4 million parameters, K = 4."""
     layers = tuple(key_value_states(i, (2, 64), (2, 64), "float32") for i in range(4))
     given = {"capacity": 1024, "num_draft_tokens": 4, "slots": 1} | changes
     packed = [4 * 512 * vocab, *[4 * of_layer * MB] * 4]
     one = Mock(padded_vocab_size=vocab, weights_dtype="float32", capacity=1024, encoder=None)
+    one.mask_token = mask_token
     one.layers, one.states = layers, layers[0]
     return memory._pass_bytes(one, packed, **given)
 
@@ -135,6 +136,8 @@ def test_prefill_memory_has_attention_scores_but_no_logits():
     prompt = few - 4 * 50_000 * 35
     assert prompt == pytest.approx(4 * 256 * (8 * 1024 + 4 * 2000))
     assert few - passes(50_000, capacity=512) == pytest.approx(4 * 256 * 8 * 512)
+    longer = passes(50_000, mask_token=7) - few  # passes of up to 8 tokens, not 5
+    assert longer == pytest.approx(4 * 50_000 * (36 - 15 + 4 * 3))
     assert passes(50_000, slots=3) - few == pytest.approx(4 * 50_000 * (2 * 15 + 3 * 5))
 
 

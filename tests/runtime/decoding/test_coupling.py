@@ -12,7 +12,7 @@ from fakes import Sure, TableModel, generate, hashed_distribution, logits_of
 from specedge.runtime.decoding.random_numbers import GumbelNoise
 from specedge.runtime.decoding.verification import draw
 from specedge.runtime.drafters.chain import Chain
-from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
 from specedge.runtime.drafters.registry import RandomDrafter
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.sampling.distribution import Distribution
@@ -174,6 +174,7 @@ def test_strings_of_three_tokens_follow_the_targets_distribution(filters, k):
 
 DRAFTERS = {
     "model": lambda: DraftModel(TableModel(hashed_distribution(2, 6))),
+    "parallel": lambda: ParallelDraftModel(TableModel(hashed_distribution(2, 6)), mask_token=6),
     "the target itself": lambda: DraftModel(TableModel(hashed_distribution(1, 6))),
     "a smaller vocabulary": lambda: DraftModel(
         TableModel(hashed_distribution(2, 4), vocab_size=4), vocab_size=4

@@ -9,7 +9,7 @@ from specedge.errors import OptionError
 from specedge.runtime.decoding.constrained_draft import GRAMMAR, propose
 from specedge.runtime.decoding.protocols import run_operations
 from specedge.runtime.drafters.chain import Chain
-from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
 from specedge.runtime.drafters.registry import RandomDrafter
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.sampling.history import History
@@ -22,6 +22,7 @@ DRAFTERS = {
     "model": lambda model: DraftModel(model),
     "suffix": lambda model: Suffix(),
     "chain": lambda model: Chain(Suffix(min_match=1, max_match=5), DraftModel(model)),
+    "parallel": lambda model: ParallelDraftModel(model, mask_token=END),
     "random": lambda model: RandomDrafter(END + 1),
 }
 

@@ -13,7 +13,7 @@ from grammars import END, allowed_of, constraint, texts_of
 from specedge import Draft
 from specedge.runtime.decoding import decoding
 from specedge.runtime.drafters.chain import Chain
-from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
 from specedge.runtime.drafters.registry import RandomDrafter
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.sampling_options import Sampling
@@ -121,6 +121,21 @@ def test_every_text_has_exact_masked_probability(name, k, seed, monkeypatch, who
     assert joint_distribution(make, monkeypatch) == expected(target, texts)
 
 
+@pytest.mark.slow(after_first=True)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_drafts_in_one_pass_have_exact_masked_probability(k, monkeypatch, whole_prompts):
+    """Their rows do not depend on the drafted tokens, of which the grammar allows two each."""
+    words = ["".join(letters) for letters in product("ab", "ac", "bc")]
+    texts, shared = texts_of(*words), constraint("regex", "(a|b)(a|c)(b|c)")
+    target = table(TARGET_ROWS, texts, k)
+
+    def make():
+        draft = TableModel(lambda text: np.ones(END + 1))
+        return Under(decoder(target, ParallelDraftModel(draft, mask_token=END), k), shared)
+
+    assert joint_distribution(make, monkeypatch) == expected(target, texts)
+
+
 @pytest.mark.parametrize(
     ("rows", "drafter", "seed", "name"),
     [
@@ -155,6 +170,7 @@ def test_continued_chain_preserves_masked_distribution(name, monkeypatch, whole_
 
 DRAFTERS = {
     "model": lambda model: DraftModel(model),
+    "parallel": lambda model: ParallelDraftModel(model, mask_token=END),
     "chain": lambda model: Chain(Suffix(min_match=1, max_match=5), DraftModel(model)),
     "random": lambda model: RandomDrafter(END + 1),
     "unmasked": lambda model: Unmasked(),

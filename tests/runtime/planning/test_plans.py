@@ -11,7 +11,7 @@ from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft
 from specedge.runtime.drafters.chain import Chain
-from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
 from specedge.runtime.drafters.suffix import Prediction, Suffix
 from specedge.runtime.planning.explanation import explain
 from specedge.runtime.planning.planner import BUDGET_ROUNDS, BUDGET_SHARE, Planner
@@ -90,6 +90,15 @@ def test_the_first_token_does_not_wait_for_a_long_catch_up(length, first):
     decoder = SpeculativeDecoder(TableModel(distribution), plan, Stopwatch())
     rounds = list(decoder.rounds([1] * length, GREEDY, 1, 40))
     assert [one.drafter for one in rounds[:2]] == [first, "model"]
+
+
+@pytest.mark.parametrize(("length", "first"), [(32, "model"), (33, "plain")])
+def test_tokens_of_a_parallel_drafts_pass_are_no_catch_up(length, first):
+    distribution = hashed_distribution(1, 8)
+    costs = table(draft=0.1, prefill=0.08, prior={"model": 0.98})
+    drafter = ParallelDraftModel(TableModel(distribution), mask_token=8)
+    decoder = SpeculativeDecoder(TableModel(distribution), auto(costs, model=drafter), Stopwatch())
+    assert next(decoder.rounds([1] * length, GREEDY, 1, 40)).drafter == first
 
 
 def test_suffix_decoding_drafts_before_the_first_token():
