@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specedge import destination
-from specedge.bundle import FORMAT, MANIFEST, Bundle, pack_ids, store
+from specedge.bundle import FORMAT, MANIFEST, Bundle, pack_ids, store, unpack_ids
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.integrity import file_entry
 from specedge.bundle.manifest import DraftTokenizer, FileEntry, MeasuredAcceptance, ModelEntry
@@ -25,8 +25,9 @@ from specedge.errors import ExportError
 from specedge.version import __version__
 
 from . import cost_estimate, internals, mapped_memory
-from .checkpoint import checkpoints, draft_vocabulary, hub, loader, self_draft
+from .checkpoint import checkpoints, draft_vocabulary, eagle, hub, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
+from .checkpoint.eagle import EagleConfig
 from .graph import best_logits, draft_loop
 from .graph.external_data import LazyWeights
 from .graph.graphs import SOURCE
@@ -37,11 +38,11 @@ from .quantization.float_model import FloatModel
 from .quantization.quantizer import add_variants, quantize
 from .request import ExportRequest, PathOrName
 from .tokenizers import pair
+from .tokenizers.vocabulary_map import VocabularyMap
 from .tracing import tracer
 from .verification.batched_graphs import add_batched_graphs
 from .verification.spectrograms import add_log_mel, load_extractor
 
-IDS_FILE = "ids.bin"
 READINGS_FILE = "draft-readings.bin"
 
 
@@ -119,7 +120,8 @@ class _Job:
     """Validated export, before its models are loaded.
 
     `checkpoints` are those with separate weights, the target first. `draft_ids` are the target's
-    tokens of a reduced draft vocabulary, ascending; `mask_token` is that of a parallel draft.
+    tokens that the draft's LM head is reduced to, ascending; `mask_token` is that of a parallel
+    draft.
     """
 
     request: ExportRequest
@@ -153,6 +155,12 @@ class _Job:
             return pair.num_tokens_of(checkpoint)
         return self.text.num_tokens
 
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states the draft reads."""
+        config = self.checkpoints[-1].config
+        return config.hidden.layers if isinstance(config, EagleConfig) else ()
+
     def calibration_texts(
         self, checkpoint: Checkpoint, model: ModelEntry
     ) -> texts.CalibrationTexts:
@@ -169,8 +177,12 @@ class _Job:
 def _find(request: ExportRequest) -> list[Checkpoint]:
     """Find the checkpoints with separate weights, and check that their configs can be exported."""
 
-    def find(role: str, name: str, revision: str | None) -> Checkpoint:
+    def find(
+        role: str, name: str, revision: str | None, target: Checkpoint | None = None
+    ) -> Checkpoint:
         checkpoint = checkpoints.find(role, name, revision, request.adapter_of(role))
+        if target is not None and isinstance(checkpoint.config, EagleConfig):
+            checkpoint = _pair_head(request, checkpoint, checkpoint.config, target)
         length = request.max_length or pair.DEFAULT_CONTEXT
         try:
             tracer.check_config(
@@ -186,8 +198,23 @@ def _find(request: ExportRequest) -> list[Checkpoint]:
     if request.num_draft_layers is not None:
         self_draft.check_num_layers(request.num_draft_layers, target)
     elif request.draft_name is not None:
-        return [target, find("draft", request.draft_name, request.draft_revision)]
+        return [target, find("draft", request.draft_name, request.draft_revision, target)]
     return [target]
+
+
+def _pair_head(
+    request: ExportRequest, draft: Checkpoint, config: EagleConfig, target: Checkpoint
+) -> Checkpoint:
+    """Return an EAGLE-3 head that reads the hidden states of its target. Raises ExportError."""
+    options = {"--draft-vocab": request.draft_vocab, "--draft-adapter": request.draft_adapter}
+    for option, value in options.items():
+        if value is not None:
+            raise ExportError(
+                f"{option} does not apply to draft {draft.name}, which is an EAGLE-3 head with "
+                f"{config.columns} tokens; omit it"
+            )
+    paired = eagle.pair_with(config, draft.name, target.name, target.config)
+    return replace(draft, config=paired, published=paired, target=target)
 
 
 def _resolve(request: ExportRequest, all_checkpoints: list[Checkpoint]) -> ExportRequest:
@@ -219,6 +246,8 @@ def _check(
     """Check compatibility of the models, memory and disk space; write the tokenizer."""
     target, draft = all_checkpoints[0], None if request.draft_name is None else all_checkpoints[-1]
     text = pair.check_pair(draft, target, progress)
+    if draft is not None and isinstance(draft.config, EagleConfig):
+        progress.note(draft.config.describe())
     if target.config.is_encoder_decoder and internals.reads_speech(target.config):
         load_extractor(target)  # before anything takes time
     pair.write_tokenizer(text, target, work)
@@ -265,6 +294,7 @@ def _trace_and_verify(
     export_in = partial(
         export_model, checkpoint, length, job.num_tokens(checkpoint), job.request, folder,
         job.progress, job.head_of(checkpoint), encoders=encoders,
+        hidden_layers=job.hidden_layers if checkpoint.role == "target" else (),
     )  # fmt: skip
     if ops != "auto":
         traced = export_in(OPS if ops == "all" else (ops,))
@@ -291,7 +321,7 @@ def _quantize(
     lazy: LazyWeights | None,
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Convert a checkpoint's models to the requested precision, and add further graph variants."""
-    request, progress, ids = job.request, job.progress, job.head_of(checkpoint)
+    request, progress, ids = job.request, job.progress, _read_ids(job.work, traced[-1])
     folder, suffixes = job.work / checkpoint.role, job.request.variant_suffixes
     precision, tensors = request.precision_of(checkpoint.role), loader.quantized_tensors(checkpoint)
     roles = dict(zip((checkpoint.role, "draft"), traced, strict=False))
@@ -316,25 +346,22 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     models[: len(same)] = [replace(m, vocab_size=n) for m, n in zip(same, sizes, strict=True)]
     if has_draft:
         models[1] = replace(models[1], mask_token=job.mask_token)
-        rates = _measure_acceptance(job, *models)
-        ids = _write_token_ids(job.draft_ids, models[1], work)
-        models[1] = replace(models[1], acceptance=rates, token_ids=ids)
         if vocabulary is not None:
-            (work / READINGS_FILE).write_bytes(vocabulary.readings.pack())
-            files = pair.DRAFT_TOKENIZER_FILE, READINGS_FILE
-            tokenizer = DraftTokenizer(*files, vocabulary.readings.prefix)
-            models[1] = replace(models[1], tokenizer=tokenizer)
+            models[1] = _write_translation(vocabulary, models[1], work)
+        if not models[1].reads_hidden:
+            models[1] = replace(models[1], acceptance=_measure_acceptance(job, *models))
     models = [
-        add_batched_graphs(role, model, work, progress)
+        model if model.reads_hidden else add_batched_graphs(role, model, work, progress)
         for role, model in zip(("target", "draft"), models, strict=False)
     ]
     models[0] = add_log_mel(models[0], target, work)
     with progress.step("Writing graphs for GPUs"):
         models = [best_logits.add_best_logits(model, work) for model in models]
-        # A drafted token is the next input in these graphs.
-        if has_draft and vocabulary is None and job.mask_token is None:
+        # The only new input of a step in these graphs is the token drafted before.
+        has_steps = has_draft and not models[1].reads_hidden and job.mask_token is None
+        if has_steps and vocabulary is None:
             models[1] = draft_loop.add_draft_loops(
-                models[1], work, request.num_draft_tokens, job.draft_ids
+                models[1], work, request.num_draft_tokens, _read_ids(work, models[1])
             )
     for path in work.rglob(f"*{SOURCE}-*.onnx"):
         path.unlink()
@@ -364,7 +391,8 @@ def _measure_acceptance(
     job: _Job, target: ModelEntry, draft: ModelEntry
 ) -> MeasuredAcceptance | None:
     """Measure the draft's acceptance rates, for the planner."""
-    head = None if job.draft_ids is None else np.array(job.draft_ids)
+    ids = _read_ids(job.work, draft)
+    head = None if ids is None else np.array(ids)
     folder = job.work / job.checkpoints[-1].role
     return draft_acceptance.measure_acceptance(
         FloatModel("target", target, job.work / "target"),
@@ -379,14 +407,19 @@ def _measure_acceptance(
     )
 
 
-def _write_token_ids(ids: Sequence[int] | None, draft: ModelEntry, work: Path) -> str | None:
-    """Write a reduced vocabulary's tokens next to the draft's graphs; return the file's name."""
-    if ids is None:
-        return None
-    name = draft.graph("decoder", next(iter(draft.parity))).file
-    name = f"{name.partition('decoder')[0]}{IDS_FILE}"
-    (work / name).write_bytes(pack_ids(ids))
-    return name
+def _write_translation(vocabulary: VocabularyMap, draft: ModelEntry, work: Path) -> ModelEntry:
+    """Write the map of a draft with another tokenizer; return its entry."""
+    assert draft.token_ids is not None
+    (work / draft.token_ids).write_bytes(pack_ids(vocabulary.target_ids))
+    (work / READINGS_FILE).write_bytes(vocabulary.readings.pack())
+    files = pair.DRAFT_TOKENIZER_FILE, READINGS_FILE
+    return replace(draft, tokenizer=DraftTokenizer(*files, vocabulary.readings.prefix))
+
+
+def _read_ids(work: Path, model: ModelEntry) -> list[int] | None:
+    """Return the tokens of a model's reduced vocabulary; None for all."""
+    name = model.token_ids
+    return None if name is None else [*unpack_ids((work / name).read_bytes())]
 
 
 def _describe_files(

@@ -12,9 +12,11 @@ from typing import TypeVar
 import onnx_ir as ir
 import torch
 
+from specedge.bundle import pack_ids
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.manifest import (
     ENCODER,
+    FUSE,
     CheckpointSource,
     FileEntry,
     ModelEntry,
@@ -27,6 +29,7 @@ from specedge.errors import ExportError
 from .checkpoint import draft_vocabulary, licenses, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.decoder_layers import truncate
+from .checkpoint.eagle import EagleDraft
 from .checkpoint.encoder_decoder import SourceConditionedDecoder
 from .checkpoint.loader import LoadedCheckpoint
 from .checkpoint.placeholders import WeightSources
@@ -39,17 +42,19 @@ from .graph.rewrites import remove_transposes
 from .libraries import first_line
 from .progress import Progress
 from .request import FULL, ExportRequest
-from .tracing import encoder_graphs, geometry, tracer
+from .tracing import encoder_graphs, fuse_graph, geometry, tracer
 from .tracing.geometry import Geometry
 from .tracing.module_patches import freeze_rotary, patched_modules
 from .tracing.tracer import ObservedLayers
 from .verification import checks, parity, reference, runner
+from .verification.fused_states import FusedStates, sample_states, verify_fuse
 from .verification.reference import Reference
 from .verification.runner import Runner
 from .verification.source_states import SourceStates, compute_source_states, verify_encoder
 
 T = TypeVar("T")
 REJECTION = "; it cannot be exported in "
+IDS_FILE = "ids.bin"
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,10 @@ class ModelExport:
         )
 
     @property
-    def encoder_files(self) -> list[graphs.GraphFile]:
-        """Graphs that run once per source of an encoder-decoder."""
+    def other_files(self) -> list[graphs.GraphFile]:
+        """Graphs without caches: those of an encoder-decoder's source, or of hidden states."""
+        if self.shape.reads_hidden:
+            return [graphs.fuse_file(self.files[0].prefix)]
         files = graphs.encoder_files(self.files[0].prefix) if self.shape.encoder else []
         return files[1:] if self.shared_encoder else files
 
@@ -108,6 +115,7 @@ def export_model(
     graph_variants: Sequence[str] = OPS,
     requires_invariance: bool = False,
     encoders: dict[str, Path] | None = None,
+    hidden_layers: tuple[int, ...] = (),
 ) -> tuple[list[ModelEntry], FileEntry, LazyWeights | None]:
     """Write one checkpoint's graphs and weights to a new folder and verify them against PyTorch.
 
@@ -126,6 +134,8 @@ def export_model(
             batch-invariant.
         encoders: Graphs of the encoders of other models by digest, which are not written again;
             receives this model's.
+        hidden_layers: Layers of a target whose hidden states the graphs return for a draft model,
+            see `HiddenStates`.
 
     Returns:
         The models' manifest entries, the entry of the weights file, and for models that are to be
@@ -140,13 +150,19 @@ def export_model(
     gc.collect()  # frees reference cycles of the previous model
     with progress.step(f"Loading the {role}"):
         loaded = loader.load(checkpoint, progress)
+    token_ids = draft_ids if loaded.token_ids is None else loaded.token_ids
     sources = [checkpoint.source]
     with tracer.explain_refusal(checkpoint):
         if num_draft_layers is None and draft_ids is not None:
             loaded = draft_vocabulary.prune_head(loaded, draft_ids)
         _note_rotary(role, loaded, context_length, progress)
         k = request.num_draft_tokens
-        parts = [measure_model(role, loaded, context_length, k, num_tokens, folder, progress)]
+        parts = [
+            measure_model(
+                role, loaded, context_length, k, num_tokens, folder, progress,
+                hidden_layers=hidden_layers,
+            )
+        ]  # fmt: skip
         if num_draft_layers is not None:
             parts.append(cut_draft(parts[0], num_draft_layers, k, draft_ids))
             sources.append(self_draft.source(checkpoint.source, num_draft_layers))
@@ -169,7 +185,7 @@ def export_model(
             for part, has_first in zip(parts, written, strict=True)
         ]
         for part, variants in zip(parts, written, strict=True):
-            _verify_encoder(part, variants, request.tolerance)
+            _verify_others(part, variants, request.tolerance)
         loaded.sources.close()  # verification reads the exported weights
         released = LoadedCheckpoint(torch.nn.Module(), loaded.dtype, WeightSources())
         parts = [replace(part, loaded=released) for part in parts]
@@ -185,6 +201,10 @@ def export_model(
     experts = [results.num_experts for results in references]
     model_types = [checkpoint.model_type] * len(parts)
     entries = list(map(_model_entry, parts, sources, model_types, sizes, experts, reports))
+    if token_ids is not None:
+        name = f"{parts[-1].files[0].prefix}{IDS_FILE}"
+        (folder / name).write_bytes(pack_ids(token_ids))
+        entries[-1] = replace(entries[-1], token_ids=f"{folder.name}/{name}")
     return entries, file, parts[0].lazy
 
 
@@ -197,14 +217,18 @@ def measure_model(
     folder: Path,
     progress: Progress,
     prefix: str = "",
+    hidden_layers: Sequence[int] = (),
 ) -> ModelExport:
     """Measure a model's cache layout and observe its attention layers.
 
-    `prefix` starts its file names if it shares the folder with another model.
+    `prefix` starts its file names if it shares the folder with another model. Its graphs return the
+    hidden states of `hidden_layers`.
     """
     unread = loaded.sources.materialized(loaded.model, only_shapes=True)
     with progress.step(f"Loading the {role}"), unread:
-        shape = geometry.measure_geometry(loaded.model, context_length, num_draft_tokens)
+        shape = geometry.measure_geometry(
+            loaded.model, context_length, num_draft_tokens, hidden_layers
+        )
         layers = tracer.observe(loaded.model, shape)
     files = graphs.graph_files(num_draft_tokens, context_length, prefix)
     num_tokens = min(num_tokens, loaded.num_tokens or shape.padded_vocab_size)
@@ -251,8 +275,8 @@ def write_models(
         written = [
             _for_each_variant(p, graph_variants, partial(_write_graphs, p, stored)) for p in parts
         ]
-        # ONNX Runtime reads the encoder's weights from the file.
-        is_sparse = stored.size > runner.WHOLE_BYTES and first.shape.encoder is None
+        # ONNX Runtime reads the weights of graphs without caches from the file.
+        is_sparse = stored.size > runner.WHOLE_BYTES and not first.other_files
         with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
             stored.finish(advance, is_sparse=is_sparse)
     return written, stored.file
@@ -295,11 +319,14 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
     with part.progress.step(f"Tracing the {part.role}"), patched:
         traced = tracer.trace(part.model, part.shape, ops, part.layers, part.loaded.sources)
         if isinstance(part.model, SourceConditionedDecoder):
-            names = [file.name for file in part.encoder_files]
+            names = [file.name for file in part.other_files]
             encoder = encoder_graphs.trace_encoder(
                 part.model, part.shape, part.loaded.sources, names
             )
-            traced = replace(traced, encoder=encoder)
+            traced = replace(traced, others=encoder)
+        if isinstance(part.model, EagleDraft):
+            fused = fuse_graph.trace_fuse(part.model, part.loaded.sources)
+            traced = replace(traced, others={FUSE: fused})
     with part.progress.step(f"Writing the {part.role}"):
         for whole, files in ((traced.model, part.files), (traced.first, part.first_layers.files)):
             if whole is not None:
@@ -308,10 +335,10 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
                 stored.attach(whole)
                 ir.save(whole, stored.folder / files[0].source.file_name(ops))
                 graphs.write_graphs(whole, stored.folder, files, ops)
-        for file in part.encoder_files:
-            _rewrite(traced.encoder[file.name], stored, joins_products=False)
-            stored.attach(traced.encoder[file.name])
-            save_graph(traced.encoder[file.name], stored.folder / file.file_name(ops))
+        for file in part.other_files:
+            _rewrite(traced.others[file.name], stored, joins_products=False)
+            stored.attach(traced.others[file.name])
+            save_graph(traced.others[file.name], stored.folder / file.file_name(ops))
     return traced.first is not None
 
 
@@ -352,15 +379,16 @@ def _model_entry(
         states=states,
         weights=f"{folder}/{FILE}",
         token_ids=None,
-        signatures=signatures(states, shape.capacity, shape.padded_vocab_size, shape.encoder),
+        signatures=signatures(
+            states, shape.capacity, shape.padded_vocab_size, shape.encoder, shape.hidden
+        ),
         graphs=tuple(
-            file.entry(folder, ops)
-            for ops in reports
-            for file in (*part.files, *part.encoder_files)
+            file.entry(folder, ops) for ops in reports for file in (*part.files, *part.other_files)
         ),
         parity=reports,
         quantization={},
         encoder=shape.encoder,
+        hidden=shape.hidden,
     )
 
 
@@ -372,11 +400,13 @@ class References:
         segments: Results in float64, of the whole model or of its first layers.
         depth: Results of all layers, if `segments` are those of the first layers.
         source: Source of an encoder-decoder.
+        fused: Hidden states that passes of a draft read.
     """
 
     segments: list[Reference]
     depth: Sequence[Reference] = ()
     source: SourceStates | None = None
+    fused: FusedStates | None = None
 
     @property
     def num_experts(self) -> int:
@@ -395,7 +425,9 @@ def compute_references(
             the context, instead of all layers in float64.
         in_full: Run all layers in float64 in any case.
     """
-    source = None
+    source = fused = None
+    if isinstance(part.model, EagleDraft):
+        fused = sample_states(part.model, part.loaded.sources)
     if isinstance(part.model, SourceConditionedDecoder):
         sizes = part.model, part.loaded.sources, part.shape, part.num_tokens
         source = compute_source_states(*sizes)
@@ -406,10 +438,10 @@ def compute_references(
         run = partial(
             reference.compute_references,
             part.role, part.model, part.loaded.sources, num_tokens=part.num_tokens,
-            segments=segments, advance=advance,
+            segments=segments, advance=advance, fused=fused,
         )  # fmt: skip
         if not has_first_layers:
-            return References(run(geometry=part.shape), source=source)
+            return References(run(geometry=part.shape), source=source, fused=fused)
         first = part.first_layers
         restore = truncate(part.model, len(first.shape.layers))
         try:
@@ -417,25 +449,30 @@ def compute_references(
         finally:
             restore()
         if in_full:
-            return References(results, run(geometry=part.shape), source)
+            return References(results, run(geometry=part.shape), source, fused)
         caches = [results[0].caches[2 * i + j] for i in part.layers.kinds for j in (0, 1)]
         last = reference.last_positions(segments)
         if not results[0].num_experts:  # most experts get no token of a short segment
             advance(segments[-1][0] - last[0][0])
             last = segments[-1:]
         depth = run(geometry=part.shape, segments=last, exact=False, earlier=caches)
-        return References(results, depth, source)
+        return References(results, depth, source, fused)
 
 
-def _verify_encoder(
+def _verify_others(
     part: ModelExport, graph_variants: Iterable[str], tolerance: float | None
 ) -> None:
-    """Compare an encoder's graphs with PyTorch. Raises ParityError."""
+    """Compare the graphs without caches with PyTorch. Raises ParityError."""
+    if isinstance(part.model, EagleDraft):
+        with part.progress.step(f"Comparing the {part.role} with PyTorch"):
+            for ops in graph_variants:
+                path = part.folder / part.other_files[0].file_name(ops)
+                verify_fuse(part.role, part.model, part.loaded.sources, path, tolerance)
     if not isinstance(part.model, SourceConditionedDecoder):
         return
     with part.progress.step(f"Comparing the {part.role} with PyTorch"):
         for ops in graph_variants:
-            paths = {file.name: part.folder / file.file_name(ops) for file in part.encoder_files}
+            paths = {file.name: part.folder / file.file_name(ops) for file in part.other_files}
             if part.shared_encoder:
                 paths[ENCODER] = part.shared_encoder
             sizes = part.loaded.sources, part.shape, part.num_tokens
@@ -499,11 +536,13 @@ def verify(
         ExportError: The graphs differ from the model, or are rejected.
     """
     name, progress, depth = f"{part.role} ({ops})", part.progress, references.depth
-    source = references.source
-    whole = first = Runner(part.folder, part.files, part.shape, ops, part.lazy, source=source)
+    runner_of = partial(
+        Runner, ops=ops, lazy=part.lazy, source=references.source, fused=references.fused
+    )
+    whole = first = runner_of(part.folder, part.files, part.shape)
     if depth:
         layers = part.first_layers
-        first = Runner(layers.folder, layers.files, layers.shape, ops, part.lazy, source=source)
+        first = runner_of(layers.folder, layers.files, layers.shape)
     num_stages = 2 * first.num_stages + (whole.num_stages if depth else 0)
     with progress.step(f"Comparing the {part.role} with PyTorch", num_stages) as advance:
         report, differing = parity.verify(

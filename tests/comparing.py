@@ -18,11 +18,13 @@ CONTEXTS = {"gpt2": 256}  # of the exported pair; these models share its traces
 TRACE = tracer.trace  # which tests replace
 
 
-def traced(model, folder, ops="onnx", context=None, joins_products=True):
+def traced(model, folder, ops="onnx", context=None, joins_products=True, hidden_layers=()):
     """Export a model's graphs; those that are quantized later have no joined products."""
     loaded = LoadedCheckpoint(model, "float32", WeightSources())
     context = context or context_of(model)
-    part = model_export.measure_model("target", loaded, context, 4, 512, folder, Progress())
+    part = model_export.measure_model(
+        "target", loaded, context, 4, 512, folder, Progress(), hidden_layers=hidden_layers
+    )
     model_export.write_models([replace(part, joins_products=joins_products)], (ops,))
     return Runner(folder, part.files, part.shape, ops)
 
@@ -30,12 +32,13 @@ def traced(model, folder, ops="onnx", context=None, joins_products=True):
 class DeepModel:
     """Model with middle layers that are verified in float32 only, as in an export."""
 
-    def __init__(self, model, folder):
+    def __init__(self, model, folder, hidden_layers=()):
         self.model, loaded = model, LoadedCheckpoint(model, "float32", WeightSources())
         self.part = model_export.measure_model(
-            "target", loaded, context_of(model), 4, 512, folder, Progress()
-        )
-        self._traced = {}
+            "target", loaded, context_of(model), 4, 512, folder, Progress(),
+            hidden_layers=hidden_layers,
+        )  # fmt: skip
+        self.traces = {}
 
     @cached_property
     def references(self):
@@ -45,12 +48,16 @@ class DeepModel:
         with mock.patch.object(reference, "compared_positions", return_value=segments):
             return model_export.compute_references(self.part, has_first_layers=True)
 
+    def trace(self, ops):
+        if ops not in self.traces:
+            with patched_modules(self.model, context_of(self.model), self.part.shape.capacity):
+                self.traces[ops] = TRACE(self.model, self.part.shape, ops, self.part.layers)
+        return self.traces[ops]
+
     def verify(self, folder, ops, change, change_first=None, references=None):
         """Verify the graphs after changes, as an export does; return the changed graph."""
-        if ops not in self._traced:
-            with patched_modules(self.model, context_of(self.model), self.part.shape.capacity):
-                self._traced[ops] = TRACE(self.model, self.part.shape, ops, self.part.layers)
-        whole, first = (x.clone() for x in (self._traced[ops].model, self._traced[ops].first))
+        graph = self.trace(ops)
+        whole, first = (x.clone() for x in (graph.model, graph.first))
         change(whole.graph)
         (change_first or (lambda graph: None))(first.graph)
         part = replace(self.part, folder=folder)
@@ -61,7 +68,7 @@ class DeepModel:
 
     def is_changed(self, ops, change):
         """Return True if a function changes the graph."""
-        graph = self._traced[ops].model.clone().graph
+        graph = self.trace(ops).model.clone().graph
         before = str(graph), _values(graph)
         change(graph)
         return (str(graph), _values(graph)) != before

@@ -18,6 +18,7 @@ from .. import internals
 from ..libraries import first_line, quiet
 from . import (
     adapters,
+    eagle,
     folders,
     gguf_files,
     gguf_header,
@@ -48,10 +49,11 @@ class Checkpoint:
         published: Config of the whole checkpoint.
         config: Config of its text decoder.
         raw: Content of config.json; empty for a GGUF file.
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Tokenizer of transformers; None for a draft that reads its target's states.
         generation: Content of generation_config.json.
         dtype: Type to convert matrices to; None to keep theirs.
         is_quantized: True if it has integers that a bundle can keep.
+        target: Target of a draft that reads its hidden states.
     """
 
     role: str
@@ -68,6 +70,7 @@ class Checkpoint:
     generation: dict[str, Any]
     dtype: str | None = None
     is_quantized: bool = False
+    target: Checkpoint | None = None
 
     @property
     def model_type(self) -> str:
@@ -114,6 +117,11 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
     if not name:
         raise CheckpointError(f"no {role} is specified; specify a checkpoint folder or a hub id")
     where = f"{role} {name}"
+    if role == "draft" and name == "mtp":
+        raise CheckpointError(
+            "draft mtp: MTP layers of the target are not supported; specify another --draft (or "
+            "./mtp for a folder of that name)"
+        )
     path, gguf = folders.split_gguf_name(name)
     if not has_encodable_path(path):
         raise CheckpointError(f"{where}: the path is not valid UTF-8; rename it")
@@ -159,6 +167,8 @@ def _read_folder(
     """Return the fields of a `Checkpoint` that its small files determine."""
     where = f"{role} {name}"
     raw = folders.read_json_object(where, folder / "config.json")
+    if (head := _read_head(role, where, raw)) is not None:
+        return {"published": head, "config": head, "raw": raw, "generation": {}, "tokenizer": None}
     raw = quantized_formats.read_old_config(where, raw, folder)
     config = _load_config(role, name, folder, raw)
     quantization = quantized_formats.read_format(raw)
@@ -172,6 +182,18 @@ def _read_folder(
         "tokenizer": _load_tokenizer(where, folder, files),
         "is_quantized": quantization is not None and quantization.can_be_kept,
     }
+
+
+def _read_head(role: str, where: str, raw: dict[str, Any]) -> eagle.EagleConfig | None:
+    """Read the config of an EAGLE-3 head; None for another checkpoint."""
+    eagle.check_kind(where, raw)
+    if not eagle.is_head(raw):
+        return None
+    if role != "draft":
+        raise CheckpointError(
+            f"{where} is an EAGLE-3 head, which drafts for a target; specify it as --draft"
+        )
+    return eagle.read_config(where, raw)
 
 
 def _read_gguf(

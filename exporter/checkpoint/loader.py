@@ -24,6 +24,7 @@ from . import (
     weight_files,
 )
 from .checkpoints import Checkpoint
+from .eagle import EagleConfig, build_draft, match_tensors, restore_rotary
 from .encoder_decoder import as_decoder
 from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
 from .placeholders import WeightSources
@@ -37,13 +38,15 @@ _OBSOLETE_BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq",
 class LoadedCheckpoint:
     """Float32 model whose large matrices are placeholders, with the sources of their values.
 
-    `num_tokens` is the original number of tokens of a model whose LM head was pruned.
+    `num_tokens` is the original number of tokens of a model whose LM head was pruned, and
+    `token_ids` are those of the columns of a head that was published with a reduced vocabulary.
     """
 
     model: torch.nn.Module
     dtype: str
     sources: WeightSources
     num_tokens: int | None = None
+    token_ids: tuple[int, ...] | None = None
 
 
 def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
@@ -51,10 +54,14 @@ def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
     where = f"{checkpoint.role} {checkpoint.name}"
     if checkpoint.remote is not None:
         hub.fetch_weights(checkpoint.remote, progress)
+    num_tokens = token_ids = None
     with quiet(), translate_errors(CheckpointError, f"{where} cannot be loaded: "):
-        model, info, dtype = _load_model(where, checkpoint, progress)
-    _check_loaded(where, model, info)
-    _note_unused(checkpoint.role, sorted(info["unexpected_keys"]), progress)
+        if isinstance(checkpoint.config, EagleConfig):
+            model, dtype, token_ids = _load_head(where, checkpoint, checkpoint.config)
+            num_tokens = int(checkpoint.config.layers.vocab_size)
+        else:
+            model, dtype = _load_model(where, checkpoint, progress)
+    weight_files.check_types(where, model.named_parameters())
     _note_format(checkpoint, progress)
     if checkpoint.adapter is not None:
         model = adapters.merge(checkpoint.adapter, model, progress)
@@ -67,7 +74,7 @@ def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
     sources = WeightSources()
     _insert_placeholders(model, sources)
     _tie(model, sources)
-    return LoadedCheckpoint(as_decoder(model), dtype, sources)
+    return LoadedCheckpoint(as_decoder(model), dtype, sources, num_tokens, token_ids)
 
 
 def quantized_tensors(checkpoint: Checkpoint) -> list[QuantizedTensor]:
@@ -83,27 +90,10 @@ def quantized_tensors(checkpoint: Checkpoint) -> list[QuantizedTensor]:
     return [] if quantization is None else quantization.quantized_tensors(where, state)
 
 
-def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:
-    """Load the model, transformers' loading report, and the type of most weights."""
-    files = [checkpoint.folder / name for name in checkpoint.weights]
+def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, str]:
+    """Load the model, and the type of most weights."""
     empty = internals.build_decoder(checkpoint.config)
-    if gguf_header.is_gguf(files[0].name):
-        opened = gguf_files.open_files(where, files)
-        state, num_unused = opened.state(empty)
-        dtype = opened.stored_dtype
-        _note_gguf(checkpoint.role, opened.main_type, num_unused, progress)
-    else:
-        transposed = {
-            name.rpartition(".")[2]
-            for name, module in empty.named_modules()
-            if isinstance(module, Conv1D)
-        }
-        state = weight_files.read_tensors(where, files)
-        if quantization := quantized_formats.read_format(checkpoint.raw):
-            state = quantization.dequantize(where, state, transposed)
-        state = text_decoder.decoder_tensors(checkpoint.published, checkpoint.config, state)
-        weight_files.check_names(where, state, empty.state_dict())
-        dtype = weight_files.stored_dtype(where, state)
+    state, dtype = _read_state(where, checkpoint, empty, progress)
     if any(tensor.dtype == torch.float64 for tensor in state.values()):
         progress.note(f"{checkpoint.role}: its float64 weights are converted to float32")
     model, info = type(empty).from_pretrained(
@@ -114,10 +104,79 @@ def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # `_check_loaded` rejects them
     )
-    return model, info, dtype
+    _check_loaded(where, info)
+    _note_unused(checkpoint.role, sorted(info["unexpected_keys"]), progress)
+    return model, dtype
 
 
-def _check_loaded(where: str, model: torch.nn.Module, info: Any) -> None:
+def _read_state(
+    where: str, checkpoint: Checkpoint, empty: Any, progress: Progress | None = None
+) -> tuple[dict[str, torch.Tensor], str]:
+    """Return the tensors of a decoder by name, and the type of most weights.
+
+    Args:
+        where: Role and name of the checkpoint.
+        checkpoint: The checkpoint.
+        empty: Its model on the meta device.
+        progress: Receives a note of a GGUF file's type, if any.
+    """
+    files = [checkpoint.folder / name for name in checkpoint.weights]
+    if gguf_header.is_gguf(files[0].name):
+        opened = gguf_files.open_files(where, files)
+        state, num_unused = opened.state(empty)
+        if progress is not None:
+            _note_gguf(checkpoint.role, opened.main_type, num_unused, progress)
+        return state, opened.stored_dtype
+    transposed = {
+        name.rpartition(".")[2]
+        for name, module in empty.named_modules()
+        if isinstance(module, Conv1D)
+    }
+    state = weight_files.read_tensors(where, files)
+    if quantization := quantized_formats.read_format(checkpoint.raw):
+        state = quantization.dequantize(where, state, transposed)
+    state = text_decoder.decoder_tensors(checkpoint.published, checkpoint.config, state)
+    weight_files.check_names(where, state, empty.state_dict())
+    return state, weight_files.stored_dtype(where, state)
+
+
+def _load_head(
+    where: str, checkpoint: Checkpoint, config: EagleConfig
+) -> tuple[Any, str, tuple[int, ...] | None]:
+    """Load an EAGLE-3 head; return the model, the type of most weights, and its columns' tokens.
+
+    What its checkpoint shares with the target is read from the target's.
+    """
+    target = checkpoint.target
+    assert target is not None
+    files = [checkpoint.folder / name for name in checkpoint.weights]
+    tensors = weight_files.read_tensors(where, files)
+    weight_files.check_names(where, tensors, ())
+    num_tokens = max(target.tokenizer.get_vocab().values()) + 1
+
+    def of_target(name: str) -> torch.Tensor:
+        empty = internals.build_decoder(target.config)
+        shared, _ = _read_state(f"target {target.name}", target, empty)
+        modules = {"embedding": empty.get_input_embeddings(), "head": empty.get_output_embeddings()}
+        for module in (modules[name], modules["embedding"]):  # a tied head is not stored
+            keys = (f"{key}.weight" for key, other in empty.named_modules() if other is module)
+            if (key := next(keys, "")) in shared:
+                return shared[key]
+        raise CheckpointError(f"{where} has no {name}, and that of target {target.name} is unknown")
+
+    config, state, token_ids = match_tensors(where, config, tensors, num_tokens, of_target)
+    dtype = weight_files.stored_dtype(where, state)
+    model = build_draft(config)
+    restore_rotary(model)
+    for name, tensor in state.items():
+        module, _, leaf = name.rpartition(".")
+        value = _make_lazy(tensor).to(torch.float32)
+        parameter = torch.nn.Parameter(value, requires_grad=False)
+        model.get_submodule(module)._parameters[leaf] = parameter
+    return model, dtype, token_ids
+
+
+def _check_loaded(where: str, info: Any) -> None:
     if other := sorted(info["mismatched_keys"]):
         key, stored_shape, expected_shape = other[0]
         raise CheckpointError(
@@ -126,7 +185,6 @@ def _check_loaded(where: str, model: torch.nn.Module, info: Any) -> None:
         )
     if lacking := sorted(map(str, info["missing_keys"])):
         raise CheckpointError(f"{where} lacks weights, such as {lacking[0]}; download it again")
-    weight_files.check_types(where, model.named_parameters())
 
 
 def _note_unused(role: str, names: list[str], progress: Progress) -> None:

@@ -20,6 +20,7 @@ from .graphs import add_graph
 from .nodes import (
     GqaInput,
     add_constant,
+    cache_outputs,
     insert_node,
     is_token_positions,
     operand,
@@ -74,7 +75,7 @@ def batch(decoder: ir.Model) -> ir.Model | None:
     if any(user.op_type != "GroupQueryAttention" for x in caches for user, _ in x.uses()):
         return None
     graph.inputs[:] = [*new.values(), *caches]
-    for value in (*caches, *graph.outputs[1:]):
+    for value in (*caches, *cache_outputs(graph)):
         assert value.shape is not None
         value.shape = ir.Shape(["B", *value.shape[1:]])
     graph.name = BATCHED

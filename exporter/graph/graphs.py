@@ -13,6 +13,7 @@ import onnxscript.optimizer
 from specedge.bundle.graph_variants import attention_ops, cache_dtype
 from specedge.bundle.manifest import (
     ENCODER,
+    FUSE,
     OPEN,
     PREFILL_LENGTH,
     GraphEntry,
@@ -114,6 +115,11 @@ def graph_files(num_draft_tokens: int, context_length: int, prefix: str = "") ->
 def encoder_files(prefix: str = "") -> list[GraphFile]:
     """Return the files of the graphs that run once per source of an encoder-decoder."""
     return [GraphFile(name, None, prefix=prefix) for name in (ENCODER, OPEN)]
+
+
+def fuse_file(prefix: str = "") -> GraphFile:
+    """Return the file of the graph that fuses hidden states for a draft model."""
+    return GraphFile(FUSE, None, prefix=prefix)
 
 
 def strip_metadata(model: ir.Model) -> None:

@@ -2,7 +2,7 @@
 
 Caches and all values derived from tokens get the 16-bit type. Values that depend only on positions
 stay in float32, as 16 bits represent few positions exactly, and so do sums of squares, which
-overflow; they are cast where they meet 16-bit values. Logits are cast to float32.
+overflow; they are cast where they meet 16-bit values. Logits and hidden states are cast to float32.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import onnx_ir.passes.common as passes
 
 from specedge.errors import ExportError
 
+from ..tracing.hidden_states import HIDDEN_STATES
 from .external_data import STORED
-from .nodes import GqaInput, add_constant, operand, producer
+from .nodes import GqaInput, add_constant, cache_outputs, hidden_states_node, operand, producer
 
 _WIDE = ir.DataType.FLOAT
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -32,6 +33,7 @@ _FOLDED = {"Cast", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze"}
 def convert_graph(model: ir.Model, dtype: ir.DataType) -> None:
     """Convert a model's graph to a 16-bit type, in place."""
     graph, casts = model.graph, _start(model.graph, dtype)
+    hidden = hidden_states_node(graph)
     lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
     for node in lookups:
         _dequantize_rows(node, casts)
@@ -45,7 +47,7 @@ def convert_graph(model: ir.Model, dtype: ir.DataType) -> None:
         for output in node.outputs:
             if output.dtype is None and output.name:  # others are omitted
                 output.dtype = _infer_type(node)
-        _retype(node, casts)
+        _retype(node, casts, node is not hidden)
     _finish(model, dtype)
 
 
@@ -57,7 +59,7 @@ def convert_caches(model: ir.Model, dtype: ir.DataType) -> None:
     graph, casts = model.graph, _start(model.graph, dtype)
     for node in list(graph):
         _retype(node, casts, node.op_type in _CACHE_OPS)
-    for value in graph.outputs[1:]:
+    for value in cache_outputs(graph):
         if value.dtype != dtype:
             raise ExportError(
                 f"a {value.producer().op_type} node computes the caches in "  # type: ignore[union-attr]
@@ -83,7 +85,7 @@ def cast_outputs(model: ir.Model, dtype: str) -> None:
 def _start(graph: ir.Graph, dtype: ir.DataType) -> _CastCache:
     """Convert caches and biases to the type, and return the casts of other values."""
     for value in graph.inputs:
-        if value.dtype == _WIDE:
+        if value.dtype == _WIDE and value.name != HIDDEN_STATES:
             value.dtype = dtype
     _center_biases(graph)
     return _CastCache(graph, dtype)

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..tracing.attention import OPSET
+from ..tracing.hidden_states import RETURNED
 
 MICROSOFT_DOMAIN = "com.microsoft"  # of ONNX Runtime's contributed operators
 
@@ -103,6 +104,24 @@ def replace_output(output: ir.Value, value: ir.Value) -> None:
     name, output.name = output.name, f"{output.name}.replaced"
     value.name = name
     output.replace_all_uses_with(value, replace_graph_outputs=True)
+
+
+def cache_outputs(graph: ir.Graph) -> list[ir.Value]:
+    """Return the outputs of a pass that are caches."""
+    return [value for value in graph.outputs if str(value.name).startswith("present.")]
+
+
+def hidden_states_node(graph: ir.Graph) -> ir.Node | None:
+    """Return the node that joins the hidden states which passes return, if any.
+
+    Nodes after it change the basis or the type of all of them.
+    """
+    value = next((value for value in graph.outputs if value.name in RETURNED), None)
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type not in ("Concat", "Sum"):
+        (value,) = (x for x in node.inputs if x is not None and x.const_value is None)
+        node = value.producer()
+    return node
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:

@@ -17,6 +17,7 @@ from specedge.bundle.graph_scan import weights_of
 from specedge.bundle.graph_variants import attention_ops
 from specedge.bundle.hosts import HostFiles, HostGraph
 from specedge.bundle.integrity import file_entry
+from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
 from specedge.bundle.signature import Port, Signature
 from specedge.destination import destination
@@ -93,6 +94,20 @@ def embed(
     return result.at(Path(output))
 
 
+def _draft_obstacle(draft: ModelEntry) -> str | None:
+    """Return the reason why host graphs cannot contain a draft model, or None."""
+    if draft.tokenizer is not None:
+        return "has another tokenizer than the target, and host graphs translate no tokens"
+    if draft.mask_token is not None:
+        return (
+            "drafts all tokens of a round in one pass (PARD), and host graphs draft one token per "
+            "pass"
+        )
+    if draft.reads_hidden:
+        return "reads hidden states of the target, which host graphs do not pass to it"
+    return None
+
+
 def _embed(
     bundle: Bundle, num_draft_tokens: list[int], layout: str, golden: Golden | None
 ) -> Bundle:
@@ -101,15 +116,9 @@ def _embed(
         raise ExportError(
             f"{bundle.target.source.id} is an encoder-decoder, and host graphs contain no encoder"
         )
-    if bundle.draft is not None and bundle.draft.tokenizer is not None:
+    if bundle.draft is not None and (reason := _draft_obstacle(bundle.draft)):
         raise ExportError(
-            f"{bundle.draft.source.id} has another tokenizer than {bundle.target.source.id}, and "
-            "host graphs translate no tokens; export the pair with a draft of the target's family"
-        )
-    if bundle.draft is not None and bundle.draft.mask_token is not None:
-        raise ExportError(
-            f"{bundle.draft.source.id} drafts all tokens of a round in one pass (PARD), and host "
-            "graphs draft one token per pass; export the target with another --draft, or without"
+            f"{bundle.draft.source.id} {reason}; export the target with another --draft, or without"
         )
     if bundle.draft is None and (layout == "split" or num_draft_tokens):
         option = "-k" if num_draft_tokens else "--layout split"

@@ -20,18 +20,19 @@ from specedge.bundle.graph_variants import (
     has_int8_caches,
     is_reduced_precision,
 )
-from specedge.bundle.manifest import ENCODER, OPEN, ModelEntry
+from specedge.bundle.manifest import ENCODER, FUSE, OPEN, ModelEntry
 from specedge.bundle.reports import QuantizationReport
 
 from ..graph import fusion, graphs, rewrites
 from ..graph.external_data import STORED, LazyWeights
-from ..graph.graphs import GraphFile, encoder_files, variant_signature
+from ..graph.graphs import GraphFile, encoder_files, fuse_file, variant_signature
 from ..graph.half_precision import cast_outputs, convert_caches, convert_graph
 from ..graph.int8_caches import quantize_caches
 from ..graph.opset import save_graph
 from ..graph.repeated_rows import remove_repeated_rows
 from ..graph.shared_bytes import share_embeddings
 from ..tracing.geometry import Geometry
+from ..verification.fused_states import run_fuse
 from ..verification.runner import Runner
 from ..verification.source_states import NUM_TOKENS, SourceGraphs, SourceStates
 from .experts import NO_EXCLUSIONS, ExcludedWeights, load_graph
@@ -69,7 +70,7 @@ class FloatModel:
     def geometry(self) -> Geometry:
         model = self.model
         sizes = model.context_length, model.capacity, model.padded_vocab_size
-        return Geometry(*sizes, model.layers, model.constants, model.encoder)
+        return Geometry(*sizes, model.layers, model.constants, model.encoder, model.hidden)
 
     @property
     def ops(self) -> list[str]:
@@ -96,22 +97,23 @@ class FloatModel:
                 graph.file.rpartition("/")[2].partition(graph.name)[0],
             )
             for graph in self.model.graphs
-            if graph.ops == self.ops[0] and graph.name not in (ENCODER, OPEN)
+            if graph.ops == self.ops[0] and graph.name not in (ENCODER, OPEN, FUSE)
         ]
 
     @property
-    def encoder_files(self) -> list[GraphFile]:
-        """Files of an encoder-decoder's encoder and constant states."""
-        files = [] if self.model.encoder is None else encoder_files(self.files[0].prefix)
+    def other_files(self) -> list[GraphFile]:
+        """Files of graphs without caches: encoder and constant states, and fused hidden states."""
+        prefix = self.files[0].prefix
+        files = (*encoder_files(prefix), fuse_file(prefix))
         return [file for file in files if self.model.has_graph(file.name)]
 
-    def write_encoder(self, folder: Path, ops: str, store: WeightsWriter | None = None) -> None:
-        """Write the graphs that run once per source in a graph variant.
+    def write_others(self, folder: Path, ops: str, store: WeightsWriter | None = None) -> None:
+        """Write the graphs without caches in a graph variant.
 
         They compute in float32 with unquantized weights, which are copied to `store`. Only the
         states have the type of the variant.
         """
-        for file in self.encoder_files:
+        for file in self.other_files:
             source = (self.original or self).folder / file.file_name(self.ops[0])
             graph_model = ir.load(source)
             if file.name == OPEN:
@@ -127,11 +129,15 @@ class FloatModel:
 
     @cached_property
     def _source(self) -> dict[str, Any]:
-        """Options of runners of an encoder-decoder."""
+        """Options of runners of an encoder-decoder, or of a draft that reads hidden states."""
+        if self.model.hidden is not None and self.model.reads_hidden:
+            (file,) = self.other_files
+            path = (self.original or self).folder / file.file_name(self.ops[0])
+            return {"fused": run_fuse(path, self.model.hidden)}
         if self.model.encoder is None:
             return {}
         folder = (self.original or self).folder
-        *own, open_ = (folder / file.file_name(self.ops[0]) for file in self.encoder_files)
+        *own, open_ = (folder / file.file_name(self.ops[0]) for file in self.other_files)
         # A draft model without an encoder reads the target's hidden states.
         encoder = own[0] if own else next((folder.parent / "target").glob(f"{ENCODER}*.onnx"))
         names = [f"present.{state.name}" for state in self.model.constants]
@@ -184,7 +190,7 @@ class FloatModel:
         entries, signatures_ = list(model.graphs), dict(model.signatures)
         for ops, (report, invariant) in reports.items():
             if ops not in parity:
-                files = (*self.files, *self.encoder_files)
+                files = (*self.files, *self.other_files)
                 entries += [file.entry(folder, ops) for file in files]
             parity[ops] = replace(parity[attention_ops(ops)], invariant_lengths=invariant)
             quantization[ops] = report

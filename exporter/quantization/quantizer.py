@@ -122,7 +122,7 @@ def quantize(
         for part in parts:
             for ops in part.reduced_variants(precision, suffixes):
                 _write_graphs(part, ops, precision, group_schemes, excluded, store, folder, kept)
-                part.write_encoder(folder, ops, store)
+                part.write_others(folder, ops, store)
     if kept is not None and kept.offset_error:
         progress.note(
             f"{first}: QMoE has no offsets; offsets of experts are rounded to zero points, with a "
@@ -267,7 +267,7 @@ def add_variants(
         with progress.step(f"Adding graph variants of the {part.role}"):
             for ops in graph_variants:
                 part.write(ir.load(part.decoder(ops)), folder, ops)
-                part.write_encoder(folder, ops)
+                part.write_others(folder, ops)
         with progress.step(f"Comparing graph variants of the {part.role}"):
             measured = measure_variants(
                 part, folder, {ops: {} for ops in graph_variants}, texts, progress

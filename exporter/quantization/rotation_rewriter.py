@@ -6,13 +6,13 @@ rotation into matrices, embeddings and biases, at no cost at run time. The input
 projection follows a nonlinearity and gets an online block-diagonal Hadamard transform, whose
 inverse is folded into the matrix, and so do the inputs of matrices after other RMS norms. A tied
 embedding after such a norm is stored in the transformed basis, and lookups are transformed back.
+Hidden states that passes return are transformed back as well, as draft models apply norms to them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,16 @@ from specedge.errors import ParityError
 
 from ..checkpoint.lazy_tensors import LazyTensor
 from ..graph.external_data import TORCH_TYPES, WeightsFile, WeightTensor
-from ..graph.nodes import add_constant, insert_node, producer
+from ..graph.nodes import (
+    GraphBuilder,
+    add_constant,
+    hidden_states_node,
+    insert_node,
+    operand,
+    producer,
+)
 from ..verification import runner
-from ..verification.runner import Action, FillNoise, PassAction, ReadRows
+from ..verification.runner import Action, FillNoise, PassAction, ReadHiddenStates, ReadRows
 from . import rotation
 from .experts import ExcludedWeights
 from .float_model import FloatModel
@@ -48,7 +55,6 @@ from .matrices import (
 from .rotation import Rotation
 
 RMS_NORM = "RMSNormalization"
-ROTATION_PROPERTY = "specedge.rotation"  # metadata of a decoder: size and seed of its rotation
 MIN_HADAMARD_SIZE = 16  # channels; smaller Hadamard matrices hardly reduce outliers
 _STRIP_SIZE = 1 << 19  # elements that are rotated at a time, to stay in the CPU's cache
 _NUM_CHECKED_TOKENS = 24  # tokens of the comparison of a rotated model
@@ -166,7 +172,8 @@ def equivalence_actions(model: FloatModel) -> list[Action]:
     tokens = np.random.default_rng(0).integers(0, model.model.vocab_size, _NUM_CHECKED_TOKENS)
     tokens = tokens[: model.model.context_length]
     noise = FillNoise(0, model.geometry.capacity)
-    return [noise, PassAction("decoder", tokens, 0), ReadRows(0, len(tokens))]
+    hidden = [] if model.model.hidden is None else [ReadHiddenStates()]
+    return [noise, PassAction("decoder", tokens, 0), ReadRows(0, len(tokens)), *hidden]
 
 
 def check_outputs(model: FloatModel, ops: str, results: Sequence[Any]) -> None:
@@ -184,9 +191,12 @@ def check_outputs(model: FloatModel, ops: str, results: Sequence[Any]) -> None:
     report = model.model.parity[ops]
     limit = _MAX_ERROR_RATIO * max(report.float32_logits_error, report.float32_cache_error)
     original = model.original.decoder_runner(ops).run(equivalence_actions(model))
-    (_, logits, rows), (_, expected_logits, expected_rows) = results, original
+    outputs, expected_outputs = (
+        (logits, *rows, *hidden) for _, logits, rows, *hidden in (results, original)
+    )
     names = [name.replace("past_key_values", "present") for name in model.geometry.cache_names()]
-    pairs = zip((logits, *rows), (expected_logits, *expected_rows), strict=True)
+    names += [] if model.model.hidden is None else ["hidden states"]
+    pairs = zip(outputs, expected_outputs, strict=True)
     for name, (values, expected) in zip(("logits", *names), pairs, strict=True):
         error = np.abs(values - expected).max() / max(1e-30, np.abs(expected).max())
         if not error <= limit:
@@ -207,7 +217,7 @@ def residual_stream(graph: ir.Graph, excluded: Set[int]) -> ResidualStream:
     products = {
         matrix.node for group in matrix_groups(graph, excluded) for matrix in group.matrices
     }
-    tables = [node for node, _ in embeddings(graph)]
+    tables, join = [node for node, _ in embeddings(graph)], hidden_states_node(graph)
     if len(tables) != 1:
         raise NotRotatableError(f"it has {len(tables)} embeddings")
     stream = {tables[0].outputs[0]}
@@ -218,6 +228,8 @@ def residual_stream(graph: ir.Graph, excluded: Set[int]) -> ResidualStream:
         if value.is_graph_output():
             raise NotRotatableError("the residual stream is an output")
         for node, index in value.uses():
+            if node is join:
+                continue
             if node.op_type == RMS_NORM and index == 0:
                 if node not in foldable:
                     raise NotRotatableError(
@@ -234,6 +246,9 @@ def residual_stream(graph: ir.Graph, excluded: Set[int]) -> ResidualStream:
             if node.outputs[0] not in stream:
                 stream.add(node.outputs[0])
                 pending.append(node.outputs[0])
+    for value in () if join is None else filter(None, join.inputs):
+        if value not in stream and value.producer() not in stream_nodes.norms:
+            raise NotRotatableError("a hidden state is not that of the residual stream")
     return stream_nodes
 
 
@@ -289,11 +304,17 @@ def _is_scalar(value: ir.Value | None) -> bool:
 
 
 def folded_norms(graph: ir.Graph, excluded: Set[int]) -> dict[ir.Node, MatrixGroup]:
-    """Return the RMS norms whose gain can be folded into all their readers, with the readers."""
-    foldable = {}
+    """Return the RMS norms whose gain can be folded into all their readers, with the readers.
+
+    Hidden states that passes return have the gain in any case.
+    """
+    foldable: dict[ir.Node, MatrixGroup] = {}
+    join = hidden_states_node(graph)
     for group in matrix_groups(graph, excluded):
-        norm = producer(group.value, RMS_NORM)
-        users = {user for user, _ in group.value.uses()}
+        norm, users = _norm_before(group.value), {user for user, _ in group.value.uses()}
+        if norm is not None and (rows := norm.outputs[0]) is not group.value:
+            users |= {user for user, _ in rows.uses()} - {group.value.producer()}
+        users.discard(join)
         if (
             norm is not None
             and users == {matrix.node for matrix in group.matrices}
@@ -302,6 +323,13 @@ def folded_norms(graph: ir.Graph, excluded: Set[int]) -> dict[ir.Node, MatrixGro
         ):
             foldable[norm] = group
     return foldable
+
+
+def _norm_before(value: ir.Value) -> ir.Node | None:
+    """Return the RMS norm that computes a value, or the rows of which it has some."""
+    rows = producer(value, "Slice")
+    is_selection = rows is not None and _keeps_channels(rows, 0)
+    return producer(operand(rows, 0) if rows is not None and is_selection else value, RMS_NORM)
 
 
 def transform_graph(
@@ -314,13 +342,15 @@ def transform_graph(
         residual_stream(graph, excluded) if transforms.rotation is not None else ResidualStream()
     )
     editor = RotationEditor(graph, file)
+    gains: dict[ir.Value, np.ndarray] = {}
     for group in matrix_groups(graph, excluded):
-        norm = producer(group.value, RMS_NORM)
+        norm = _norm_before(group.value)
         is_rotated, block = norm in stream.norms, 0
         gain: np.ndarray | None = None
         if norm is not None and is_rotated:
             gain = constant_vector(norm.inputs[1])
             assert gain is not None
+            gains[norm.outputs[0]] = gain
             ones = add_constant(graph, np.ones_like(gain), f"{norm.outputs[0].name}.ones")
             norm.replace_input_with(1, ones)
         if group.key[0] in transforms.tied_blocks:
@@ -344,8 +374,7 @@ def transform_graph(
     _restore_lookups(editor, transforms)
     if transforms.rotation is not None:
         _rotate_tables_and_biases(editor, stream, transforms.rotation)
-        # For drafters that read hidden states in the original basis.
-        model.metadata_props[ROTATION_PROPERTY] = json.dumps(asdict(transforms.rotation))
+        _restore_hidden_states(graph, transforms.rotation, gains)
     passes.RemoveUnusedNodesPass()(model)
     for value in graph.initializers.values():
         tensor = value.const_value
@@ -409,6 +438,35 @@ def _restore_lookups(editor: RotationEditor, transforms: ChannelTransforms) -> N
         restored = _insert_hadamard(editor, output, transforms.tied_blocks[stored.offset])
         for user, index in users:
             user.replace_input_with(index, restored)
+
+
+def _restore_hidden_states(
+    graph: ir.Graph, rotation_: Rotation, gains: Mapping[ir.Value, np.ndarray]
+) -> None:
+    """Rotate returned hidden states back, and multiply those of norms by the gains of `gains`.
+
+    Factors of the rotation take 4096 * 128 multiplications for 4096 channels.
+    """
+    node = hidden_states_node(graph)
+    if node is None:
+        return
+    (joined,) = node.outputs
+    assert joined.shape is not None
+    nodes, value, inner = GraphBuilder("hidden.restored", graph), joined, rotation_.size
+    for factor in rotation_.factors:
+        matrix, size = factor.float().numpy(), len(factor)
+        inner //= size
+        if inner > 1:
+            value = nodes("MatMul", matrix, nodes("Reshape", value, [-1, size, inner]))
+        else:
+            value = nodes("MatMul", nodes("Reshape", value, [-1, size]), matrix)
+    signs, ones = rotation_.signs.float().numpy(), np.ones(rotation_.size, np.float32)
+    scales = [signs * gains.get(x, ones) for x in node.inputs if x is not None]
+    shape = [1, -1, rotation_.size * len(scales)]
+    restored = nodes("Mul", nodes("Reshape", value, shape), np.concatenate(scales))
+    restored.name, joined.name = joined.name, f"{joined.name}.rotated"
+    restored.shape, restored.dtype = joined.shape, joined.dtype
+    graph.outputs[graph.outputs.index(joined)] = restored
 
 
 def _mixed_table(

@@ -70,7 +70,7 @@ class TextMetadata:
 def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress) -> TextMetadata:
     """Compare the tokenizers of both models; map their vocabularies if they differ.
 
-    Harmless differences are noted.
+    Harmless differences are noted. A draft without a tokenizer reads the tokens of its target.
 
     Raises:
         PairError: The models cannot be a pair.
@@ -79,7 +79,7 @@ def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress)
     named = target.tokenizer.special_tokens_map
     special = {name: token for name, token in named.items() if isinstance(token, str)}
     text = TextMetadata(_dump(of_target), num_tokens_of(target), template, special)
-    if draft is None:
+    if draft is None or draft.tokenizer is None:
         return text
     _check_sources(draft, target)
     of_draft = _tokenizer_settings(draft)
@@ -309,9 +309,13 @@ def decoding_defaults(target: Checkpoint, vocab_size: int, progress: Progress) -
 def context_lengths(
     target: Checkpoint, draft: Checkpoint | None, limit: int | None, progress: Progress
 ) -> tuple[int, int]:
-    """Return the context lengths of target and draft; the draft's is at most the target's."""
+    """Return the context lengths of target and draft; the draft's is at most the target's.
+
+    An EAGLE-3 head states the length of its training texts, and has the target's positions.
+    """
     of_target = context_length(target, limit, progress)
-    of_draft = of_target if draft is None else context_length(draft, limit, progress)
+    is_separate = draft is not None and draft.target is None
+    of_draft = context_length(draft, limit, progress) if draft and is_separate else of_target
     if of_draft < of_target:
         progress.note(
             f"the draft has {of_draft} positions, the target {of_target}; when its context is "

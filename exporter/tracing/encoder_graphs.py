@@ -69,21 +69,33 @@ def trace_encoder(
         ENCODER: (TraceableEncoder(model), source, "source", ["hidden"]),
         OPEN: (TraceableStates(model, entry.capacity), hidden, "hidden", outputs),
     }
-    graphs = {}
-    for name in names:
-        module, example, input_name, output_names = jobs[name]
-        with quiet(), eager_attention(model), torch.no_grad():
-            program = torch.onnx.export(
-                module,
-                (example,),
-                input_names=[input_name],
-                output_names=output_names,
-                dynamic_shapes=(axes,),
-                dynamo=True,
-                opset_version=OPSET,
-                verbose=False,
-                optimize=False,
-            )
-            assert program is not None
-            graphs[name] = optimize(program, model, sources)
-    return graphs
+    with eager_attention(model):
+        return {name: trace_module(*jobs[name], axes, sources) for name in names}
+
+
+def trace_module(
+    module: Any,
+    example: torch.Tensor,
+    input_name: str,
+    output_names: list[str],
+    axes: dict[int, Any],
+    sources: WeightSources,
+) -> ir.Model:
+    """Trace a module with one input, whose weights are those of its attribute `model`.
+
+    `axes` are the dynamic dimensions of the input.
+    """
+    with quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            module,
+            (example,),
+            input_names=[input_name],
+            output_names=output_names,
+            dynamic_shapes=(axes,),
+            dynamo=True,
+            opset_version=OPSET,
+            verbose=False,
+            optimize=False,
+        )
+        assert program is not None
+        return optimize(program, module.model, sources)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from specedge.bundle.manifest import (
     EncoderEntry,
+    HiddenStates,
     State,
     cross_attention_states,
     key_value_states,
@@ -19,10 +21,12 @@ from specedge.bundle.precision import DTYPE
 from specedge.errors import ExportError, MissingExtraError, SpecEdgeError
 
 from .. import internals
+from ..checkpoint.eagle import EagleDraft
 from ..checkpoint.encoder_decoder import SourceConditionedDecoder
 from ..libraries import quiet
 from .attention import TracedPass, active_pass
 from .families import registered_functions
+from .hidden_states import HIDDEN_STATES, NEXT_HIDDEN, HiddenStateRecorder
 
 ALIGNMENT = 8
 _STATE = "a state that cannot be rolled back"
@@ -32,7 +36,9 @@ _STATE = "a state that cannot be rolled back"
 class Geometry:
     """States of a model by layer: `capacity` rows (S) for `context_length` tokens.
 
-    `constants` are those of cross-attention over the hidden states of `encoder`.
+    `constants` are those of cross-attention over the hidden states of `encoder`. Passes of a target
+    return the states of `hidden`, and those of a draft, which reads them, return the output of its
+    last layer, or of the final norm if `returns_normalized`.
     """
 
     context_length: int
@@ -41,6 +47,27 @@ class Geometry:
     layers: tuple[tuple[State, ...], ...]
     constants: tuple[State, ...] = ()
     encoder: EncoderEntry | None = None
+    hidden: HiddenStates | None = None
+    returns_normalized: bool = False
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers whose hidden states passes return."""
+        if self.hidden is None:
+            return ()
+        if self.reads_hidden:
+            return (len(self.layers) + self.returns_normalized,)
+        return self.hidden.layers
+
+    @property
+    def reads_hidden(self) -> bool:
+        """True for a draft whose passes read hidden states."""
+        return self.hidden is not None and self.hidden.draft_size is not None
+
+    @property
+    def hidden_output(self) -> str:
+        """Name of the output with hidden states."""
+        return NEXT_HIDDEN if self.reads_hidden else HIDDEN_STATES
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -48,9 +75,17 @@ class Geometry:
         return tuple(itertools.chain.from_iterable(self.layers))
 
     def first_layers(self, count: int) -> Geometry:
-        """Return the states of the first layers alone."""
-        constants = self.constants[: 2 * count]
-        return replace(self, layers=self.layers[:count], constants=constants)
+        """Return the states of the first layers alone.
+
+        Hidden states of further layers become those of the last one; those after all layers remain
+        there.
+        """
+        constants, hidden = self.constants[: 2 * count], self.hidden
+        if hidden is not None and not self.reads_hidden:
+            num_fewer = len(self.layers) - count
+            layers = (max(min(x, count - 1), x - num_fewer) for x in hidden.layers)
+            hidden = replace(hidden, layers=tuple(layers))
+        return replace(self, layers=self.layers[:count], constants=constants, hidden=hidden)
 
     def cache_names(self) -> list[str]:
         """Return the graph's input names of the states."""
@@ -76,13 +111,24 @@ class Geometry:
 
 
 def measure_geometry(
-    model: torch.nn.Module, context_length: int, num_draft_tokens: int
+    model: torch.nn.Module,
+    context_length: int,
+    num_draft_tokens: int,
+    hidden_layers: Sequence[int] = (),
 ) -> Geometry:
     """Run one pass and read the layout of its cache. Raises ExportError.
 
-    The capacity includes a padded pass at the end, and the row that `gqa` writes after it.
+    The capacity includes a padded pass at the end, and the row that `gqa` writes after it. Passes
+    return the hidden states of `hidden_layers`, see `HiddenStates`.
     """
-    output = _run_pass(model)
+    if hidden_layers and isinstance(model, SourceConditionedDecoder):
+        raise ExportError(
+            f"{model.config.model_type} models are encoder-decoders, whose hidden states no draft "
+            "model reads; specify another --draft"
+        )
+    recorder = HiddenStateRecorder(model, hidden_layers)
+    with recorder.recorded():
+        output = _run_pass(model)
     kept = getattr(getattr(output, internals.cache_name(model), None), "layers", ())
     if all(map(internals.has_recurrent_state, kept)):  # none, or none with keys and values
         recurrent = f": they are recurrent, with {_STATE}" if internals.is_stateful(model) else ""
@@ -93,10 +139,28 @@ def measure_geometry(
     layers = tuple(_states(model.config.model_type, i, layer) for i, layer in enumerate(kept))
     _check_optimum(model, layers)
     capacity = -(-(context_length + num_draft_tokens + 2) // ALIGNMENT) * ALIGNMENT
-    shape = Geometry(context_length, capacity, output.logits.shape[-1], layers)
+    hidden = _hidden_states(model.config.model_type, hidden_layers, recorder.take())
+    shape = Geometry(context_length, capacity, output.logits.shape[-1], layers, hidden=hidden)
     if isinstance(model, SourceConditionedDecoder):
         shape = _with_encoder(shape, model)
+    if isinstance(model, EagleDraft):
+        normalized = model.returned_layer > len(layers)
+        shape = replace(shape, hidden=model.hidden, returns_normalized=normalized)
     return shape
+
+
+def _hidden_states(
+    model_type: str, layers: Sequence[int], states: Sequence[torch.Tensor]
+) -> HiddenStates | None:
+    """Describe recorded hidden states, of a pass of two tokens. Raises ExportError."""
+    for layer, tensor in zip(layers, states, strict=True):
+        if tensor.ndim != 3 or tensor.shape[:2] != (1, 2):
+            raise ExportError(
+                f"the hidden states of layer {layer} of {model_type} models have shape "
+                f"{list(tensor.shape)} for two tokens, which no draft model reads"
+            )
+    size = sum(tensor.shape[-1] for tensor in states)
+    return HiddenStates(tuple(layers), size) if layers else None
 
 
 def _with_encoder(shape: Geometry, model: SourceConditionedDecoder) -> Geometry:

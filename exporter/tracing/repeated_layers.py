@@ -27,6 +27,7 @@ from specedge.errors import ExportError
 
 from ..checkpoint.decoder_layers import layer_list, per_layer_values
 from .attention import LayerAttention
+from .hidden_states import hidden_states_index, join_hidden_states
 from .named_weights import register_weight, restore_weights
 
 DOMAIN, BEGIN, END = "specedge", "BeginLayer", "EndLayer"
@@ -65,7 +66,7 @@ class LayerCalls:
 
     def _record(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = [*args, *(x for pair in sorted(kwargs.items()) for x in pair)]
-        position = _hidden_states(values)
+        position = hidden_states_index(values)
         described = [i if i == position else _describe(x) for i, x in enumerate(values)]
         self.calls.append((layer, (len(args), tuple(described))))
         self._values.append(values)
@@ -160,11 +161,6 @@ def _describe(value: Any) -> Any:
     return id(value)
 
 
-def _hidden_states(values: Sequence[Any]) -> int:
-    """Return the index of a layer's first tensor argument."""
-    return next((i for i, x in enumerate(values) if isinstance(x, torch.Tensor)), -1)
-
-
 @contextlib.contextmanager
 def marked_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Trace a node at the beginning and at the end of each layer while the context lasts."""
@@ -179,7 +175,7 @@ def marked_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
 def _begin(index: int) -> Callable[..., Any]:
     def mark(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = [*args, *kwargs.values()]
-        at = _hidden_states(values)
+        at = hidden_states_index(values)
         values[at] = _mark(BEGIN, index, values[at])
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
@@ -241,23 +237,31 @@ class LayerGraph:
         self._num_layers_with = Counter(map(self._name_in_layer, weights))
         restore_weights(self.graph, weights)
 
-    def repeat(self, kinds: Sequence[int]) -> None:
+    def repeat(self, kinds: Sequence[int], hidden_layers: Sequence[int] = ()) -> None:
         """Add the layers that were not traced, and remove the marks.
 
-        `kinds` are the first layer of the kind of each layer. Raises NotRepeatableError if the
-        nodes of the layers cannot be separated.
+        Args:
+            kinds: First layer of the kind of each layer.
+            hidden_layers: Layers whose hidden states the graph returns, instead of its second
+                output, that of the final norm.
+
+        Raises:
+            NotRepeatableError: The nodes of the layers cannot be separated.
         """
         self._assign_nodes()
         num_traced = len(self._begins)
         before = self._ends[num_traced - 1]
-        hidden = before.inputs[0]
-        assert hidden is not None
+        ends = (self._ends[layer] for layer in range(num_traced))
+        states = [node.inputs[0] for node in (self._begins[0], *ends)]  # by layer that reads them
         for layer in range(num_traced, len(kinds)):
-            hidden = self._copy(kinds[layer], layer, hidden, before)
-        before.outputs[0].replace_all_uses_with(hidden, replace_graph_outputs=True)
+            states.append(self._copy(kinds[layer], layer, states[-1], before))
+        before.outputs[0].replace_all_uses_with(states[-1], replace_graph_outputs=True)
         for mark in (*self._begins.values(), *list(self._ends.values())[:-1]):
             mark.outputs[0].replace_all_uses_with(mark.inputs[0])
         self.graph.remove([*self._begins.values(), *self._ends.values()], safe=True)
+        if hidden_layers:
+            states.append(self.graph.outputs[1])
+            join_hidden_states(self.graph, [states[layer] for layer in hidden_layers])
         self.graph.opset_imports.pop(DOMAIN, None)
         self.graph.sort()
 

@@ -23,6 +23,7 @@ from specedge.errors import ExportError, SpecEdgeError
 
 from .. import internals
 from ..checkpoint.decoder_layers import layer_list, truncate
+from ..checkpoint.eagle import EagleConfig, build_draft
 from ..checkpoint.encoder_decoder import as_decoder
 from ..checkpoint.placeholders import WeightSources
 from ..libraries import quiet
@@ -30,6 +31,7 @@ from . import experts, geometry
 from .attention import OPSET, LayerAttention, TracedPass, active_pass, buffer_cache
 from .families import registered_functions
 from .geometry import Geometry
+from .hidden_states import HIDDEN_STATES, HiddenStateRecorder, join_hidden_states
 from .named_weights import (
     StoredMatrix,
     hide_weights,
@@ -54,7 +56,10 @@ class TraceableModel(torch.nn.Module):
 
     input_ids [B, T], past_length [B], caches 2 * [B, H, S, D] per layer -> logits, caches
 
+    Hidden states of `hidden_layers`, [B, T, F] each, follow the logits.
+
     Those of an encoder-decoder read the first `source_length` [B] rows of constants [B, H, E, D].
+    Drafts that read their target's hidden states have them as `hidden`, [B, T, H].
     """
 
     def __init__(
@@ -64,12 +69,14 @@ class TraceableModel(torch.nn.Module):
         ops: str,
         layers: Sequence[LayerAttention],
         marked: bool = False,
+        hidden_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.last = context_length - 1
         self.ops, self.layers = ops, layers
         self.marked = marked
+        self.hidden_layers = tuple(hidden_layers)
 
     def forward(
         self,
@@ -78,15 +85,19 @@ class TraceableModel(torch.nn.Module):
         caches: list[torch.Tensor],
         source_length: torch.Tensor | None = None,
         constants: Sequence[torch.Tensor] = (),
+        hidden: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         offsets = torch.cumsum(input_ids * 0 + 1, 1) - 1  # a Range node would run on the CPU
         cache = buffer_cache(caches)
         layers = () if self.ops == "none" else self.layers
         now = TracedPass(self.ops, past_length, offsets, caches[0].shape[2], [*layers])
         now.source_length, now.constants = source_length, constants
-        options = {"constants": constants} if constants else {}
+        options: dict[str, Any] = {"constants": constants} if constants else {}
+        if hidden is not None:
+            options["hidden"] = hidden
         marked = layer_list(self.model)[1] if self.marked else ()
-        with active_pass(now), marked_layers(marked):
+        recorder = HiddenStateRecorder(self.model, self.hidden_layers)
+        with active_pass(now), marked_layers(marked), recorder.recorded():
             output = self.model(
                 input_ids=input_ids,
                 # Padding rows may lie beyond the last position, which Gather rejects.
@@ -96,7 +107,8 @@ class TraceableModel(torch.nn.Module):
                 **options,
             )
         self.layers = now.layers
-        return output.logits.float(), *(t for x in cache.layers for t in (x.keys, x.values))
+        caches = [t for x in cache.layers for t in (x.keys, x.values)]
+        return output.logits.float(), *(x.float() for x in recorder.take()), *caches
 
 
 @dataclass(frozen=True)
@@ -135,12 +147,12 @@ class ObservedLayers:
 class TracedModel:
     """Graph of a model, and of its first `num_representative` layers if it has more.
 
-    `encoder` are those of an encoder-decoder that run once per source, by name.
+    `others` are graphs without caches, by name.
     """
 
     model: ir.Model
     first: ir.Model | None = None
-    encoder: Mapping[str, ir.Model] = field(default_factory=dict)
+    others: Mapping[str, ir.Model] = field(default_factory=dict)
 
 
 def observe(model: torch.nn.Module, geometry: Geometry) -> ObservedLayers:
@@ -183,8 +195,14 @@ def trace(
             # Errors that have another cause are raised again by the trace of the whole model.
             with contextlib.suppress(Exception):
                 return _trace_first_layers(model, geometry, ops, layers, weights)
-        whole = TraceableModel(model, geometry.context_length, ops, layers.attention)
-        return TracedModel(optimize(translate(whole, geometry), model, sources))
+        whole = TraceableModel(
+            model, geometry.context_length, ops, layers.attention,
+            hidden_layers=geometry.hidden_layers,
+        )  # fmt: skip
+        traced = optimize(translate(whole, geometry), model, sources)
+        if count := len(geometry.hidden_layers):
+            join_hidden_states(traced.graph, traced.graph.outputs[1 : 1 + count], count)
+        return TracedModel(traced)
 
 
 def optimize(
@@ -216,7 +234,10 @@ def _trace_first_layers(
     restore = truncate(model, layers.num_traced)
     try:
         attention = layers.attention[: layers.num_traced]
-        whole = TraceableModel(model, geometry.context_length, ops, attention, marked=True)
+        normalized = (layers.num_traced + 1,) if geometry.hidden else ()
+        whole = TraceableModel(
+            model, geometry.context_length, ops, attention, marked=True, hidden_layers=normalized
+        )
         program = translate(whole, traced)
     finally:
         restore()
@@ -232,7 +253,8 @@ def _trace_first_layers(
         program.optimize()
 
     def repeat(graph_model: ir.Model, num_layers: int) -> ir.Model:
-        LayerGraph(graph_model, prefix, weights).repeat(layers.kinds[:num_layers])
+        hidden_layers = geometry.first_layers(num_layers).hidden_layers
+        LayerGraph(graph_model, prefix, weights).repeat(layers.kinds[:num_layers], hidden_layers)
         onnxscript.optimizer.fold_constants(
             graph_model,
             onnx_shape_inference=False,
@@ -261,16 +283,22 @@ def _clone(model: ir.Model) -> ir.Model:
 def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgram:
     """Translate a model with PyTorch's exporter, before any optimization."""
     names, constants = geometry.cache_names(), geometry.constant_names()
-    source: tuple[Any, ...] = (None, [None] * len(constants)) if constants else ()
+    inputs = example_inputs(geometry, torch.device("cpu"))
+    length = torch.export.Dim("T", min=1)
+    more_names = [*(["source_length", *constants] if constants else ())]
+    more_shapes: list[Any] = [None, [None] * len(constants)]
+    if geometry.reads_hidden:
+        more_names.append(HIDDEN_STATES)
+        more_shapes.append({1: length})
     program = torch.onnx.export(
         whole,
-        example_inputs(geometry, torch.device("cpu")),
-        input_names=[
-            *("input_ids", "past_length", *names),
-            *(["source_length", *constants] if constants else ()),
+        inputs,
+        input_names=["input_ids", "past_length", *names, *more_names],
+        output_names=[
+            *("logits", *(f"{HIDDEN_STATES}.{i}" for i in range(len(whole.hidden_layers)))),
+            *(n.replace("past_key_values", "present") for n in names),
         ],
-        output_names=["logits", *(n.replace("past_key_values", "present") for n in names)],
-        dynamic_shapes=({1: torch.export.Dim("T", min=1)}, None, [None] * len(names), *source),
+        dynamic_shapes=({1: length}, None, [None] * len(names), *more_shapes)[: len(inputs)],
         dynamo=True,
         opset_version=OPSET,
         verbose=False,
@@ -283,13 +311,19 @@ def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgr
 def example_inputs(geometry: Geometry, device: torch.device) -> tuple[Any, ...]:
     """Return the inputs of a pass with an empty cache: ids, past length and caches.
 
-    Those of an encoder-decoder are followed by a source's length and constants.
+    Those of an encoder-decoder are followed by a source's length and constants, those of a draft
+    that reads hidden states by no length, no constants and the hidden states.
     """
-    inputs = (
+    inputs: tuple[Any, ...] = (
         torch.zeros(1, EXAMPLE_LENGTH, dtype=torch.long, device=device),
         torch.zeros(1, dtype=torch.long, device=device),
         [_zeros(shape, device) for shape in geometry.cache_shapes()],
     )
+    if geometry.reads_hidden:
+        hidden = geometry.hidden
+        assert hidden is not None
+        assert hidden.draft_size is not None
+        return *inputs, None, [], _zeros((1, EXAMPLE_LENGTH, hidden.draft_size), device)
     if not geometry.constants:
         return inputs
     length = torch.ones(1, dtype=torch.long, device=device)
@@ -361,7 +395,10 @@ def meta_model(config: Any) -> Any:
     """Build the decoder of a config on the meta device. Raises ExportError."""
     context = f"transformers cannot build a {config.model_type} model of its config"
     with internals.translate_internal_errors(ExportError, context):
-        model = as_decoder(internals.build_decoder(config))
+        if isinstance(config, EagleConfig):
+            model = build_draft(config)
+        else:
+            model = as_decoder(internals.build_decoder(config))
     for module, layer_type in list(internals.dynamic_rotary_modules(model)):
         internals.freeze_frequencies(module, layer_type)
     return model

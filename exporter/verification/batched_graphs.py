@@ -18,7 +18,15 @@ from ..graph import batched
 from ..graph.graphs import GraphFile
 from ..progress import Progress
 from ..tracing.geometry import Geometry
-from .runner import Action, FillCaches, FillNoise, PassAction, ReadRows, Runner
+from .runner import (
+    Action,
+    FillCaches,
+    FillNoise,
+    PassAction,
+    ReadHiddenStates,
+    ReadRows,
+    Runner,
+)
 from .subgraph import Values
 
 SEQUENCES = ((5, 3), (4, 0), (0, 1))  # cache rows and tokens of each
@@ -77,14 +85,16 @@ def measure_error(model: ModelEntry, folder: Path, ops: str) -> float:
     texts = random.integers(model.vocab_size, size=(len(SEQUENCES), LONGEST))
     is_packed = model.weights_dtype in QUANTIZED_DTYPES  # products are slow without it
     actions: list[Action] = []
+    hidden = [] if model.hidden is None else [ReadHiddenStates()]
     for (past, length), text in zip(SEQUENCES, texts, strict=True):
         # A pass of one token may use another kernel than longer ones.
         tokens = text[: past + max(2, length)]
         alone = PassAction("decoder", tokens, 0, logits_from=past, packed=is_packed)
         rows = ReadRows(0, past + length)
-        actions += [alone if length else FillNoise(0, past), rows]
+        actions += [alone if length else FillNoise(0, past), rows, *hidden]
     results = _runner(model, folder, "decoder", ops, 1).run(actions)
-    logits, caches = results[::2], results[1::2]
+    step = 2 + len(hidden)
+    logits, caches = results[::step], results[1::step]
 
     def history(i: int) -> np.ndarray:
         """Return the rows of cache i before the pass, [B, H, LONGEST, D]."""
@@ -94,13 +104,17 @@ def measure_error(model: ModelEntry, folder: Path, ops: str) -> float:
         return np.stack([np.pad(x, ((0, 0), (0, LONGEST - x.shape[1]), (0, 0))) for x in rows])
 
     several = BatchedPass(BATCHED, texts, 0, packed=is_packed)
-    _, batched_logits, batched_caches = _runner(model, folder, BATCHED, ops, len(SEQUENCES)).run(
-        [FillCaches(history), several, ReadRows(0, LONGEST)]
+    runner = _runner(model, folder, BATCHED, ops, len(SEQUENCES))
+    _, batched_logits, batched_caches, *batched_hidden = runner.run(
+        [FillCaches(history), several, ReadRows(0, LONGEST), *hidden]
     )
     errors, first = [0.0], 0
     for i, (past, length) in enumerate(SEQUENCES):
         if length:
             errors.append(_relative(batched_logits[first : first + length], logits[i][:length]))
+        for states in batched_hidden if length else []:
+            expected = results[step * i + 2][past : past + length]
+            errors.append(_relative(states[first : first + length], expected))
         first += length
         for rows, expected in zip(batched_caches, caches[i], strict=True):
             errors.append(_relative(rows[i, :, : past + length], expected))

@@ -17,7 +17,16 @@ from ..graph.graphs import GraphFile
 from ..progress import Advance
 from .reference import Reference
 from .row_errors import ErrorCheck
-from .runner import Action, FillCaches, FillNoise, PassAction, ReadRows, RepeatRows, Runner
+from .runner import (
+    Action,
+    FillCaches,
+    FillNoise,
+    PassAction,
+    ReadHiddenStates,
+    ReadRows,
+    RepeatRows,
+    Runner,
+)
 
 # Pass lengths that are tested for invariance. Each is at most twice the previous one, including
 # PREFILL_LENGTH and `chunk_length`, so that lengths in between count as tested.
@@ -84,6 +93,11 @@ def segment_actions(
         for row in (0, length // 2) if is_decoder else (0,):
             after = functools.partial(_compare_logits, part, error_check, start + row, length - row)
             actions.append(PassAction(name, tokens, start, row, packed=is_decoder, then=after))
+            if layers := runner.geometry.hidden_layers:
+                compare = functools.partial(
+                    part.compare_hidden_states, error_check, "hidden", layers, start
+                )
+                actions.append(ReadHiddenStates(then=compare))
         actions.append(FillNoise(start + kept, start + len(tokens)))
     names = runner.geometry.cache_names()
     compare_cache = functools.partial(_compare_cache, names, part, error_check)

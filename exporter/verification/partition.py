@@ -26,6 +26,7 @@ from specedge.errors import ParityError
 from ..checkpoint.lazy_tensors import LazyTensor
 from ..checkpoint.placeholders import BufferPool
 from ..graph.external_data import FILE, TORCH_TYPES, LazyWeights, chunks, map_tensor
+from ..tracing.hidden_states import RETURNED
 
 PART_BYTES = 200_000_000  # maximum float32 weights of a subgraph
 _CACHE = re.compile(r"(past_key_values|present)\.(\d+)\.([\w.]+)")
@@ -46,6 +47,8 @@ class Subgraph:
 
 class PartitionedGraph:
     """Graph file that is split into subgraphs.
+
+    `last` is the one that joins hidden states, which is in no layer; it is empty without them.
 
     Args:
         path: Graph file.
@@ -77,6 +80,7 @@ class PartitionedGraph:
             if node.op_type in ("Cast", "Transpose", "Reshape") and self._is_large(node.input[0]):
                 self._computed[node.output[0]] = node
         self.first: list[str] = []
+        self.last = self._last_subgraph()
         self.parts = self._split(first)
         self._origins: dict[str, tuple[int, int]] = {}  # layer of a value, and index from its end
         self._shared: set[str] = set()  # values that several layers read
@@ -84,7 +88,11 @@ class PartitionedGraph:
 
     def model(self, index: int) -> bytes:
         """Serialize a subgraph; the caller passes the constants of `computed` to the session."""
-        part, model = self.parts[index], onnx.ModelProto()
+        return self.serialize(self.parts[index])
+
+    def serialize(self, part: Subgraph) -> bytes:
+        """Serialize a subgraph, as `model` does."""
+        model = onnx.ModelProto()
         model.ir_version = self._model.ir_version
         model.opset_import.extend(self._model.opset_import)
         graph = model.graph
@@ -226,10 +234,26 @@ class PartitionedGraph:
         stored = self._stored.get(name)
         return name in self._computed or (stored is not None and bool(stored.external_data))
 
+    def _last_subgraph(self) -> Subgraph:
+        """Return the nodes that only join hidden states, which many layers compute."""
+        outputs = (value.name for value in self._model.graph.output)
+        name = next((name for name in outputs if name in RETURNED), "")
+        part = Subgraph(outputs=[name])
+        nodes = {output: node for node in self._model.graph.node for output in node.output}
+        while (node := nodes.get(name)) is not None:
+            part.nodes.insert(0, node)
+            part.constants += [n for n in node.input if self._is_constant(n)]
+            part.inputs = sorted({n for n in node.input if n} - {*part.constants})
+            if node.op_type in ("Concat", "Sum"):
+                break
+            (name,) = part.inputs
+        return part
+
     def _split(self, first: list[str] | None) -> list[Subgraph]:
         parts, layers = [Subgraph()], set[str]()
+        skipped = {*self._computed, *(node.output[0] for node in self.last.nodes)}
         for node in self._model.graph.node:
-            if node.output[0] in self._computed:
+            if node.output[0] in skipped:
                 continue
             used = [n for n in dict.fromkeys(node.input) if n and self._is_constant(n)]
             large = [name for name in used if self._is_large(name)]
@@ -255,7 +279,7 @@ class PartitionedGraph:
         """Find each subgraph's inputs and outputs."""
         readers: defaultdict[str, set[int]] = defaultdict(set)
         graph_outputs = {value.name for value in self._model.graph.output}
-        later = set[str]()
+        later = {*self.last.inputs}
         num_after: defaultdict[int, int] = defaultdict(int)  # values of a layer in later subgraphs
         for part in reversed(self.parts):
             reads = {n for x in part.nodes for n in x.input if n and not self._is_constant(n)}

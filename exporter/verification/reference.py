@@ -31,8 +31,10 @@ from ..libraries import quiet
 from ..progress import Advance
 from ..tracing.families import eager_functions
 from ..tracing.geometry import Geometry
+from ..tracing.hidden_states import HiddenStateRecorder
 from .exact_model import ROUNDINGS, RoundingNoiseMode, exact_arithmetic
-from .row_errors import float32_error_bounds, row_errors
+from .fused_states import FusedStates
+from .row_errors import ErrorCheck, float32_error_bounds, row_errors
 
 MAX_COMPLETE_LENGTH = 1024  # context length up to which all positions are compared
 MAX_SMALL_PARAMETERS = 50_000_000  # maximum parameters of a small model
@@ -56,8 +58,10 @@ class Reference:
         history: Returns the rows of cache i before `start`, [H, start, D].
         logits: Logits, [n, V].
         caches: Keys and values of each layer, [H, n, D] each.
+        hidden: Hidden states that passes return, of each layer, [n, F] each.
         logits_float32: Float32 errors of logits relative to their row, [n].
         caches_float32: Float32 errors of caches relative to their row, [H, n] each.
+        hidden_float32: Float32 errors of hidden states relative to their row, [n] each.
         logits_pytorch: Absolute errors of PyTorch's float32 logits, [n].
         is_exact: True if the results are computed in float64.
         num_experts: Number of experts per layer.
@@ -69,8 +73,10 @@ class Reference:
     history: History
     logits: np.ndarray
     caches: list[np.ndarray]
+    hidden: list[np.ndarray]
     logits_float32: np.ndarray
     caches_float32: list[np.ndarray]
+    hidden_float32: list[np.ndarray]
     logits_pytorch: np.ndarray
     is_exact: bool = True
     num_experts: int = 0
@@ -80,6 +86,30 @@ class Reference:
     def end(self) -> int:
         """Position after the last token."""
         return self.start + len(self.tokens)
+
+    def compare_hidden_states(
+        self,
+        error_check: ErrorCheck,
+        quantity: str,
+        layers: Sequence[int],
+        start: int,
+        actual: np.ndarray,
+    ) -> None:
+        """Compare the hidden states of `layers` from position `start` on, [T, F], one by one.
+
+        Layers differ in magnitude. Rows after the segment's end are padding.
+        """
+        ends = np.cumsum([states.shape[1] for states in self.hidden])
+        if actual.shape[1:] != (ends[-1],):
+            raise ParityError(f"{error_check.role}: hidden states have shape {actual.shape}")
+        actual = actual[: self.end - start]
+        rows = slice(start - self.start, start - self.start + len(actual))
+        parts = np.split(actual, ends[:-1], 1)
+        pairs = zip(parts, self.hidden, self.hidden_float32, strict=True)
+        for layer, (values, states, float32) in zip(layers, pairs, strict=True):
+            largest = float(np.abs(states).max())
+            name = f"hidden state {layer}"
+            error_check.compare(quantity, name, values, states[rows], float32[rows], start, largest)
 
 
 def compared_positions(geometry: Geometry, num_parameters: int) -> list[tuple[int, int]]:
@@ -113,6 +143,7 @@ def compute_references(
     segments: Sequence[tuple[int, int]] | None = None,
     exact: bool = True,
     earlier: Sequence[np.ndarray] = (),
+    fused: FusedStates | None = None,
 ) -> list[Reference]:
     """Run PyTorch over segments of the context.
 
@@ -129,6 +160,7 @@ def compute_references(
             `compared_positions` by default.
         exact: Compute the results in float64.
         earlier: Rows of each cache, [H, n, D], to repeat before the first segment.
+        fused: Hidden states that passes of a draft read.
 
     Raises:
         ParityError: The model's logits are meaningless in float32, or its routers have near-ties.
@@ -144,7 +176,9 @@ def compute_references(
         history = _earlier_rows(start, caches, geometry)
         left_out = 0
         for _ in range(MAX_RESAMPLINGS):
-            part, near = _compute_segment(model, sources, tokens, start, history, geometry, exact)
+            part, near = _compute_segment(
+                model, sources, tokens, start, history, geometry, exact, fused
+            )
             if not near.any():
                 break
             # Tokens before the first near-tie do not change, so the number decreases.
@@ -190,16 +224,20 @@ def _compute_segment(
     history: History,
     geometry: Geometry,
     exact: bool,
+    fused: FusedStates | None = None,
 ) -> tuple[Reference, np.ndarray]:
     """Return the results of a segment, and the positions of routing near-ties."""
     logits: list[np.ndarray] = []
     logits_errors: list[np.ndarray] = []
     pytorch_errors: list[np.ndarray] = []
     caches: list[np.ndarray] = []
+    hidden: list[np.ndarray] = []
     choices: RoutingRecorder | None = None
     if exact:
         with _arithmetic(model, sources, exact=True) as choices:
-            caches = _run_passes(model, tokens, start, history, geometry, choices, logits.append)
+            caches, hidden = _run_passes(
+                model, tokens, start, history, geometry, choices, logits.append, fused=fused
+            )
         logits = [np.concatenate([part[0] for part in logits])]
 
     def compare(rounded_logits: np.ndarray) -> None:
@@ -213,23 +251,30 @@ def _compute_segment(
         pytorch_errors.append(off[0] if exact else off.max(0))
 
     with _arithmetic(model, sources, exact=False) as rounded:
-        rounded_caches = _run_passes(
-            model, tokens, start, history, geometry, rounded, compare, ROUNDINGS
+        rounded_caches, rounded_hidden = _run_passes(
+            model, tokens, start, history, geometry, rounded, compare, ROUNDINGS, fused
         )
     caches = caches or [cache[:1] for cache in rounded_caches]
+    hidden = hidden or [states[:1] for states in rounded_hidden]
     choices = choices or rounded.of_first_sequence()
     expected = np.concatenate(logits)
+    caches_float32, hidden_float32 = (
+        [
+            float32_error_bounds(row_errors(a, b).max(0), b[0])
+            for a, b in zip(rounded_values, values, strict=True)
+        ]
+        for rounded_values, values in ((rounded_caches, caches), (rounded_hidden, hidden))
+    )
     reference = Reference(
         tokens.copy(),
         start,
         history,
         expected,
         [cache[0] for cache in caches],
+        [states[0] for states in hidden],
         float32_error_bounds(np.concatenate(logits_errors), expected),
-        [
-            float32_error_bounds(row_errors(a, b).max(0), b[0])
-            for a, b in zip(rounded_caches, caches, strict=True)
-        ],
+        caches_float32,
+        hidden_float32,
         np.concatenate(pytorch_errors),
         exact,
         choices.num_experts,
@@ -265,12 +310,15 @@ def _run_passes(
     choices: RoutingRecorder,
     on_logits: Callable[[np.ndarray], None],
     batch: int = 1,
-) -> list[np.ndarray]:
+    fused: FusedStates | None = None,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Run PyTorch over tokens after `start` rows of cache, in chunks to limit memory.
 
     `on_logits` is called with the logits [B, t, V] of each chunk, where B is `batch`. Returns the
-    rows that are added to the caches, [B, H, n, D] each.
+    rows that are added to the caches, [B, H, n, D] each, and hidden states, [B, n, F] each.
     """
+    recorder = HiddenStateRecorder(model, geometry.hidden_layers)
+    states: list[list[torch.Tensor]] = []
     cache = DynamicCache()
     cache.layers = [
         _ContinuedCacheLayer(history, start, layer)
@@ -281,8 +329,16 @@ def _run_passes(
         at = cache.get_seq_length()
         positions = torch.arange(at, at + ids.shape[1])[None]
         choices.positions = slice(at - start, at - start + ids.shape[1])
-        on_logits(model(ids, position_ids=positions, use_cache=True, **caches).logits.numpy())
-    return [t.numpy() for x in cache.layers for t in (x.keys, x.values)]
+        options = {}
+        if fused is not None:
+            rows = torch.from_numpy(fused.rows(at, ids.shape[1])).expand(batch, -1, -1)
+            options["hidden"] = rows.double() if batch == 1 else rows
+        with recorder.recorded():
+            output = model(ids, position_ids=positions, use_cache=True, **caches, **options)
+        on_logits(output.logits.numpy())
+        states.append(recorder.take())
+    hidden = [torch.cat(parts, 1).numpy() for parts in zip(*states, strict=True)]
+    return [t.numpy() for x in cache.layers for t in (x.keys, x.values)], hidden
 
 
 class _ContinuedCacheLayer(DynamicLayer):

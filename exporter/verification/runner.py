@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -23,7 +23,9 @@ from ..graph.graphs import GraphFile
 from ..libraries import translate_errors
 from ..progress import Advance
 from ..tracing.geometry import Geometry
+from ..tracing.hidden_states import HIDDEN_STATES
 from . import partition
+from .fused_states import FusedStates
 from .partition import RepresentativeParts, find_representatives
 from .source_states import SourceStates
 from .subgraph import SubgraphSession, Values, open_session, unpacked_options
@@ -94,7 +96,17 @@ class ReadRows:
     then: Callable[[str, np.ndarray], Any] = lambda name, rows: rows
 
 
-Action = PassAction | FillCaches | FillNoise | RepeatRows | ReadRows
+@dataclass(frozen=True)
+class ReadHiddenStates:
+    """Copy the hidden states that the previous pass returned, [T, F].
+
+    `then` maps them to the result.
+    """
+
+    then: Callable[[np.ndarray], Any] = lambda states: states
+
+
+Action = PassAction | FillCaches | FillNoise | RepeatRows | ReadRows | ReadHiddenStates
 
 
 class Runner:
@@ -102,7 +114,8 @@ class Runner:
 
     A batched graph, whose passes have several sequences, takes the decoder's place. `lazy` are
     weights by offset, which a large model's weights file may lack. `source` is that of passes of an
-    encoder-decoder that have none, and `open_source` computes others.
+    encoder-decoder that have none, and `open_source` computes others. `fused` are the hidden states
+    that passes of a draft read, by position.
     """
 
     def __init__(
@@ -115,9 +128,10 @@ class Runner:
         batch: int = 1,
         source: SourceStates | None = None,
         open_source: Callable[[np.ndarray], SourceStates] | None = None,
+        fused: FusedStates | None = None,
     ) -> None:
         self.folder, self.geometry, self.ops = folder, geometry, ops
-        self.lazy = lazy
+        self.lazy, self.fused = lazy, fused
         self.source, self._open_source = source, open_source
         self.files = {file.name: file for file in files}
         self._main = "decoder" if "decoder" in self.files else files[0].name
@@ -126,6 +140,7 @@ class Runner:
         shapes = (state.sizes(geometry.capacity, batch) for state in geometry.states)
         self._shapes = dict(zip(geometry.cache_names(), shapes, strict=True))
         self._splits: dict[str, partition.PartitionedGraph] = {}
+        self._last_sessions: dict[str, SubgraphSession] = {}
         self.num_stages = 1
         if self.in_parts:
             # ONNX Runtime adds casts around operators without 16-bit CPU kernels.
@@ -201,21 +216,43 @@ class Runner:
                         session.fill_noise(action.start, action.end)
                     elif isinstance(action, RepeatRows):
                         session.repeat(action.length, action.end)
-                    else:
+                    elif isinstance(action, FillCaches):
                         session.fill({n: action.history(index[n]) for n in session.caches})
                 advance(1)
+        last = 0
+        for i, action in enumerate(actions):
+            if isinstance(action, PassAction):
+                last = i
+            elif isinstance(action, ReadHiddenStates):
+                name = cast(PassAction, actions[last]).name
+                results[i] = action.then(self._hidden_states(name, passes[last])[0])
         return results
 
+    def _hidden_states(self, file: str, values: Values) -> np.ndarray:
+        """Return the hidden states of a pass from the values that are read after it. [1, T, F]"""
+        if not self.in_parts:
+            return values[self.geometry.hidden_output]
+        split = self._splits[file]
+
+        def open_(name: str, _: bool) -> ort.InferenceSession:
+            return self._load(name, ort.SessionOptions(), split.serialize(split.last))
+
+        if file not in self._last_sessions:
+            self._last_sessions[file] = SubgraphSession({}, self._dtype, open_)
+        return self._last_sessions[file].run(file, False, values)[self.geometry.hidden_output]
+
     def _constants(self, action: PassAction) -> Values:
+        if self.fused is not None:
+            return {HIDDEN_STATES: self.fused.rows(action.past_length, len(action.tokens))}
         source = self.source
         if action.source is not None and self._open_source is not None:
             source = self._open_source(action.source)
         return {} if source is None else source.inputs(self.geometry, self._dtype)
 
     def _readable(self, file: str, number: int, values: Values) -> Values:
-        """Select the values that subgraphs after `number` read; a whole graph has none."""
+        """Select the values that are read after subgraph `number`, or after a whole graph."""
         parts = self._splits[file].parts if self.in_parts else []
-        later = parts[number].later if number < len(parts) else ()
+        later = parts[min(number, len(parts) - 1)].later if parts else {self.geometry.hidden_output}
         return {name: value for name, value in values.items() if name in later}
 
     def check_files(self) -> None:

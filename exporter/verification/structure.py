@@ -17,6 +17,7 @@ from specedge.errors import ExportError
 
 from ..graph.nodes import GqaInput
 from ..libraries import translate_errors
+from ..tracing.hidden_states import HIDDEN_STATES, RETURNED
 from .exact_graph import ExactGraph, attributes, cast_arrays, inputs_by_name, visible_inputs
 from .exact_nodes import Array
 from .reference import Reference, chunk_length
@@ -81,6 +82,9 @@ def _check_pass(
             return np.array([part.start + at], np.int64)
         if name == "logits_from":
             return np.zeros(1, np.int64)
+        if name == HIDDEN_STATES:
+            assert runner.fused is not None
+            return runner.fused.rows(part.start + at, len(part.tokens[rows])).astype(np.float64)
         if name in constants:
             return constants[name]
         i = names.index(name)
@@ -91,6 +95,10 @@ def _check_pass(
 
     first, end = part.start + at, min(part.start + rows.stop, part.end)
     for name, value in graph.run(input_value, node_check or (lambda node, inputs: None)):
+        if name in RETURNED:
+            layers = geometry.hidden_layers
+            part.compare_hidden_states(error_check, "structure", layers, first, value[0])
+            continue
         if name == "logits":
             actual, expected, float32 = value[0], part.logits[rows], part.logits_float32[rows]
         else:

@@ -8,6 +8,7 @@ from .bundle import (
     MAX_MANIFEST_SIZE,
     Bundle,
     pack_ids,
+    unpack_ids,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "MAX_MANIFEST_SIZE",
     "Bundle",
     "pack_ids",
+    "unpack_ids",
 ]

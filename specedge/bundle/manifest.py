@@ -356,6 +356,11 @@ class ModelEntry:
                     f"error_ratio must be at most {ERROR_MULTIPLE:g} without a tolerance"
                 )
 
+    @property
+    def reads_hidden(self) -> bool:
+        """True for a draft model that reads hidden states of the target."""
+        return self.hidden is not None and self.hidden.draft_size is not None
+
     def _check_hidden(self, names: list[tuple[str, str]]) -> None:
         hidden = self.hidden
         reads_other_states = hidden is not None and hidden.draft_size not in (None, hidden.size)

@@ -136,6 +136,7 @@ def _model_lines(bundle: Bundle, role: str, model: ModelEntry) -> list[str]:
         f" for {model.capacity} rows",
         *_encoder_lines(model),
         *_mask_lines(model),
+        *_hidden_lines(model),
         *(
             line
             for ops, parity in model.parity.items()
@@ -158,6 +159,18 @@ def _mask_lines(model: ModelEntry) -> list[str]:
     if model.mask_token is None:
         return []
     return [f"  drafts         in one pass, by mask token {model.mask_token}"]
+
+
+def _hidden_lines(model: ModelEntry) -> list[str]:
+    if (hidden := model.hidden) is None:
+        return []
+    layers = ", ".join(map(str, hidden.layers))
+    if hidden.draft_size is None:
+        return [f"  hidden states  inputs of layers {layers}, {hidden.size} channels"]
+    return [
+        f"  hidden states  the target's inputs of layers {layers}, {hidden.size} channels, read as"
+        f" {hidden.draft_size}"
+    ]
 
 
 def _graph_lines(model: ModelEntry, ops: str, parity: ParityReport) -> list[str]:

@@ -278,9 +278,8 @@ def make_audited_pair(
     longest = chunk_length(bundle.target.capacity)
     first = longest_invariant(target.invariant_lengths, longest)
     sizes = {"target": bundle.target, "draft": bundle.draft or bundle.target}
-    return AuditedPair(
-        target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first, bundle.readings()
-    )
+    k, readings = bundle.num_draft_tokens, bundle.readings()
+    return AuditedPair(target, draft, sizes, k, tolerance, prompts, first, readings=readings)
 
 
 def make_batched_check(

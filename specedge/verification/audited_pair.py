@@ -77,11 +77,11 @@ class AuditedPair:
         tolerance: Largest difference of two correct graphs, relative to the largest value.
         prompts: Prompts of the checks.
         max_first_length: Longest first pass; see `SpeculativeDecoder`.
-        readings: The draft's tokens for each of the target's; None if they are the same.
         parts: Parts of the decoder.
         noise: Largest dependence of logits on the pass length, by role.
         seconds_per_pass: Seconds of a step of the target with a draw.
         memory: Memoized models by role.
+        readings: The draft's tokens for each of the target's; None if they are the same.
     """
 
     target: CachedModel
@@ -91,11 +91,11 @@ class AuditedPair:
     tolerance: float
     prompts: list[AuditPrompt]
     max_first_length: int = 1
-    readings: TokenReadings | None = None
     parts: DecoderParts = field(default_factory=DecoderParts)
     noise: dict[str, float] = field(default_factory=dict)
     seconds_per_pass: float = 0.0
     memory: dict[str, MemoizedModel] = field(default_factory=dict)
+    readings: TokenReadings | None = None
 
     @property
     def roles(self) -> list[str]:

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)  # fmt: skip
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import specedge
@@ -21,6 +30,7 @@ from specedge.cli import cli
 from specedge.errors import BundleError, ExportError
 from specedge.exporter import Progress, export
 from specedge.exporter.hosts.host_graphs import embed
+from specedge.exporter.tokenizers.vocabulary_map import map_vocabularies
 from specedge.sampling_options import Sampling
 from specedge.verification import audit
 from specedge.verification.report import PASSED
@@ -30,11 +40,12 @@ PROMPT = "def parse(self, naïve):\n    return ["
 SIZES = {"layers": 1, "context": CONTEXT, "kv_heads": 2}
 
 
-def sentencepiece(num_merges=300):
+def sentencepiece():
     """A tokenizer with byte fallback that adds a token before a text."""
-    texts = [inspect.getsource(module).replace(" ", "▁") for module in (argparse, json)]
+    texts = [inspect.getsource(module).replace(" ", "▁") for module in (argparse, inspect, json)]
     trained = Tokenizer(models.BPE())
-    trainer = trainers.BpeTrainer(vocab_size=num_merges, show_progress=False)
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁?\w+"), "isolated")
+    trainer = trainers.BpeTrainer(vocab_size=330, show_progress=False)
     trained.train_from_iterator(texts, trainer)
     model = json.loads(trained.to_str())["model"]
     pieces = sorted(model["vocab"], key=model["vocab"].get)
@@ -50,12 +61,6 @@ def sentencepiece(num_merges=300):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def texts_of(tokenizer):
-    """The text that each token adds after another one, by token."""
-    after = [tokenizer.decode([t, t])[len(tokenizer.decode([t])) :] for t in range(len(tokenizer))]
-    return {text: t for t, text in reversed([*enumerate(after)]) if "\ufffd" not in text}
-
-
 class Made:
     """A draft that is the target with noise, whose rows are those of equal tokens."""
 
@@ -64,13 +69,12 @@ class Made:
         target = make_model(make_config("llama", **SIZES))
         config = make_config("llama", **SIZES, vocab_size=len(draft_tokenizer))
         draft, noisy = make_model(config, seed=3), add_noise(target, 0.02)
-        token_of, draft_token_of = texts_of(tokenizer), texts_of(draft_tokenizer)
+        backends = [one.backend_tokenizer for one in (tokenizer, draft_tokenizer)]
+        shared = map_vocabularies(*backends, (512, len(draft_tokenizer)), {0: 2})
         weights = noisy.state_dict()
         for name, rows in draft.state_dict().items():
             if rows.shape[0] == len(draft_tokenizer):
-                rows = rows.clone()
-                for text in token_of.keys() & draft_token_of.keys():
-                    rows[draft_token_of[text]] = weights[name][token_of[text]]
+                rows[[*shared.draft_ids]] = weights[name][[*shared.target_ids]]
                 weights[name] = rows
         draft.load_state_dict(weights)
         self.draft = save(draft, draft_tokenizer, folder / "draft")
@@ -152,9 +156,10 @@ def test_acceptance_is_measured_through_the_map(made):
     greedy = acceptances(made.pipeline, made.prompt(), text, Sampling())
     sampled = acceptances(made.pipeline, made.prompt(), text, Sampling(1.0))
     assert len(greedy) == len(sampled) == 60
-    assert np.mean(greedy) > 0.3
+    assert np.mean(greedy) > 0.1
+    assert np.mean(sampled) > 0.2
     rates = made.bundle.draft.acceptance
-    assert rates.greedy > 0.2
+    assert rates.greedy > 0.1
     assert rates.sampled > 0.2
     k = {"num_draft_tokens": 1, "ignore_eos": True}
     stats = made.pipeline.generate(made.prompt(), 60, **k).stats

@@ -1,10 +1,8 @@
 """Graphs in another basis compute the same function."""
 
 import functools
-import json
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -57,9 +55,11 @@ def with_gains(model):
 class Changed:
     """A model's decoders in another basis."""
 
-    def __init__(self, model, folder, ops="onnx"):
+    def __init__(self, model, folder, ops="onnx", hidden_layers=()):
         folder.mkdir()
-        self.before = traced(with_gains(model), folder, ops, joins_products=False)
+        self.before = traced(
+            with_gains(model), folder, ops, joins_products=False, hidden_layers=hidden_layers
+        )
         self.folder = folder.with_name("changed")
         self.folder.mkdir()
         path = folder / self.before.files["decoder"].source.file_name(ops)
@@ -158,15 +158,35 @@ def test_a_tied_head_that_cannot_be_rotated_stays_tied(changed, kind, num_mixed)
     assert sum("hadamard" in value.name for value in mixed) == num_mixed
 
 
-def test_decoder_metadata_records_the_rotation(changed):
-    found = changed("llama")
-    properties = {
-        p.key: p.value for p in onnx.load(found.path, load_external_data=False).metadata_props
-    }
-    assert (
-        Rotation(**json.loads(properties[rotation_rewriter.ROTATION_PROPERTY]))
-        == found.transforms.rotation
-    )
+EVERY_STATE = (0, 1, 2, 3)  # of two layers
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("llama", EVERY_STATE),
+        slow("llama", (3,)),
+        slow("granite", EVERY_STATE),
+        slow("qwen3", (2,)),
+    ],
+)
+def test_hidden_states_of_a_rotated_graph_are_in_the_original_basis(kind, layers, tmp_path):
+    model = model_of(kind) if kind == "llama" else make_eager(ARCHITECTURES[kind][1]())
+    found = Changed(model, tmp_path / "before", "gqa", layers)
+    assert found.transforms.rotation is not None
+    assert found.outputs(found.path)["hidden"].shape[-1] == model.config.hidden_size * len(layers)
+    assert found.difference() < 2e-5
+
+
+@pytest.mark.parametrize("kind", [slow("gemma3_text"), slow("gpt2")])
+def test_hidden_states_of_a_graph_that_is_not_rotated_are_unchanged(kind, tmp_path):
+    model = make_eager(ARCHITECTURES[kind][1]())
+    assert Changed(model, tmp_path / "before", "onnx", EVERY_STATE).difference() < 2e-5
+
+
+def test_hidden_states_in_the_rotated_basis_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rotation_rewriter, "_restore_hidden_states", lambda *arguments: None)
+    assert Changed(model_of("llama"), tmp_path / "before", hidden_layers=(1,)).difference() > 0.1
 
 
 def test_rotation_spreads_outlier_channels(changed):

@@ -1,0 +1,454 @@
+"""EAGLE-3 heads (Li et al. 2025): draft models that read hidden states of their target.
+
+A head has one decoder layer or a few, of which the first reads the embedding of a token beside a
+hidden state. Published heads have three formats: that of SafeAILab and AngelSlim, with the tensors
+`midlayer.*`; that of NVIDIA, which adds `eagle_config`; and that of speculators, with `layers.N.*`.
+The forward pass is that of SafeAILab/EAGLE, `eagle/model/cnets.py`, with the variants of
+speculators 0.9, `models/eagle3/core.py`.
+
+F channels of the target's concatenated hidden states, H of the head's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModel
+
+from specedge.bundle.manifest import HiddenStates
+from specedge.errors import CheckpointError, PairError
+
+from .. import internals
+from ..libraries import first_line, quiet
+
+MODEL_TYPE = "eagle3"
+_LAYER_TYPES = ("llama", "qwen3")
+_FORMAT, _SPECULATORS = "eagle_config", "speculators_model_type"
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_NUM_STATES = 3  # hidden states of the target, unless the config lists their layers
+# Fields of a checkpoint that do not belong to the config of the head's layers.
+_OTHER_FIELDS = ("architectures", "auto_map", "model_type", "transformers_version")
+# Tensors that inference does not read, by the end of their names.
+_UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "inv_freq")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Drafters of other kinds that are published for a target, by a mark of their configs.
+_UNSUPPORTED = {
+    "dflash_config": "a DFlash drafter, which drafts a block of tokens in one pass",
+    "medusa_num_heads": "a set of Medusa heads, which need tree attention to be fast",
+}
+_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Config of an EAGLE-3 head, in place of a config of transformers.
+
+    Attributes:
+        layers: Config of its decoder layers, of transformers.
+        columns: Number of columns of its LM head.
+        target_size: Hidden size of the target.
+        states: Layers of the target whose inputs the head reads, as in `HiddenStates.layers`; None
+            for the default of EAGLE-3.
+        norm_before_residual: True if the residual stream begins with the normalized hidden state.
+        norm_before_fc: True if the concatenated hidden states are normalized.
+        fc_norm: True if each of them is normalized.
+        norm_output: True if further draft tokens read normalized hidden states.
+        verifier: Name of the target that it was trained for.
+    """
+
+    layers: Any
+    columns: int
+    target_size: int
+    states: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    verifier: str | None = None
+
+    model_type = MODEL_TYPE
+    is_encoder_decoder = False
+
+    def get_text_config(self, **options: object) -> Any:
+        """Return the config of the layers."""
+        return self.layers
+
+    @property
+    def num_states(self) -> int:
+        """Number of hidden states of the target that are concatenated."""
+        return _NUM_STATES if self.states is None else len(self.states)
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if the LM head has a reduced vocabulary."""
+        return self.columns != int(self.layers.vocab_size)
+
+    def describe(self) -> str:
+        """Describe a head that is paired with its target."""
+        count = self.layers.num_hidden_layers
+        trained_for = "" if self.verifier is None else f", trained for {self.verifier}"
+        return (
+            f"the draft is an EAGLE-3 head of {count} layer{'s' if count > 1 else ''}, with "
+            f"{self.columns} tokens{trained_for}; it reads what enters the target's layers "
+            f"{', '.join(map(str, self.hidden.layers))}, counted from 0"
+        )
+
+    @property
+    def hidden(self) -> HiddenStates:
+        """Hidden states of the manifest, of a head that is paired with its target."""
+        assert self.states is not None
+        size = self.num_states * self.target_size
+        return HiddenStates(self.states, size, int(self.layers.hidden_size))
+
+
+def is_head(raw: Mapping[str, Any]) -> bool:
+    """Return True for the content of an EAGLE-3 head's config.json."""
+    architectures = raw.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return (
+        raw.get(_SPECULATORS) == MODEL_TYPE
+        or _FORMAT in raw
+        or (_SPECULATORS not in raw and "draft_vocab_size" in raw)
+        or any(isinstance(name, str) and "Eagle3" in name for name in names)
+    )
+
+
+def check_kind(where: str, raw: Mapping[str, Any]) -> None:
+    """Reject drafters of a target that are not EAGLE-3 heads by name. Raises CheckpointError."""
+    reason = next((text for key, text in _UNSUPPORTED.items() if key in raw), None)
+    architectures = raw.get("architectures")
+    if isinstance(architectures, list) and "DFlashDraftModel" in architectures:
+        reason = _UNSUPPORTED["dflash_config"]
+    if raw.get("model_type") in _ASSISTANTS:
+        reason = "a Gemma 4 assistant, which reads the key-value cache of its target"
+    if raw.get(_SPECULATORS, MODEL_TYPE) != MODEL_TYPE:
+        reason = f"a drafter of the kind '{str(raw[_SPECULATORS])[:40]}'"
+    if reason is not None:
+        raise CheckpointError(
+            f"{where} is {reason}; supported drafts are smaller models of the target's tokenizer, "
+            "EAGLE-3 heads and self:N"
+        )
+
+
+def read_config(where: str, raw: Mapping[str, Any]) -> EagleConfig:
+    """Read the config.json of an EAGLE-3 head. Raises CheckpointError."""
+    nested = raw.get(_FORMAT) or {}
+    of_layers = raw.get("transformer_layer_config", raw)
+    if not isinstance(nested, dict) or not isinstance(of_layers, dict):
+        raise CheckpointError(f"{where} has an invalid config.json; download it again")
+    if "quantization_config" in raw:
+        raise CheckpointError(f"{where} is a quantized EAGLE-3 head; specify one in 16 or 32 bits")
+    fields = {**raw, **nested}
+    if fields.get("use_aux_hidden_state", True) is False:
+        raise CheckpointError(f"{where} is a head of EAGLE-1 or 2; specify one of EAGLE-3")
+    if (verifier := raw.get("speculators_config")) is not None:
+        verifier = (verifier.get("verifier") or {}).get("name_or_path")
+    layers = _layers_config(where, of_layers)
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    config = EagleConfig(
+        layers,
+        _positive(where, "draft_vocab_size", fields, int(layers.vocab_size)),
+        _positive(where, "target_hidden_size", fields, int(layers.hidden_size)),
+        _read_states(where, fields.get(_LAYER_IDS)),
+        **{name: bool(fields.get(name, False)) for name in flags},
+        verifier=verifier if isinstance(verifier, str) else None,
+    )
+    if config.norm_before_fc and config.fc_norm:
+        raise CheckpointError(f"{where} has both norm_before_fc and fc_norm; it has one of them")
+    if config.columns > layers.vocab_size:
+        raise CheckpointError(
+            f"{where} has a draft_vocab_size of {config.columns} and a vocab_size of "
+            f"{layers.vocab_size}; download it again"
+        )
+    return config
+
+
+def _layers_config(where: str, fields: Mapping[str, Any]) -> Any:
+    """Return transformers' config of a head's decoder layers."""
+    name = fields.get("model_type", "qwen3")  # the default of speculators
+    if name not in _LAYER_TYPES:
+        raise CheckpointError(
+            f"{where} is an EAGLE-3 head with layers of the type '{str(name)[:40]}'; supported are "
+            f"{' and '.join(_LAYER_TYPES)}"
+        )
+    known = {key: value for key, value in fields.items() if key not in _OTHER_FIELDS}
+    if isinstance(types := known.get("layer_types"), list):  # possibly the target's
+        known["layer_types"] = types[: known.get("num_hidden_layers", len(types))]
+    with quiet():
+        try:
+            config = CONFIG_MAPPING[name](**known)
+        except Exception as error:
+            raise CheckpointError(
+                f"{where}: config.json cannot be read: {first_line(error)}"
+            ) from error
+    if not isinstance(config.num_hidden_layers, int) or config.num_hidden_layers < 1:
+        raise CheckpointError(f"{where}: its config.json says {config.num_hidden_layers} layers")
+    return config
+
+
+def _read_states(where: str, ids: Any) -> tuple[int, ...] | None:
+    """Return layers whose inputs are read, for ids of either convention.
+
+    Ids that begin with 1 name layers whose outputs are read; others, layers whose inputs are read
+    (SGLang's pull request 25454).
+    """
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
+        raise CheckpointError(f"{where}: {_LAYER_IDS} is {ids!r}, not a list of layers")
+    return tuple(i + 1 for i in ids) if ids[0] == 1 else tuple(ids)
+
+
+def _positive(where: str, name: str, fields: Mapping[str, Any], default: int) -> int:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{where}: {name} is {value!r}, not a number of at least 1")
+    return value
+
+
+def pair_with(config: EagleConfig, head: str, target: str, target_config: Any) -> EagleConfig:
+    """Return the config with the layers of a target, after comparing both.
+
+    Args:
+        config: Config of the head.
+        head: Name of the head.
+        target: Name of the target.
+        target_config: Config of the target's text decoder.
+
+    Raises:
+        PairError: The head does not fit the target.
+    """
+    if target_config.is_encoder_decoder:
+        raise PairError(f"target {target} is an encoder-decoder, which has no EAGLE-3 heads")
+    text = internals.decoder_text_config(target_config)
+    num_layers = text.num_hidden_layers
+    of_target = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
+    of_head = {"hidden size": config.target_size, "vocabulary": config.layers.vocab_size}
+    for name, expected in of_target.items():
+        if of_head[name] != expected:
+            raise PairError(
+                f"draft {head} was trained for a {name} of {of_head[name]}, target {target} has "
+                f"{expected}; specify the head of this target"
+            )
+    states = config.states
+    if states is None:
+        states = (2, num_layers // 2, num_layers - 3)
+    if not all(0 <= layer <= num_layers for layer in states):
+        raise PairError(
+            f"draft {head} reads hidden states at the layers {', '.join(map(str, states))}, target "
+            f"{target} has {num_layers} layers; specify the head of this target"
+        )
+    return replace(config, states=states)
+
+
+class EagleLayer(nn.Module):
+    """First decoder layer, whose attention reads an embedding beside a hidden state.
+
+    The modules are those of a layer of transformers; `hidden_norm` normalizes the hidden state.
+    """
+
+    def __init__(self, layer: Any, norm_before_residual: bool) -> None:
+        super().__init__()
+        attention = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(attention, name)
+            new = nn.Linear(2 * old.in_features, old.out_features, old.bias is not None)
+            setattr(attention, name, new)
+        self.self_attn, self.mlp = attention, layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.hidden_norm = copy.deepcopy(layer.input_layernorm)
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.norm_before_residual = norm_before_residual
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Run the layer over embeddings and hidden states. [B, T, 2 H] -> [B, T, H]"""
+        embedding, hidden = hidden_states.chunk(2, -1)
+        normalized = self.hidden_norm(hidden)
+        joined = torch.cat((self.input_layernorm(embedding), normalized), -1)
+        attended, _ = self.self_attn(hidden_states=joined, **options)
+        total = (normalized if self.norm_before_residual else hidden) + attended
+        output: torch.Tensor = total + self.mlp(self.post_attention_layernorm(total))
+        return output
+
+
+class EagleDraft(nn.Module):
+    """EAGLE-3 head with the interface of a decoder, whose passes read hidden states."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.hidden = config.hidden
+        self.model = AutoModel.from_config(copy.deepcopy(config.layers), dtype=torch.float32)
+        self.config = self.model.config
+        self.model.layers[0] = EagleLayer(self.model.layers[0], config.norm_before_residual)
+        norm_class, epsilon = type(self.model.norm), self.config.rms_norm_eps
+        self.fc = nn.Linear(self.hidden.size, self.config.hidden_size, bias=False)
+        self.input_norm = norm_class(self.hidden.size, epsilon) if config.norm_before_fc else None
+        # Not a ModuleList, which could be taken for the list of layers.
+        self.fc_norm = nn.ModuleDict(
+            {
+                str(i): norm_class(config.target_size, epsilon)
+                for i in range(config.num_states if config.fc_norm else 0)
+            }
+        )
+        self.lm_head = nn.Linear(self.config.hidden_size, config.columns, bias=False)
+        self.returned_layer = self.config.num_hidden_layers + config.norm_output
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool = True,
+        cache: Any = None,
+        hidden: torch.Tensor | None = None,
+    ) -> Any:
+        """Run a pass. [B, T], [B, T, H] -> logits [B, T, V], cache
+
+        Row i of a text reads the hidden state of token i and the embedding of token i + 1, and is
+        at position i. Without hidden states, they are zeros. Further draft tokens read those of
+        `returned_layer`, counted as in `HiddenStates.layers`.
+        """
+        embedding = self.model.embed_tokens(input_ids)
+        hidden = torch.zeros_like(embedding) if hidden is None else hidden
+        name = internals.cache_name(self.model)
+        output = self.model(
+            inputs_embeds=torch.cat((embedding, hidden), -1),
+            position_ids=position_ids,
+            use_cache=True,
+            **{name: cache},
+        )
+        logits = self.lm_head(output.last_hidden_state)
+        return SimpleNamespace(logits=logits, cache=getattr(output, name))
+
+    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what a pass reads of the target's hidden states. [B, T, F] -> [B, T, H]"""
+        if self.input_norm is not None:
+            hidden = self.input_norm(hidden)
+        if self.fc_norm:
+            parts = hidden.chunk(len(self.fc_norm), -1)
+            norms = self.fc_norm.values()
+            hidden = torch.cat([norm(x) for norm, x in zip(norms, parts, strict=True)], -1)
+        fused: torch.Tensor = self.fc(hidden)
+        return fused
+
+    def get_input_embeddings(self) -> Any:
+        """Return the embedding."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        """Return the LM head."""
+        return self.lm_head
+
+
+def build_draft(config: EagleConfig) -> EagleDraft:
+    """Build a head on the meta device."""
+    with torch.device("meta"), quiet():
+        return EagleDraft(config).eval()
+
+
+def restore_rotary(model: EagleDraft) -> None:
+    """Compute the rotary frequencies of a model that was built on the meta device."""
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+
+
+def match_tensors(
+    where: str,
+    config: EagleConfig,
+    tensors: Mapping[str, torch.Tensor],
+    num_tokens: int,
+    of_target: Callable[[str], torch.Tensor],
+) -> tuple[EagleConfig, dict[str, torch.Tensor], tuple[int, ...] | None]:
+    """Match the tensors of a checkpoint with the names of `EagleDraft`.
+
+    Columns of a reduced vocabulary are sorted by token. Norms before `fc` are those that the
+    checkpoint has, whether its config names them or not.
+
+    Args:
+        where: Role and name of the head.
+        config: Its config.
+        tensors: Tensors of its files by name.
+        num_tokens: Number of the tokenizer's ids; columns of others are removed.
+        of_target: Returns the target's "embedding" or "head", [V, H].
+
+    Returns:
+        The config, the tensors by name, and the tokens of the columns; None for all tokens.
+
+    Raises:
+        CheckpointError: Tensors are missing or unknown, or have other sizes.
+    """
+    state = {_model_name(name): tensor for name, tensor in tensors.items()}
+    d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
+    state = {name: tensor for name, tensor in state.items() if not name.endswith(_UNUSED)}
+    config = replace(
+        config,
+        norm_before_fc=config.norm_before_fc or "input_norm.weight" in state,
+        fc_norm=config.fc_norm or "fc_norm.0.weight" in state,
+    )
+    tokens = _read_tokens(where, config, d2t, t2d)
+    if _EMBEDDING not in state:
+        state[_EMBEDDING] = of_target("embedding")
+    if _HEAD not in state:
+        state[_HEAD] = of_target("head")
+        if tokens is not None:
+            state[_HEAD] = state[_HEAD].index_select(0, tokens)
+    _check_tensors(where, config, state)
+    if tokens is None:
+        return config, state, None
+    ids, columns = tokens.sort()
+    columns = columns[ids < num_tokens]
+    state[_HEAD] = state[_HEAD].index_select(0, columns)
+    return replace(config, columns=len(columns)), state, tuple(tokens[columns].tolist())
+
+
+def _model_name(name: str) -> str:
+    """Return the name in `EagleDraft` of a tensor of either format."""
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        name = name.replace("midlayer.", "layers.0.", 1)
+    inner = name.startswith(("layers.", "embed_tokens.", "norm."))
+    return f"model.{name}" if inner else name
+
+
+def _read_tokens(
+    where: str, config: EagleConfig, d2t: torch.Tensor | None, t2d: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return the token of each column of a reduced vocabulary; None if it is not reduced."""
+    if not config.is_reduced:
+        return None
+    if d2t is None or d2t.shape != (config.columns,):
+        stated = "no d2t" if d2t is None else f"a d2t of {list(d2t.shape)}"
+        raise CheckpointError(
+            f"{where} has {stated}, and a draft vocabulary of {config.columns} tokens; download "
+            "it again"
+        )
+    tokens = torch.arange(config.columns) + d2t.long()
+    ids, size = tokens.sort().values, config.layers.vocab_size
+    if bool((ids[1:] == ids[:-1]).any()) or ids[0] < 0 or ids[-1] >= size:
+        raise CheckpointError(f"{where}: its d2t does not map to different tokens below {size}")
+    if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
+        raise CheckpointError(f"{where}: its d2t and t2d name different tokens; download it again")
+    return tokens
+
+
+def _check_tensors(where: str, config: EagleConfig, state: Mapping[str, torch.Tensor]) -> None:
+    expected = build_draft(config).state_dict()
+    if missing := sorted(expected.keys() - state.keys()):
+        raise CheckpointError(f"{where} lacks weights, such as {missing[0]}; download it again")
+    if unknown := sorted(state.keys() - expected.keys()):
+        raise CheckpointError(
+            f"{where} has {unknown[0]}, which is no tensor of an EAGLE-3 head that specedge "
+            "supports"
+        )
+    for name, tensor in state.items():
+        if tensor.shape != expected[name].shape:
+            raise CheckpointError(
+                f"{where}: {name} is {list(tensor.shape)} in its files and "
+                f"{list(expected[name].shape)} by its config; use files and config of the same head"
+            )
