@@ -23,7 +23,7 @@ HEADS, SIZE, HIDDEN = 2, 8, 16
 WORDS = [f"\u2581w{i}" for i in range(VOCAB_SIZE - 5)]
 
 
-class _Graph:
+class Graph:
     """Nodes and initializers of an ONNX graph."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Graph:
 
 
 def _decoder(weights, num_layers):
-    g = _Graph()
+    g = Graph()
     length = g.op("Slice", g.op("Shape", "input_ids"), *(g.constant([i], np.int64) for i in (1, 2)))
     rows = g.constant(range(CAPACITY), np.int64)
     steps = g.op("Slice", rows, g.constant([0], np.int64), length)
@@ -102,7 +102,7 @@ def _decoder(weights, num_layers):
 
 
 def _encoder(weights, is_speech):
-    g = _Graph()
+    g = Graph()
     if is_speech:
         x = g.op("Transpose", "source", perm=[0, 2, 1])
         first, last, axis, step = (g.constant([i], np.int64) for i in (0, 2 * ROWS, 1, 2))
@@ -115,7 +115,7 @@ def _encoder(weights, is_speech):
 
 
 def _opener(weights, num_layers):
-    g = _Graph()
+    g = Graph()
     length = g.op(
         "Slice", g.op("Shape", "hidden"), *(g.constant([i], np.int64) for i in (1, 2))
     )  # fmt: skip

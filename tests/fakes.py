@@ -10,6 +10,7 @@ import numpy as np
 
 from specedge import Draft
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.observed_states import ObservedStates
 from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.planning.plans import FixedPlan
@@ -211,3 +212,88 @@ class Sure:
 
     def truncate(self, length):
         pass
+
+
+class StatesTable(TableModel):
+    """A target whose pass returns hidden states, which differ for every text. F = 2"""
+
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
+        logits = super().forward(tokens, num_rows)
+        self._return_states(len(tokens))
+        return logits
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        super().prefill(tokens)
+        self._return_states(len(tokens))
+
+    def _return_states(self, count: int) -> None:
+        ends = range(self.length - count + 1, self.length + 1)
+        self.hidden = np.array([target_state(tuple(self.rows[:end])) for end in ends], np.float32)
+
+
+class HeadTable(TableModel):
+    """A draft head whose distribution is any function of its rows: a state and a token of each.
+
+    H = 1. It returns another state for each of its texts.
+    """
+
+    def __init__(
+        self, distribution: NextToken, window: int = 64, chunk_length: int = sys.maxsize
+    ) -> None:
+        super().__init__(distribution)
+        self.observed = ObservedStates(2, window)
+        self.chunk_length = chunk_length
+        self.num_fused: list[int] = []
+
+    def fuse(self, hidden: np.ndarray) -> np.ndarray:
+        assert hidden.shape[1] == 2
+        self.num_fused.append(len(hidden))
+        return fused_state(hidden)
+
+    def forward(self, tokens, num_rows=None, hidden=None) -> Logits:
+        assert hidden is not None
+        assert hidden.shape == (len(tokens), 1)
+        states = [int(state) for state in hidden[:, 0]]
+        logits = super().forward(list(zip(states, tokens, strict=True)), num_rows)
+        self._return_states(len(tokens))
+        return logits
+
+    def prefill(self, tokens, hidden=None) -> None:
+        assert hidden is not None
+        states = [int(state) for state in hidden[:, 0]]
+        super().prefill(list(zip(states, tokens, strict=True)))
+        self._return_states(len(tokens))
+
+    def _return_states(self, count: int) -> None:
+        ends = range(self.length - count + 1, self.length + 1)
+        self.hidden = np.array([[head_state(self.rows[:end])] for end in ends], np.float32)
+
+    def _write(self, row) -> None:
+        assert self.length < self.context_length
+        self.rows[self.length :] = [row]
+        self.length += 1
+
+
+@functools.cache
+def target_state(text: tuple[int, ...]) -> tuple[int, int]:
+    """The hidden state of a text's last token."""
+    return tuple(np.random.default_rng([7, len(text), *text]).integers(1, 1000, 2).tolist())
+
+
+def fused_state(hidden: np.ndarray) -> np.ndarray:
+    return hidden[:, :1] + 1000 * hidden[:, 1:]
+
+
+def head_state(rows: Sequence[tuple[int, int]]) -> int:
+    """The state that a head returns for its last row."""
+    return _head_state(tuple(number for row in rows for number in row))
+
+
+@functools.cache
+def _head_state(numbers: tuple[int, ...]) -> int:
+    return int(np.random.default_rng([8, *numbers]).integers(1, 1000))
+
+
+def of_rows(distribution: NextToken) -> NextToken:
+    """Return a head's distribution: a target's of the numbers of its rows."""
+    return lambda rows: distribution(tuple(number for row in rows for number in row))

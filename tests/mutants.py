@@ -44,6 +44,8 @@ READING = "specedge.runtime.drafters.text_reading:TranslatedText."
 PROBABILITIES = "specedge.runtime.sampling.probabilities:"
 DISTRIBUTION = "specedge.runtime.sampling.distribution:Distribution."
 RESOLVER = "specedge.runtime.decoding.near_ties:NearTieResolver."
+DRAFT_HEAD = "specedge.runtime.drafters.draft_head:DraftHead."
+OBSERVED = "specedge.runtime.decoding.observed_states:ObservedStates."
 ASSEMBLER = "specedge.runtime.text.detokenizer:TextAssembler."
 
 
@@ -225,6 +227,39 @@ def noise_of_likely_tokens(original, self, distribution, position):
     return original(
         self, Distribution(weights * (weights >= weights.max() / 2), distribution.ids), position
     )
+
+
+# Draft heads.
+
+
+@mutant(OBSERVED + "read", "drafters/test_draft_head.py")
+def state_of_the_token_itself(original, self, start, end):
+    states = original(self, start, end)
+    return np.concatenate([states[1:], states[-1:]])
+
+
+@mutant(DRAFT_HEAD + "truncate", "drafters/test_draft_head.py")
+def rows_of_own_states_are_kept(original, self, length):
+    original(self, length)
+    self.model.observed.num_rows = self.model.length
+
+
+@mutant(OBSERVED + "truncate", "drafters/test_draft_head.py")
+def states_of_rejected_tokens_are_kept(original, self, end):
+    pass
+
+
+@mutant(DECODER + "_observe", "drafters/test_draft_head.py")
+def states_of_another_position(original, self, observer):
+    hidden = self.target.hidden
+    observer.observe(self.target.length - len(hidden), np.roll(hidden, 1, axis=0))
+
+
+@mutant(DRAFT_HEAD + "_next_row", "drafters/test_draft_head.py")
+def one_state_for_all_further_tokens(original, self, text):
+    row = yield from original(self, text)
+    self._returned = [self._returned[0] for _ in self._returned]
+    return row
 
 
 # Distributions, edits and near-ties.

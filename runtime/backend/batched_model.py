@@ -56,16 +56,18 @@ class BatchedSession(ModelSession):
             self.buffers.bind(binding, inputs, outputs)
         return binding
 
-    def run_slots(self, binding: Any, inputs: Mapping[str, Array], logits: Array) -> None:
+    def run_slots(
+        self, binding: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]
+    ) -> None:
         """Run a pass over the sequences of all slots.
 
         Args:
             binding: Binding of the buffers, and of the inputs of earlier passes.
             inputs: Inputs to bind again, by name.
-            logits: Array that receives the logits. [1, R, V]
+            outputs: Arrays that receive the logits [1, R, V] and hidden states [1, T, F], by name.
         """
         with self.translated():
-            self.buffers.bind(binding, inputs, {"logits": logits})
+            self.buffers.bind(binding, inputs, outputs)
             self.buffers.run(self._session, binding, None)
 
 
@@ -85,6 +87,9 @@ class SlotModel(Protocol):
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Run a pass of this slot alone, without logits."""
+
+    def set_hidden(self, states: Array) -> None:
+        """Set the hidden states of the slot's tokens in a shared pass. [T, F]"""
 
 
 class OrtBatchedModel:
@@ -175,14 +180,20 @@ class OrtBatchedModel:
         }
         width, padded = self._session.model.num_columns, self._session.model.padded_vocab_size
         logits = np.empty((1, len(with_logits), padded), np.float32)
+        outputs, hidden = {"logits": logits}, self._session.model.hidden
+        if hidden is not None:
+            outputs["hidden"] = np.empty((1, len(ids), hidden.size), np.float32)
         try:
-            self._session.run_slots(self._binding, self._stage(inputs), logits)
+            self._session.run_slots(self._binding, self._stage(inputs), outputs)
         except BaseException:  # perhaps an interrupt, before arrays were bound
             self._unbind_inputs()
             raise
-        rows, end = [], 0
+        rows, end, start = [], 0, 0
         for model, tokens, num_rows in feeds:
             model.cache.extend(tokens)
+            if hidden is not None:
+                model.set_hidden(outputs["hidden"][0, start : start + len(tokens)])
+                start += len(tokens)
             rows.append(logits[0, end : end + num_rows, :width])
             end += num_rows
         return rows

@@ -18,9 +18,11 @@ from pathlib import Path
 from specedge.bundle import Bundle
 from specedge.bundle.graph_scan import WeightUse, weights_of
 from specedge.bundle.graph_variants import CACHE_TYPES, attention_ops, compute_dtype
-from specedge.bundle.manifest import ENCODER, OPEN, ModelEntry, chunk_length
+from specedge.bundle.manifest import ENCODER, FUSE, OPEN, ModelEntry, chunk_length
 from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.errors import DeviceError
+
+from ..decoding.observed_states import WINDOW
 
 PROCESS = 90 * 10**6  # Python, NumPy, ONNX Runtime and this package, without models
 TOKENIZER = 11  # loaded size relative to the file's, measured with 150,000 entries
@@ -216,7 +218,7 @@ def model_memory(
         BundleError: The graph cannot be read.
     """
     largest = bundle.files[model.weights].size  # ONNX Runtime rejects tensors beyond the file
-    names = (name for name in ("decoder", ENCODER, OPEN) if model.has(name, ops))
+    names = (name for name in ("decoder", ENCODER, OPEN, FUSE) if model.has(name, ops))
     weight_uses = chain.from_iterable(
         weights_of(bundle, model.graph(name, ops).file) for name in names
     )
@@ -265,8 +267,9 @@ def _pass_bytes(
     """Return the bytes of a pass over a chunk of a prompt.
 
     These are attention scores [heads, T, S], a layer's intermediate values, the logits of all pass
-    lengths up to the verify pass for each slot, those of a pass over several slots, and two
-    distributions per row of the verify pass.
+    lengths up to the verify pass for each slot, those of a pass over several slots, two
+    distributions per row of the verify pass, and hidden states of the chunk, which a draft head
+    also keeps for each slot.
 
     The manifest states neither the hidden size nor the number of query heads. They are derived from
     the LM head, which is assumed to be the largest matrix whose size does not occur in each layer.
@@ -285,7 +288,12 @@ def _pass_bytes(
     rows = num_draft_tokens + 1 if model.mask_token is None else 2 * num_draft_tokens
     shared = slots * rows if slots > 1 else 0
     logits = model.padded_vocab_size * (slots * rows * (rows + 1) // 2 + shared + 4 * rows)
-    return int(4 * (prompt + logits))
+    hidden = 0
+    if model.hidden is not None:
+        hidden = length * (model.hidden.draft_size or model.hidden.size)
+        if model.hidden.draft_size is not None:
+            hidden += slots * WINDOW * model.hidden.size
+    return int(4 * (prompt + logits + hidden))
 
 
 def check_memory(need: PairMemory) -> None:

@@ -123,11 +123,11 @@ class ModelSession:
         shape = port.at(1, length, num_logits, length + 1)
         if (values := self._constant(port.role, length, num_logits)) is not None:
             array = self.buffers.constant(values, port.dtype)
-        elif port.role in STAGED:
+        elif port.role in STAGED or (port.role == "hidden" and port in self._signature.inputs):
             array = self.buffers.staging(shape, port.dtype)
         else:
             array = self.buffers.zeros(shape, port.dtype)
-        bound.arrays[port.name if port.role == "weights" else port.role] = array
+        bound.arrays[port.name if port.role in ("weights", "hidden") else port.role] = array
         return array
 
     def _constant(self, role: str, length: int, num_logits: int) -> Sequence[Any] | None:
@@ -163,7 +163,7 @@ class ModelSession:
                 raise
 
     def map(self, values: Array, outputs: Mapping[str, Any]) -> None:
-        """Run a graph of an encoder-decoder that has no cache.
+        """Run a graph that has no cache.
 
         Args:
             values: Its input.
@@ -189,7 +189,7 @@ class BoundPass:
     """Binding for one pass length.
 
     `inputs` and `outputs` reference every bound array by tensor name, since the binding has only
-    addresses. `arrays` has them by role, or by name for the repeated role "weights".
+    addresses. `arrays` has them by role, or by name for the roles "weights" and "hidden".
     """
 
     def __init__(self, binding: Any, cache: KeyValueCache, options: Any, length: int) -> None:

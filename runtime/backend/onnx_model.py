@@ -12,11 +12,12 @@ import numpy as np
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
 from specedge.bundle.graph_variants import has_compute_type
-from specedge.bundle.manifest import OPEN, ModelEntry, chunk_length
+from specedge.bundle.manifest import FUSE, OPEN, ModelEntry, chunk_length
 from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.errors import SpecEdgeError
 from specedge.sampling_options import Sampling
 
+from ..decoding.observed_states import ObservedStates
 from ..decoding.verification import Draft, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
@@ -59,6 +60,9 @@ class OrtModel:
             self._encoder = encoder or SourceEncoder(bundle, model, device, ops)
             self._opener = ModelSession(bundle, model, device, self._session.ops, OPEN)
         self.ops = self._session.ops
+        self._fuser = None
+        if model.has(FUSE, self.ops):
+            self._fuser = ModelSession(bundle, model, device, self.ops, FUSE)
         self.vocab_size = model.vocab_size
         ids = bundle.ids_of(model)
         self.ids = None if ids is None else np.array(ids, np.intp)
@@ -80,7 +84,13 @@ class OrtModel:
     def _reset(self, cache: KeyValueCache) -> None:
         self.cache = cache
         self.batch: OrtBatchedModel | None = None
-        self._passes: dict[tuple[int, int], BoundPass] = {}  # by numbers of tokens and logits
+        # By pass length and number of rows of logits
+        self._passes: dict[tuple[int, int], BoundPass] = {}
+        self._last_pass: tuple[BoundPass, int] | Array | None = None
+        self.observed: ObservedStates | None = None
+        states = self._session.model.hidden
+        if states is not None and states.draft_size is not None:
+            self.observed = ObservedStates(states.size)
         self._draft_graphs: list[DraftGraph] = []
         if (encoder := self._session.model.encoder) is not None:
             # Self-tests and measurements need constant states that differ by row.
@@ -109,6 +119,33 @@ class OrtModel:
         self.cache.source = source
 
     @property
+    def hidden(self) -> Array:
+        """Hidden states that the last pass returned, valid until the next pass. [T, F or H]"""
+        assert self._last_pass is not None
+        if not isinstance(self._last_pass, tuple):
+            return self._last_pass
+        bound, length = self._last_pass
+        name = "hidden" if self.observed is None else "next_hidden"
+        states: Array = self._session.buffers.fetch(bound.arrays[name])
+        return states[0, :length]
+
+    def set_hidden(self, states: Array) -> None:
+        """Set the hidden states of a pass that the model shared with others. [T, F]"""
+        self._last_pass = states
+
+    def fuse(self, hidden: Array) -> Array:
+        """Return the states that a draft head reads, for those of the target. [n, F] -> [n, H]"""
+        if self._fuser is None:
+            return hidden
+        states = self._session.model.hidden
+        assert states is not None
+        buffers = self._fuser.buffers
+        fused = buffers.zeros((1, len(hidden), states.draft_size or states.size), "float32")
+        self._fuser.map(hidden[np.newaxis], {"hidden": fused})
+        result: Array = buffers.fetch(fused)[0]
+        return result
+
+    @property
     def length(self) -> int:
         return self.cache.length
 
@@ -122,7 +159,9 @@ class OrtModel:
         """Shortest pass that is run; shorter ones are padded."""
         return self._session.min_length
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
+    def forward(
+        self, tokens: Sequence[int], num_rows: int | None = None, hidden: Array | None = None
+    ) -> Logits:
         length = len(tokens)
         num_logits = length if num_rows is None else num_rows
         padded, rows = (max(n, self._session.min_length) for n in (length, num_logits))
@@ -132,9 +171,26 @@ class OrtModel:
             bound = self._session.bind(self.cache, padded, rows, captured=is_short)
             if is_short or num_logits == length:  # not the end of a prompt
                 self._passes[padded, rows] = bound
-        self._session.run(bound, tokens)
+        self._run_pass(self._session, bound, tokens, hidden)
         end = length - (padded - rows)
         return self._scores(bound, end - num_logits, end)
+
+    def _run_pass(
+        self,
+        session: ModelSession,
+        bound: BoundPass,
+        tokens: Sequence[int],
+        hidden: Array | None = None,
+    ) -> None:
+        """Run a pass, of a draft head with a hidden state for each token, by default zeros."""
+        inputs = None
+        if self.observed is not None:
+            states = np.zeros(bound.arrays["hidden"].shape, np.float32)
+            if hidden is not None:
+                states[0, : len(hidden)] = hidden
+            inputs = {"hidden": states}
+        session.run(bound, tokens, inputs)
+        self._last_pass = bound, len(tokens)
 
     def _scores(self, bound: BoundPass, start: int, end: int) -> Logits:
         """Return some rows of a pass's logits."""
@@ -158,10 +214,10 @@ class OrtModel:
         self._session.min_length = 2
 
     def warm_up(self, lengths: Iterable[int]) -> None:
-        """Run a pass of each length, for a GPU to capture; empties the cache."""
+        """Run a pass of each length as drafters do, for a GPU to capture; empties the cache."""
         for length in lengths:
             self.truncate(0)
-            self.forward([0] * length)
+            self.forward([0] * length, 1 if self.observed else None)
         self.truncate(0)
 
     def read_longest(self) -> None:
@@ -236,12 +292,14 @@ class OrtModel:
                 return call.draft(tokens, count, history, sampling, uniforms)
         return None
 
-    def prefill(self, tokens: Sequence[int]) -> None:
+    def prefill(self, tokens: Sequence[int], hidden: Array | None = None) -> None:
         for start in range(0, len(tokens), self.chunk_length):
-            chunk = tokens[start : start + self.chunk_length]
+            part = slice(start, start + self.chunk_length)
+            chunk, states = tokens[part], None if hidden is None else hidden[part]
             length = max(len(chunk), self._session.min_length)
             # One row of unused logits: ONNX Runtime 1.28 cannot multiply an empty matrix.
-            self._session.run(self._session.bind(self.cache, length, 1), chunk)
+            bound = self._session.bind(self.cache, length, 1)
+            self._run_pass(self._session, bound, chunk, states)
 
     def shared(self, tokens: Sequence[int], source: Source | None = None) -> int:
         return self.cache.shared(tokens, source)
@@ -269,4 +327,4 @@ class OrtModel:
 
     def _drop(self) -> None:
         del self.cache, self.batch, self._passes, self._draft_graphs, self._session
-        del self._encoder, self._opener
+        del self._encoder, self._opener, self._fuser, self._last_pass, self.observed

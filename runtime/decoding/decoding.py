@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from specedge.sampling_options import Sampling
 
@@ -18,6 +18,7 @@ from .constrained_draft import propose
 from .near_ties import NearTieResolver
 from .protocols import (
     Feed,
+    HiddenStateModel,
     LanguageModel,
     NearTie,
     Operation,
@@ -25,6 +26,7 @@ from .protocols import (
     Plan,
     Round,
     RoundPlan,
+    StateObserver,
     draft_sources,
     open_source,
 )
@@ -47,7 +49,14 @@ class SpeculativeDecoder:
     the first verify pass includes both, which saves a pass. Passes of all lengths up to that one
     must be pass-length-invariant, since another K may take two passes. The first verify pass
     includes the whole rest of the prompt or one token: if K determined the split, logits could
-    differ in passes that are not invariant. `max_length` is the maximum length of a text.
+    differ in passes that are not invariant. A long prompt is prefilled `chunk_length` tokens at a
+    time, before the first round is planned. `max_length` is the maximum length of a text.
+
+    A drafter may observe the target's hidden states of each pass. It truncates them with the text.
+
+    Attributes:
+        num_reused_tokens: Number of tokens of the prompt that were in the target's cache. The
+            prompt of an encoder-decoder is its source.
     """
 
     accept_rule = staticmethod(verify)  # replaced by tests and `specedge verify --self-test`
@@ -58,6 +67,9 @@ class SpeculativeDecoder:
     resolver: NearTieResolver | None = None
     max_first_length: int = 1
     max_length: int = sys.maxsize
+    chunk_length: int = sys.maxsize
+    num_reused_tokens: int = field(default=0, init=False)
+    _observer: StateObserver | None = field(default=None, init=False)
 
     def rounds(
         self,
@@ -109,34 +121,64 @@ class SpeculativeDecoder:
             source: Source of an encoder-decoder's text; None leaves the models' sources open.
         """
         history = History(prompt, source=source)
-        self.plan.truncate(0)
+        self._observer = self.plan.begin(history)
         end = len(prompt) + max_new_tokens
         stream = Uniforms(seed)
-        num_unread = 0
+        num_unread = yield from self._prefill(history)
+        is_first = True
         while (num_left := end - len(history.tokens)) > 0:
             round_plan = self.plan.next(history, num_left)
             numbers = stream.take(2 * round_plan.num_draft_tokens + 1)
-            if num_unread:
-                num_unread = 1
-            else:
-                yield from open_source(self.target, source)
-                num_unread = yield from self._prefill(prompt, round_plan.num_draft_tokens)
+            if is_first:
+                num_draft_tokens = round_plan.num_draft_tokens
+                num_unread = yield from self._prefill_rest(prompt, num_unread, num_draft_tokens)
             round_ = yield from self._round(
                 round_plan, history, sampling, numbers, num_left, num_logprobs, num_unread
             )
+            is_first, num_unread = False, 1
             yield round_
 
-    def _prefill(self, tokens: Sequence[int], num_draft_tokens: int) -> Operations[int]:
-        """Prefill the prompt; return the number of tokens that the first verify pass includes."""
+    def _prefill(self, history: History) -> Operations[int]:
+        """Prefill the prompt's uncached chunks but the last; return the number of tokens left."""
+        source, tokens = history.source, history.tokens
+        is_new = yield from open_source(self.target, source)
         num_cached = self.target.reuse(tokens[:-1])
-        num_unread = len(tokens) - num_cached
+        if self._observer is not None:
+            num_cached = self._observer.begin(history, num_cached)
+            self.target.truncate(num_cached)
+        self.num_reused_tokens = num_cached
+        if source is not None:
+            self.num_reused_tokens = 0 if is_new else source.length
+        while (chunk_end := num_cached + self.chunk_length) < len(tokens) - 1:
+            yield Feed(self.target, tokens[num_cached:chunk_end], 0)
+            num_cached = chunk_end
+            if self._observer is not None:
+                self._observe(self._observer)
+                yield from self._observer.read()
+        return len(tokens) - num_cached
+
+    def _prefill_rest(
+        self, prompt: Sequence[int], num_unread: int, num_draft_tokens: int
+    ) -> Operations[int]:
+        """Prefill the rest of the prompt but the tokens that the first verify pass includes.
+
+        Returns:
+            Their number.
+        """
         if num_unread + num_draft_tokens > self.max_first_length:
             if num_unread > 1:
-                yield Feed(self.target, tokens[num_cached:-1], 0)
+                yield Feed(self.target, prompt[-num_unread:-1], 0)
+                if self._observer is not None:
+                    self._observe(self._observer)
             num_unread = 1
         if self.resolver:
             self.resolver.begin(self.target.length)
         return num_unread
+
+    def _observe(self, observer: StateObserver) -> None:
+        """Let a drafter observe the hidden states of the target's last pass."""
+        hidden = cast(HiddenStateModel, self.target).hidden
+        observer.observe(self.target.length - len(hidden), hidden)
 
     def _round(
         self,
@@ -166,6 +208,8 @@ class SpeculativeDecoder:
                 draft = yield from propose(drafter, history, limit, sampling, draft_uniforms)
         tokens = [*history.last(num_unread), *draft.tokens]
         logits = yield Feed(self.target, tokens, len(draft.tokens) + 1)
+        if self._observer is not None:
+            self._observe(self._observer)
         with self.stopwatch.part("sampling"):
             verdict = self.accept_rule(
                 draft, logits, sampling, history, accept_uniforms, last_uniform, is_block

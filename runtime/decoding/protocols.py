@@ -20,6 +20,7 @@ from ..sampling.history import History
 from ..sampling.logits import Logits
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.source import Source
+from .observed_states import Array, ObservedStates
 from .verification import Draft
 
 T = TypeVar("T")
@@ -71,6 +72,37 @@ class LanguageModel(Protocol):
         """Roll the cache back to its first `length` tokens."""
 
 
+class HiddenStateModel(LanguageModel, Protocol):
+    """Target whose passes return hidden states, or draft head that reads them.
+
+    Row i of a draft head's cache reads the hidden state of token i and token i + 1, and its logits
+    predict token i + 2.
+    """
+
+    @property
+    def hidden(self) -> Array:
+        """Hidden states of the last pass, valid until the next one. [T, F], of a head [T, H]"""
+
+
+class DraftHeadModel(HiddenStateModel, Protocol):
+    """Draft head with the states that it has observed."""
+
+    @property
+    def observed(self) -> ObservedStates:
+        """Observed hidden states of the target."""
+
+    def forward(
+        self, tokens: Sequence[int], num_rows: int | None = None, hidden: Array | None = None
+    ) -> Logits:
+        """Append tokens, each with a hidden state [T, H]; return logits as `LanguageModel`."""
+
+    def prefill(self, tokens: Sequence[int], hidden: Array | None = None) -> None:
+        """Append tokens, each with a hidden state [T, H], without computing logits."""
+
+    def fuse(self, hidden: Array) -> Array:
+        """Return the states that passes read, for hidden states of the target. [n, F] -> [n, H]"""
+
+
 class SourceModel(LanguageModel, Protocol):
     """Decoder of an encoder-decoder, whose constant states belong to a source."""
 
@@ -113,18 +145,36 @@ class Feed:
     """Pass of a model over further tokens of a text.
 
     The result is the logits of the last `num_rows` tokens [num_rows, V], valid until the model's
-    next pass. For 0 rows it is None, and any number of tokens may be appended.
+    next pass. For 0 rows it is None, and any number of tokens may be appended. A draft head reads a
+    `hidden` state with each token [T, H].
     """
 
     model: LanguageModel
     tokens: Sequence[int]
     num_rows: int
+    hidden: Array | None = None
 
     def run(self) -> Logits | None:
-        if self.num_rows:
+        if self.hidden is not None:
+            head = cast(DraftHeadModel, self.model)
+            if self.num_rows:
+                return head.forward(self.tokens, self.num_rows, self.hidden)
+            head.prefill(self.tokens, self.hidden)
+        elif self.num_rows:
             return self.model.forward(self.tokens, self.num_rows)
-        self.model.prefill(self.tokens)
+        else:
+            self.model.prefill(self.tokens)
         return None
+
+
+class FuseStates(NamedTuple):
+    """Computation of the states [n, H] that a draft head reads, from those of the target [n, F]."""
+
+    model: DraftHeadModel
+    states: Array
+
+    def run(self) -> Array:
+        return self.model.fuse(self.states)
 
 
 class OpenSource(NamedTuple):
@@ -247,8 +297,34 @@ class Drafter(Protocol):
         """Roll back to the first `length` tokens of the text; 0 begins another text."""
 
 
+class StateObserver(Protocol):
+    """Drafter that reads hidden states of the target."""
+
+    def begin(self, history: History, num_cached: int) -> int:
+        """Begin a text whose first `num_cached` tokens are in the target's cache.
+
+        Returns:
+            The number of them to keep: `num_cached`, or one less if this completes the states.
+        """
+
+    def observe(self, start: int, hidden: Array) -> None:
+        """Copy the hidden states [n, F] of a pass of the target over tokens from `start` on.
+
+        `truncate` drops those of rejected tokens.
+        """
+
+    def read(self) -> Operations[None]:
+        """Run passes over the states that were observed of a prompt."""
+
+
 class ModelDrafter(ABC):
-    """Base class of drafters that run passes."""
+    """Base class of drafters that run passes.
+
+    Attributes:
+        observer: This drafter, or a part of it, if it reads hidden states of the target.
+    """
+
+    observer: StateObserver | None = None
 
     @abstractmethod
     def draft(
@@ -340,6 +416,9 @@ class Plan(Protocol):
 
         K must not depend on `num_left`, else a seed's text would depend on where a request ends.
         """
+
+    def begin(self, history: History) -> StateObserver | None:
+        """Begin a text; return a drafter that has to observe hidden states of the target."""
 
     def record(self, round_: Round) -> None:
         """Record the outcome of a round."""

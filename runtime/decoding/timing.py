@@ -15,7 +15,16 @@ from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits
 from ..sampling.source import Source
-from .protocols import BatchedModel, DraftingModel, Feed, LanguageModel, SourceModel
+from .observed_states import Array, ObservedStates
+from .protocols import (
+    BatchedModel,
+    DraftHeadModel,
+    DraftingModel,
+    Feed,
+    HiddenStateModel,
+    LanguageModel,
+    SourceModel,
+)
 from .verification import Draft
 
 
@@ -111,13 +120,25 @@ class TimedModel:
         """Number of tokens of a pass without logits."""
         return getattr(self.model, "chunk_length", sys.maxsize)
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
+    @property
+    def hidden(self) -> Array:
+        """Hidden states of the last pass."""
+        return cast(HiddenStateModel, self.model).hidden
+
+    @property
+    def observed(self) -> ObservedStates | None:
+        """Observed hidden states of a draft head; None for other models."""
+        return getattr(self.model, "observed", None)
+
+    def forward(
+        self, tokens: Sequence[int], num_rows: int | None = None, hidden: Array | None = None
+    ) -> Logits:
         length, stopwatch = len(tokens), self._stopwatch
         num_rows = length if num_rows is None else num_rows
         outer = stopwatch.switch(self._part_of(length, num_rows))
         begin = stopwatch.time
         try:
-            logits = self.model.forward(tokens, num_rows)
+            logits = cast(Logits, Feed(self.model, tokens, num_rows, hidden).run())
         finally:
             stopwatch.switch(outer)
         self._count(length, num_rows, stopwatch.time - begin)
@@ -170,9 +191,13 @@ class TimedModel:
             self.num_passes += count
         return draft
 
-    def prefill(self, tokens: Sequence[int]) -> None:
+    def prefill(self, tokens: Sequence[int], hidden: Array | None = None) -> None:
         with self._stopwatch.part(self._part_of(len(tokens), 0)):
-            self.model.prefill(tokens)
+            Feed(self.model, tokens, 0, hidden).run()
+
+    def fuse(self, hidden: Array) -> Array:
+        with self._stopwatch.part(self._part_of(len(hidden), 0)):
+            return cast(DraftHeadModel, self.model).fuse(hidden)
 
     @property
     def source(self) -> Source | None:

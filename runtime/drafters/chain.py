@@ -25,6 +25,7 @@ class Chain(ModelDrafter):
 
     def __init__(self, *drafters: Drafter) -> None:
         self.drafters = drafters
+        self.observer = getattr(drafters[-1], "observer", None)
 
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats

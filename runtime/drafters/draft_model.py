@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.token_readings import TokenReadings
@@ -49,20 +50,22 @@ class DraftModel(ModelDrafter):
     name = DrafterName.MODEL
     is_sampled = True
 
-    @staticmethod
+    @classmethod
     def from_entry(
-        model: LanguageModel, entry: ModelEntry, readings: TokenReadings | None = None
-    ) -> DraftModel:
+        cls,
+        model: LanguageModel,
+        entry: ModelEntry,
+        readings: TokenReadings | None = None,
+        **options: Any,
+    ) -> Self:
         """Return a drafter with the limits of a model in the manifest and a bundle's readings."""
-        create: Callable[..., DraftModel] = DraftModel
-        if entry.mask_token is not None:
-            create = partial(ParallelDraftModel, mask_token=entry.mask_token)
-        return create(
+        return cls(
             model,
             context_length=entry.context_length,
             vocab_size=entry.vocab_size,
             max_source_length=sys.maxsize if entry.encoder is None else entry.encoder.max_length,
             readings=readings,
+            **options,
         )
 
     def __init__(

@@ -21,7 +21,7 @@ from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
 from . import ngram_files
 from .chain import Chain
-from .draft_model import DraftModel
+from .draft_head import create_drafter
 from .ngrams import NGramDrafter, NGramTables
 from .suffix import MAX_LENGTH, EarlierOutputs, Suffix, SuffixBeforeModel
 
@@ -74,7 +74,7 @@ class DrafterRegistry:
             case DrafterName.AUTO | DrafterName.MODEL | DrafterName.CHAIN:
                 if model is None or sizes is None:
                     return {suffix.name: suffix}
-                draft = DraftModel.from_entry(model, sizes, self._readings)
+                draft = create_drafter(model, sizes, self._readings)
                 chain = Chain(SuffixBeforeModel(suffix), draft)
                 by_name: dict[str, list[Drafter]] = {
                     DrafterName.AUTO: [draft, suffix, chain],

@@ -10,13 +10,18 @@ from itertools import accumulate, product
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from specedge.sampling_options import Sampling
 
 from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.protocols import Drafter
 from ..decoding.timing import Stopwatch, TimedModel
-from ..drafters.draft_model import DraftModel, ParallelDraftModel
+from ..drafters import draft_head
+from ..drafters.draft_head import MAX_CONTEXT
+from ..drafters.draft_model import ParallelDraftModel
 from ..drafters.suffix import Suffix
+from ..sampling.history import History
 from .cost_table import CostTable, Measurement, ModeCosts, interpolate
 from .plans import FixedPlan
 
@@ -45,7 +50,7 @@ def measure(
     context_length: int,
     max_draft_tokens: int,
     *,
-    create_drafter: Callable[[Any], Drafter] = DraftModel,
+    create_drafter: Callable[[Any], Drafter] = draft_head.create_drafter,
     origin: str = "load",
     lengths: Sequence[int] = (LENGTH,),
     seconds: float = SECONDS,
@@ -85,8 +90,8 @@ def measure(
         # One K shows the cost of a pass for each token, but not of one pass for all.
         is_parallel = isinstance(create_drafter(draft), ParallelDraftModel)
         candidates += DRAFT_LENGTHS_IF_SLOW if is_slow and not is_parallel else DRAFT_LENGTHS
-    ks = [k for k in candidates if k < rows[-1] and (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
-    num_new = max(longest, (1 + NUM_ROUNDS) * (ks[-1] + 1))
+    ks = [k for k in candidates if k < rows[-1] and 1 + (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
+    num_new = max(longest, 1 + (1 + NUM_ROUNDS) * (ks[-1] + 1))
     timings = [
         _Timings(target, draft, create_drafter, context_length, length, rows, ks)
         for length in sorted({max(1, min(length, max_tokens - num_new)) for length in lengths})
@@ -145,8 +150,13 @@ class _Timings:
         if self._draft is not None:
             _fill(self._draft, self.length)
             count = min(PREFILL_LENGTH, self._context_length - self.length)
+            observed, tokens = getattr(self._draft, "observed", None), [0] * count
             begin = time.perf_counter()
-            self._draft.prefill([0] * count)
+            if observed is None:
+                self._draft.prefill(tokens)
+            else:
+                states = np.zeros((count, observed.num_channels), np.float32)
+                self._draft.prefill(tokens, self._draft.fuse(states))
             self.prefill.append((time.perf_counter() - begin) / count)
 
     def _time_passes(self) -> list[float]:
@@ -160,7 +170,10 @@ class _Timings:
         return times[1:]
 
     def _time_rounds(self, mode: str, k: int) -> None:
-        """Time a few rounds in the decoding loop, after a warm-up round."""
+        """Time a few rounds in the decoding loop, after a warm-up round.
+
+        The first round of a draft head, which has no draft, precedes it.
+        """
         stopwatch = Stopwatch()
         target = TimedModel(self._target, stopwatch, "verify")
         drafter: Drafter = self._create_drafter(self._draft) if k else Suffix()
@@ -168,7 +181,8 @@ class _Timings:
             _fill(model, self.length)
         decoder = SpeculativeDecoder(target, FixedPlan(drafter, k), stopwatch)
         rounds = decoder.rounds([0] * (self.length + 1), MODES[mode], 0, 1 << 20)
-        next(rounds)
+        for _ in range(1 if getattr(drafter, "observer", None) is None else 2):
+            next(rounds)
         for _ in range(NUM_ROUNDS):
             begin, before = time.perf_counter(), stopwatch.seconds["verify"]
             tokens = next(rounds).tokens
@@ -247,7 +261,13 @@ def _costs_of_passes(
 def _fill(model: Any, length: int) -> None:
     """Mark cache rows as filled; their values do not affect the time of a pass."""
     model.truncate(0)
-    model.cache.extend([0] * length)
+    if (observed := getattr(model, "observed", None)) is None:
+        model.cache.extend([0] * length)
+        return
+    observed.history = History([0] * (length + 1))
+    observed.start = max(0, length - MAX_CONTEXT // 2)
+    observed.num_rows = length - observed.start
+    model.cache.extend([0] * observed.num_rows)
 
 
 def on_grid(seconds: float) -> float:

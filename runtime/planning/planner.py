@@ -50,6 +50,8 @@ class DraftOption:
         num_unread: Tokens of the text that are not in the draft model's cache.
         max_unread: Maximum number of them that its first pass reads without a catch-up.
         predicted_rates: Acceptance rates of the first `num_free` tokens; empty if not predicted.
+        reads_states: True for a draft head, which reads a row for each token since its last draft,
+            and then one token at a time, the free ones, too.
     """
 
     drafter: str
@@ -59,6 +61,7 @@ class DraftOption:
     num_unread: int = 1
     max_unread: int = 2
     predicted_rates: Sequence[float] = ()
+    reads_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,13 +200,21 @@ class Planner:
                 best is None or choice.seconds_per_token < best.seconds_per_token
             ):
                 best = choice
-        if (
-            best is not None
-            and (best.seconds_per_token + costs.token) * MIN_GAIN < costs.plain + costs.token
-        ):
+        if best is not None and self._is_gain(best, costs):
             return best
         probes = (probe for option in options if (probe := self._probe(option, costs)))
         return next(probes, None) or self._plain
+
+    def invest(self, option: DraftOption, length: int) -> bool:
+        """Count the catch-up of an option before a text's first round, if it is expected to pay."""
+        costs = self.costs(length)
+        limit = self._max_tokens(option)
+        choice = self._fastest(option, costs, self.estimate(MODEL).upper_rates(limit))
+        if choice is None or not self._is_gain(choice, costs):
+            return False
+        self.seconds += choice.catch_up_seconds
+        self._longest_catch_up = max(self._longest_catch_up, choice.catch_up_seconds)
+        return True
 
     def record(self, choice: RoundChoice, sources: Sequence[str], num_accepted: int) -> None:
         """Update the estimates with a round's draft sources and number of accepted tokens.
@@ -249,6 +260,11 @@ class Planner:
         host = self.num_tokens * self.last_costs.token
         return (self.plain_seconds + host) / (self.seconds + host)
 
+    @staticmethod
+    def _is_gain(choice: RoundChoice, costs: RoundCosts) -> bool:
+        """Return True if a choice is expected to be faster than plain decoding."""
+        return (choice.seconds_per_token + costs.token) * MIN_GAIN < costs.plain + costs.token
+
     def _best_choice(self, option: DraftOption, costs: RoundCosts) -> RoundChoice | None:
         """Return the best K above 0 of an option, or None.
 
@@ -284,9 +300,7 @@ class Planner:
         num_free = option.num_free
         catch_up = prefill = amortized = 0.0
         if option.max_model_tokens:
-            catch_up = costs.catch_up(option.num_unread, option.max_unread)
-            num_unread = option.num_unread + num_free
-            prefill = costs.catch_up(num_unread, option.max_unread) - catch_up
+            catch_up, prefill = self._reading_costs(option, costs)
             amortized = catch_up / max(AMORTIZATION_TOKENS, self.num_tokens)
         verify, draft = costs.verify, costs.draft
         probability = expected = 1.0
@@ -318,6 +332,17 @@ class Planner:
             seconds_per_token,
         )
 
+    def _reading_costs(self, option: DraftOption, costs: RoundCosts) -> tuple[float, float]:
+        """Return the costs of the model's catch-up, and of reading tokens in every round."""
+        num_free, num_unread = option.num_free, option.num_unread
+        if not option.reads_states:
+            max_unread = option.max_unread
+            catch_up = costs.catch_up(num_unread, max_unread)
+            return catch_up, costs.catch_up(num_unread + num_free, max_unread) - catch_up
+        num_usual = min(num_unread, self.max_draft_tokens + 1)  # since a draft in the last round
+        reading = (num_usual - 1) * costs.prefill + costs.draft[num_free]
+        return (num_unread - num_usual) * costs.prefill, reading
+
     def _max_tokens(self, option: DraftOption) -> int:
         return min(self.max_draft_tokens, option.num_free + option.max_model_tokens)
 
@@ -344,8 +369,8 @@ class Planner:
             return None
         catch_up, seconds = 0.0, costs.verify[1]
         if not option.num_free:
-            catch_up = costs.catch_up(option.num_unread, option.max_unread)
-            seconds += costs.draft[1]
+            catch_up, prefill = self._reading_costs(option, costs)
+            seconds += costs.draft[1] + prefill
         spent = max(self.probe_loss, -self.saved_seconds - self._longest_catch_up)
         spare = self._budget(costs) - spent - (seconds - costs.plain)
         reason, rates = ChoiceReason.PROBE, [1.0] * limit

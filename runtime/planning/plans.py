@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from statistics import median
 from typing import Any, cast
@@ -12,8 +13,16 @@ from specedge.errors import ReplayError
 from specedge.request import BLOCK, PLAIN, Coupling, DrafterName, GenerationRequest, PlannedRounds
 from specedge.sampling_options import Sampling
 
-from ..decoding.protocols import Drafter, Plan, Round, RoundPlan, samples_drafts
+from ..decoding.protocols import (
+    Drafter,
+    Plan,
+    Round,
+    RoundPlan,
+    StateObserver,
+    samples_drafts,
+)
 from ..drafters.chain import Chain
+from ..drafters.draft_head import DraftHead
 from ..drafters.draft_model import DraftModel
 from ..drafters.suffix import Prediction, Suffix, count_accepted
 from ..sampling.history import History
@@ -77,6 +86,10 @@ class FixedPlan:
         is_block = samples_drafts(drafter, num_draft_tokens)
         self._round_plan = RoundPlan(name, drafter, num_draft_tokens, is_block)
 
+    def begin(self, history: History) -> StateObserver | None:
+        self.truncate(0)
+        return _observer(self.drafter) if self.max_draft_tokens else None
+
     def next(self, history: History, num_left: int) -> RoundPlan:
         return self._round_plan
 
@@ -110,6 +123,8 @@ class AutoPlan:
         self.changes: list[tuple[int, RoundChoice]] = []
         self._drafters = drafters
         self._model = _draft_model(drafters)
+        self._reads_states = isinstance(self._model, DraftHead)
+        self._is_off = False  # True if a draft head does not observe the text
         self._choice: RoundChoice | None = None
         self._round_plan: RoundPlan | None = None
         self._suffix_tokens: list[int] = []  # draft of suffix decoding, used or not
@@ -135,6 +150,24 @@ class AutoPlan:
     def choice(self) -> RoundChoice | None:
         """Choice of the current round, planned or not; None before the first."""
         return self._choice
+
+    def begin(self, history: History) -> StateObserver | None:
+        """Begin a text.
+
+        A draft head reads the prompt now or never. It stays off if this is not expected to pay.
+        """
+        self.truncate(0)
+        self._num_read = 0
+        if self._model is None or not self._reads_states:
+            return None
+        limit = self._model.context_length
+        num_prompt_tokens = min(history.length, limit)
+        option = DraftOption(MODEL, MODEL, 0, limit, num_prompt_tokens, reads_states=True)
+        self._is_off = not self.planner.invest(option, history.length - 1)
+        if self._is_off:
+            return None
+        self._num_read = history.length
+        return self._model.observer
 
     def next(self, history: History, num_left: int) -> RoundPlan:
         if self._num_unplanned and self._round_plan is not None:
@@ -175,7 +208,8 @@ class AutoPlan:
         self.planner.record(self._choice, sources, num_accepted)
         for i in range(min(num_accepted, len(sources) - 1), -1, -1):
             if sources[i] == MODEL:
-                self._num_read = self._length + i
+                # A draft head reads tokens that it has drafted again.
+                self._num_read = self._length + (0 if self._reads_states else i)
                 break
         if self._suffix_tokens:
             num_accepted = max(num_accepted, self._record_suffix(round_.tokens, sources))
@@ -201,7 +235,8 @@ class AutoPlan:
     def _options(self, history: History) -> list[DraftOption]:
         """Return the drafts that the drafters could propose.
 
-        If the model's context is full, a chain has the tokens of suffix decoding only. If suffix
+        If the model's context is full, a chain has the tokens of suffix decoding only. A draft head
+        drafts from the second round on. If suffix
         decoding predicts none, a chain is the model's draft followed by matches of its tokens, and
         is preferred to the model if suffix decoding is accepted at least as often.
         """
@@ -212,7 +247,8 @@ class AutoPlan:
             num_unread, max_model_tokens = self._model.backlog_and_limit(history, self._num_read)
             costs = self.planner.costs(history.length - 1)
             is_long = costs.catch_up(num_unread, max_unread) > costs.plain
-            if not history.num_new_tokens and is_long:
+            is_first = not history.num_new_tokens
+            if self._is_off or (is_first and (self._reads_states or is_long)):
                 max_model_tokens = 0  # a catch-up longer than a pass would delay the first token
         prediction = Prediction([], [], 0, 0)
         if SUFFIX in self._drafters:
@@ -229,17 +265,15 @@ class AutoPlan:
             if name == worse or (name == SUFFIX and not prediction.num_standalone):
                 continue
             if name == MODEL:
-                options.append(
-                    DraftOption(MODEL, MODEL, 0, max_model_tokens, num_unread, max_unread)
-                )
+                option = DraftOption(MODEL, MODEL, 0, max_model_tokens, num_unread, max_unread)
+                options.append(replace(option, reads_states=self._reads_states))
             elif name == SUFFIX:
                 num_free = prediction.num_standalone
                 options.append(DraftOption(SUFFIX, SUFFIX, num_free, predicted_rates=rates))
             elif name == CHAIN:
                 rest = max(0, max_model_tokens - num_suffix)
-                options.append(
-                    DraftOption(CHAIN, SUFFIX, num_suffix, rest, num_unread, max_unread, rates)
-                )
+                option = DraftOption(CHAIN, SUFFIX, num_suffix, rest, num_unread, max_unread, rates)
+                options.append(replace(option, reads_states=self._reads_states))
             else:  # costs are not measured; a drafter without a model is nearly free
                 options.append(DraftOption(name, name, max_tokens))
         return options
@@ -303,6 +337,12 @@ class ReplayPlan:
         drafter = self._drafters.get(name) or next(iter(self._drafters.values()))
         return RoundPlan(name, drafter, k, is_block)
 
+    def begin(self, history: History) -> StateObserver | None:
+        self.truncate(0)
+        used = {name for name, k, _ in self._rounds if k}
+        observers = (_observer(self._drafters[name]) for name in used)
+        return next((observer for observer in observers if observer is not None), None)
+
     def record(self, round_: Round) -> None:
         """Ignore the outcome."""
 
@@ -363,6 +403,12 @@ def _draft_model(drafters: Mapping[str, Drafter]) -> DraftModel | None:
     if drafter is None and isinstance(chain := drafters.get(CHAIN), Chain):
         drafter = chain.drafters[-1]
     return drafter if isinstance(drafter, DraftModel) else None
+
+
+def _observer(drafter: Drafter) -> StateObserver | None:
+    """Return a drafter, or its part, that observes hidden states of the target."""
+    observer: StateObserver | None = getattr(drafter, "observer", None)
+    return observer
 
 
 def summarize_rounds(rounds: Sequence[Round]) -> list[PlannedRounds]:

@@ -29,7 +29,7 @@ from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
 from ..backend.source_encoder import SourceEncoder, encoder_owner
 from ..decoding.invariance import longest_invariant
-from ..drafters.draft_model import DraftModel
+from ..drafters.draft_head import create_drafter
 from ..planning.cost_files import PassCosts, cost_key
 from ..planning.cost_table import Measurement
 from ..planning.measurement import MIN_CONTEXT, measure
@@ -111,7 +111,7 @@ def load(
         if not target_on.is_cpu:
             target_model.warm_up(range(1, longest + 1))
         if draft_model is not None and not draft_on.is_cpu:
-            draft_model.warm_up(range(1, 3))
+            draft_model.warm_up(range(1, 3 if draft_model.observed is None else longest + 1))
     seconds: dict[int, float] = {}
     notes = [self_test.verify_lengths(target, loaded.target, target_on, longest, seconds)]
     if slots > 1 and target_on.is_cpu and draft_on.is_cpu:
@@ -119,7 +119,9 @@ def load(
         targets, note = share_passes(loaded, loaded.target, target_on, targets)
         notes.append(note)
         drafts: Sequence[OrtModel | None] = [None] * slots
-        if draft is not None:
+        if draft is not None and draft.observed is not None:
+            drafts = [draft, *(model for _, model in more_models)]
+        elif draft is not None:
             models = [draft, *(model for _, model in more_models if model)]
             drafts, note = share_passes(loaded, loaded.draft_model, draft_on, models)
             notes.append(note)
@@ -167,7 +169,7 @@ def load(
                     draft,
                     context_length,
                     max_draft_tokens,
-                    create_drafter=lambda model: DraftModel.from_entry(model, loaded.draft_model),
+                    create_drafter=lambda model: create_drafter(model, loaded.draft_model),
                     samples=seconds,
                 ),
                 invariant_length,

@@ -17,13 +17,10 @@ from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.invariance import UNBOUNDED
 from ..decoding.near_ties import NearTieResolver
 from ..decoding.protocols import (
-    Feed,
     NearTie,
     Operation,
-    Operations,
     Plan,
     Round,
-    open_source,
 )
 from ..decoding.timing import Stopwatch, TimedModel
 from ..planning.plans import AutoPlan, RoundTimes, create_round_times, summarize_rounds
@@ -102,11 +99,10 @@ class TextPiece:
 class ActiveRequest:
     """Request that runs in a slot, and its rounds so far.
 
-    A long prompt is prefilled `chunk_length` tokens at a time; the rest shares the first verify
-    pass if both fit into `max_first_length`. In an encoder-decoder, `prompt` has the first tokens
-    of the text, and the request's prompt is the `source`. `exact_target` is the target as the
-    near-tie resolver uses it. `drafter` is the name of the drafter, AUTO if rounds are planned.
-    `max_length` is the target's context.
+    `chunk_length`, `max_first_length` and `max_length`, the target's context, are those of its
+    decoder. In an encoder-decoder, `prompt` has the first tokens of the text, and the request's
+    prompt is the `source`. `exact_target` is the target as the near-tie resolver uses it. `drafter`
+    is the name of the drafter, AUTO if rounds are planned.
     """
 
     request: GenerationRequest
@@ -128,7 +124,7 @@ class ActiveRequest:
     done: list[Round] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     num_new_tokens: int = field(default=0, init=False)
-    num_reused_tokens: int = field(default=0, init=False)
+    decoder: SpeculativeDecoder | None = field(default=None, init=False)
     logit_noise: float = field(default=0.0, init=False)
     round_times: RoundTimes | None = field(init=False)
 
@@ -145,24 +141,18 @@ class ActiveRequest:
             self.target.truncate(0)
         resolver = self._near_tie_resolver()
         longest = 1 if resolver or self.request.exact else self.max_first_length
-        decoder = SpeculativeDecoder(
-            self.target, self.plan, self.stopwatch, resolver, longest, self.max_length
+        self.decoder = SpeculativeDecoder(
+            self.target,
+            self.plan,
+            self.stopwatch,
+            resolver,
+            longest,
+            self.max_length,
+            self.chunk_length,
         )
-        yield from self._prefill(self.prompt[:-1])
-        yield from decoder.decode(
+        yield from self.decoder.decode(
             self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs, self.source
         )
-
-    def _prefill(self, tokens: list[int]) -> Operations[None]:
-        """Prefill all uncached chunks but the last, which the decoder reads."""
-        is_new = yield from open_source(self.target, self.source)
-        num_cached = self.target.reuse(tokens)
-        self.num_reused_tokens = num_cached
-        if self.source is not None:
-            self.num_reused_tokens = 0 if is_new else self.source.length
-        for start in range(num_cached, len(tokens), self.chunk_length):
-            if (end := start + self.chunk_length) < len(tokens):
-                yield Feed(self.target, tokens[start:end], 0)
 
     def _near_tie_resolver(self) -> NearTieResolver | None:
         """Return a resolver for greedy text if passes are not pass-length-invariant."""
@@ -192,7 +182,7 @@ class ActiveRequest:
             seconds,
             num_prompt_tokens=len(self.prompt) if self.source is None else self.source.length,
             num_new_tokens=self.num_new_tokens,
-            num_reused_tokens=self.num_reused_tokens,
+            num_reused_tokens=self.decoder.num_reused_tokens if self.decoder else 0,
             num_draft_passes=self.draft.num_passes if self.draft else 0,
             num_target_passes=self.target.num_passes,
             num_exact_passes=self.exact_target.num_passes,

@@ -7,10 +7,17 @@ position, so the result does not depend on K, the drafter or random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 from specedge.errors import OptionError
-from specedge.runtime.decoding.protocols import LanguageModel, open_source, run_operations
+from specedge.runtime.decoding.protocols import (
+    DraftHeadModel,
+    HiddenStateModel,
+    LanguageModel,
+    open_source,
+    run_operations,
+)
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
@@ -36,21 +43,30 @@ def acceptances(
     It is the sum over tokens of min(t, d); at temperature 0 it is 1 if both choose the same token
     and otherwise 0. The list ends with the draft's context. It is empty without a draft model, and
     for one that drafts all tokens of a round in one pass, whose rates depend on the position. Both
-    caches are overwritten. The text of an encoder-decoder has a `source`.
+    caches are overwritten. The text of an encoder-decoder has a `source`. A draft head reads states
+    of the target alone, as for the first token of a draft; its prompts have at least two tokens.
     """
     sizes = pipeline.bundle.draft
     if pipeline.draft is None or sizes is None or sizes.mask_token is not None:
+        return []
+    has_head = getattr(pipeline.draft, "observed", None) is not None
+    if has_head and len(prompt) < 2:
         return []
     model = DraftModel.from_entry(pipeline.draft, sizes, pipeline.bundle.readings())
     run_operations(open_source(pipeline.target, source))
     run_operations(open_source(pipeline.draft, model.readable_source(source)))
     tokens = [*prompt, *text[:-1]]
-    read = model.reading.read(tokens, 0)[: sizes.context_length]
-    lengths = range(len(prompt), len(tokens) + 1)
-    targets = _rows(pipeline.target, tokens, lengths)
-    drafts = _rows(model.model, read, [*map(model.reading.length, lengths)])
     history = History(prompt)
     rates = []
+    tokens_read = model.reading.read(tokens, 0)[: sizes.context_length]
+    lengths = range(len(prompt), len(tokens) + 1)
+    drafts: Iterable[Row]
+    if has_head:
+        models = cast(HiddenStateModel, pipeline.target), cast(DraftHeadModel, pipeline.draft)
+        drafts = _head_rows(*models, tokens_read, len(prompt))
+    else:
+        drafts = _rows(model.model, tokens_read, [*map(model.reading.length, lengths)])
+    targets = _rows(pipeline.target, tokens, lengths)
     for token, target, draft in zip(text, targets, drafts, strict=False):
         rates.append(_acceptance(target, draft, sampling, history))
         history.extend([token])
@@ -68,6 +84,23 @@ def _acceptance(target: Row, draft: Row, sampling: Sampling, history: History) -
         return 0.0
     expected = probabilities(target.array(), sampling, history).row(size)
     return acceptance_probability(expected, drafted)
+
+
+def _head_rows(
+    target: HiddenStateModel, head: DraftHeadModel, tokens: Sequence[int], prompt_length: int
+) -> list[Row]:
+    """Return the logits of a draft head for the tokens after the prompt."""
+    rows: list[Row] = []
+    target.truncate(0)
+    head.truncate(0)
+    for at in range(0, len(tokens) - 1, ROWS):
+        target.forward(tokens[at : at + ROWS], 1)
+        following = tokens[at + 1 : at + 1 + ROWS]
+        states = head.fuse(target.hidden[: len(following)])
+        logits = head.forward(following, None, states)
+        kept = Logits(logits.array().copy(), logits.ids)
+        rows += (kept[i] for i in range(len(following)))
+    return rows[prompt_length - 2 :]
 
 
 def _rows(model: LanguageModel, tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[Row]:

@@ -408,8 +408,14 @@ def _confidence_notes(bundle: Bundle) -> tuple[str, ...]:
         "the bundle has no draft model: greedy texts use suffix decoding, as requests do, and "
         "sampled texts the target itself with perturbed logits"
     )
+    head = (
+        "the draft model reads hidden states of the target, so its distributions depend on the "
+        "rounds: those of sampled are as it returned them, and joint drafts with the target itself "
+        "with perturbed logits"
+    )
     return (
         *([] if bundle.draft else [substitute]),
+        *([head] if bundle.draft and bundle.draft.hidden else []),
         "files, graphs, caches, self-draft, greedy, coupled and batched are deterministic, and "
         "cover only the texts that were run",
         f"sampled and joint are {NUM_TESTS} tests; each fails a correct bundle with probability "

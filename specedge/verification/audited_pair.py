@@ -22,6 +22,7 @@ from specedge.runtime.decoding.protocols import (
     run_operations,
 )
 from specedge.runtime.decoding.timing import Stopwatch
+from specedge.runtime.drafters.draft_head import create_drafter
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.text_reading import TextReading, TranslatedText
 from specedge.runtime.planning.plans import FixedPlan
@@ -151,9 +152,24 @@ class AuditedPair:
             differences = row_differences(getattr(self, role), tokens, lengths, share)
             self.noise[role] = max((d.largest for d in differences.values()), default=0.0)
 
+    @property
+    def depends_on_rounds(self) -> bool:
+        """True if the draft's distributions depend on the rounds, and not on the text alone.
+
+        A draft head reads hidden states, and a parallel draft predicts several tokens at once.
+        """
+        has_head = getattr(self.draft, "observed", None) is not None
+        return has_head or self.sizes["draft"].mask_token is not None
+
     def memoized(self, role: str) -> MemoizedModel:
-        """Return a memoized model, shared by all settings and parts."""
-        model = self.memory.setdefault(role, MemoizedModel(getattr(self, role)))
+        """Return a memoized model, shared by all settings and parts.
+
+        The target with perturbed logits replaces a draft whose rows depend on the rounds.
+        """
+        inner: CachedModel = getattr(self, role)
+        if role == "draft" and self.depends_on_rounds and role not in self.memory:
+            inner = SubstituteDraft(self.target.with_new_cache())
+        model = self.memory.setdefault(role, MemoizedModel(inner))
         model.refresh()
         return model
 
@@ -167,7 +183,7 @@ class AuditedPair:
 
     def reading(self, role: str) -> TextReading:
         """Return a new reading of texts by a model."""
-        if role == "draft" and self.readings is not None:
+        if role == "draft" and self.readings is not None and not self.depends_on_rounds:
             return TranslatedText(self.readings)
         return TextReading(self.sizes[role].vocab_size)
 
@@ -182,7 +198,7 @@ class AuditedPair:
         """Return a decoder with these parts; by default it drafts with the draft model."""
         sizes = draft_sizes or self.sizes["draft"]
         readings = self.readings if draft_sizes is None else None
-        drafter = drafter or DraftModel.from_entry(draft or self.draft, sizes, readings)
+        drafter = drafter or create_drafter(draft or self.draft, sizes, readings)
         return self.parts.decoder(
             self.parts.target(target or self.target),
             FixedPlan(self.parts.drafter(drafter), num_draft_tokens),

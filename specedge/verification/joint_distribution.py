@@ -109,7 +109,8 @@ class _Setting:
         distribution = self._distribution(prompt, budget)
         if budget.over:
             return None
-        decoders = [pair.decoder(k, self._target, self._draft) for k in pair.ks]
+        sizes = pair.sizes["target"] if pair.depends_on_rounds else None
+        decoders = [pair.decoder(k, self._target, self._draft, sizes) for k in pair.ks]
         counts = dict.fromkeys(distribution, 0)
         for seed, decoder in zip(seeds, itertools.cycle(decoders), strict=False):
             rounds = list(

@@ -9,11 +9,16 @@ its distribution.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from specedge.runtime.decoding.protocols import Drafter, Round
+from specedge.runtime.decoding.verification import Draft
+from specedge.runtime.drafters.draft_head import create_drafter
+from specedge.runtime.sampling.distribution import Floats
+from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
 from .audited_pair import (
@@ -131,11 +136,18 @@ def _draw(
     pair: AuditedPair, sampling: Sampling, prompt: AuditPrompt, seed: int, k: int, length: int
 ) -> TextSample:
     """Decode one text; return the positions of its tokens in their distributions."""
-    decoder = pair.decoder(k)
+    recorder = None
+    if pair.depends_on_rounds:
+        drafter = create_drafter(pair.draft, pair.sizes["draft"], pair.readings)
+        recorder = _DraftRecorder(drafter)
+    decoder = pair.decoder(k, drafter=recorder)
     rounds = list(decoder.rounds(prompt.tokens, sampling, seed, length, source=prompt.source))
     text = first_tokens(rounds, length)
-    targets = pair.distributions("target", sampling, prompt, text)
-    drafts = pair.distributions("draft", sampling, prompt, text)
+    targets = [*pair.distributions("target", sampling, prompt, text)]
+    if recorder is not None:
+        drafts = recorder.distributions(rounds, targets)
+    else:
+        drafts = [*pair.distributions("draft", sampling, prompt, text)]
     random = np.random.default_rng(seed)
     sample, betas, ratio = TextSample(), [], 1.0
     places = [(i, round_.is_block) for round_ in rounds for i in range(len(round_.tokens))]
@@ -153,6 +165,38 @@ def _draw(
         sample.accepted.append(accepted)
         sample.betas.append(betas[at])
     return sample
+
+
+class _DraftRecorder:
+    """Drafter that records the drafts of another one, whose distributions depend on the rounds."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._drafts: list[Draft] = []
+        self.name = drafter.name
+        self.is_sampled = getattr(drafter, "is_sampled", False)
+        self.observer = getattr(drafter, "observer", None)
+
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        draft = self._drafter.propose(history, max_tokens, sampling, uniforms)
+        self._drafts.append(draft)
+        return draft
+
+    def truncate(self, length: int) -> None:
+        self._drafter.truncate(length)
+
+    def distributions(self, rounds: Sequence[Round], targets: Sequence[Array]) -> list[Array]:
+        """Return the draft's distribution of each token; the target's of tokens without one."""
+        rows = [*targets]
+        starts = [0, *itertools.accumulate(len(round_.tokens) for round_ in rounds)]
+        for at, i, _ in tested_tokens(rounds, len(rows)):
+            draft = self._drafts[starts.index(at - i)]
+            distribution = draft.distribution(i)
+            if distribution is not None:
+                rows[at] = distribution.row(len(targets[at]))
+        return rows
 
 
 def _lean(target: Array, draft: Array) -> Array:

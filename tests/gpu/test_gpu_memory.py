@@ -112,7 +112,7 @@ def test_pinned_memory_falls_back_to_public_api(cuda, pairs, planted, monkeypatc
     with loaded(pairs("fp32-fp16")) as pipeline:
         found = pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=K)
         assert found.tokens == [1] * 12
-        tokens = pipeline.target._passes[K + 1].arrays["tokens"]
+        tokens = pipeline.target._passes[K + 1, K + 1].arrays["tokens"]
         assert tokens.value.numpy().tolist() == [[1] * (K + 1)]
 
 
@@ -131,6 +131,6 @@ def test_device_inputs_match_host_values(cuda, pipeline):
     pipeline.target.truncate(0)
     pipeline.target.forward([5, 6])
     pipeline.target.forward([7, 8])
-    arrays = pipeline.target._passes[2].arrays
+    arrays = pipeline.target._passes[2, 2].arrays
     assert arrays["tokens"].value.numpy().tolist() == [[7, 8]]
     assert arrays["past_length"].value.numpy().tolist() == [2]

@@ -81,7 +81,7 @@ def test_no_allocation_or_copy_during_capture_in_another_thread(cuda, pairs):
 def test_replay_does_not_hold_the_capture_lock(cuda, pipeline):
     pipeline.target.truncate(0)
     pipeline.target.forward([1, 2])
-    bound = pipeline.target._passes[2]
+    bound = pipeline.target._passes[2, 2]
     assert not bound.options.captures
     buffers = pipeline.target._session.buffers
 

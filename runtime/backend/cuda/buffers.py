@@ -98,7 +98,7 @@ class CudaBuffers:
 
     def write(self, array: CudaArray, values: Sequence[float] | Array) -> None:
         if array.host is not None:
-            array.host.reshape(-1)[:] = values
+            array.host.reshape(-1)[:] = np.ravel(values)
         else:
             with self._lock.shared():
                 array.value.update_inplace(np.array(values, array.dtype).reshape(array.shape))

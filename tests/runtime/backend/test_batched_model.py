@@ -7,14 +7,16 @@ import weakref
 from unittest.mock import Mock
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
 from architectures import ARCHITECTURES
 from checkpoints import make_model, make_tokenizer, save
 from specedge.bundle import MANIFEST, Bundle
-from specedge.bundle.batched_signature import BATCHED
+from specedge.bundle.batched_signature import BATCHED, batched
 from specedge.bundle.integrity import file_entry
+from specedge.bundle.manifest import HiddenStates, signatures
 from specedge.errors import BundleError
 from specedge.exporter import export
 from specedge.runtime.backend.batched_model import BatchedSession, OrtBatchedModel
@@ -310,3 +312,52 @@ def test_passes_have_at_most_as_many_tokens_as_rotary_tables_have_rows(tmp_path)
         alone = pipeline.generate("def f", 8, seed=1, temperature=1.0).tokens
         results = pipeline.generate_batch(["def f"] * 24, 8, seed=1, temperature=1.0)
         assert results[0].tokens == alone
+
+
+@pytest.fixture(scope="module")
+def with_states(bundle, tmp_path_factory):
+    """The pair's target, returning the inputs of layers 1, 3 and 5 in two of its graphs."""
+    folder = shutil.copytree(bundle.folder, tmp_path_factory.mktemp("states") / "copy")
+    size = onnx_states(folder, bundle)
+    hidden = HiddenStates((1, 3, 5), size)
+    target, files = bundle.target, dict(bundle.files)
+    for name in ("decoder", BATCHED):
+        file = target.graph(name, "gqa").file
+        files[file] = file_entry(folder / file)
+    decoders = signatures(target.states, target.capacity, target.padded_vocab_size, hidden=hidden)
+    decoders[BATCHED] = batched(decoders["chosen_logits"])
+    target = dataclasses.replace(target, hidden=hidden, signatures=decoders)
+    models = bundle.models | {"target": target}
+    text = dataclasses.replace(bundle, models=models, files=files).to_json()
+    (folder / MANIFEST).write_text(text, "utf-8")
+    return Bundle.read(folder)
+
+
+def onnx_states(folder, bundle):
+    """Add the output to the graphs; return the number of channels."""
+    for name in ("decoder", BATCHED):
+        path = folder / bundle.target.graph(name, "gqa").file
+        model = onnx.load(path, load_external_data=False)
+        norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
+        inputs = [norms[2 * layer].input[0] for layer in (1, 3, 5)]
+        bias = next(t for t in model.graph.initializer if t.name.endswith("ln_f.bias"))
+        size = 3 * bias.dims[0]
+        model.graph.node.append(onnx.helper.make_node("Concat", inputs, ["hidden"], axis=-1))
+        model.graph.output.append(
+            onnx.helper.make_tensor_value_info("hidden", onnx.TensorProto.FLOAT, [1, "T", size])
+        )
+        onnx.save(model, path)
+    return size
+
+
+def test_shared_passes_return_the_hidden_states_of_each_slot(with_states):
+    entry = with_states.target
+    decoder = OrtModel(with_states, entry, Device())
+    slots, note = share_passes(with_states, entry, Device(), open_slots(with_states, entry))
+    assert note is None
+    for pasts, lengths in (((40, 7, 19, 3), (5, 1, 3, 2)), ((0, 7, 19, 3), (17, 2, 0, 1))):
+        run(slots, texts(), pasts, lengths)
+        for i in (i for i in range(NUM_SLOTS) if lengths[i]):
+            alone(decoder, texts()[i], pasts[i], lengths[i])
+            assert slots[i].hidden.shape == (lengths[i], entry.hidden.size)
+            np.testing.assert_array_equal(slots[i].hidden, decoder.hidden)

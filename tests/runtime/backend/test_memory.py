@@ -124,9 +124,9 @@ def passes(vocab, of_layer=4, mask_token=None, **changes):
     layers = tuple(key_value_states(i, (2, 64), (2, 64), "float32") for i in range(4))
     given = {"capacity": 1024, "num_draft_tokens": 4, "slots": 1} | changes
     packed = [4 * 512 * vocab, *[4 * of_layer * MB] * 4]
-    one = Mock(padded_vocab_size=vocab, weights_dtype="float32", capacity=1024, encoder=None)
+    one = Mock(padded_vocab_size=vocab, weights_dtype="float32", capacity=1024)
+    one.layers, one.states, one.encoder, one.hidden = layers, layers[0], None, None
     one.mask_token = mask_token
-    one.layers, one.states = layers, layers[0]
     return memory._pass_bytes(one, packed, **given)
 
 

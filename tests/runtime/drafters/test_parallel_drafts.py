@@ -11,6 +11,7 @@ from fakes import NoisyModel, Sure, TableModel, decoder, generate, hashed_distri
 from manifests import make_model
 from specedge.runtime.decoding.timing import Stopwatch, TimedModel
 from specedge.runtime.drafters.chain import Chain
+from specedge.runtime.drafters.draft_head import create_drafter
 from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
 from specedge.runtime.drafters.suffix import Suffix, SuffixBeforeModel
 from specedge.runtime.sampling.history import History
@@ -216,7 +217,7 @@ def test_passes_of_a_draft_do_not_count_as_prefill_time():
 def test_a_manifest_with_a_mask_token_has_a_parallel_draft():
     entry = make_model("draft")
     model = TableModel(hashed_distribution(4, 3))
-    assert type(DraftModel.from_entry(model, entry)) is DraftModel
-    drafter = DraftModel.from_entry(model, replace(entry, mask_token=MASK))
+    assert type(create_drafter(model, entry)) is DraftModel
+    drafter = create_drafter(model, replace(entry, mask_token=MASK))
     assert isinstance(drafter, ParallelDraftModel)
     assert (drafter.mask_token, drafter.context_length) == (MASK, entry.context_length)

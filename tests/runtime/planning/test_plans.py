@@ -5,16 +5,22 @@ from functools import cache
 
 import pytest
 
-from fakes import TableModel, hashed_distribution
+from fakes import HeadTable, StatesTable, TableModel, hashed_distribution, of_rows
 from specedge.errors import ReplayError
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft
 from specedge.runtime.drafters.chain import Chain
+from specedge.runtime.drafters.draft_head import DraftHead
 from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
-from specedge.runtime.drafters.suffix import Prediction, Suffix
+from specedge.runtime.drafters.suffix import Prediction, Suffix, SuffixBeforeModel
 from specedge.runtime.planning.explanation import explain
-from specedge.runtime.planning.planner import BUDGET_ROUNDS, BUDGET_SHARE, Planner
+from specedge.runtime.planning.planner import (
+    BUDGET_ROUNDS,
+    BUDGET_SHARE,
+    DraftOption,
+    Planner,
+)
 from specedge.runtime.planning.plans import AutoPlan, ReplayPlan, summarize_rounds
 from specedge.sampling_options import Sampling
 from virtual import table
@@ -343,3 +349,75 @@ def test_planner_learns_from_correct_undrafted_tokens():
     rounds = run(plan, TableModel(lambda text: [0, 0, 0, 1]))
     assert [rounds[0].drafter, rounds[-2].drafter] == ["plain", "suffix"]
     assert list(plan.planner.acceptance) == ["suffix"]
+
+
+HEAD = of_rows(hashed_distribution(2, 3, 0.1))
+
+
+def with_head(costs, temperature=1.0, head=HEAD):
+    """A plan of a head, suffix decoding and their chain."""
+    drafter, suffix = DraftHead(HeadTable(head, 128)), Suffix()
+    chain = Chain(SuffixBeforeModel(suffix), drafter)
+    drafters = {"model": drafter, "suffix": suffix, "chain": chain}
+    return AutoPlan(Planner(costs, temperature), drafters), drafters
+
+
+@pytest.mark.parametrize("prior", [0.9, 0.7])
+def test_a_head_is_planned_with_the_rows_that_it_has_to_read(prior):
+    """After a round, one for each token of it, beside a pass for each draft token."""
+    plan, drafters = with_head(table(0.05, 0.01, prefill=0.02, prior={"model": prior}))
+    costs, num_drafted, before = plan.planner.costs(1), 0, None
+    decoder = SpeculativeDecoder(StatesTable(hashed_distribution(1, 3, 0.1)), plan, Stopwatch())
+    for round_ in decoder.rounds([1, 2], Sampling(1.0), 1, 60):
+        choice = plan.choice
+        if round_.drafter == "model" and before is not None and before.drafter == "model":
+            k, num_rows = choice.num_draft_tokens, len(before.tokens)
+            expected = costs.verify[k] + costs.draft[k] + (num_rows - 1) * costs.prefill
+            assert choice.seconds == pytest.approx(expected)
+            num_drafted += 1
+        before = round_
+    assert num_drafted > 3
+    assert drafters["model"].model.num_fused
+
+
+def test_a_head_reads_a_prompt_that_is_expected_to_pay_and_is_off_otherwise():
+    distribution = hashed_distribution(1, 3, 0.1)
+    prompt = [i % 3 for i in range(60)]
+    for prefill, reads in ((0.001, True), (0.5, False)):
+        plan, drafters = with_head(table(0.02, 0.01, prefill=prefill, prior={"model": 0.6}))
+        target = StatesTable(distribution)
+        decoder = SpeculativeDecoder(target, plan, Stopwatch(), chunk_length=8)
+        rounds = list(decoder.rounds(prompt, Sampling(1.0), 1, 60))
+        assert bool(drafters["model"].model.num_fused) is reads
+        assert any(one.drafter in ("model", "chain") for one in rounds) is reads
+        replay = ReplayPlan(summarize_rounds(rounds), with_head(table())[1])
+        again = SpeculativeDecoder(StatesTable(distribution), replay, Stopwatch())
+        repeated = list(again.rounds(prompt, Sampling(1.0), 1, 60))
+        assert [one.tokens for one in repeated] == [one.tokens for one in rounds]
+
+
+def test_the_head_s_catch_up_with_a_prompt_counts_once():
+    costs = table(0.02, 0.01, prefill=0.01, prior={"model": 0.8})
+    planner = with_head(costs)[0].planner
+    option = DraftOption("model", "model", 0, 512, 60, reads_states=True)
+    assert planner.invest(option, 60)
+    assert planner.seconds == pytest.approx((60 - 17) * 0.01)
+    dear = dataclasses.replace(option, num_unread=4000)
+    before = planner.seconds
+    assert not planner.invest(dear, 4000)
+    assert planner.seconds == before
+
+
+def test_a_useless_head_costs_its_reading_and_the_exploration_budget():
+    target = certain_of(1)
+    for prior in ({}, {"model": 0.7}):
+        plan, _ = with_head(table(0.05, 0.05, prior=prior), 0.0, of_rows(certain_of(2)))
+        list(SpeculativeDecoder(StatesTable(target), plan, Stopwatch()).rounds([0], GREEDY, 1, 400))
+        planner = plan.planner
+        budget = BUDGET_ROUNDS + BUDGET_SHARE * planner.seconds + 2.0
+        assert planner.seconds - planner.plain_seconds <= budget
+
+
+def certain_of(token):
+    """A distribution that is certain of a token."""
+    return lambda text: [float(i == token) for i in range(3)]

@@ -1,0 +1,179 @@
+"""A small target with a draft head as a bundle, with graphs written by hand and random weights.
+
+The target's next token depends mostly on its last one, and so does the head's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from encoder_decoder_bundles import HEADS, HIDDEN, SIZE, Graph, make_tokenizer
+from manifests import PARITY
+from specedge import bundle as b
+from specedge.bundle import manifest as m
+from specedge.bundle.integrity import file_entry
+from specedge.bundle.reports import ParityReport
+from specedge.sampling_options import RecommendedSampling
+
+VOCAB_SIZE, CONTEXT, CAPACITY = 40, 300, 320
+LAYERS = (1, 2)  # the second layer's input, and its output
+TOKEN_IDS = tuple(range(0, VOCAB_SIZE, 2))  # of the head
+FEATURES = len(LAYERS) * HIDDEN
+
+
+def make_draft_head(
+    folder: Path, token_ids: tuple[int, ...] | None = TOKEN_IDS, fuses: bool = True
+) -> b.Bundle:
+    """Write a bundle of a target and a draft head.
+
+    Without `fuses`, the head reads the target's last states as they are, as an MTP head.
+    """
+    layers = LAYERS if fuses else LAYERS[1:]
+    weights = _weights(0)
+    hidden = m.HiddenStates(layers, len(layers) * HIDDEN)
+    states = {role: _states(count) for role, count in (("target", 2), ("draft", 1))}
+    graphs = {"target": {"decoder": _target(weights, layers)}}
+    graphs["draft"] = {"decoder": _head(weights, token_ids)}
+    if fuses:
+        graphs["draft"]["fuse"] = _fuse(weights)
+    hidden_of = {"target": hidden, "draft": m.HiddenStates(layers, hidden.size, HIDDEN)}
+    entries = {}
+    for role in ("target", "draft"):
+        columns = VOCAB_SIZE if role == "target" or token_ids is None else len(token_ids)
+        signatures = m.signatures(states[role], CAPACITY, columns, hidden=hidden_of[role])
+        for name, graph in graphs[role].items():
+            graph.save(folder / role / f"{name}.onnx", signatures[m.signature_name(name)])
+        (folder / role / "weights.bin").write_bytes(bytes(64))
+        entries[role] = m.ModelEntry(
+            source=m.CheckpointSource(f"some/{role}", None, None),
+            architecture="llama",
+            num_parameters=10,
+            num_experts=0,
+            vocab_size=VOCAB_SIZE,
+            padded_vocab_size=columns,
+            context_length=CONTEXT,
+            dtype="float32",
+            weights_dtype="float32",
+            capacity=CAPACITY,
+            states=states[role],
+            weights=f"{role}/weights.bin",
+            token_ids="draft/token_ids.bin" if columns < VOCAB_SIZE else None,
+            signatures=signatures,
+            graphs=tuple(
+                m.GraphEntry(name, "onnx", None, m.signature_name(name), f"{role}/{name}.onnx")
+                for name in graphs[role]
+            ),
+            parity={
+                "onnx": ParityReport(**vars(PARITY) | {"invariant_lengths": tuple(range(1, 257))})
+            },
+            quantization={},
+            hidden=hidden_of[role],
+        )
+    if entries["draft"].token_ids:
+        ids = np.array(token_ids, "<u4").tobytes()
+        (folder / "draft/token_ids.bin").write_bytes(ids)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    files = {
+        str(path.relative_to(folder)): file_entry(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    bundle = b.Bundle(
+        format=b.FORMAT,
+        specedge_version="0.1.0",
+        num_draft_tokens=4,
+        end_tokens=(1,),
+        tokenizer="tokenizer.json",
+        chat_template=None,
+        special_tokens={"eos_token": "</s>"},
+        default_sampling=RecommendedSampling(),
+        models=entries,
+        hosts=None,
+        files=files,
+    )
+    (folder / b.MANIFEST).write_text(bundle.to_json(), "utf-8")
+    return b.Bundle.read(folder)
+
+
+def _states(num_layers):
+    return tuple(
+        state
+        for i in range(num_layers)
+        for state in m.key_value_states(i, (HEADS, SIZE), (HEADS, SIZE), "float32")
+    )
+
+
+def _weights(seed):
+    random = np.random.default_rng(seed)
+
+    def matrix(*shape, gain=1.0):
+        return gain * random.standard_normal(shape) / np.sqrt(shape[0])
+
+    layers = [[matrix(HIDDEN, HIDDEN) for _ in range(4)] for _ in range(3)]
+    return {
+        "embedding": 1.5 * random.standard_normal((VOCAB_SIZE, HIDDEN)),
+        "positions": 0.3 * random.standard_normal((CAPACITY, HIDDEN)),
+        "head": matrix(HIDDEN, VOCAB_SIZE, gain=4),
+        "fuse": matrix(FEATURES, HIDDEN, gain=0.3),
+        "layers": layers,
+    }
+
+
+def _beginning(g, weights):
+    """Return the embedding of the tokens with their positions, and the causal mask."""
+    length = g.op("Slice", g.op("Shape", "input_ids"), *(g.constant([i], np.int64) for i in (1, 2)))
+    rows = g.constant(range(CAPACITY), np.int64)
+    steps = g.op("Slice", rows, g.constant([0], np.int64), length)
+    positions = g.op("Add", steps, "past_length")
+    tokens = g.op("Gather", g.constant(weights["embedding"]), "input_ids")
+    x = g.op("Add", tokens, g.op("Gather", g.constant(weights["positions"]), positions))
+    column = g.op("Unsqueeze", positions, g.constant([1], np.int64))
+    return x, g.op("LessOrEqual", rows, column)
+
+
+def _layer(g, x, matrices, index, causal, output=None):
+    q, k, v, o = (g.constant(matrix) for matrix in matrices)
+    states = {}
+    for name, matrix in (("key", k), ("value", v)):
+        states[name] = g.op(
+            "TensorScatter", f"past_key_values.{index}.{name}", g.heads(x, matrix), "past_length",
+            output=f"present.{index}.{name}",
+        )  # fmt: skip
+    mixed = g.attend(g.heads(x, q), states["key"], states["value"], causal)
+    return g.op("Tanh", g.op("Add", x, g.op("MatMul", mixed, o)), output=output)
+
+
+def _logits(g, x, head):
+    end = g.constant([CAPACITY], np.int64)
+    last = g.op("Slice", x, "logits_from", end, g.constant([1], np.int64))
+    g.op("MatMul", last, g.constant(head), output="logits")
+
+
+def _target(weights, layers):
+    g = Graph()
+    x, causal = _beginning(g, weights)
+    inputs = [x]
+    for i in range(2):
+        inputs.append(_layer(g, inputs[-1], weights["layers"][i], i, causal))
+    chosen = [inputs[layer] for layer in layers]
+    g.op("Concat", *chosen, output="hidden", axis=-1)
+    _logits(g, inputs[-1], weights["head"])
+    return g
+
+
+def _head(weights, token_ids):
+    g = Graph()
+    x, causal = _beginning(g, weights)
+    x = g.op("Add", x, g.op("Mul", "hidden", g.constant(0.4)))
+    _layer(g, x, weights["layers"][2], 0, causal, output="next_hidden")
+    head = weights["head"] if token_ids is None else weights["head"][:, [*token_ids]]
+    _logits(g, "next_hidden", head)
+    return g
+
+
+def _fuse(weights):
+    g = Graph()
+    g.op("MatMul", "hidden", g.constant(weights["fuse"]), output="fused")
+    return g
