@@ -36,6 +36,7 @@ from .progress import Progress
 from .quantization import draft_acceptance, texts
 from .quantization.float_model import FloatModel
 from .quantization.quantizer import add_variants, quantize
+from .quantization.target_states import TargetStates
 from .request import ExportRequest, PathOrName
 from .tokenizers import pair
 from .tokenizers.vocabulary_map import VocabularyMap
@@ -91,7 +92,9 @@ def export(
                 encoders: dict[str, Path] = {}
                 for checkpoint, length in job.exports():
                     traced, weights, lazy = _trace_and_verify(job, checkpoint, length, encoders)
-                    quantized, weights = _quantize(job, checkpoint, traced, weights, lazy)
+                    quantized, weights = _quantize(
+                        job, checkpoint, traced, weights, lazy, entries[0] if entries else None
+                    )
                     entries += quantized
                     hashes[quantized[0].weights] = weights
                 _write(job, entries, hashes)
@@ -319,21 +322,32 @@ def _quantize(
     traced: list[ModelEntry],
     weights: FileEntry,
     lazy: LazyWeights | None,
+    target: ModelEntry | None,
 ) -> tuple[list[ModelEntry], FileEntry]:
-    """Convert a checkpoint's models to the requested precision, and add further graph variants."""
+    """Convert a checkpoint's models to the requested precision, and add further graph variants.
+
+    `target` is that of a separate draft model.
+    """
     request, progress, ids = job.request, job.progress, _read_ids(job.work, traced[-1])
     folder, suffixes = job.work / checkpoint.role, job.request.variant_suffixes
     precision, tensors = request.precision_of(checkpoint.role), loader.quantized_tensors(checkpoint)
     roles = dict(zip((checkpoint.role, "draft"), traced, strict=False))
+    if lazy is None and not suffixes:
+        return traced, weights
+    pieces, fused = job.calibration_texts(checkpoint, traced[0]), None
+    if target is not None and traced[0].reads_hidden:
+        states = TargetStates(
+            FloatModel("target", target, job.work / "target"),
+            FloatModel("draft", traced[0], folder),
+        )
+        with progress.step("Running the target over the draft's texts"):
+            fused, pieces = states.of_texts(pieces)
     if lazy is not None:  # not an unquantized draft model of a quantized target
         return quantize(
-            roles, folder, precision, job.calibration_texts(checkpoint, traced[0]), ids, progress,
-            suffixes, request.rounding, request.average_bits, tensors, lazy,
+            roles, folder, precision, pieces, ids, progress, suffixes,
+            request.rounding, request.average_bits, tensors, lazy, fused,
         )  # fmt: skip
-    if suffixes:
-        pieces = job.calibration_texts(checkpoint, traced[0])
-        return add_variants(suffixes, roles, folder, pieces, ids, progress), weights
-    return traced, weights
+    return add_variants(suffixes, roles, folder, pieces, ids, progress, fused), weights
 
 
 def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) -> None:
@@ -348,8 +362,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
         models[1] = replace(models[1], mask_token=job.mask_token)
         if vocabulary is not None:
             models[1] = _write_translation(vocabulary, models[1], work)
-        if not models[1].reads_hidden:
-            models[1] = replace(models[1], acceptance=_measure_acceptance(job, *models))
+        models[1] = replace(models[1], acceptance=_measure_acceptance(job, *models))
     models = [
         model if model.reads_hidden else add_batched_graphs(role, model, work, progress)
         for role, model in zip(("target", "draft"), models, strict=False)

@@ -59,7 +59,8 @@ WITH_SUFFIX = (AUTO, DrafterName.SUFFIX, DrafterName.LOOKUP, DrafterName.CHAIN)
 PLAIN = "plain"  # drafter of rounds of plain decoding
 
 BLOCK = "block"  # last item of rounds whose drafts were verified as blocks
-PlannedRounds = tuple[str, int, int] | tuple[str, int, int, str]  # drafter, K, rounds, BLOCK
+# Drafter, K, number of rounds; then BLOCK and the minimum confidence of a draft, where they apply.
+PlannedRounds = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -321,20 +322,29 @@ def _planned(rounds: object) -> tuple[PlannedRounds, ...]:
 def _planned_rounds(rounds: object) -> PlannedRounds:
     if (
         not isinstance(rounds, list | tuple)
-        or [*rounds[3:]] not in ([], [BLOCK])
         or len(rounds) < 3
         or not isinstance(rounds[0], str)
+        or not _are_rules(rounds[3:])
     ):
         raise OptionError(
-            f"an entry of replay must be [drafter, K, number of rounds], with '{BLOCK}' as the "
-            f"fourth item if drafts were verified as blocks, got {str(rounds)[:40]}",
+            f"an entry of replay must be [drafter, K, number of rounds], followed by '{BLOCK}' if "
+            "drafts were verified as blocks, and by a minimum confidence between 0 and 1 if they "
+            f"could end early, got {str(rounds)[:40]}",
             "replay",
         )
     k = check_integer("K of a replay", rounds[1], 0, MAX_DRAFT_TOKENS, "replay")
     times = check_integer(
         "a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS, "replay"
     )
-    return (rounds[0], k, times, BLOCK) if rounds[3:] else (rounds[0], k, times)
+    return rounds[0], k, times, *rounds[3:]
+
+
+def _are_rules(items: Sequence[Any]) -> bool:
+    """Return True if the items are BLOCK, a minimum confidence, both or none."""
+    numbers = items[1:] if items[:1] in ([BLOCK], (BLOCK,)) else items
+    return not numbers or (
+        len(numbers) == 1 and isinstance(numbers[0], float) and 0 < numbers[0] <= 1
+    )
 
 
 def _check_drafter(drafter: object) -> None:

@@ -303,6 +303,16 @@ def test_a_wrong_checksum_of_a_small_file_is_found_when_reading(folder):
         ("target", {"greedy": 0.5, "sampled": 0.5}, "acceptance is a key of the draft"),
         ("draft", {"greedy": 1.5, "sampled": 0.5}, "between 0 and 1"),
         ("draft", {"greedy": 0.5}, "sampled' is missing"),
+        (
+            "draft",
+            {"greedy": 0.5, "sampled": 0.5, "greedy_by_confidence": [0.5]},
+            "7 rates or none",
+        ),
+        (
+            "draft",
+            {"greedy": 0.5, "sampled": 0.5, "sampled_by_confidence": [0.5] * 6 + [1.5]},
+            "rates by confidence must be between 0 and 1",
+        ),
     ],
 )
 def test_acceptance_rates_are_checked(folder, role, rates, said):

@@ -1,26 +1,34 @@
-"""Acceptance rates of a draft model, which the planner assumes before it has tested a token."""
+"""Acceptance rates of a draft model, which the planner assumes before it has tested a token.
+
+A draft that reads hidden states of its target is compared with it along texts: row i reads the
+hidden state of token i and token i + 1, and predicts token i + 2. Further draft tokens read the
+state that the preceding row returned. T tokens, C columns, V vocabulary entries.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 from tokenizers import Tokenizer
 
-from specedge.bundle.manifest import MeasuredAcceptance
+from specedge.bundle.manifest import CONFIDENCE_BOUNDS, MeasuredAcceptance
 from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.bundle.token_readings import TokenReadings
 
 from ..progress import Progress
 from ..tracing.geometry import Geometry
+from ..tracing.hidden_states import HIDDEN_STATES, NEXT_HIDDEN
 from ..verification.subgraph import SubgraphSession, can_prepack, open_session, unpacked_options
 from .float_model import FloatModel
 from .report import compute_logits
+from .target_states import TargetStates
 from .texts import TextEncoder, TextSource
 
 NUM_TEXTS = 3
@@ -28,6 +36,12 @@ PROMPT_TOKENS, ANSWER_TOKENS = 48, 32  # of each text; greedy rates are those of
 MAX_READ_BYTES = 8e10  # weights read to generate answers, about 10 seconds
 MIN_ANSWER_TOKENS = 8  # below, greedy rates are those of the prompts
 MIN_TOKENS = 4  # of a text
+NUM_CHAINS = 48  # chains of K draft tokens in all texts
+# Rate of first draft tokens below which a head is probably read wrongly. Such faults gave a mean
+# length of 1.0 to 1.4 tokens a round, rates of about 0.3, instead of 2.4, about 0.7.
+MIN_FIRST_RATE = 0.4
+MIN_RATIO = 0.5  # of the rate of second draft tokens to that of first ones
+PRIOR_ROWS = 4  # weight of a class's prior rate
 
 
 def measure_acceptance(
@@ -44,7 +58,8 @@ def measure_acceptance(
     """Measure a draft's acceptance rates on a few short texts and the target's greedy answers.
 
     The rate of a parallel draft, which falls with the position, is that of all tested tokens in
-    drafts of `num_draft_tokens` tokens.
+    drafts of `num_draft_tokens` tokens. Rates of a draft that reads hidden states are measured by
+    position, because a wrong reading of its checkpoint shows nowhere else.
 
     Args:
         target: Final target.
@@ -80,6 +95,11 @@ def measure_acceptance(
             prompts = [np.array(decoder_prompt)] * len(prompts)
         texts = _answer(target, prompts, end_tokens, context, sources)
         texts = [text[: _num_shared(text, vocab_size)] for text in texts]
+        if draft.model.reads_hidden:
+            position_rates = measure_positions(target, draft, texts, prompts, num_draft_tokens)
+            for note in position_rates.notes():
+                progress.note(note)
+            return position_rates.overall
         starts, k = [len(prompt) - 1 for prompt in prompts], 1
         read, ends = texts, list[np.ndarray]()
         if readings is not None:
@@ -87,36 +107,159 @@ def measure_acceptance(
             read, ends = [tokens for tokens, _ in translated], [n for _, n in translated]
             texts = [text[: len(n)] for text, n in zip(texts, ends, strict=True)]
         logits = compute_logits(target.runner(target.folder, target.ops[-1]), texts, sources)
+        confidences: list[np.ndarray] = []
         if draft.model.mask_token is None:
             drafted = compute_logits(draft.runner(draft.folder, draft.ops[-1]), read, sources)
             if ends:
                 drafted = [rows[n - 1] for rows, n in zip(drafted, ends, strict=True)]
             columns = map(partial(acceptance_by_row, head=draft.head), drafted, logits)
             rows = [(agree[:, None], overlaps[:, None]) for agree, overlaps in columns]
+            confidences = [_softmax(d).max(1) for d in drafted]
         elif readings is None and _can_run(draft):
             k = max(1, min(num_draft_tokens, *starts))
             rows = draft_in_parallel(draft, texts, logits, k)
         else:
             return None
-        answers = [greedy[n:-k] for (greedy, _), n in zip(rows, starts, strict=True)]
-        if not sum(map(len, answers)):
-            answers = [greedy for greedy, _ in rows]
+        answers = [slice(n, -k) for n in starts]
+        if not any(len(agree[span]) for (agree, _), span in zip(rows, answers, strict=True)):
+            answers = [slice(None)] * len(rows)
         # Prompts are text, except those of an encoder-decoder, whose answers are.
         spans = [slice(n, None) if decoder_prompt else slice(n - k + 1) for n in starts]
-        sampled = [overlaps[span] for (_, overlaps), span in zip(rows, spans, strict=True)]
-        by_position, means = zip(
-            *(rates_by_position(np.concatenate(tests)) for tests in (answers, sampled)),
-            strict=True,
+        agreed = _concatenate([agree for agree, _ in rows], answers)
+        overlapping = _concatenate([overlaps for _, overlaps in rows], spans)
+        (greedy_rates, greedy), (sampled_rates, sampled) = map(
+            rates_by_position, (agreed, overlapping)
         )
-        rates = MeasuredAcceptance(*means)
+        rates = MeasuredAcceptance(greedy, sampled)
+        if confidences:
+            of_answers, of_texts = (_concatenate(confidences, s) for s in (answers, spans))
+            rates = replace(
+                rates,
+                greedy_by_confidence=rates_by_confidence(of_answers, agreed[:, 0]),
+                sampled_by_confidence=rates_by_confidence(of_texts, overlapping[:, 0]),
+            )
     progress.note(
         f"draft: acceptance rate {rates.greedy:.0%} greedy, {rates.sampled:.0%} sampled, on a few "
         "texts"
     )
     if k > 1:
-        greedy, sampling = (", ".join(f"{rate:.0%}" for rate in mode) for mode in by_position)
-        progress.note(f"draft: by position {greedy} greedy, and {sampling} sampled")
+        of_greedy, of_sampled = (
+            ", ".join(f"{rate:.0%}" for rate in mode) for mode in (greedy_rates, sampled_rates)
+        )
+        progress.note(f"draft: by position {of_greedy} greedy, and {of_sampled} sampled")
     return rates
+
+
+@dataclass(frozen=True)
+class PositionRates:
+    """Mean rates of draft tokens 1 to K whose predecessors are those of the text.
+
+    Attributes:
+        greedy: Rates at which the most likely tokens agree, in the target's greedy answers.
+        sampled: Acceptance rates at temperature 1, in the prompts.
+    """
+
+    greedy: tuple[float, ...]
+    sampled: tuple[float, ...]
+
+    @property
+    def overall(self) -> MeasuredAcceptance:
+        """Accepted over tested draft tokens of all positions; a test follows acceptance."""
+
+        def mean(rates: Sequence[float]) -> float:
+            tested = np.cumprod([1.0, *rates[:-1]])
+            return min(1.0, float(tested @ rates / tested.sum()))
+
+        return MeasuredAcceptance(mean(self.greedy), mean(self.sampled))
+
+    def notes(self) -> Iterator[str]:
+        """Describe the rates, and warn of those that a head of this target would not have."""
+        greedy, sampled = (
+            ", ".join(f"{rate:.0%}" for rate in rates) for rates in (self.greedy, self.sampled)
+        )
+        yield f"draft: acceptance by position {greedy} greedy, {sampled} sampled, on a few texts"
+        first, *later = self.greedy
+        if first < MIN_FIRST_RATE:
+            yield (
+                f"draft: only {first:.0%} of first draft tokens are accepted, which trained heads "
+                "exceed. Check that it was trained for this target, the layers whose hidden states "
+                "it reads, and the norms before fc (norm_before_fc, fc_norm) and of the residual "
+                "(norm_before_residual)"
+            )
+        elif later and later[0] < MIN_RATIO * first:
+            yield (
+                f"draft: only {later[0]:.0%} of second draft tokens are accepted, of first ones "
+                f"{first:.0%}. Check whether returned hidden states are normalized (norm_output)"
+            )
+
+
+def measure_positions(
+    target: FloatModel,
+    draft: FloatModel,
+    texts: Sequence[np.ndarray],
+    prompts: Sequence[np.ndarray],
+    num_positions: int,
+) -> PositionRates:
+    """Measure the acceptance rates of `num_positions` draft tokens along texts.
+
+    Args:
+        target: Final target.
+        draft: Final draft model.
+        texts: Prompts with the target's greedy answers, [T] each.
+        prompts: The prompts, [T] each.
+        num_positions: Number of draft tokens, K.
+    """
+    logits, fused = TargetStates(target, draft).run(texts)
+    greedy: list[list[float]] = [[] for _ in range(num_positions)]
+    sampled: list[list[float]] = [[] for _ in range(num_positions)]
+    step = max(1, sum(map(len, texts)) // NUM_CHAINS)
+    with _open_decoder(_decoder(draft), draft.geometry, _options(draft)) as session:
+        for text, rows, states, prompt in zip(texts, logits, fused, prompts, strict=True):
+            session.fill_noise(0, draft.geometry.capacity)
+            first_answer = len(prompt) - 1 if len(text) > len(prompt) else 0
+            for position, row, drafted in _drafted_rows(session, text, states, num_positions, step):
+                agree, overlap = acceptance_by_row(drafted, rows[row : row + 1], draft.head)
+                if first_answer <= row < len(text) - 1:
+                    greedy[position].append(agree.item())
+                if row < len(prompt) - 1:
+                    sampled[position].append(overlap.item())
+    of_both = ([*takewhile(len, positions)] for positions in (greedy, sampled))
+    return PositionRates(*(tuple(float(np.mean(x)) for x in positions) for positions in of_both))
+
+
+def _drafted_rows(
+    session: SubgraphSession,
+    text: np.ndarray,
+    fused: np.ndarray,
+    num_positions: int,
+    step: int,
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield position, row of the target that predicts the same token, and logits of a draft token.
+
+    First draft tokens are those of each row of a text [T] with hidden states [T, H], further ones
+    those of every `step`-th row. Logits are [1, C].
+    """
+
+    def run(tokens: np.ndarray, row: int, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        inputs = {
+            "input_ids": tokens[None].astype(np.int64),
+            "past_length": np.array([row], np.int64),
+            "logits_from": np.zeros(1, np.int64),
+            HIDDEN_STATES: hidden[None],
+        }
+        outputs = session.run("decoder", False, inputs)
+        return outputs["logits"][0], outputs[NEXT_HIDDEN][0]
+
+    logits, returned = run(text[1:], 0, fused[:-1])
+    for row in range(len(logits)):
+        yield 0, row + 1, logits[row : row + 1]
+    # Each chain overwrites the cache rows after its first, so the last one comes first.
+    for first in range(0, len(returned), step)[::-1]:
+        hidden = returned[first : first + 1]
+        for position in range(1, min(num_positions, len(returned) - first)):
+            row = first + position
+            logits, hidden = run(text[row + 1 : row + 2], row, hidden)
+            yield position, row + 1, logits
 
 
 def rates_by_position(acceptance: np.ndarray) -> tuple[np.ndarray, float]:
@@ -192,6 +335,30 @@ def _read(
     ends = np.cumsum(lengths)
     ends = ends[ends <= draft.model.context_length]
     return np.array(readings.read(text.tolist())[: ends[-1]]), ends
+
+
+def rates_by_confidence(confidences: np.ndarray, accepted: np.ndarray) -> tuple[float, ...]:
+    """Return the acceptance rate by class of the draft's largest probability, ascending.
+
+    Each class has a prior with the weight of `PRIOR_ROWS` rows: the mean rate, shifted by the
+    difference of the class's probability to the mean.
+
+    Args:
+        confidences: Largest probability of the draft at temperature 1. [T]
+        accepted: Acceptance rates. [T]
+    """
+    classes = np.searchsorted(CONFIDENCE_BOUNDS, confidences)
+    edges = np.array([0, *CONFIDENCE_BOUNDS, 1])
+    centers = (edges[1:] + edges[:-1]) / 2
+    priors = np.clip(accepted.mean() + centers - confidences.mean(), 0, 1)
+    counts = np.bincount(classes, minlength=len(centers))
+    sums = np.bincount(classes, weights=accepted, minlength=len(centers))
+    rates = (sums + PRIOR_ROWS * priors) / (counts + PRIOR_ROWS)
+    return tuple(np.maximum.accumulate(np.minimum(rates, 1)).tolist())
+
+
+def _concatenate(rows: Sequence[np.ndarray], spans: Sequence[slice]) -> np.ndarray:
+    return np.concatenate([row[span] for row, span in zip(rows, spans, strict=True)])
 
 
 def _prompts(encoder: TextEncoder, documents: Sequence[str], size: int) -> list[np.ndarray]:

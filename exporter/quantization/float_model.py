@@ -32,7 +32,7 @@ from ..graph.opset import save_graph
 from ..graph.repeated_rows import remove_repeated_rows
 from ..graph.shared_bytes import share_embeddings
 from ..tracing.geometry import Geometry
-from ..verification.fused_states import run_fuse
+from ..verification.fused_states import FusedStates, run_fuse
 from ..verification.runner import Runner
 from ..verification.source_states import NUM_TOKENS, SourceGraphs, SourceStates
 from .experts import NO_EXCLUSIONS, ExcludedWeights, load_graph
@@ -55,6 +55,7 @@ class FloatModel:
         lazy: Weights by offset in the weights file, which lacks those of a large model that is
             quantized.
         cache_scales: Scales of int8 caches by name, [H, 1, D] each.
+        fused: Hidden states of the texts that a draft reads; None for random ones.
     """
 
     role: str
@@ -65,6 +66,7 @@ class FloatModel:
     is_self_draft: bool = False
     lazy: LazyWeights = field(default_factory=dict)
     cache_scales: Mapping[str, np.ndarray] = field(default_factory=dict)
+    fused: FusedStates | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -114,7 +116,7 @@ class FloatModel:
         states have the type of the variant.
         """
         for file in self.other_files:
-            source = (self.original or self).folder / file.file_name(self.ops[0])
+            source = self.source_of(file)
             graph_model = ir.load(source)
             if file.name == OPEN:
                 cast_outputs(graph_model, cache_dtype(ops))
@@ -122,6 +124,10 @@ class FloatModel:
                 store.adopt(graph_model.graph)
             if (path := folder / file.file_name(ops)) != source:
                 save_graph(graph_model, path)
+
+    def source_of(self, file: GraphFile) -> Path:
+        """Return the path of a float graph without caches."""
+        return (self.original or self).folder / file.file_name(self.ops[0])
 
     def runner(self, folder: Path, ops: str) -> Runner:
         """Return a runner of a graph variant in a folder."""
@@ -131,9 +137,10 @@ class FloatModel:
     def _source(self) -> dict[str, Any]:
         """Options of runners of an encoder-decoder, or of a draft that reads hidden states."""
         if self.model.hidden is not None and self.model.reads_hidden:
+            if self.fused is not None:
+                return {"fused": self.fused}
             (file,) = self.other_files
-            path = (self.original or self).folder / file.file_name(self.ops[0])
-            return {"fused": run_fuse(path, self.model.hidden)}
+            return {"fused": run_fuse(self.source_of(file), self.model.hidden)}
         if self.model.encoder is None:
             return {}
         folder = (self.original or self).folder

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
+import onnxruntime as ort
 import torch
 
 from specedge.bundle.graph_variants import (
@@ -29,7 +30,11 @@ from specedge.errors import ExportError, ParityError
 from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..graph import rewrites
 from ..graph.external_data import FILE, LazyWeights
+from ..graph.opset import save_graph
 from ..progress import Progress
+from ..tracing.hidden_states import HIDDEN_STATES
+from ..verification.fused_states import FusedStates
+from ..verification.subgraph import open_session
 from . import cache_scales, calibration, gptq, rotation_rewriter, schemes
 from .calibration import InputStatistics
 from .dequantize_rewriter import DequantizeRewriter, QdqRewriter
@@ -70,6 +75,7 @@ def quantize(
     bits: float,
     tensors: Sequence[QuantizedTensor],
     lazy: LazyWeights,
+    fused: FusedStates | None = None,
 ) -> tuple[list[ModelEntry], FileEntry]:
     """Quantize models that share a folder.
 
@@ -88,6 +94,7 @@ def quantize(
         bits: Average bits per weight of int4 in layers.
         tensors: The checkpoint's quantized weights, for the precision "keep".
         lazy: Weights by offset in the weights file, which lacks those of a large model.
+        fused: Hidden states of the texts that a draft model reads.
 
     Returns:
         The entries, and the entry of the weights file.
@@ -99,7 +106,7 @@ def quantize(
         if path.suffix != ".onnx" and path.name != FILE:
             shutil.copy2(path, folder)
     parts = [
-        FloatModel(role, model, before, is_self_draft=i > 0, lazy=lazy)
+        FloatModel(role, model, before, is_self_draft=i > 0, lazy=lazy, fused=fused)
         for i, (role, model) in enumerate(models.items())
     ]
     parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
@@ -122,7 +129,10 @@ def quantize(
         for part in parts:
             for ops in part.reduced_variants(precision, suffixes):
                 _write_graphs(part, ops, precision, group_schemes, excluded, store, folder, kept)
-                part.write_others(folder, ops, store)
+                if fused is not None and kept is None and not has_compute_type(ops):
+                    _quantize_fuse(part, ops, store, folder, fused)
+                else:
+                    part.write_others(folder, ops, store)
     if kept is not None and kept.offset_error:
         progress.note(
             f"{first}: QMoE has no offsets; offsets of experts are rounded to zero points, with a "
@@ -253,12 +263,14 @@ def add_variants(
     texts: CalibrationTexts,
     head: Sequence[int] | None,
     progress: Progress,
+    fused: FusedStates | None = None,
 ) -> list[ModelEntry]:
     """Add graph variants of other types, named by suffix, to models that share a folder.
 
-    `head` are the tokens of the last model's logits, if reduced.
+    `head` are the tokens of the last model's logits, if reduced, and `fused` hidden states of the
+    texts that a draft model reads.
     """
-    parts = [FloatModel(role, model, folder) for role, model in models.items()]
+    parts = [FloatModel(role, model, folder, fused=fused) for role, model in models.items()]
     parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
     entries = []
     for part in _with_cache_scales(parts, suffixes, texts, progress):
@@ -512,3 +524,44 @@ def _write_graphs(
     passes.RemoveUnusedNodesPass()(graph_model)
     store.adopt(graph)
     model.write(graph_model, folder, ops)
+
+
+def _quantize_fuse(
+    model: FloatModel, ops: str, store: WeightsWriter, folder: Path, fused: FusedStates
+) -> None:
+    """Write the graph that fuses hidden states with matrices in 8-bit blocks, in any precision.
+
+    Blocks separate channels of hidden states that are hundreds of times as large as others.
+    """
+    (file,) = model.other_files
+    path = model.source_of(file)
+    graph_model = ir.load(path)
+    rewriter_class = QdqRewriter if is_qdq(ops) else IntegerRewriter
+    rewriter = rewriter_class(graph_model.graph, store, set())
+    for group in matrix_groups(graph_model.graph):
+        if group.matrices[0].stored.shape[0] % BLOCK_SIZE == 0:
+            x = InputStatistics.from_values(_fuse_input(path, str(group.value.name), fused))
+            rewriter.group(group, schemes.block_scheme(group, x, 8))
+    passes.RemoveUnusedNodesPass()(graph_model)
+    store.adopt(graph_model.graph)
+    save_graph(graph_model, folder / file.file_name(ops))
+
+
+def _fuse_input(path: Path, name: str, fused: FusedStates) -> np.ndarray:
+    """Return a value of the graph that fuses hidden states, for the sample. [n, K]"""
+    assert fused.hidden is not None
+    if name == HIDDEN_STATES:
+        return fused.hidden
+    graph_model = ir.load(path)
+    (value,) = (x for node in graph_model.graph for x in node.outputs if x.name == name)
+    value.dtype = ir.DataType.FLOAT
+    graph_model.graph.outputs[:] = [value]
+    part = path.with_name(f"part-{path.name}")
+    ir.save(graph_model, part)
+    try:
+        session = open_session(part, ort.SessionOptions())
+        (values,) = session.run([name], {HIDDEN_STATES: fused.hidden[None]})
+    finally:
+        part.unlink()
+    rows: np.ndarray = values[0]
+    return rows

@@ -445,7 +445,7 @@ def _restore_hidden_states(
 ) -> None:
     """Rotate returned hidden states back, and multiply those of norms by the gains of `gains`.
 
-    Factors of the rotation take 4096 * 128 multiplications for 4096 channels.
+    Factors of the rotation take 22 us for 5 tokens and 3 * 576 channels, 155 us for 3 * 4096.
     """
     node = hidden_states_node(graph)
     if node is None:

@@ -5,6 +5,7 @@ F channels of the target's concatenated hidden states, H of those that the draft
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +29,25 @@ NUM_COMPARED = 32  # rows of `fuse` that are compared
 
 @dataclass(frozen=True)
 class FusedStates:
-    """Hidden states by position, which repeat. [P, H]"""
+    """Hidden states that passes of a draft read.
+
+    Attributes:
+        states: States by position, which repeat, [P, H].
+        texts: Tokens of texts, [T], with their states, [T, H].
+        hidden: Sample of the target's hidden states before they are fused, [n, F].
+    """
 
     states: np.ndarray
+    texts: Sequence[tuple[np.ndarray, np.ndarray]] = ()
+    hidden: np.ndarray | None = None
 
-    def rows(self, start: int, length: int) -> np.ndarray:
-        """Return the states of consecutive positions. [1, T, H]"""
-        return self.states[np.arange(start, start + length) % len(self.states)][None]
+    def rows(self, start: int, length: int, text: np.ndarray | None = None) -> np.ndarray:
+        """Return the states of consecutive positions, of a text or its beginning. [1, T, H]"""
+        states = self.states
+        for tokens, states_of_text in self.texts:
+            if text is not None and np.array_equal(tokens[: len(text)], text):
+                states = states_of_text
+        return states[np.arange(start, start + length) % len(states)][None]
 
 
 def sample_states(model: EagleDraft, sources: WeightSources) -> FusedStates:

@@ -40,7 +40,8 @@ class PassAction:
     The decoder returns rows from `logits_from` on: [T - logits_from, V]. Sessions of a partitioned
     model prepack weights only for `packed` passes, which needs a copy of them and is not bitwise
     equal. `then` maps the logits to the result; `on_outputs` is called with each subgraph's
-    outputs. `source` [N] are the tokens of an encoder-decoder's source, by default the runner's.
+    outputs. `source` [N] are the tokens of an encoder-decoder's source, by default the runner's, or
+    the text whose hidden states a draft reads.
     """
 
     name: str
@@ -243,7 +244,8 @@ class Runner:
 
     def _constants(self, action: PassAction) -> Values:
         if self.fused is not None:
-            return {HIDDEN_STATES: self.fused.rows(action.past_length, len(action.tokens))}
+            rows = self.fused.rows(action.past_length, len(action.tokens), action.source)
+            return {HIDDEN_STATES: rows}
         source = self.source
         if action.source is not None and self._open_source is not None:
             source = self._open_source(action.source)

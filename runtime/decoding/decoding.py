@@ -240,6 +240,7 @@ class SpeculativeDecoder:
             drafter=round_plan.name,
             num_draft_tokens=k,
             is_block=is_block,
+            min_confidence=round_plan.min_confidence,
         )
         self.plan.record(round_)
         return round_

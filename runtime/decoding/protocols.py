@@ -374,7 +374,8 @@ class Round:
 
     `logprobs` are those of the committed tokens, None if they were not requested. `sources` names
     the drafter of each draft token. `drafter` and `num_draft_tokens` are the plan's; a drafter may
-    propose fewer tokens. `is_block` is True if the draft was verified as a block.
+    propose fewer tokens. `is_block` is True if the draft was verified as a block. `min_confidence`
+    is the plan's.
     """
 
     tokens: list[int]
@@ -386,6 +387,7 @@ class Round:
     drafter: str = PLAIN
     num_draft_tokens: int = 0
     is_block: bool = False
+    min_confidence: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -395,13 +397,14 @@ class RoundPlan:
     The drafter may propose fewer tokens; the round takes 2K + 1 uniforms in any case. `name` is
     the drafter's in statistics, PLAIN if K = 0. With `is_block`, the draft is verified as a block
     if the sampling options allow it. Both are known before a token is drafted, on which the accept
-    rule must not depend.
+    rule must not depend. `min_confidence` is that of the drafter, 0 if it does not end drafts.
     """
 
     name: str
     drafter: Drafter
     num_draft_tokens: int
     is_block: bool = False
+    min_confidence: float = 0.0
 
 
 class Plan(Protocol):

@@ -230,7 +230,11 @@ def draw(
 
 
 def draft_rows(
-    history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    history: History,
+    max_tokens: int,
+    sampling: Sampling,
+    uniforms: Floats,
+    is_last: Callable[[Row], bool] = lambda row: False,
 ) -> Generator[list[int], Any, Draft]:
     """Draw a draft token by token; yield the tokens so far to be sent the row after them.
 
@@ -242,6 +246,8 @@ def draft_rows(
         max_tokens: Maximum number of tokens.
         sampling: Sampling options.
         uniforms: Uniform random numbers, one for each token. [max_tokens or more]
+        is_last: Function that is called with the row of each token that was drawn from one, and
+            returns True to end the draft after that token, which is tested like the others.
     """
     tokens: list[int] = []
     probs: list[Distribution | None] = []
@@ -250,13 +256,15 @@ def draft_rows(
         for i in range(max_tokens):
             text = history.then(tokens)
             token = None if constraint is None else constraint.forced(text)
-            distribution = None
+            distribution = row = None
             if token is None:
                 row = yield tokens
                 token, distribution = draw(row, sampling, text, float(uniforms[i]))
             tokens.append(token)
             probs.append(distribution)
             if constraint is not None and token in sampling.end_tokens:
+                break
+            if row is not None and is_last(row):
                 break
     return Draft(tokens, probs)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+import numpy as np
 
-from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.manifest import CONFIDENCE_BOUNDS, MeasuredAcceptance, ModelEntry
 from specedge.bundle.token_readings import TokenReadings
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
@@ -25,6 +26,7 @@ from ..decoding.protocols import (
 from ..decoding.verification import Draft, draft_rows, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
+from ..sampling.logits import Row
 from ..sampling.source import Source
 from .text_reading import TextReading, TranslatedText
 
@@ -57,13 +59,14 @@ class DraftModel(ModelDrafter):
         entry: ModelEntry,
         readings: TokenReadings | None = None,
         **options: Any,
-    ) -> Self:
+    ) -> DraftModel:
         """Return a drafter with the limits of a model in the manifest and a bundle's readings."""
         return cls(
             model,
             context_length=entry.context_length,
             vocab_size=entry.vocab_size,
             max_source_length=sys.maxsize if entry.encoder is None else entry.encoder.max_length,
+            acceptance=entry.acceptance,
             readings=readings,
             **options,
         )
@@ -75,9 +78,11 @@ class DraftModel(ModelDrafter):
         context_length: int = sys.maxsize,
         vocab_size: int = sys.maxsize,
         max_source_length: int = sys.maxsize,
+        acceptance: MeasuredAcceptance | None = None,
         readings: TokenReadings | None = None,
     ) -> None:
         self.model = model
+        self.acceptance = acceptance
         self.context_length = context_length
         self.reading = TextReading(vocab_size) if readings is None else TranslatedText(readings)
         self.max_source_length = max_source_length
@@ -92,18 +97,44 @@ class DraftModel(ModelDrafter):
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Operations[Draft]:
+        return (yield from self.draft_confident(history, max_tokens, sampling, uniforms, 0.0))
+
+    def draft_confident(
+        self,
+        history: History,
+        max_tokens: int,
+        sampling: Sampling,
+        uniforms: Floats,
+        min_confidence: float,
+    ) -> Operations[Draft]:
+        """Draft until the predicted probability that all tokens are accepted is below a minimum.
+
+        It is the product of the rates in the bundle by the largest probability of each token's
+        row, so the length is a function of the text and the tokens that were drawn, all of which
+        are tested (docs/exactness.md). Under a grammar and on devices that draft, it is not used.
+        """
         if not max_tokens:
             return Draft([])
         unread, limit = yield from self._catch_up(history)
         if sampling.constraint is not None:  # it may force tokens of long readings
             limit = (limit - 1) // self.reading.longest + 1
         count = min(max_tokens, limit)
-        if getattr(self.model, "has_draft_graphs", False):
+        if self.drafts_on_device:
             model = cast(DraftingModel, self.model)
             draft = yield DeviceDraft(model, unread, count, history, sampling, uniforms)
             if draft is not None:
                 return cast(Draft, draft)
-        rows, row, num_fed = draft_rows(history, count, sampling, uniforms), None, 0
+        rates = self.confidence_rates(sampling.greedy) if min_confidence else ()
+        confidence = 1.0
+
+        def is_last(row: Row) -> bool:
+            nonlocal confidence
+            if not rates or sampling.constraint:
+                return False
+            confidence *= rates[bisect_left(CONFIDENCE_BOUNDS, largest_probability(row))]
+            return confidence < min_confidence
+
+        rows, row, num_fed = draft_rows(history, count, sampling, uniforms, is_last), None, 0
         while True:
             try:
                 drafted = rows.send(row)
@@ -116,6 +147,18 @@ class DraftModel(ModelDrafter):
                 unread = unread[-1:]
             row = (yield Feed(self.model, unread, len(unread)))[-1]
             unread = []
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """True if the device may draft without host work between tokens."""
+        return getattr(self.model, "has_draft_graphs", False)
+
+    def confidence_rates(self, greedy: bool) -> Sequence[float]:
+        """Return the acceptance rates by class of the largest probability; empty if unknown."""
+        if self.acceptance is None:
+            return ()
+        measured = self.acceptance
+        return measured.greedy_by_confidence if greedy else measured.sampled_by_confidence
 
     def backlog_and_limit(self, history: History, num_read: int) -> tuple[int, int]:
         """Return the number of tokens to catch up with, and the maximum number of draft tokens.
@@ -218,3 +261,31 @@ class ParallelDraftModel(DraftModel):
             sampling,
             uniforms,
         )
+
+
+class ConfidentDraft(ModelDrafter):
+    """Draft of a draft model in one round, which ends where it is not confident."""
+
+    name = DrafterName.MODEL
+    is_sampled = True
+
+    def __init__(self, drafter: DraftModel, min_confidence: float) -> None:
+        self._drafter, self._min_confidence = drafter, min_confidence
+
+    def draft(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Operations[Draft]:
+        return (
+            yield from self._drafter.draft_confident(
+                history, max_tokens, sampling, uniforms, self._min_confidence
+            )
+        )
+
+    def truncate(self, length: int) -> None:
+        self._drafter.truncate(length)
+
+
+def largest_probability(row: Row) -> float:
+    """Return the largest probability of a row at temperature 1, before all options."""
+    logits = row.array()
+    return float(1 / np.exp(logits - logits.max()).sum(dtype=np.float64))

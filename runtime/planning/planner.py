@@ -26,6 +26,7 @@ MIN_PROBABILITY = 0.01  # longer drafts are not considered below this probabilit
 PRIOR_RATE = 0.5  # prior acceptance rate of a drafter without measurements
 PRIOR_TESTS = 4.0  # weight of the prior rate, in tests
 POSITION_TESTS = 3.0  # weight of the previous position's rate, in tests
+CONFIDENCE_STEPS = 64  # grid of the minimum confidence, so that plans are short
 DECAY = 0.94  # decay of earlier tests: a weight of one half after 11 tests
 
 
@@ -216,6 +217,28 @@ class Planner:
         self._longest_catch_up = max(self._longest_catch_up, choice.catch_up_seconds)
         return True
 
+    def early_end(self, choice: RoundChoice, max_model_tokens: int) -> tuple[int, float]:
+        """Return K and the minimum confidence of a draft model's draft that may end early.
+
+        A draft of the chosen K may also be longer where the model is confident. A further token
+        pays if it is accepted with a higher probability than the tokens that its cost would yield
+        at the chosen speed. If the whole draft is rejected, it loses at most the exploration budget
+        and the time saved so far.
+        """
+        costs, chosen = self.last_costs, choice.num_draft_tokens
+        assert costs is not None
+        seconds = [verify + draft for verify, draft in zip(costs.verify, costs.draft, strict=True)]
+        spare = self._budget(costs) + self.saved_seconds + self._longest_catch_up
+        k = min(2 * chosen + 1, self.max_draft_tokens, max_model_tokens)
+        while k > chosen and seconds[k] > costs.plain + spare:
+            k -= 1
+        if k < 2:
+            return chosen, 0.0
+        token_seconds = (seconds[k] - seconds[1]) / (k - 1)
+        confidence = token_seconds / choice.seconds_per_token / self.estimate(MODEL).rate
+        steps = min(CONFIDENCE_STEPS, max(1, round(CONFIDENCE_STEPS * confidence)))
+        return k, steps / CONFIDENCE_STEPS
+
     def record(self, choice: RoundChoice, sources: Sequence[str], num_accepted: int) -> None:
         """Update the estimates with a round's draft sources and number of accepted tokens.
 
@@ -228,6 +251,10 @@ class Planner:
         self.reason_counts[choice.reason] += 1
         has_drafted = bool(sources) or choice.reason != ChoiceReason.GAIN
         seconds = choice.seconds if has_drafted else choice.plain_seconds
+        if choice.drafter == MODEL and sources and self.last_costs is not None:
+            verify, draft = self.last_costs.verify, self.last_costs.draft
+            drafted, chosen = len(sources), choice.num_draft_tokens
+            seconds += verify[drafted] + draft[drafted] - verify[chosen] - draft[chosen]
         plain_seconds = choice.plain_seconds * (num_accepted + 1)
         self.seconds += seconds
         self.plain_seconds += plain_seconds

@@ -23,7 +23,7 @@ from ..decoding.protocols import (
 )
 from ..drafters.chain import Chain
 from ..drafters.draft_head import DraftHead
-from ..drafters.draft_model import DraftModel
+from ..drafters.draft_model import ConfidentDraft, DraftModel
 from ..drafters.suffix import Prediction, Suffix, count_accepted
 from ..sampling.history import History
 from .cost_table import CostTable
@@ -189,9 +189,16 @@ class AutoPlan:
             self._set_choice(choice)
             name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
             drafter = self._drafters[name]
-            k = choice.num_draft_tokens
-            self._round_plan = RoundPlan(choice.drafter, drafter, k, samples_drafts(drafter, k))
+            k, min_confidence = choice.num_draft_tokens, 0.0
+            if isinstance(drafter, DraftModel) and self._ends_early(choice, drafter):
+                _, limit = drafter.backlog_and_limit(history, self._num_read)
+                k, min_confidence = self.planner.early_end(choice, limit)
+            self._round_plan = _round_plan(choice.drafter, drafter, k, min_confidence)
         return self._round_plan
+
+    def _ends_early(self, choice: RoundChoice, drafter: DraftModel) -> bool:
+        is_known = bool(drafter.confidence_rates(self.planner.temperature == 0))
+        return choice.reason == ChoiceReason.GAIN and is_known and not drafter.drafts_on_device
 
     def record(self, round_: Round) -> None:
         if not self._is_planned:
@@ -320,7 +327,9 @@ class ReplayPlan:
         self.max_draft_tokens = max(k for _, k, *_ in rounds)
         self._drafters = drafters
         self._rounds = [
-            (name, k, bool(rule)) for name, k, count, *rule in rounds for _ in range(count)
+            (name, k, BLOCK in rules, sum(rule for rule in rules if rule != BLOCK))
+            for name, k, count, *rules in rounds
+            for _ in range(count)
         ]
         self._num_done = 0
 
@@ -332,14 +341,14 @@ class ReplayPlan:
                 f"the replay ends after {self._num_done} rounds, {num_left} tokens early; "
                 "replay with the prompt, seed and options of the earlier request"
             )
-        name, k, is_block = self._rounds[self._num_done]
+        name, k, is_block, min_confidence = self._rounds[self._num_done]
         self._num_done += 1
         drafter = self._drafters.get(name) or next(iter(self._drafters.values()))
-        return RoundPlan(name, drafter, k, is_block)
+        return replace(_round_plan(name, drafter, k, min_confidence), is_block=is_block)
 
     def begin(self, history: History) -> StateObserver | None:
         self.truncate(0)
-        used = {name for name, k, _ in self._rounds if k}
+        used = {name for name, k, *_ in self._rounds if k}
         observers = (_observer(self._drafters[name]) for name in used)
         return next((observer for observer in observers if observer is not None), None)
 
@@ -414,9 +423,18 @@ def _observer(drafter: Drafter) -> StateObserver | None:
 def summarize_rounds(rounds: Sequence[Round]) -> list[PlannedRounds]:
     """Return drafter, K and count of each run of equal rounds, the format of a replay."""
     summary: list[PlannedRounds] = []
-    for (name, k, is_block), group in groupby(
-        rounds, lambda round_: (round_.drafter, round_.num_draft_tokens, round_.is_block)
-    ):
-        count = len(list(group))
-        summary.append((name, k, count, BLOCK) if is_block else (name, k, count))
+    for (name, k, *rules), group in groupby(rounds, _planned):
+        summary.append((name, k, len(list(group)), *rules))
     return summary
+
+
+def _planned(round_: Round) -> list[Any]:
+    """Return drafter and K of a round, BLOCK if it was, and the minimum confidence above 0."""
+    rules = [BLOCK] * round_.is_block + [round_.min_confidence] * (round_.min_confidence > 0)
+    return [round_.drafter, round_.num_draft_tokens, *rules]
+
+
+def _round_plan(name: str, drafter: Drafter, k: int, min_confidence: float = 0.0) -> RoundPlan:
+    if min_confidence and isinstance(drafter, DraftModel):
+        drafter = ConfidentDraft(drafter, min_confidence)
+    return RoundPlan(name, drafter, k, samples_drafts(drafter, k), min_confidence)

@@ -236,16 +236,37 @@ class GraphEntry:
             )
 
 
+CONFIDENCE_BOUNDS = (0.2, 0.35, 0.5, 0.7, 0.85, 0.95)  # of classes of a largest probability
+
+
 @dataclass(frozen=True)
 class MeasuredAcceptance:
-    """Acceptance rates of a draft model at temperature 0 and 1, measured on a few texts."""
+    """Acceptance rates of a draft model at temperature 0 and 1, measured on a few texts.
+
+    Attributes:
+        greedy: Rate at temperature 0.
+        sampled: Rate at temperature 1.
+        greedy_by_confidence: Rate at temperature 0 by class of the draft's largest probability,
+            whose bounds are `CONFIDENCE_BOUNDS`; empty if it was not measured.
+        sampled_by_confidence: The same at temperature 1.
+    """
 
     greedy: float
     sampled: float
+    greedy_by_confidence: tuple[float, ...] = field(default=(), metadata=OPTIONAL)
+    sampled_by_confidence: tuple[float, ...] = field(default=(), metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         if not all(0 <= rate <= 1 for rate in (self.greedy, self.sampled)):
             raise ValueError("greedy and sampled must be between 0 and 1")
+        for rates in (self.greedy_by_confidence, self.sampled_by_confidence):
+            if len(rates) not in (0, len(CONFIDENCE_BOUNDS) + 1):
+                raise ValueError(
+                    "greedy_by_confidence and sampled_by_confidence must have "
+                    f"{len(CONFIDENCE_BOUNDS) + 1} rates or none"
+                )
+            if not all(0 <= rate <= 1 for rate in rates):
+                raise ValueError("rates by confidence must be between 0 and 1")
 
 
 @dataclass(frozen=True)

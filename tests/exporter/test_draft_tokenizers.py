@@ -248,4 +248,4 @@ def test_audit_passes(made):
     report = audit.audit(made.bundle, audit.ExecutionSettings(), prompts, ticks.budget, told)
     found = {one.check: one.status for one in report.findings}
     assert found == dict.fromkeys(found, PASSED)
-    assert len(found) == 8
+    assert len(found) == 9

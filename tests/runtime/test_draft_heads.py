@@ -188,7 +188,7 @@ def test_auto_reads_prompts_only_where_drafts_are_expected_to_pay(
     monkeypatch.setattr(OrtModel, "fuse", counted)
     generation = pair.generate(PROMPTS[0], 40, temperature=0.9, seed=1, ignore_eos=True)
     assert bool(num_fused) is reads
-    names = {name for name, _, _ in generation.plan}
+    names = {name for name, *_ in generation.plan}
     assert bool(names & {"model", "chain"}) is reads
     replayed = pair.generate(
         PROMPTS[0], 40, temperature=0.9, seed=1, ignore_eos=True, replay=generation.plan

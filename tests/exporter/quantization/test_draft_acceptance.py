@@ -11,7 +11,7 @@ from comparing import model_of, traced
 from quantized import Made
 from specedge.bundle import MANIFEST
 from specedge.exporter.quantization import draft_acceptance
-from specedge.exporter.quantization.draft_acceptance import acceptance_by_row
+from specedge.exporter.quantization.draft_acceptance import acceptance_by_row, rates_by_confidence
 from specedge.exporter.verification.runner import FillNoise, PassAction
 from specedge.request import DrafterName
 
@@ -98,3 +98,17 @@ def test_answers_are_greedy_model_output(tmp_path):
     )
     assert len(first) <= len(answers[0])
     assert first[-1] in answers[0][-3:]
+
+
+def test_rates_by_confidence_are_means_of_classes_with_a_prior():
+    """Classes without rows have the mean rate, shifted by their probability."""
+    confidences = np.array([0.1] * 50 + [0.9] * 50)
+    accepted = np.array([0.2] * 50 + [0.8] * 50)
+    rates = rates_by_confidence(confidences, accepted)
+    assert len(rates) == 7
+    assert rates[0] == pytest.approx((50 * 0.2 + 4 * 0.1) / 54)
+    assert rates[2] == pytest.approx(0.425)
+    assert rates[5] == pytest.approx((50 * 0.8 + 4 * 0.9) / 54)
+    assert list(rates) == sorted(rates)
+    assert rates_by_confidence(np.ones(9), np.zeros(9)) == (0.0,) * 7
+    assert max(rates_by_confidence(np.zeros(9) + 0.1, np.ones(9))) == 1.0

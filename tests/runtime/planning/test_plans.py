@@ -368,7 +368,7 @@ def test_a_head_is_planned_with_the_rows_that_it_has_to_read(prior):
     plan, drafters = with_head(table(0.05, 0.01, prefill=0.02, prior={"model": prior}))
     costs, num_drafted, before = plan.planner.costs(1), 0, None
     decoder = SpeculativeDecoder(StatesTable(hashed_distribution(1, 3, 0.1)), plan, Stopwatch())
-    for round_ in decoder.rounds([1, 2], Sampling(1.0), 1, 60):
+    for round_ in decoder.rounds([1, 2], Sampling(1.0), 1, 120):
         choice = plan.choice
         if round_.drafter == "model" and before is not None and before.drafter == "model":
             k, num_rows = choice.num_draft_tokens, len(before.tokens)

@@ -1,0 +1,76 @@
+"""Hidden states of texts that a draft model reads of its target.
+
+Row i of the draft reads the hidden state of token i and token i + 1. T tokens, V vocabulary
+entries, H channels of the fused states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnxruntime as ort
+
+from ..verification.fused_states import FusedStates
+from ..verification.runner import Action, FillNoise, PassAction, ReadHiddenStates
+from ..verification.subgraph import open_session
+from .float_model import FloatModel
+from .texts import CalibrationTexts
+
+SAMPLE_STEP = 64  # tokens per row of the sample of hidden states
+
+
+class TargetStates:
+    """Passes of a target over texts, whose hidden states the draft's graph `fuse` reads.
+
+    Args:
+        target: Final target.
+        draft: Draft model.
+    """
+
+    def __init__(self, target: FloatModel, draft: FloatModel) -> None:
+        (file,) = draft.other_files
+        path = draft.folder / file.file_name(draft.ops[-1])
+        self._fuse = open_session(path, ort.SessionOptions())
+        self._runner = target.runner(target.folder, target.ops[-1])
+        self._hidden: list[np.ndarray] = []  # sample of hidden states, [n, F] each
+
+    def run(
+        self, texts: Sequence[np.ndarray], with_logits: bool = True
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return logits and fused states of each text. [T] each -> [T, V] and [T, H] each
+
+        Logits are those of the last row unless they are requested.
+        """
+        actions: list[Action] = []
+        for text in texts:
+            first = 0 if with_logits else len(text) - 1
+            actions += [
+                FillNoise(0, self._runner.geometry.capacity),
+                PassAction("decoder", text, 0, first, packed=True),
+                ReadHiddenStates(then=self._fused),
+            ]
+        results = self._runner.run(actions)
+        return results[1::3], results[2::3]
+
+    def of_texts(self, texts: CalibrationTexts) -> tuple[FusedStates | None, CalibrationTexts]:
+        """Return what the draft reads of texts: hidden states, and all tokens but the first.
+
+        There are no states if ONNX Runtime has no kernels for the target on this machine.
+        """
+        windows = (*texts.calibration, *texts.evaluation)
+        tokens = ([text[1:] for text in of_use] for of_use in (texts.calibration, texts.evaluation))
+        of_draft = CalibrationTexts(texts.name, *tokens)
+        if not self._runner.can_run():
+            return None, of_draft
+        _, fused = self.run(windows, with_logits=False)
+        states = [rows[:-1] for rows in fused]
+        pairs = zip((text[1:] for text in windows), states, strict=True)
+        hidden = np.concatenate(self._hidden)
+        return FusedStates(np.concatenate(states), tuple(pairs), hidden), of_draft
+
+    def _fused(self, states: np.ndarray) -> np.ndarray:
+        self._hidden.append(states[::SAMPLE_STEP].copy())
+        (fused,) = self._fuse.run(["fused"], {"hidden": states[None]})
+        rows: np.ndarray = fused[0]
+        return rows

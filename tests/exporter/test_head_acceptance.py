@@ -1,0 +1,158 @@
+"""Acceptance rates of EAGLE-3 heads, measured at export by position."""
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import eagle_heads
+from checkpoints import make_checkpoint, make_tokenizer
+from eagle_heads import SAFEAILAB, HeadSpec
+from eagle_reference import EagleReference
+from specedge.exporter import Progress, export
+from specedge.exporter.quantization import draft_acceptance
+from specedge.exporter.quantization.draft_acceptance import PositionRates, measure_positions
+from specedge.exporter.quantization.float_model import FloatModel
+from specedge.exporter.quantization.target_states import TargetStates
+from specedge.exporter.verification.fused_states import FusedStates
+
+SPEC = HeadSpec(SAFEAILAB, vocab_size=512, columns=300)
+LAYERS, K = (2, 3, 3), 3  # the default of 6 layers
+
+
+class Pair:
+    """A target and a head, exported in float32 and as references in PyTorch."""
+
+    def __init__(self, folder):
+        tokenizer = make_tokenizer(folder / "tokenizer")
+        self.target = make_checkpoint(
+            folder / "target", "llama", tokenizer, layers=6, hidden=32, kv_heads=2
+        )
+        self.head = eagle_heads.write_head(folder / "head", SPEC)
+        self.progress = Progress()
+        self.bundle = export(
+            self.head, self.target, folder / "bundle",
+            ops="gqa", num_draft_tokens=K, max_length=96, progress=self.progress,
+        )  # fmt: skip
+
+    def float_models(self):
+        ids = np.array(self.bundle.ids_of(self.bundle.draft))
+        folder = self.bundle.folder
+        return (
+            FloatModel("target", self.bundle.target, folder / "target"),
+            FloatModel("draft", self.bundle.draft, folder / "draft", ids),
+        )
+
+    def expected(self, text):
+        """Acceptance rates at temperature 1 by position and row, and those of greedy tokens."""
+        model = AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float32).eval()
+        with torch.no_grad():
+            output = model(torch.from_numpy(text)[None], output_hidden_states=True)
+        states = torch.cat([output.hidden_states[layer][0] for layer in LAYERS], -1)
+        probabilities = output.logits[0].double().softmax(-1)
+        weights = load_file(self.target / "model.safetensors")["model.embed_tokens.weight"]
+        rates, agreement = {}, {}
+        for first in range(len(text) - 1):
+            head = EagleReference(SPEC, eagle_heads.head_tensors(SPEC), weights)
+            tokens = torch.from_numpy(text[1:])
+            fused = head.fuse(states[: first + 1])
+            logits, hidden = head.run(tokens[: first + 1], fused)
+            for position in range(K):
+                if position:
+                    row = first + position
+                    if row >= len(tokens):
+                        break
+                    logits, hidden = head.run(tokens[row : row + 1], hidden[-1:])
+                drafted = head.target_tokens(logits[-1:])[0].softmax(-1)
+                target = probabilities[first + position + 1]
+                key = position, first + position + 1
+                rates[key] = float(torch.minimum(drafted, target).sum())
+                agreement[key] = bool(drafted.argmax() == target.argmax())
+        return rates, agreement
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return Pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_rates_by_position_are_those_of_the_reference(pair, monkeypatch):
+    monkeypatch.setattr(draft_acceptance, "NUM_CHAINS", 1 << 20)  # every row begins a chain
+    text = np.random.default_rng(0).integers(0, 512, 14)
+    expected, agreement = pair.expected(text)
+    found = measure_positions(*pair.float_models(), [text], [text], K)
+    by_position = [
+        np.mean([rate for (at, row), rate in expected.items() if at == k and row < len(text) - 1])
+        for k in range(K)
+    ]
+    assert found.sampled == pytest.approx(by_position, abs=1e-5)
+    assert min(np.abs(np.diff(by_position))) > 1e-4  # so that positions are not confused
+    greedy = [
+        np.mean([x for (at, row), x in agreement.items() if at == k and row < len(text) - 1])
+        for k in range(K)
+    ]
+    assert found.greedy == pytest.approx(greedy)
+
+
+def test_export_stores_rates_and_warns_of_a_head_that_is_not_trained(pair):
+    rates = pair.bundle.draft.acceptance
+    assert 0 < rates.sampled < 0.5
+    notes = [note for note in pair.progress.notes if note.startswith("draft: ")]
+    assert any("acceptance by position" in note for note in notes)
+    assert any("of first draft tokens are accepted" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("greedy", "warning"),
+    [
+        ((0.7, 0.6, 0.5), None),
+        ((0.3, 0.3, 0.3), "trained for this target"),
+        ((0.7, 0.1, 0.1), "norm_output"),
+        ((0.7,), None),
+    ],
+)
+def test_implausible_rates_name_their_likely_causes(greedy, warning):
+    _, *warnings = PositionRates(greedy, (0.5,)).notes()
+    assert len(warnings) == (warning is not None)
+    assert all(warning in text for text in warnings)
+
+
+def test_overall_rate_is_that_of_tested_tokens():
+    """A second draft token is tested in half of the rounds."""
+    rates = PositionRates((0.5, 0.25), (1.0, 1.0)).overall
+    assert rates.greedy == pytest.approx((0.5 + 0.5 * 0.25) / 1.5)
+    assert rates.sampled == 1
+
+
+def test_calibration_reads_the_hidden_states_of_its_texts(pair):
+    target, draft = pair.float_models()
+    states = TargetStates(target, draft)
+    texts = [np.random.default_rng(seed).integers(0, 512, 40) for seed in range(2)]
+    _, fused = states.run(texts)
+    read = FusedStates(
+        fused[0], tuple((text[1:], rows[:-1]) for text, rows in zip(texts, fused, strict=True))
+    )
+    assert np.array_equal(read.rows(0, 39, texts[1][1:])[0], fused[1][:-1])
+    assert np.array_equal(read.rows(2, 5, texts[1][1:9])[0], fused[1][2:7])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["int8", "int4", "int8-block"])
+def test_heads_are_quantized_with_the_states_of_a_quantized_target(pair, tmp_path, precision):
+    bundle = export(
+        pair.head, pair.target, tmp_path / "bundle",
+        ops="gqa", num_draft_tokens=K, max_length=96, precision="int8", draft_precision=precision,
+    )  # fmt: skip
+    (report,) = bundle.draft.quantization.values()
+    assert report.divergence < 0.2
+    exact, rates = pair.bundle.draft.acceptance, bundle.draft.acceptance
+    assert rates.sampled == pytest.approx(exact.sampled, abs=0.05)
+    # Three channels are hundreds of times as large as others, as in the residual streams of LLMs.
+    hidden = np.random.default_rng(0).standard_normal((1, 40, 96), np.float32)
+    hidden[:, :, [3, 40, 77]] *= 300
+    paths = (made.path(made.draft.graph("fuse", "gqa").file) for made in (pair.bundle, bundle))
+    sessions = [ort.InferenceSession(path) for path in paths]
+    expected, fused = (session.run(["fused"], {"hidden": hidden})[0] for session in sessions)
+    assert 0 < np.linalg.norm(fused - expected) < 0.02 * np.linalg.norm(expected)

@@ -1,0 +1,142 @@
+"""Drafts that end where the draft model is not confident: exact, and reproducible."""
+
+import numpy as np
+import pytest
+
+from exact import distribution_of_strings, joint_distribution
+from fakes import TableModel, hashed_distribution, quarters
+from specedge.bundle.manifest import CONFIDENCE_BOUNDS, MeasuredAcceptance
+from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.protocols import RoundPlan
+from specedge.runtime.decoding.timing import Stopwatch
+from specedge.runtime.decoding.verification import Draft
+from specedge.runtime.drafters.draft_model import (
+    ConfidentDraft,
+    DraftModel,
+    largest_probability,
+)
+from specedge.runtime.planning.planner import Planner
+from specedge.runtime.planning.plans import AutoPlan, FixedPlan, ReplayPlan, summarize_rounds
+from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.logits import Row
+from specedge.sampling_options import Sampling
+from virtual import table
+
+RATES = tuple(np.linspace(0.1, 1, len(CONFIDENCE_BOUNDS) + 1))
+ACCEPTANCE = MeasuredAcceptance(0.6, 0.6, RATES, RATES)
+
+
+def confident(distribution, min_confidence=0.5):
+    model = DraftModel(TableModel(distribution), acceptance=ACCEPTANCE)
+    return ConfidentDraft(model, min_confidence)
+
+
+class EachRule(FixedPlan):
+    """A plan with or without block verification."""
+
+    def __init__(self, drafter, k, is_block):
+        super().__init__(drafter, k)
+        self._round_plan = RoundPlan("model", drafter, k, is_block)
+
+
+def lengths(distribution, k=4):
+    texts = [(a, b) for a in range(3) for b in range(3)]
+    return {
+        len(confident(distribution).propose(History(text), k, Sampling(1.0), np.full(k, u)).tokens)
+        for text in texts
+        for u in (0.1, 0.5, 0.9)
+    }
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize("seeds", [(9, 10), (1, 2), (5, 6)])
+def test_drafts_that_end_early_keep_the_joint_distribution(k, is_block, seeds, monkeypatch):
+    target, draft = quarters(seeds[0], True), unequal(seeds[1])
+    assert len(lengths(draft, k)) > 1
+
+    def make():
+        plan = EachRule(confident(draft), k, is_block)
+        return SpeculativeDecoder(TableModel(target), plan, Stopwatch())
+
+    assert joint_distribution(make, monkeypatch) == distribution_of_strings(target)
+
+
+def unequal(seed):
+    """Distributions of a draft, some of which are confident."""
+    rows = np.array([(4, 2, 2), (2, 2, 4), (1, 1, 6), (6, 1, 1), (2, 4, 2)]) / 8
+
+    def distribution(text):
+        return rows[np.random.default_rng([seed, len(text), *text]).integers(len(rows))]
+
+    return distribution
+
+
+class DroppedToken(ConfidentDraft):
+    """Drops a token that was drawn because of its own probability."""
+
+    def draft(self, *arguments):
+        draft = yield from super().draft(*arguments)
+        for i in range(len(draft.tokens)):
+            if draft.prob(i) < 0.3:
+                return Draft(draft.tokens[:i], draft.probs[:i])
+        return draft
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+def test_a_token_dropped_for_its_own_probability_changes_the_distribution(is_block, monkeypatch):
+    target, draft = quarters(9, True), unequal(10)
+
+    def make():
+        drafter = DroppedToken(confident(draft)._drafter, 0.5)
+        plan = EachRule(drafter, 2, is_block)
+        return SpeculativeDecoder(TableModel(target), plan, Stopwatch())
+
+    assert joint_distribution(make, monkeypatch) != distribution_of_strings(target)
+
+
+def test_confidence_is_the_product_of_the_rates_of_drawn_tokens():
+    def rows(text):
+        return [0.9, 0.05, 0.05] if len(text) < 4 else [0.4, 0.3, 0.3]
+
+    def count(min_confidence, k=8):
+        drafter = confident(rows, min_confidence)
+        return len(drafter.propose(History((0, 1)), k, Sampling(), np.zeros(k)).tokens)
+
+    assert largest_probability(Row(np.log([0.9, 0.05, 0.05]))) == pytest.approx(0.9)
+    high, low = RATES[5], RATES[2]
+    assert count(0.0) == 8
+    assert count(high**2 * low + 1e-9) == 3
+    assert count(high**2 * low - 1e-9) == 4
+    assert count(high**2 + 1e-9) == 2
+    assert count(1.0) == 1
+    assert count(0.0, 2) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_planned_drafts_end_early_and_are_replayed(temperature):
+    target, draft = hashed_distribution(1, 6, 2.0), hashed_distribution(1, 6, 1.6)
+
+    def model():
+        return DraftModel(TableModel(draft), acceptance=ACCEPTANCE)
+
+    def run(plan, count=120):
+        decoder = SpeculativeDecoder(TableModel(target), plan, Stopwatch())
+        return list(decoder.rounds((0, 1), Sampling(temperature), 3, count))
+
+    def auto():
+        return AutoPlan(Planner(table(0.15), temperature, 8), {"model": model()})
+
+    first = run(auto())
+    assert len({round_.num_drafted for round_ in first if round_.min_confidence}) > 2
+    plan = summarize_rounds(first)
+    assert run(ReplayPlan(plan, {"model": model()})) == first
+    for count in (20, 41):
+        tokens = [token for round_ in run(auto(), count) for token in round_.tokens]
+        assert tokens[:count] == [t for round_ in first for t in round_.tokens][:count]
+
+
+def test_without_rates_drafts_have_k_tokens():
+    plain = DraftModel(TableModel(unequal(10)))
+    draft = ConfidentDraft(plain, 0.9).propose(History((0, 1)), 5, Sampling(), np.zeros(5))
+    assert len(draft.tokens) == 5
