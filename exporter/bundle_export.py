@@ -89,7 +89,7 @@ def export(
                 request = _resolve(request, all_checkpoints)
                 job = _check(request, all_checkpoints, calibration, work, progress)
                 entries, hashes = list[ModelEntry](), dict[str, FileEntry]()
-                encoders: dict[str, Path] = {}
+                encoders = set[str]()
                 for checkpoint, length in job.exports():
                     traced, weights, lazy = _trace_and_verify(job, checkpoint, length, encoders)
                     quantized, weights = _quantize(
@@ -284,7 +284,7 @@ def _check(
 
 
 def _trace_and_verify(
-    job: _Job, checkpoint: Checkpoint, length: int, encoders: dict[str, Path]
+    job: _Job, checkpoint: Checkpoint, length: int, encoders: set[str]
 ) -> tuple[list[ModelEntry], FileEntry, LazyWeights | None]:
     """Write a checkpoint's graphs in float32, compare them with PyTorch, and hash its weights.
 

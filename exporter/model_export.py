@@ -15,7 +15,6 @@ import torch
 from specedge.bundle import pack_ids
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.manifest import (
-    ENCODER,
     FUSE,
     CheckpointSource,
     FileEntry,
@@ -50,7 +49,12 @@ from .verification import checks, parity, reference, runner
 from .verification.fused_states import FusedStates, sample_states, verify_fuse
 from .verification.reference import Reference
 from .verification.runner import Runner
-from .verification.source_states import SourceStates, compute_source_states, verify_encoder
+from .verification.source_states import (
+    SourceStates,
+    compute_source_states,
+    encoder_digest,
+    verify_encoder,
+)
 
 T = TypeVar("T")
 REJECTION = "; it cannot be exported in "
@@ -63,8 +67,8 @@ class ModelExport:
 
     `lazy` are the weights of a model that is quantized later, by offset in the weights file, which
     lacks those of a large one; None for another model. With `joins_products` attention's products
-    become one; matrices that are quantized later are stored one by one. `shared_encoder` is the
-    graph of another model's encoder that an encoder-decoder has as well.
+    become one; matrices that are quantized later are stored one by one. An encoder-decoder that
+    `shares_encoder` has that of the target.
     """
 
     role: str
@@ -77,7 +81,7 @@ class ModelExport:
     progress: Progress
     lazy: dict[int, WeightTensor] | None = None
     joins_products: bool = True
-    shared_encoder: Path | None = None
+    shares_encoder: bool = False
 
     @property
     def first_layers(self) -> ModelExport:
@@ -96,7 +100,7 @@ class ModelExport:
         if self.shape.reads_hidden:
             return [graphs.fuse_file(self.files[0].prefix)]
         files = graphs.encoder_files(self.files[0].prefix) if self.shape.encoder else []
-        return files[1:] if self.shared_encoder else files
+        return files[1:] if self.shares_encoder else files
 
     @property
     def model(self) -> torch.nn.Module:
@@ -114,7 +118,7 @@ def export_model(
     draft_ids: Sequence[int] | None = None,
     graph_variants: Sequence[str] = OPS,
     requires_invariance: bool = False,
-    encoders: dict[str, Path] | None = None,
+    encoders: set[str] | None = None,
     hidden_layers: tuple[int, ...] = (),
 ) -> tuple[list[ModelEntry], FileEntry, LazyWeights | None]:
     """Write one checkpoint's graphs and weights to a new folder and verify them against PyTorch.
@@ -132,8 +136,8 @@ def export_model(
         graph_variants: Graph variants without a type suffix.
         requires_invariance: Reject a graph variant if passes of several tokens are not
             batch-invariant.
-        encoders: Graphs of the encoders of other models by digest, which are not written again;
-            receives this model's.
+        encoders: Digests of the encoders of other models, which are not written again; receives
+            this model's.
         hidden_layers: Layers of a target whose hidden states the graphs return for a draft model,
             see `HiddenStates`.
 
@@ -173,9 +177,10 @@ def export_model(
             parts = [replace(part, lazy=lazy, joins_products=False) for part in parts]
         digest = None
         if encoders is not None and isinstance(loaded.model, SourceConditionedDecoder):
-            digest = loaded.model.encoder_digest(loaded.sources)
-            parts[0] = replace(parts[0], shared_encoder=encoders.get(digest))
-        if parts[0].shared_encoder:
+            shape = parts[0].shape
+            digest = encoder_digest(loaded.model, loaded.sources, shape, parts[0].num_tokens)
+            parts[0] = replace(parts[0], shares_encoder=digest in encoders)
+        if parts[0].shares_encoder:
             progress.note(f"{role}: its encoder is the target's")
         sizes = [reference.num_parameters(part.model) for part in parts]
         written, file = write_models(parts, graph_variants)
@@ -196,8 +201,7 @@ def export_model(
             for part, variants, results in zip(parts, written, references, strict=True)
         ]
     if encoders is not None and digest is not None:
-        (encoder, *_) = graphs.encoder_files()
-        encoders.setdefault(digest, folder / encoder.file_name(next(iter(reports[0]))))
+        encoders.add(digest)
     experts = [results.num_experts for results in references]
     model_types = [checkpoint.model_type] * len(parts)
     entries = list(map(_model_entry, parts, sources, model_types, sizes, experts, reports))
@@ -473,8 +477,6 @@ def _verify_others(
     with part.progress.step(f"Comparing the {part.role} with PyTorch"):
         for ops in graph_variants:
             paths = {file.name: part.folder / file.file_name(ops) for file in part.other_files}
-            if part.shared_encoder:
-                paths[ENCODER] = part.shared_encoder
             sizes = part.loaded.sources, part.shape, part.num_tokens
             verify_encoder(part.role, part.model, *sizes, paths, tolerance)
 

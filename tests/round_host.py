@@ -37,6 +37,11 @@ class Graph:
                 place = self.results[value.name] = ort.OrtValue.ortvalue_from_numpy(zeros)
             self.binding.bind_ortvalue_output(value.name, place)
 
+    def fill(self, name, values):
+        """Replace the content of a buffer, if the graph has it."""
+        if name in self.buffers:
+            self.buffers[name].update_inplace(values)
+
     def run(self, given):
         for name in self.shapes.keys() - self.buffers.keys():
             if self.given.get(name) is not given[name]:
@@ -56,22 +61,39 @@ def _read_as(present):
 
 
 class Host:
-    """The loop that both layouts share. `ends` are tokens that end a text."""
+    """The loop that both layouts share. `ends` are tokens that end a text, and `opener` is the
+    session of an encoder-decoder's source.
+    """
 
-    def __init__(self, bundle, num_draft_tokens, graphs, ends=()):
+    def __init__(self, bundle, num_draft_tokens, graphs, ends=(), opener=None):
         self.bundle, self.num_draft_tokens, self.ends = bundle, num_draft_tokens, {*ends}
-        self.graphs = graphs
+        self.graphs, self.opener = graphs, opener
+        self.source_length = {}  # an input of the graphs
+
+    def open(self, source):
+        """Set the constant states to those of a source's tokens."""
+        names = [value.name for value in self.opener.get_outputs()]
+        states = self.opener.run(names, {"source": np.array([source], np.int64)})
+        for name, state in zip(names, states, strict=True):
+            for graph in self.graphs:
+                read = _read_as(name)
+                graph.fill(read, state)
+                if graph is getattr(self, "target", None):  # a decoder's own names have no role
+                    graph.fill(read.removeprefix("target."), state)
+        self.source_length = {"source_length": np.array([len(source)], np.int64)}
 
     def generate(
         self, prompt, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
-        repetition_penalty=1.0, seed=0, piece=None,
+        repetition_penalty=1.0, seed=0, piece=None, source=None,
     ):  # fmt: skip
         """The new tokens, and how many drafted ones each round accepted. `piece` tokens of the
-        prompt are read at a time.
+        prompt are read at a time. The text of a `source` begins with the decoder tokens `prompt`.
         """
+        if source is not None:
+            self.open(source)
         k, tokens, accepted = self.num_draft_tokens, list(prompt), []
         limit = min(len(prompt) + max_new_tokens, self.bundle.context_length)
-        settings = {
+        settings = self.source_length | {
             "temperature": np.array([temperature], np.float32),
             "top_k": np.array([top_k], np.int64),
             "top_p": np.array([top_p], np.float64),
@@ -106,10 +128,10 @@ class Host:
 class Fused(Host):
     """One run a round."""
 
-    def __init__(self, session, bundle, ends=()):
+    def __init__(self, session, bundle, ends=(), opener=None):
         (num_uniforms,) = next(v.shape for v in session.get_inputs() if v.name == "uniforms")
         graph = Graph(session, num_uniforms // 2 + 1)
-        super().__init__(bundle, num_uniforms // 2, [graph], ends)
+        super().__init__(bundle, num_uniforms // 2, [graph], ends, opener)
 
     def round(self, settings, tokens, draft_length, target_length, numbers):
         found = self.graphs[0].run(
@@ -127,9 +149,9 @@ class Fused(Host):
 class Split(Host):
     """A run for each draft token, one of the target, and one of the accept rule."""
 
-    def __init__(self, sessions, bundle, num_draft_tokens, ends=()):
+    def __init__(self, sessions, bundle, num_draft_tokens, ends=(), opener=None):
         graphs = [Graph(session, num_draft_tokens + 1) for session in sessions]
-        super().__init__(bundle, num_draft_tokens, graphs, ends)
+        super().__init__(bundle, num_draft_tokens, graphs, ends, opener)
         self.draft, self.target, self.accept = graphs
 
     def round(self, settings, tokens, draft_length, target_length, numbers):
@@ -144,7 +166,7 @@ class Split(Host):
             rows.append(found["weights"])
             settings["seen"][0, fed] = True
         missing = tokens[target_length:]
-        given = {
+        given = self.source_length | {
             "input_ids": np.array([missing + drafted]),
             "past_length": np.array([target_length]),
             "logits_from": np.array([len(missing) - 1]),

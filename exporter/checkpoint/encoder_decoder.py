@@ -98,7 +98,7 @@ class SourceConditionedDecoder(torch.nn.Module):
         """The encoder."""
         return self.model.get_encoder()
 
-    def encoder_digest(self, sources: WeightSources) -> str:
+    def weights_digest(self, sources: WeightSources) -> str:
         """Return the SHA-256 of the encoder's weights in float32."""
         digest = hashlib.sha256()
         for name, tensor in (*self.encoder.named_parameters(), *self.encoder.named_buffers()):

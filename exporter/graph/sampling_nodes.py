@@ -10,6 +10,7 @@ nucleus's last token are sorted, not whole rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -104,19 +105,35 @@ class SamplingNodes:
         return nodes("Greater", seen, 0.0)
 
     def token_weights(
-        self, logits: ir.Value, seen: ir.Value, vocab_size: int, is_one: bool = False
+        self,
+        logits: ir.Value,
+        seen: ir.Value,
+        vocab_size: int,
+        is_one: bool = False,
+        suppressed: Sequence[int] = (),
     ) -> TokenWeights:
         """Return the greedy choice and the weights to sample from. [R, V], [R, V or 1]
 
-        `is_one` is True if R is 1, which requires fewer nodes.
+        `is_one` is True if R is 1, which requires fewer nodes. Columns in `suppressed` are never
+        chosen.
         """
         is_on = self._has_penalty()
         some, seen = (self._columns_if(x, is_on) for x in (logits, seen))
         changed = self.apply_penalty(some, seen)
         rest = self.nodes("Slice", logits, self._end_if(is_on), [END], [1])
         logits = self.nodes("Concat", changed, rest, axis=1)
+        if suppressed:
+            logits = self._suppress(logits, suppressed, vocab_size)
         argmax = self.nodes("ArgMax", logits, axis=1)
         return TokenWeights(argmax, self._weights(logits, vocab_size, is_one))
+
+    def _suppress(self, logits: ir.Value, columns: Sequence[int], num_columns: int) -> ir.Value:
+        """Set columns to -inf; at temperature 0, where weights are of one column, to a number."""
+        nodes, indices = self.nodes, np.array([columns], np.int64)
+        mask = nodes("Expand", np.zeros(1, bool), [1, num_columns])
+        mask = nodes("ScatterElements", mask, indices, np.ones(indices.shape, bool), axis=1)
+        lowest = nodes("Where", self.is_sampled(), -np.inf, float(_LIMITS.min))
+        return nodes("Where", mask, lowest, logits)
 
     def apply_penalty(self, logits: ir.Value, seen: ir.Value) -> ir.Value:
         """Apply the repetition penalty to the logits of seen tokens. 2 * [R, C]"""

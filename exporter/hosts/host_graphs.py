@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,8 +28,11 @@ from specedge.option_specs import check_integer
 
 from ..graph.opset import OLD_OPSET, lower_opset
 from .round_graphs import PLAIN_K, RoundBuilder, accept_graph, check_fused, draft_graph
+from .source_graph import source_graph, source_obstacle
 from .tokenizer_graphs import tokenizer_graphs
 
+# draft.past_key_values.0.key, draft.2.present.0.key, target.present.0.cross.key
+_STATE = re.compile(r"(?P<model>draft|target)(\.[0-9]+)?\.(past_key_values|present)\.(?P<state>.+)")
 LAYOUTS = ("auto", "fused", "split")
 GOLDEN = "golden.json"
 # Threads that spin after a run would occupy the cores of the next session's run.
@@ -112,10 +116,8 @@ def _embed(
     bundle: Bundle, num_draft_tokens: list[int], layout: str, golden: Golden | None
 ) -> Bundle:
     ops = {role: model.cpu_ops for role, model in bundle.models.items()}
-    if bundle.target.encoder is not None:
-        raise ExportError(
-            f"{bundle.target.source.id} is an encoder-decoder, and host graphs contain no encoder"
-        )
+    if reason := source_obstacle(bundle):
+        raise ExportError(f"{bundle.target.source.id} has no host graphs: {reason}")
     if bundle.draft is not None and (reason := _draft_obstacle(bundle.draft)):
         raise ExportError(
             f"{bundle.draft.source.id} {reason}; export the target with another --draft, or without"
@@ -157,6 +159,8 @@ def _embed(
             )
             for k in ks
         ]
+    if bundle.target.encoder is not None:
+        host_graphs.append(_HostGraphFile(source_graph(bundle, ops), "open.onnx", "open"))
     text = tokenizer_graphs(bundle.path(bundle.tokenizer))
     if not isinstance(text, str):
         host_graphs += [_HostGraphFile(model, f"{name}.onnx", name) for name, model in text.items()]
@@ -237,10 +241,9 @@ def _port(value: ir.Value) -> Port:
     assert value.name is not None
     assert value.dtype is not None
     assert value.shape is not None
-    parts = value.name.split(".")  # draft.past_key_values.0.key, draft.2.present.0.key
     role, state = value.name, None
-    if len(parts) > 1:
-        role, state = "state", ".".join((parts[0], *parts[-2:]))
+    if match := _STATE.fullmatch(value.name):
+        role, state = "state", f"{match['model']}.{match['state']}"
     shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
     dtype = "string" if value.dtype == ir.DataType.STRING else str(value.dtype.numpy())
     return Port(value.name, role, state, dtype, shape)

@@ -39,8 +39,9 @@ class RoundBuilder:
         self._limit = nodes.input("num_draft_tokens", INT, [1])
         self._sampling = SamplingNodes.with_inputs(nodes, bundle.target.vocab_size)
         self._uniforms = nodes.input("uniforms", DOUBLE, [2 * num_draft_tokens + 1])
-        self._caches = {
-            role: cache_inputs(nodes, role, bundle.models[role])
+        source_length = source_length_input(nodes, bundle)
+        self._states = {
+            role: state_inputs(nodes, role, bundle.models[role], source_length)
             for role in ("draft", "target")
             if role in ops
         }
@@ -55,20 +56,21 @@ class RoundBuilder:
         fed = nodes("Slice", self._tokens, missing, [END], [1])
         outputs = self._target_pass(fed, -1)
         logits = token_logits(nodes, outputs["logits"], target, 1)
-        row = sampling.token_weights(logits, sampling.seen, target.vocab_size, is_one=True)
+        suppressed = _suppressed_columns(self._bundle, target)
+        row = sampling.token_weights(logits, sampling.seen, target.vocab_size, True, suppressed)
         uniform = nodes("Slice", self._uniforms, [-1], [END])
         token, _ = sampling.choose_token(row, uniform)
         next_tokens = nodes("Concat", *[token] * (self._k + 1), axis=0)
         nodes.output("next_tokens", nodes("Reshape", next_tokens, [-1]), INT, ["R"])
         nodes.output("num_accepted", nodes("Mul", self._limit, 0), INT, [1])
-        add_cache_outputs(nodes, "target", self._caches["target"], outputs)
+        add_cache_outputs(nodes, "target", self._states["target"], outputs)
         return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
     def _target_pass(self, tokens: ir.Value, logits_from: int) -> dict[str, ir.Value]:
         """Add a pass of the target over tokens [1, N]; return its outputs by name."""
         file = self._bundle.target.graph("decoder", self._ops["target"]).file
         inputs = {"input_ids": tokens, "past_length": self._target_length}
-        inputs |= {"logits_from": self._nodes.constant([logits_from])} | self._caches["target"]
+        inputs |= {"logits_from": self._nodes.constant([logits_from])} | self._states["target"]
         return GraphTemplate(self._bundle.folder, file).copy(self._nodes, "target", inputs)
 
     def fused_model(self) -> ir.Model:
@@ -85,21 +87,23 @@ class RoundBuilder:
         judged = self._sampling.accept_tokens(tokens, distributions, rows, self._limit, tests, last)
         add_round_outputs(nodes, tokens, *judged)
         for i, step in enumerate(steps[:-1]):
-            add_cache_outputs(nodes, f"draft.{i}", self._caches["draft"], step.outputs)
-        add_cache_outputs(nodes, "draft", self._caches["draft"], steps[-1].outputs)
-        add_cache_outputs(nodes, "target", self._caches["target"], outputs)
+            add_cache_outputs(nodes, f"draft.{i}", self._states["draft"], step.outputs)
+        add_cache_outputs(nodes, "draft", self._states["draft"], steps[-1].outputs)
+        add_cache_outputs(nodes, "target", self._states["target"], outputs)
         return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
     def _draft(self, uniforms: list[ir.Value]) -> list[DraftStep]:
         """Add K draft steps, each of which updates the caches that the previous one returns."""
         nodes, draft = self._nodes, self._bundle.draft_model
         part = GraphTemplate(self._bundle.folder, draft.graph("decoder", self._ops["draft"]).file)
-        buffers, sampling, steps = self._caches["draft"], self._sampling, list[DraftStep]()
+        states, sampling, steps = self._states["draft"], self._sampling, list[DraftStep]()
         fed, length, num_fed = self._tokens, self._draft_length, self._num_fed()
         for i, uniform in enumerate(uniforms):
             copy = partial(part.copy, nodes, f"draft.{i}")
-            step = draft_step(sampling, self._bundle, copy, fed, length, buffers, uniform)
-            buffers = {name: step.outputs[output_name(name)] for name in buffers}
+            step = draft_step(sampling, self._bundle, copy, fed, length, states, uniform)
+            states = {
+                name: step.outputs.get(output_name(name), value) for name, value in states.items()
+            }
             fed, length, num_fed = step.token, nodes("Add", length, num_fed), nodes.constant([1])
             sampling = step.after
             steps.append(step)
@@ -122,7 +126,9 @@ class RoundBuilder:
         fed = nodes("Concat", fed, nodes("Reshape", tokens, [1, k]), axis=1)
         outputs = self._target_pass(fed, -1 - k)
         logits = token_logits(nodes, outputs["logits"], target, k + 1)
-        return self._sampling.token_weights(logits, seen, target.vocab_size), outputs
+        suppressed = _suppressed_columns(self._bundle, target)
+        rows = self._sampling.token_weights(logits, seen, target.vocab_size, suppressed=suppressed)
+        return rows, outputs
 
 
 @dataclass(frozen=True)
@@ -148,13 +154,13 @@ def draft_step(
     copy: Callable[[dict[str, ir.Value]], dict[str, ir.Value]],
     tokens: ir.Value,
     length: ir.Value,
-    buffers: dict[str, ir.Value],
+    states: dict[str, ir.Value],
     uniform: ir.Value,
 ) -> DraftStep:
     """Feed tokens [1, N] to a copy of the draft model and choose the next one."""
-    fed = _replace_unknown(sampling.nodes, tokens, bundle.draft_model, bundle.target.vocab_size)
+    fed = replace_unknown(sampling.nodes, tokens, bundle.draft_model, bundle.target.vocab_size)
     last = sampling.nodes.constant([-1])
-    outputs = copy({"input_ids": fed, "past_length": length, "logits_from": last} | buffers)
+    outputs = copy({"input_ids": fed, "past_length": length, "logits_from": last} | states)
     row = _draft_weights(sampling, outputs["logits"], bundle)
     token, _ = sampling.choose_token(row, uniform)
     return DraftStep(token, row.weights, sampling.mark_seen(token), outputs)
@@ -177,12 +183,24 @@ def check_fused(bundle: Bundle) -> str | None:
     return None
 
 
-def cache_inputs(nodes: GraphBuilder, role: str, model: ModelEntry) -> dict[str, ir.Value]:
-    """Add inputs for a model's caches; return them by their names in its decoder."""
+def source_length_input(nodes: GraphBuilder, bundle: Bundle) -> ir.Value | None:
+    """Add an input for the length of an encoder-decoder's source."""
+    return None if bundle.target.encoder is None else nodes.input("source_length", INT, [1])
+
+
+def state_inputs(
+    nodes: GraphBuilder, role: str, model: ModelEntry, source_length: ir.Value | None
+) -> dict[str, ir.Value]:
+    """Add inputs for a model's states; return them by their names in its decoder.
+
+    With the constant states of an encoder-decoder, the length of the source that it has read.
+    """
     inputs = {}
+    if source_length is not None and model.encoder is not None:
+        inputs["source_length"] = nodes("Min", source_length, [model.encoder.max_length])
     for state in model.states:
         name = f"past_key_values.{state.name}"
-        inputs[name] = nodes.input(f"{role}.{name}", FLOAT, list(state.sizes(model.capacity)))
+        inputs[name] = nodes.input(f"{role}.{name}", FLOAT, list(model.state_shape(state)))
     return inputs
 
 
@@ -192,13 +210,13 @@ def output_name(name: str) -> str:
 
 
 def add_cache_outputs(
-    nodes: GraphBuilder, role: str, buffers: dict[str, ir.Value], written: dict[str, ir.Value]
+    nodes: GraphBuilder, role: str, states: dict[str, ir.Value], written: dict[str, ir.Value]
 ) -> None:
-    """Add outputs for a model's caches."""
-    for name, value in buffers.items():
-        assert value.shape is not None
-        output = written[output_name(name)]
-        nodes.output(f"{role}.{output_name(name)}", output, FLOAT, list(value.shape))
+    """Add outputs for the states that a model's passes write."""
+    for name, value in states.items():
+        if (output := written.get(output_name(name))) is not None:
+            assert value.shape is not None
+            nodes.output(f"{role}.{output_name(name)}", output, FLOAT, list(value.shape))
 
 
 def add_round_outputs(
@@ -215,7 +233,7 @@ def add_round_outputs(
     nodes.output("num_accepted", accepted, INT, [1])
 
 
-def _replace_unknown(
+def replace_unknown(
     nodes: GraphBuilder, tokens: ir.Value, draft: ModelEntry, vocab_size: int
 ) -> ir.Value:
     """Replace tokens that the draft model does not have by token 0."""
@@ -224,25 +242,32 @@ def _replace_unknown(
     return nodes("Where", nodes("Less", tokens, draft.vocab_size), tokens, 0)
 
 
+def _suppressed_columns(bundle: Bundle, model: ModelEntry) -> list[int]:
+    """Return the columns of a model's logits whose tokens are never generated."""
+    suppressed = {*bundle.decoding_defaults.suppress_tokens}
+    ids = bundle.ids_of(model) or range(model.num_columns)
+    return [column for column, token in enumerate(ids) if token in suppressed]
+
+
 def _draft_weights(sampling: SamplingNodes, logits: ir.Value, bundle: Bundle) -> TokenWeights:
     """Return the draft's distribution over the target's tokens. [1, 1, C]"""
     nodes, seen = sampling.nodes, sampling.seen
     draft, size = bundle.draft_model, bundle.target.vocab_size
-    logits = token_logits(nodes, logits, draft, 1)
+    logits, suppressed = token_logits(nodes, logits, draft, 1), _suppressed_columns(bundle, draft)
     ids = bundle.ids_of(draft)
     if ids is not None:
         columns = np.array(ids)
         seen = nodes("Gather", seen, columns, axis=1)
-        row = sampling.token_weights(logits, seen, len(ids), is_one=True)
+        row = sampling.token_weights(logits, seen, len(ids), True, suppressed)
         empty = nodes("Expand", 0.0, [1, size])
         selected = sampling.select_columns(nodes.constant(columns[None]))
         weights = nodes("ScatterElements", empty, selected, row.weights, axis=1)
         argmax = nodes("Gather", columns, row.argmax)
         return TokenWeights(argmax, sampling.select_columns(weights))
     if draft.vocab_size == size:
-        return sampling.token_weights(logits, seen, size, is_one=True)
+        return sampling.token_weights(logits, seen, size, True, suppressed)
     seen = nodes("Slice", seen, [0], [draft.vocab_size], [1])
-    row = sampling.token_weights(logits, seen, draft.vocab_size, is_one=True)
+    row = sampling.token_weights(logits, seen, draft.vocab_size, True, suppressed)
     weights = nodes("Pad", row.weights, [0, 0, 0, size - draft.vocab_size])
     return TokenWeights(row.argmax, sampling.select_columns(weights))
 
@@ -254,14 +279,14 @@ def draft_graph(bundle: Bundle, ops: str) -> ir.Model:
     length = nodes.input("draft_length", INT, [1])
     sampling = SamplingNodes.with_inputs(nodes, size)
     uniform = nodes.input("uniforms", DOUBLE, [1])
-    buffers = cache_inputs(nodes, "draft", model)
+    states = state_inputs(nodes, "draft", model, source_length_input(nodes, bundle))
     part = GraphTemplate(bundle.folder, model.graph("decoder", ops).file)
     copy = partial(part.copy, nodes, "draft")
-    step = draft_step(sampling, bundle, copy, tokens, length, buffers, uniform)
+    step = draft_step(sampling, bundle, copy, tokens, length, states, uniform)
     nodes.output("token", nodes("Reshape", step.token, [-1]), INT, [1])
     weights = sampling.restore_columns(step.weights)
     nodes.output("weights", weights, FLOAT, [1, size])
-    add_cache_outputs(nodes, "draft", buffers, step.outputs)
+    add_cache_outputs(nodes, "draft", states, step.outputs)
     return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
 
@@ -276,7 +301,8 @@ def accept_graph(bundle: Bundle) -> ir.Model:
     uniforms = nodes.input("uniforms", DOUBLE, ["R"])
     tokens = nodes("Unsqueeze", tokens, [1])
     seen = sampling.seen_before_each(tokens)
-    rows = sampling.token_weights(token_logits(nodes, logits, model, -1), seen, size)
+    logits, suppressed = token_logits(nodes, logits, model, -1), _suppressed_columns(bundle, model)
+    rows = sampling.token_weights(logits, seen, size, suppressed=suppressed)
     weights = sampling.select_columns(weights)
     tests = nodes("Slice", uniforms, [0], [-1])
     last = nodes("Slice", uniforms, [-1], [END])

@@ -12,12 +12,15 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
+from specedge.bundle.manifest import FUSE, OPEN
+
 from ..graph.graphs import GraphFile
+from ..tracing.hidden_states import HIDDEN_STATES
 from ..verification.runner import Action, FillNoise, PassAction
-from ..verification.subgraph import Values
+from ..verification.subgraph import Values, open_session, unpacked_options
 from .experts import ExcludedWeights, expert_layers
 from .float_model import FloatModel
-from .matrices import matrix_groups
+from .matrices import MatrixGroup, matrix_groups
 
 NUM_SAMPLE_ROWS = 48  # rows of the texts used to measure errors
 _NUM_STRIPS, _MIN_STRIP = 8, 256  # strips of a Hessian, and their minimum width
@@ -137,6 +140,62 @@ def visit_inputs(
         return results[: len(first_actions)]
     finally:
         path.unlink()
+
+
+def visit_other_inputs(
+    float_model: FloatModel,
+    texts: Sequence[np.ndarray],
+    visit: Callable[[str, MatrixGroup, InputStatistics], None],
+) -> None:
+    """Visit the statistics of groups in the graphs without caches, without Hessians.
+
+    Args:
+        float_model: Encoder-decoder, or draft that reads hidden states.
+        texts: Tokens, [T] each, whose sources are read.
+        visit: Called with the name of the graph, each group and the statistics of its input.
+    """
+    folder = float_model.other_folder
+    for file in float_model.other_files:
+        model, all_feeds = float_model.load_other(file), _feeds(float_model, file.name, texts)
+        num_rows = max(1, NUM_SAMPLE_ROWS // len(all_feeds))
+        groups = matrix_groups(model.graph)
+        values = {str(group.value.name): group.value for group in groups}
+        for value in values.values():
+            value.dtype = ir.DataType.FLOAT
+            if not value.is_graph_output() and not value.is_graph_input():
+                model.graph.outputs.append(value)
+        names = [name for name, value in values.items() if value.is_graph_output()]
+        path = folder / _FILE.file_name(file.name)
+        ir.save(model, path)
+        parts: defaultdict[str, list[InputStatistics]] = defaultdict(list)
+        try:
+            session = open_session(path, unpacked_options())
+            for feeds in all_feeds:
+                outputs = {**feeds}
+                if names:  # not if all products read the input
+                    outputs |= zip(names, session.run(names, feeds), strict=True)
+                for name in values:
+                    x = outputs[name].reshape(-1, outputs[name].shape[-1])
+                    parts[name].append(InputStatistics.from_values(x, num_rows))
+        finally:
+            path.unlink()
+        for group in groups:
+            visit(file.name, group, InputStatistics.combine(parts[str(group.value.name)]))
+
+
+def _feeds(
+    float_model: FloatModel, graph: str, texts: Sequence[np.ndarray]
+) -> list[dict[str, np.ndarray]]:
+    """Return inputs of a graph without caches, for a sample of texts."""
+    if graph == FUSE:
+        return [{HIDDEN_STATES: float_model.sampled_states()[None]}]
+    encoder = float_model.model.encoder
+    if encoder is not None and encoder.num_mel_bins is not None:
+        texts = texts[:1]  # all have the same source
+    sources = list(map(float_model.source, texts))
+    if graph == OPEN:
+        return [{"hidden": float_model.sources.hidden(source)} for source in sources]
+    return [{"source": source[None]} for source in sources]
 
 
 def _add_upper_product(total: torch.Tensor, x: torch.Tensor) -> None:

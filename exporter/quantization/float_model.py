@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from specedge.bundle.graph_variants import (
     is_reduced_precision,
 )
 from specedge.bundle.manifest import ENCODER, FUSE, OPEN, ModelEntry
+from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.bundle.reports import QuantizationReport
 
 from ..graph import fusion, graphs, rewrites
@@ -32,11 +33,10 @@ from ..graph.opset import save_graph
 from ..graph.repeated_rows import remove_repeated_rows
 from ..graph.shared_bytes import share_embeddings
 from ..tracing.geometry import Geometry
-from ..verification.fused_states import FusedStates, run_fuse
+from ..verification.fused_states import FusedStates, random_states, run_fuse
 from ..verification.runner import Runner
 from ..verification.source_states import NUM_TOKENS, SourceGraphs, SourceStates
 from .experts import NO_EXCLUSIONS, ExcludedWeights, load_graph
-from .weights_writer import WeightsWriter
 
 VariantReport = tuple[QuantizationReport, tuple[int, ...]]  # with the invariant pass lengths
 
@@ -109,20 +109,32 @@ class FloatModel:
         files = (*encoder_files(prefix), fuse_file(prefix))
         return [file for file in files if self.model.has_graph(file.name)]
 
-    def write_others(self, folder: Path, ops: str, store: WeightsWriter | None = None) -> None:
+    @property
+    def other_folder(self) -> Path:
+        """Folder of the graphs without caches, which keep their basis."""
+        return (self.original or self).folder
+
+    def load_other(self, file: GraphFile) -> ir.Model:
+        """Load a graph without caches."""
+        lazy = (self.original or self).lazy
+        return load_graph(self.other_folder / file.file_name(self.ops[0]), lazy)
+
+    def write_others(
+        self, folder: Path, ops: str, change: Callable[[ir.Model], None] | None = None
+    ) -> None:
         """Write the graphs without caches in a graph variant.
 
-        They compute in float32 with unquantized weights, which are copied to `store`. Only the
-        states have the type of the variant.
+        They compute in float32; only the states have the type of the variant. `change` rewrites a
+        graph first.
         """
         for file in self.other_files:
-            source = self.source_of(file)
-            graph_model = ir.load(source)
+            graph_model = self.load_other(file)
+            if change is not None:
+                change(graph_model)
             if file.name == OPEN:
                 cast_outputs(graph_model, cache_dtype(ops))
-            if store is not None:
-                store.adopt(graph_model.graph)
-            if (path := folder / file.file_name(ops)) != source:
+            path = folder / file.file_name(ops)
+            if path != self.other_folder / file.file_name(self.ops[0]):
                 save_graph(graph_model, path)
 
     def source_of(self, file: GraphFile) -> Path:
@@ -131,32 +143,61 @@ class FloatModel:
 
     def runner(self, folder: Path, ops: str) -> Runner:
         """Return a runner of a graph variant in a folder."""
-        return Runner(folder, self.files, self.geometry, ops, **self._source)
+        source: dict[str, Any] = {}
+        if self.model.encoder is not None:
+            # Encoders of all types of a graph variant have the same weights.
+            source = self._source_options(self._source_graphs(folder, attention_ops(ops)))
+        return Runner(folder, self.files, self.geometry, ops, **source)
+
+    @cached_property
+    def sources(self) -> SourceGraphs:
+        """Encoder of an encoder-decoder."""
+        return self._source_graphs(self.other_folder, self.ops[0])
 
     @cached_property
     def _source(self) -> dict[str, Any]:
-        """Options of runners of an encoder-decoder, or of a draft that reads hidden states."""
+        """Options of runners of this model."""
         if self.model.hidden is not None and self.model.reads_hidden:
             if self.fused is not None:
                 return {"fused": self.fused}
             (file,) = self.other_files
-            return {"fused": run_fuse(self.source_of(file), self.model.hidden)}
-        if self.model.encoder is None:
-            return {}
-        folder = (self.original or self).folder
-        *own, open_ = (folder / file.file_name(self.ops[0]) for file in self.other_files)
+            path = self.other_folder / file.file_name(self.ops[0])
+            return {"fused": run_fuse(path, self.model.hidden)}
+        return {} if self.model.encoder is None else self._source_options(self.sources)
+
+    def _source_options(self, sources: SourceGraphs) -> dict[str, Any]:
+        """Return the options of runners of an encoder-decoder."""
+        assert self.model.encoder is not None
+        sample = sources.states(self.source(np.arange(NUM_TOKENS)))
+        if self.model.encoder.num_mel_bins is not None:
+            return {"source": sample, "open_source": lambda tokens: sample}
+        return {"source": sample, "open_source": sources.states}
+
+    def _source_graphs(self, folder: Path, ops: str) -> SourceGraphs:
+        """Open the encoder in a folder."""
+        *own, open_ = (folder / file.file_name(ops) for file in self.other_files)
         # A draft model without an encoder reads the target's hidden states.
         encoder = own[0] if own else next((folder.parent / "target").glob(f"{ENCODER}*.onnx"))
         names = [f"present.{state.name}" for state in self.model.constants]
-        sources = SourceGraphs(encoder, open_, names)
+        is_quantized = folder != self.other_folder or self.model.weights_dtype in QUANTIZED_DTYPES
+        return SourceGraphs(encoder, open_, names, packed=is_quantized)
+
+    def sampled_states(self) -> np.ndarray:
+        """Return hidden states of the target, of texts or random ones. [n, F]"""
+        assert self.model.hidden is not None
+        if self.fused is not None and self.fused.hidden is not None:
+            return self.fused.hidden
+        rows: np.ndarray = random_states(self.model.hidden)[0]
+        return rows
+
+    def source(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the source of a text: its tokens, [T] -> [N], or noise, as it has no speech."""
         entry = self.model.encoder
+        assert entry is not None
         if entry.num_mel_bins is None:
-            sample = sources.states(np.arange(min(NUM_TOKENS, entry.max_length)))
-            return {"source": sample, "open_source": sources.states}
-        # Texts have no speech, so all of them have one of noise.
+            return tokens[: entry.max_length]
         shape = (entry.num_mel_bins, entry.max_length)
-        noise = sources.states(np.random.default_rng(0).standard_normal(shape, np.float32))
-        return {"source": noise, "open_source": lambda tokens: noise}
+        return np.random.default_rng(0).standard_normal(shape, np.float32)
 
     def source_inputs(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """Return the inputs of passes of an encoder-decoder for a source, [N]."""

@@ -6,13 +6,13 @@ import itertools
 import shutil
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-import onnxruntime as ort
 import torch
 
 from specedge.bundle.graph_variants import (
@@ -22,7 +22,7 @@ from specedge.bundle.graph_variants import (
     has_int8_caches,
     is_qdq,
 )
-from specedge.bundle.manifest import FileEntry, ModelEntry
+from specedge.bundle.manifest import FUSE, FileEntry, ModelEntry
 from specedge.bundle.precision import BLOCK_BITS, GPTQ, KEEP, NEAREST
 from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ExportError, ParityError
@@ -30,15 +30,12 @@ from specedge.errors import ExportError, ParityError
 from ..checkpoint.quantized_tensors import QuantizedTensor
 from ..graph import rewrites
 from ..graph.external_data import FILE, LazyWeights
-from ..graph.opset import save_graph
 from ..progress import Progress
-from ..tracing.hidden_states import HIDDEN_STATES
 from ..verification.fused_states import FusedStates
-from ..verification.subgraph import open_session
 from . import cache_scales, calibration, gptq, rotation_rewriter, schemes
 from .calibration import InputStatistics
 from .dequantize_rewriter import DequantizeRewriter, QdqRewriter
-from .experts import ExcludedWeights, expert_layers, find_excluded
+from .experts import NO_EXCLUSIONS, ExcludedWeights, expert_layers, find_excluded
 from .float_model import FloatModel
 from .integer_rewriter import IntegerRewriter, num_columns
 from .kept_schemes import KeptWeights, rows_to_keep
@@ -124,15 +121,18 @@ def quantize(
         parts, excluded, group_schemes = _calibrate(
             parts, work, excluded, precision, texts, rounding, bits, progress
         )
+    other_schemes = _other_schemes(parts, precision, texts, kept, progress)
     parts = _with_cache_scales(parts, suffixes, texts, progress)
     with WeightsWriter(folder) as store, progress.step(f"Quantizing the {first}"):
         for part in parts:
             for ops in part.reduced_variants(precision, suffixes):
-                _write_graphs(part, ops, precision, group_schemes, excluded, store, folder, kept)
-                if fused is not None and kept is None and not has_compute_type(ops):
-                    _quantize_fuse(part, ops, store, folder, fused)
-                else:
-                    part.write_others(folder, ops, store)
+                quantize_graph = partial(_quantize_graph, ops, precision, kept)
+                graph_model = part.load(ops, excluded)
+                quantize_graph(store.reading(part.folder), group_schemes, excluded, graph_model)
+                part.write(graph_model, folder, ops)
+                other_store = store.reading(part.other_folder)
+                change = partial(quantize_graph, other_store, other_schemes, NO_EXCLUSIONS)
+                part.write_others(folder, ops, change)
     if kept is not None and kept.offset_error:
         progress.note(
             f"{first}: QMoE has no offsets; offsets of experts are rounded to zero points, with a "
@@ -143,7 +143,12 @@ def quantize(
     for part in parts:
         with progress.step(f"Comparing the {part.role} in {precision}"):
             choices = {
-                ops: group_schemes | _unquantized_schemes(part, ops, excluded)
+                ops: {
+                    **group_schemes,
+                    **_unquantized_schemes(part, ops, excluded),
+                    # Their offsets may be those of another weights file.
+                    **{(-1, *key): scheme for key, scheme in other_schemes.items()},
+                }
                 for ops in part.reduced_variants(precision, suffixes)
             }
             types = {} if kept is None else kept.types()
@@ -198,6 +203,44 @@ def _calibrate(
             )
             excluded = _find_excluded(parts)
     return parts, excluded, select(parts, excluded)
+
+
+def _other_schemes(
+    parts: Sequence[FloatModel],
+    precision: str,
+    texts: CalibrationTexts,
+    kept: KeptWeights | None,
+    progress: Progress,
+) -> Schemes:
+    """Return the schemes of graphs without caches: encoders, constant states, fused states."""
+    group_schemes = Schemes()
+
+    def visit(part: FloatModel, file: str, group: MatrixGroup, x: InputStatistics) -> None:
+        if file == FUSE:
+            choice = _fuse_scheme(group, x)
+        else:
+            choice = _scheme(group, x, precision, part.model, is_tied=False)
+        tensors = [matrix.stored.tensor for matrix in group.matrices]
+        group_schemes[group.key] = schemes.with_names(choice, tensors)
+
+    for part in parts:
+        if kept is not None:
+            for file in part.other_files:
+                group_schemes |= kept.select(part.load_other(file).graph, NO_EXCLUSIONS)
+        elif part.other_files:
+            with progress.step(f"Calibrating the {part.role}"):
+                calibration.visit_other_inputs(part, texts.calibration, partial(visit, part))
+    return group_schemes
+
+
+def _fuse_scheme(group: MatrixGroup, x: InputStatistics) -> Scheme:
+    """Return 8-bit blocks, in any precision, for a matrix that fuses hidden states.
+
+    Blocks separate channels of hidden states that are hundreds of times as large as others.
+    """
+    if group.matrices[0].stored.shape[0] % BLOCK_SIZE:
+        return schemes.unquantized(f"its inputs are not a multiple of {BLOCK_SIZE}")
+    return schemes.block_scheme(group, x, 8)
 
 
 def _with_cache_scales(
@@ -484,18 +527,16 @@ def _scheme(
     return schemes.per_channel_scheme(group, x, is_tied)
 
 
-def _write_graphs(
-    model: FloatModel,
+def _quantize_graph(
     ops: str,
     precision: str,
+    kept: KeptWeights | None,
+    store: WeightsWriter,
     group_schemes: Schemes,
     excluded: ExcludedWeights,
-    store: WeightsWriter,
-    folder: Path,
-    kept: KeptWeights | None,
+    graph_model: ir.Model,
 ) -> None:
-    """Write a model's quantized graphs in one variant."""
-    graph_model = model.load(ops, excluded)
+    """Quantize a float graph for a graph variant, in place; its weights go to `store`."""
     graph = graph_model.graph
     tables = dict(embeddings(graph))
     all_groups = matrix_groups(graph, excluded.offsets)
@@ -523,45 +564,3 @@ def _write_graphs(
     rewrites.fuse_sigmoids(graph_model)
     passes.RemoveUnusedNodesPass()(graph_model)
     store.adopt(graph)
-    model.write(graph_model, folder, ops)
-
-
-def _quantize_fuse(
-    model: FloatModel, ops: str, store: WeightsWriter, folder: Path, fused: FusedStates
-) -> None:
-    """Write the graph that fuses hidden states with matrices in 8-bit blocks, in any precision.
-
-    Blocks separate channels of hidden states that are hundreds of times as large as others.
-    """
-    (file,) = model.other_files
-    path = model.source_of(file)
-    graph_model = ir.load(path)
-    rewriter_class = QdqRewriter if is_qdq(ops) else IntegerRewriter
-    rewriter = rewriter_class(graph_model.graph, store, set())
-    for group in matrix_groups(graph_model.graph):
-        if group.matrices[0].stored.shape[0] % BLOCK_SIZE == 0:
-            x = InputStatistics.from_values(_fuse_input(path, str(group.value.name), fused))
-            rewriter.group(group, schemes.block_scheme(group, x, 8))
-    passes.RemoveUnusedNodesPass()(graph_model)
-    store.adopt(graph_model.graph)
-    save_graph(graph_model, folder / file.file_name(ops))
-
-
-def _fuse_input(path: Path, name: str, fused: FusedStates) -> np.ndarray:
-    """Return a value of the graph that fuses hidden states, for the sample. [n, K]"""
-    assert fused.hidden is not None
-    if name == HIDDEN_STATES:
-        return fused.hidden
-    graph_model = ir.load(path)
-    (value,) = (x for node in graph_model.graph for x in node.outputs if x.name == name)
-    value.dtype = ir.DataType.FLOAT
-    graph_model.graph.outputs[:] = [value]
-    part = path.with_name(f"part-{path.name}")
-    ir.save(graph_model, part)
-    try:
-        session = open_session(part, ort.SessionOptions())
-        (values,) = session.run([name], {HIDDEN_STATES: fused.hidden[None]})
-    finally:
-        part.unlink()
-    rows: np.ndarray = values[0]
-    return rows

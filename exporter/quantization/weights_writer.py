@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,14 @@ from .rounding import IntegerMatrix
 
 
 class WeightsWriter:
-    """Writer of `folder`/weights.bin, in which each key is stored once for all graphs."""
+    """Writer of `folder`/weights.bin, in which each key is stored once for all graphs.
+
+    Keys have offsets in the weights file of the float graphs.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._original: Path | None = None  # folder of the float graphs
         self._hashed = HashedFile(folder / FILE)
         self._tensors: dict[Hashable, tuple[ir.ExternalTensor, ...]] = {}
 
@@ -31,6 +36,12 @@ class WeightsWriter:
 
     def __exit__(self, *error: object) -> None:
         self._hashed.close()
+
+    def reading(self, folder: Path) -> WeightsWriter:
+        """Return a writer to the same file, for float graphs in a folder."""
+        writer = copy.copy(self)
+        writer._original = folder
+        return writer
 
     @property
     def file(self) -> FileEntry:
@@ -45,6 +56,7 @@ class WeightsWriter:
         shape: ir.Shape | None = None,
     ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
         """Store integers, by default in the array's type and shape, and their scales."""
+        key = self._original, key
         if key not in self._tensors:
             matrix = make()
             name = f"matrix{len(self._tensors)}"
@@ -84,6 +96,7 @@ class WeightsWriter:
         shape: ir.ShapeProtocol | None = None,
     ) -> ir.ExternalTensor:
         """Store an array, by default in its own type and shape."""
+        key = self._original, key
         if key not in self._tensors:
             self._tensors[key] = (self._append(make(), name, dtype, shape),)
         return self._tensors[key][0]

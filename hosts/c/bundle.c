@@ -41,7 +41,12 @@ static bool read_manifest(Bundle *bundle, const char *path, char *error, size_t 
     json_t *manifest = bundle->manifest = json_load_file(path, JSON_REJECT_DUPLICATES, &found);
     json_t *hosts = json_object_get(manifest, "hosts");
     json_int_t format = json_integer_value(json_object_get(manifest, "format"));
+    json_t *target = json_object_get(json_object_get(manifest, "models"), "target");
     bundle->ids_only = json_string_value(json_object_get(hosts, "ids_only"));
+    bundle->encoder = json_object_get(target, "encoder");
+    bundle->decoder_start = json_object_get(manifest, "decoder_start");
+    bundle->decoder_prefix = json_object_get(manifest, "decoder_prefix");
+    bundle->max_source_length = json_integer_value(json_object_get(bundle->encoder, "max_length"));
     if (!manifest)
         snprintf(error, error_size, "%s is not read: %s; give a bundle", path, found.text);
     else if (format != FORMAT)
@@ -57,7 +62,8 @@ static bool read_manifest(Bundle *bundle, const char *path, char *error, size_t 
                             &bundle->oldest_onnxruntime))
         snprintf(error, error_size, "%s: %s; run specedge embed", path, found.text);
     else if (bundle->vocab_size < 1 || bundle->vocab_size > MOST_TOKENS ||
-             bundle->context_length < 1 || bundle->context_length > MOST_TOKENS)
+             bundle->context_length < 1 || bundle->context_length > MOST_TOKENS ||
+             bundle->max_source_length < 0 || bundle->max_source_length > MOST_TOKENS)
         snprintf(error, error_size, "%s: vocab_size and context_length are from 1 to %d", path,
                  MOST_TOKENS);
     return !*error;

@@ -8,6 +8,9 @@ typedef struct {
     json_t *files, *graphs, *end_tokens, *session_options;
     const char *oldest_onnxruntime, *ids_only;
     json_int_t vocab_size, context_length;
+    json_t *encoder; /* of an encoder-decoder, or NULL; the following belong to it */
+    json_t *decoder_start, *decoder_prefix; /* tokens that begin each text */
+    json_int_t max_source_length;
 } Bundle;
 
 /* Read the manifest of a bundle and verify all files that it lists; on failure `error` has the reason.

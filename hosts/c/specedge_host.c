@@ -30,9 +30,12 @@ struct SpecedgeHost {
     const OrtMemoryInfo *memory;         /* CPU memory */
     OrtSession *round, *encode, *decode; /* encode and decode are NULL without text graphs */
     OrtIoBinding *binding;               /* inputs and outputs of the round, with its caches */
+    OrtSession *open;                    /* of an encoder-decoder's source, or NULL */
+    OrtIoBinding *opening;               /* its outputs are constant states of the round */
     OrtValue *given, *result;            /* input and output of encode and decode */
     json_int_t k;
     int64_t *text, length;
+    int64_t *source, source_length; /* of the constant states; 0 if they are undefined */
     char *bytes; /* of the last round */
     /* Inputs and outputs of the round, by name. */
     SpecedgeSettings settings;
@@ -102,26 +105,45 @@ static bool open_session(SpecedgeHost *host, const json_t *graph, OrtSession **s
     return ok(host, host->ort->CreateSession(host->env, path, host->options, session));
 }
 
-/* Bind `count` numbers, of shape [count] or [1, count], to an input or output of the round. */
-static bool bind(SpecedgeHost *host, enum End end, const char *name, void *memory,
-                 ONNXTensorElementDataType type, int rank, int64_t count) {
+/* Bind `count` numbers, of shape [count] or [1, count], to an input or output. */
+static bool bind_to(SpecedgeHost *host, OrtIoBinding *binding, enum End end, const char *name,
+                    void *memory, ONNXTensorElementDataType type, int rank, int64_t count) {
     OrtValue *value = NULL;
     int64_t shape[] = {1, count};
     size_t size = count * (type == BOOL ? 1 : type == FLOAT ? 4 : 8);
     TRY(host, CreateTensorWithDataAsOrtValue(host->memory, memory, size, shape + 2 - rank, rank,
                                              type, &value));
-    bool is_bound = ok(host, end == OUTPUT ? host->ort->BindOutput(host->binding, name, value)
-                                           : host->ort->BindInput(host->binding, name, value));
+    bool is_bound = ok(host, end == OUTPUT ? host->ort->BindOutput(binding, name, value)
+                                           : host->ort->BindInput(binding, name, value));
     host->ort->ReleaseValue(value); /* the binding holds a reference */
     return is_bound;
 }
 
-/* Bind one zeroed buffer to the input and all outputs of a cache, so that runs write only new rows. */
-static bool bind_cache(SpecedgeHost *host, json_t *input, json_t *outputs) {
-    const char *name, *state, *other, *written;
+/* Bind numbers to an input or output of the round. */
+static bool bind(SpecedgeHost *host, enum End end, const char *name, void *memory,
+                 ONNXTensorElementDataType type, int rank, int64_t count) {
+    return bind_to(host, host->binding, end, name, memory, type, rank, count);
+}
+
+/* Bind a buffer to all outputs that write a state. */
+static bool bind_outputs(SpecedgeHost *host, OrtIoBinding *binding, json_t *outputs,
+                         const char *state, OrtValue *cache) {
+    const char *name, *written;
+    size_t i;
+    json_t *output;
+    json_array_foreach(outputs, i, output)
+        if (!json_unpack(output, "{s:s, s:s}", "name", &name, "state", &written) &&
+            !strcmp(state, written))
+            TRY(host, BindOutput(binding, name, cache));
+    return true;
+}
+
+/* Bind one zeroed buffer to the input and all outputs of a state, so that runs write only new rows. */
+static bool bind_cache(SpecedgeHost *host, json_t *input, json_t *outputs, json_t *opened) {
+    const char *name, *state;
     size_t i, size = sizeof(float);
     int64_t shape[4];
-    json_t *sizes, *output;
+    json_t *sizes;
     OrtValue *cache = NULL;
     void *data;
     if (json_unpack(input, "{s:s, s:s, s:o}", "name", &name, "state", &state, "shape", &sizes))
@@ -131,16 +153,14 @@ static bool bind_cache(SpecedgeHost *host, json_t *input, json_t *outputs) {
     bool is_bound = ok(host, host->ort->GetTensorMutableData(cache, &data)) &&
                     ok(host, host->ort->BindInput(host->binding, name, cache));
     if (is_bound && size) memset(data, 0, size);
-    json_array_foreach(outputs, i, output)
-        if (!json_unpack(output, "{s:s, s:s}", "name", &other, "state", &written) &&
-            !strcmp(state, written))
-            is_bound = is_bound && ok(host, host->ort->BindOutput(host->binding, other, cache));
+    is_bound = is_bound && bind_outputs(host, host->binding, outputs, state, cache) &&
+               bind_outputs(host, host->opening, opened, state, cache);
     host->ort->ReleaseValue(cache);
     return is_bound;
 }
 
-static bool open_round(SpecedgeHost *host, const json_t *graph) {
-    json_t *inputs = NULL, *outputs = NULL, *input;
+static bool open_round(SpecedgeHost *host, const json_t *graph, const json_t *open) {
+    json_t *inputs = NULL, *outputs = NULL, *opened = NULL, *input;
     SpecedgeSettings *settings = &host->settings;
     size_t i;
     json_unpack((json_t *)graph, "{s:I, s:{s:o, s:o}}", "num_draft_tokens", &host->k, "signature",
@@ -148,8 +168,14 @@ static bool open_round(SpecedgeHost *host, const json_t *graph) {
     if (!check(host, "num_draft_tokens", host->k, 1, MOST_DRAFTED)) return false;
     if (!open_session(host, graph, &host->round)) return false;
     TRY(host, CreateIoBinding(host->round, &host->binding));
+    if (open) {
+        opened = json_object_get(json_object_get(open, "signature"), "outputs");
+        if (!open_session(host, open, &host->open)) return false;
+        TRY(host, CreateIoBinding(host->open, &host->opening));
+        if (!bind(host, INPUT, "source_length", &host->source_length, INT64, 1, 1)) return false;
+    }
     json_array_foreach(inputs, i, input)
-        if (!bind_cache(host, input, outputs)) return false;
+        if (!bind_cache(host, input, outputs, opened)) return false;
     return bind(host, INPUT, "draft_length", &host->draft_length, INT64, 1, 1) &&
            bind(host, INPUT, "target_length", &host->target_length, INT64, 1, 1) &&
            bind(host, INPUT, "num_draft_tokens", &host->num_draft_tokens, INT64, 1, 1) &&
@@ -168,12 +194,14 @@ static bool open_graphs(SpecedgeHost *host, bool has_text) {
     const json_t *round = find_graph(&host->bundle, "round", host->k);
     const json_t *encode = find_graph(&host->bundle, "encode", 0);
     const json_t *decode = find_graph(&host->bundle, "decode", 0);
+    const json_t *open = find_graph(&host->bundle, "open", 0);
     if (!round)
         return fail(host, "%s has no round.onnx of K = %lld draft tokens (0: any); run specedge "
                     "embed --layout fused -k K", host->folder, (long long)host->k);
     host->text = calloc(host->bundle.context_length, sizeof *host->text);
     host->seen = calloc(host->bundle.vocab_size, sizeof *host->seen);
-    return open_round(host, round) &&
+    host->source = calloc(host->bundle.max_source_length + 1, sizeof *host->source);
+    return open_round(host, round, open) &&
            (!has_text || !encode || open_session(host, encode, &host->encode)) &&
            (!has_text || !decode || open_session(host, decode, &host->decode));
 }
@@ -194,7 +222,9 @@ void specedge_close(SpecedgeHost *host) {
         host->ort->ReleaseValue(host->given);
         host->ort->ReleaseValue(host->result);
         host->ort->ReleaseIoBinding(host->binding);
+        host->ort->ReleaseIoBinding(host->opening);
         host->ort->ReleaseSession(host->round);
+        host->ort->ReleaseSession(host->open);
         host->ort->ReleaseSession(host->encode);
         host->ort->ReleaseSession(host->decode);
         host->ort->ReleaseSessionOptions(host->options);
@@ -202,6 +232,7 @@ void specedge_close(SpecedgeHost *host) {
     }
     json_decref(host->bundle.manifest);
     free(host->text);
+    free(host->source);
     free(host->seen);
     free(host->bytes);
     free(host);
@@ -300,9 +331,39 @@ static bool begin(SpecedgeHost *host, const int64_t *prompt, int64_t num_tokens,
     return true;
 }
 
+/* Compute the constant states of a source, unless they are its own. */
+static bool open_source(SpecedgeHost *host, const int64_t *source, int64_t num_tokens) {
+    if (!check(host, "the number of source tokens", num_tokens, 1, host->bundle.max_source_length))
+        return false;
+    for (int64_t i = 0; i < num_tokens; i++)
+        if (!check(host, "a token", source[i], 0, host->bundle.vocab_size - 1)) return false;
+    size_t size = num_tokens * sizeof *source;
+    if (num_tokens == host->source_length && !memcmp(host->source, source, size)) return true;
+    host->length = host->source_length = 0;
+    memcpy(host->source, source, size);
+    if (!bind_to(host, host->opening, INPUT, "source", host->source, INT64, 2, num_tokens))
+        return false;
+    TRY(host, RunWithBinding(host->open, NULL, host->opening));
+    host->source_length = num_tokens;
+    return true;
+}
+
+/* Begin the text of an encoder-decoder, whose prompt is the source. */
+static bool begin_decoder(SpecedgeHost *host, const int64_t *source, int64_t num_tokens,
+                          const SpecedgeSettings *s) {
+    json_t *parts[] = {host->bundle.decoder_start, host->bundle.decoder_prefix}, *token;
+    size_t i, most = json_array_size(parts[0]) + json_array_size(parts[1]);
+    int64_t *first = calloc(most + 1, sizeof *first), length = 0;
+    for (int part = 0; part < 2; part++)
+        json_array_foreach(parts[part], i, token) first[length++] = json_integer_value(token);
+    bool is_begun = open_source(host, source, num_tokens) && begin(host, first, length, s);
+    free(first);
+    return is_begun;
+}
+
 bool specedge_generate(SpecedgeHost *host, const int64_t *prompt, int64_t num_tokens,
                        const SpecedgeSettings *s, SpecedgeOnRound *on_round, void *user) {
-    if (!begin(host, prompt, num_tokens, s)) return false;
+    if (!(host->open ? begin_decoder : begin)(host, prompt, num_tokens, s)) return false;
     int64_t room = host->bundle.context_length - host->length;
     int64_t limit = host->length + least(s->max_new_tokens, room);
     uint64_t used = 0;

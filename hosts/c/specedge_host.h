@@ -45,7 +45,8 @@ const char *specedge_error(const SpecedgeHost *host);
 bool specedge_encode(SpecedgeHost *host, const char *text, const int64_t **tokens,
                      int64_t *num_tokens);
 
-/* Continue a prompt, reusing the caches for its common prefix with the previous text. */
+/* Continue a prompt, reusing the caches for its common prefix with the previous text. The prompt of an
+ * encoder-decoder is its source; the text begins with the bundle's decoder tokens. */
 bool specedge_generate(SpecedgeHost *host, const int64_t *prompt, int64_t num_tokens,
                        const SpecedgeSettings *settings, SpecedgeOnRound *on_round, void *user);
 

@@ -76,6 +76,10 @@ namespace SpecEdge
             Spare = (int)Math.Min(
                 target["capacity"].Integer - ContextLength, draft["capacity"].Integer - DraftContextLength);
             EndTokens = new HashSet<long>(json["end_tokens"].Items.Select(token => token.Integer));
+            if (target.Members.TryGetValue("encoder", out JsonValue encoder) && !encoder.IsNull)
+                MaxSourceLength = (int)encoder["max_length"].Integer;
+            DecoderTokens = new[] { "decoder_start", "decoder_prefix" }.Where(json.Members.ContainsKey)
+                .SelectMany(key => json[key].Items).Select(token => token.Integer).ToList();
             Weights = new[] { target["weights"].Text, draft["weights"].Text }.Distinct().ToList();
             if (hosts.IsNull)
                 throw new InvalidDataException(
@@ -103,6 +107,13 @@ namespace SpecEdge
         public int NumDraftTokens { get; }
 
         public int ContextLength { get; }
+
+        /// <summary>Tokens that begin each text of an encoder-decoder, whose prompt is the source; empty for other models.</summary>
+        public IReadOnlyList<long> DecoderTokens { get; }
+
+        /// <summary>Most tokens of a source; 0 if the model has no encoder.</summary>
+        public int MaxSourceLength { get; }
+
         public int VocabSize { get; }
 
         /// <summary>Context length of the draft, at most the target's.</summary>
@@ -173,9 +184,9 @@ namespace SpecEdge
         /// <summary>Validates a prompt.</summary>
         public void CheckPrompt(IReadOnlyList<long> tokens)
         {
-            if (tokens.Count < 1 || tokens.Count >= ContextLength)
-                throw new ArgumentException(
-                    $"the prompt has {tokens.Count} tokens, the bundle takes 1 to {ContextLength - 1}");
+            int most = MaxSourceLength != 0 ? MaxSourceLength : ContextLength - 1;
+            if (tokens.Count < 1 || tokens.Count > most)
+                throw new ArgumentException($"the prompt has {tokens.Count} tokens, the bundle takes 1 to {most}");
             foreach (long token in tokens.Where(token => token < 0 || token >= VocabSize))
                 throw new ArgumentException($"token ids are from 0 to {VocabSize - 1}, got {token}");
         }

@@ -70,7 +70,11 @@ namespace SpecEdge
             {
                 try
                 {
-                    Write(session, session.Tokens.Concat(session.Encode(line + "\n")).ToList(), options, output);
+                    bool isSource = session.Bundle.MaxSourceLength != 0;  // a line is a source of its own
+                    IEnumerable<long> prompt = isSource
+                        ? session.Encode(line)
+                        : session.Tokens.Concat(session.Encode(line + "\n"));
+                    Write(session, prompt.ToList(), options, output);
                 }
                 catch (OperationCanceledException)
                 {

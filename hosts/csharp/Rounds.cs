@@ -16,6 +16,7 @@ namespace SpecEdge
         internal int DraftStart;  // position in the text at which the draft's cache begins
         internal readonly long[] DraftLength = new long[1];
         internal readonly long[] TargetLength = new long[1];
+        internal readonly long[] SourceLength = new long[1];
         internal readonly float[] Temperature = new float[1];
         internal readonly long[] TopK = new long[1];
         internal readonly double[] TopP = new double[1];
@@ -41,6 +42,7 @@ namespace SpecEdge
                 ["num_draft_tokens"] = OrtValue.CreateTensorValueFromMemory(Allowed, new long[] { 1 }),
                 ["draft_length"] = OrtValue.CreateTensorValueFromMemory(DraftLength, new long[] { 1 }),
                 ["target_length"] = OrtValue.CreateTensorValueFromMemory(TargetLength, new long[] { 1 }),
+                ["source_length"] = OrtValue.CreateTensorValueFromMemory(SourceLength, new long[] { 1 }),
                 ["temperature"] = OrtValue.CreateTensorValueFromMemory(Temperature, new long[] { 1 }),
                 ["top_k"] = OrtValue.CreateTensorValueFromMemory(TopK, new long[] { 1 }),
                 ["top_p"] = OrtValue.CreateTensorValueFromMemory(TopP, new long[] { 1 }),
@@ -110,6 +112,39 @@ namespace SpecEdge
             foreach (OrtValue value in _inputs.Values.Concat(_caches.Values).Concat(_kept))
                 value.Dispose();
         }
+    }
+
+    /// <summary>`open.onnx`: constant states of an encoder-decoder's source.</summary>
+    internal sealed class SourceGraph : IDisposable
+    {
+        private readonly RoundMemory _memory;
+        private readonly BoundGraph _open;
+        private List<long> _source;
+
+        internal SourceGraph(Bundle bundle, RoundMemory memory, SessionOptions options)
+        {
+            _memory = memory;
+            _open = new BoundGraph(bundle, bundle.Graph("open"), options);
+            _open.BindCaches(state => memory.Cache(state, ""));
+        }
+
+        /// <summary>Computes the states of a source; returns false if they are its own.</summary>
+        internal bool Open(List<long> source)
+        {
+            if (_source != null && _source.SequenceEqual(source))
+                return false;
+            _source = null;
+            using (OrtValue tokens = RoundMemory.Row(source))
+            {
+                _open.BindInput("source", tokens);
+                _open.Run();
+            }
+            _memory.SourceLength[0] = source.Count;
+            _source = source;
+            return true;
+        }
+
+        public void Dispose() => _open.Dispose();
     }
 
     /// <summary>Graphs of a round. Both calls read the text from the cache lengths on.</summary>
@@ -194,6 +229,7 @@ namespace SpecEdge
             _target = new BoundGraph(bundle, bundle.Decoder, options);
             _target.BindCaches(cache => memory.Cache(cache, "target."));
             _target.BindInput("past_length", memory.Inputs["target_length"]);
+            _target.BindInputs(memory.Inputs);
             _target.BindInput("logits_from", memory.Keep(OrtValue.CreateTensorValueFromMemory(_from, one)));
             int columns = _target.Columns("logits");
             var logits = new float[(k + 1) * columns];

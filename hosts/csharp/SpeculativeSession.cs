@@ -12,7 +12,8 @@ namespace SpecEdge
     /// <remarks>
     /// A prompt reuses the caches for its common prefix with that text; pass all of it, such as
     /// <c>session.Generate(session.Tokens.Concat(session.Encode("more")).ToArray())</c>. Any thread may use a
-    /// session; starting another text ends the previous one with an InvalidOperationException.
+    /// session; starting another text ends the previous one with an InvalidOperationException. The prompt of an
+    /// encoder-decoder is its source, and the text begins with <c>Bundle.DecoderTokens</c>.
     /// </remarks>
     public sealed partial class SpeculativeSession : IDisposable
     {
@@ -21,6 +22,7 @@ namespace SpecEdge
         private readonly object _gate = new object();  // held while graphs run
         private readonly RoundMemory _memory;
         private readonly IRound _round;
+        private readonly SourceGraph _source;  // of an encoder-decoder, or null
         private readonly TextGraphs _graphs;
         private List<long> _text = new List<long>();
         private int _draftStart;  // position in the text at which the draft's cache begins
@@ -37,7 +39,11 @@ namespace SpecEdge
             try
             {
                 using (SessionOptions options = OnnxRuntimeSettings.ForModels(Bundle))
+                {
                     _round = _memory.Open(Bundle, options);
+                    if (Bundle.MaxSourceLength != 0)
+                        _source = new SourceGraph(Bundle, _memory, options);
+                }
                 _graphs = new TextGraphs(Bundle);
             }
             catch
@@ -77,7 +83,9 @@ namespace SpecEdge
             options = options ?? new GenerationOptions();
             options.Check();
             Bundle.CheckPrompt(prompt);
-            return Run(prompt.ToList(), options, cancellation);
+            return _source == null
+                ? Run(prompt.ToList(), null, options, cancellation)
+                : Run(Bundle.DecoderTokens.ToList(), prompt.ToList(), options, cancellation);
         }
 
         /// <summary>Encodes a text; text that spells a control token is encoded as text.</summary>
@@ -92,16 +100,16 @@ namespace SpecEdge
             lock (_gate)
             {
                 if (!_disposed)
-                    foreach (IDisposable part in new IDisposable[] { _round, _graphs, _memory })
+                    foreach (IDisposable part in new IDisposable[] { _round, _source, _graphs, _memory })
                         part?.Dispose();
                 _disposed = true;
             }
         }
 
-        private IEnumerable<Round> Run(List<long> text, GenerationOptions options, CancellationToken cancellation)
+        private IEnumerable<Round> Run(List<long> text, List<long> source, GenerationOptions options, CancellationToken cancellation)
         {
             int limit = Math.Min(text.Count + options.MaxNewTokens, Bundle.ContextLength);
-            int turn = Locked(() => Begin(text, options));
+            int turn = Locked(() => Begin(text, source, options));
             ulong used = 0;
             do
             {
@@ -121,9 +129,11 @@ namespace SpecEdge
             while (text.Count < limit && !Bundle.EndTokens.Contains(text.Last()));
         }
 
-        /// <summary>Replaces the text and keeps the cache rows of the common prefix.</summary>
-        private int Begin(List<long> text, GenerationOptions options)
+        /// <summary>Replaces the text and keeps the cache rows of the common prefix, with the same source.</summary>
+        private int Begin(List<long> text, List<long> source, GenerationOptions options)
         {
+            if (source != null && _source.Open(source))
+                _text = new List<long>();
             int common = 0;
             while (common < Math.Min(_text.Count, text.Count - 1) && _text[common] == text[common])
                 common++;
@@ -174,7 +184,7 @@ namespace SpecEdge
             tokens.ForEach(token => _memory.Seen[token] = true);
             _targetLength = _text.Count - 1;
             _draftLength = Math.Min(_targetLength, before + NumDraftTokens - 1) - _draftStart;
-            return new Round(tokens, Math.Min(accepted, tokens.Count));
+            return new Round(tokens, Math.Min(accepted, wanted));
         }
 
         private T Locked<T>(Func<T> call)

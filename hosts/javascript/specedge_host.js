@@ -6,10 +6,11 @@ import { check, ints, settingsOf, tensor, uniforms } from './settings.js';
 import { Text } from './text.js';
 
 const PIECE = 256; // tokens of a long prompt per pass
-/** Allocate zeroed caches, with the names of their input and last output. */
+/** Allocate zeroed states, with the names of their input and last output, if a round writes them. */
 function cachesOf({ inputs, outputs }) {
   const caches = inputs.filter(({ state }) => state);
   return caches.map(({ name, state, shape }) => ({
+    state,
     input: name,
     output: outputs.findLast((output) => output.state === state)?.name,
     tensor: tensor('float32', new Float32Array(shape.reduce((a, b) => a * b)), shape),
@@ -27,6 +28,8 @@ export class SpecedgeHost {
   #draftLength = 0; // valid rows of the draft's caches, and of the target's below
   #targetLength = 0;
   #isBusy = false;
+  #opener; // session of an encoder-decoder's source
+  #source = []; // tokens of the constant states
 
   /** Open a bundle with `numDraftTokens` draft tokens per round, by default its own K. */
   static async open(folder, { numDraftTokens } = {}) {
@@ -49,17 +52,25 @@ export class SpecedgeHost {
     host.#text = await Text.open(join(folder, tokenizer));
     // Flash attention is not batch-invariant on Arm; kernels read this when they are created.
     if (process.arch === 'arm64') process.env.ORT_GQA_DISABLE_FLASH_ATTENTION ??= '1';
-    host.#session = await ort.InferenceSession.create(join(folder, round.file), {
-      logSeverityLevel: 4, // fatal: errors are thrown
-      extra: hosts.session_options,
-    });
+    // Fatal: errors are thrown.
+    const options = { logSeverityLevel: 4, extra: hosts.session_options };
+    host.#session = await ort.InferenceSession.create(join(folder, round.file), options);
+    const opener = hosts.graphs.find(({ name }) => name === 'open');
+    if (opener) {
+      host.#opener = await ort.InferenceSession.create(join(folder, opener.file), options);
+      for (const cache of host.#caches) {
+        const written = ({ state }) => state === cache.state;
+        cache.opened = opener.signature.outputs.find(written)?.name;
+      }
+    }
     return host;
   }
 
   /** Release the session and the caches; not during generation. */
   async release() {
     await this.#session?.release();
-    this.#session = this.#caches = null;
+    await this.#opener?.release();
+    this.#session = this.#opener = this.#caches = null;
   }
 
   /** Encode a text. */
@@ -69,7 +80,8 @@ export class SpecedgeHost {
 
   /**
    * Continue a prompt, text or token ids. Yields after each round its tokens, the number of accepted
-   * draft tokens, and the completed text; throws the reason of `signal` once that is aborted.
+   * draft tokens, and the completed text; throws the reason of `signal` once that is aborted. The prompt
+   * of an encoder-decoder is its source, and the text begins with the bundle's decoder tokens.
    *
    * Settings are temperature (0 is greedy), topK, topP, minP and repetitionPenalty.
    */
@@ -79,18 +91,31 @@ export class SpecedgeHost {
     this.#isBusy = true;
     try {
       const isText = typeof prompt === 'string' && prompt;
-      const tokens = isText ? await this.encode(prompt) : [...prompt];
-      const { context_length: context, vocab_size: size } = this.#bundle.models.target;
-      check('the number of prompt tokens', tokens.length, 1, context - 1);
-      for (const token of tokens) check('a token', token, 0, size - 1);
+      const read = isText ? await this.encode(prompt) : [...prompt];
+      const { context_length: context, vocab_size: size, encoder } = this.#bundle.models.target;
+      check('the number of prompt tokens', read.length, 1, encoder?.max_length ?? context - 1);
+      for (const token of read) check('a token', token, 0, size - 1);
       check('maxNewTokens', maxNewTokens, 0, Number.MAX_SAFE_INTEGER);
       const settings = settingsOf(given);
+      if (encoder) await this.#open(read);
+      const { decoder_start: start = [], decoder_prefix: prefix = [] } = this.#bundle;
+      const tokens = encoder ? [...start, ...prefix] : read;
       this.#begin(tokens);
       const limit = Math.min(tokens.length + maxNewTokens, context);
       yield* this.#write(limit, uniforms(seed), settings, signal);
     } finally {
       this.#isBusy = false;
     }
+  }
+
+  /** Compute the constant states of a source, unless they are its own. */
+  async #open(source) {
+    if (source.join() === this.#source.join()) return;
+    this.#draftLength = this.#targetLength = 0;
+    this.#source = [];
+    const found = await this.#opener.run({ source: ints(source, [1, source.length]) });
+    for (const cache of this.#caches) if (cache.opened) cache.tensor = found[cache.opened];
+    this.#source = source;
   }
 
   #begin(tokens) {
@@ -147,9 +172,12 @@ export class SpecedgeHost {
     };
     const fetches = { next_tokens: null, num_accepted: null };
     // One tensor as input and output: the run writes new rows in place, and the package returns a copy.
-    for (const cache of this.#caches) feeds[cache.input] = fetches[cache.output] = cache.tensor;
+    const written = this.#caches.filter(({ output }) => output);
+    for (const cache of this.#caches) feeds[cache.input] = cache.tensor;
+    for (const cache of written) fetches[cache.output] = cache.tensor;
+    if (this.#opener) feeds.source_length = ints([this.#source.length]);
     const found = await this.#session.run(feeds, fetches);
-    for (const cache of this.#caches) cache.tensor = found[cache.output];
+    for (const cache of written) cache.tensor = found[cache.output];
     return found;
   }
 }

@@ -146,7 +146,10 @@ class DraftHead(DraftModel):
         return row
 
     def _read_states(self, end: int, num_rows: int) -> Operations[Row | None]:
-        """Read the observed states before `end`; return the last row of logits, if any is needed"""
+        """Read the observed states before `end`; return the last row of logits.
+
+        It is None if `num_rows` is 0, or if there is no state to read.
+        """
         observed = self._observed
         assert observed.history is not None
         self._first_row(end)

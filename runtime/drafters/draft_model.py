@@ -111,7 +111,7 @@ class DraftModel(ModelDrafter):
 
         It is the product of the rates in the bundle by the largest probability of each token's
         row, so the length is a function of the text and the tokens that were drawn, all of which
-        are tested (docs/exactness.md). Under a grammar and on devices that draft, it is not used.
+        are tested (docs/exactness.md). Drafts of the device have `max_tokens` tokens.
         """
         if not max_tokens:
             return Draft([])
@@ -129,7 +129,7 @@ class DraftModel(ModelDrafter):
 
         def is_last(row: Row) -> bool:
             nonlocal confidence
-            if not rates or sampling.constraint:
+            if not rates:
                 return False
             confidence *= rates[bisect_left(CONFIDENCE_BOUNDS, largest_probability(row))]
             return confidence < min_confidence

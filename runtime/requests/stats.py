@@ -18,7 +18,8 @@ class Stats:
     """Statistics of a request. Seconds exclude the time between two pieces of a stream.
 
     A draft token is tested if no earlier one of its round was rejected: `accepted_over_tested`
-    estimates the acceptance rate alpha; `accepted_over_drafted` is the rate that vLLM reports.
+    estimates the acceptance rate alpha, unless drafts are verified as blocks, which raises it;
+    `accepted_over_drafted` is the rate that vLLM reports.
     Ratios are None if nothing was drafted. Passes are those of the loop, not of the prefill.
     Sources are drafters by name, several in a chain; the time of drafters without a model counts as
     sampling. `num_reused_tokens` is the prefix of the prompt that the cache held (prefix cache

@@ -128,6 +128,9 @@ class Bundle:
             raise ValueError("a target with an encoder must have the graph 'encoder'")
         if self.decoding_defaults != DecodingDefaults() and target.encoder is None:
             raise ValueError("decoding_defaults is for a target with an encoder")
+        host_graphs = {graph.name for graph in self.hosts.graphs} if self.hosts else None
+        if host_graphs and ("open" in host_graphs) is not (target.encoder is not None):
+            raise ValueError("hosts has the graph 'open' if and only if the target has an encoder")
         if draft is None:
             return
         if draft.encoder is None or target.encoder is None:

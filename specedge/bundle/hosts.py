@@ -11,12 +11,12 @@ from .reports import check_single_line
 from .signature import Signature
 
 TEXT_GRAPHS = {"encode", "decode"}
-GRAPHS = ("round", "draft", "accept", *sorted(TEXT_GRAPHS))
+GRAPHS = ("round", "draft", "accept", "open", *sorted(TEXT_GRAPHS))
 
 
 @dataclass(frozen=True)
 class HostGraph:
-    """ONNX file for host applications: a round or a part of one, or a tokenizer graph.
+    """ONNX file for host applications: a round or a part of one, a source, or text.
 
     `num_draft_tokens` is the K of a round graph, None for other graphs.
     """
@@ -43,7 +43,7 @@ class HostFiles:
 
     Attributes:
         ops: Graph variant of the target's part.
-        graphs: Round and tokenizer graphs.
+        graphs: Graphs of rounds, of an encoder-decoder's source, and of the tokenizer.
         golden: File of golden transcripts, or None.
         ids_only: Reason for missing tokenizer graphs; None if they exist.
         session_options: Configuration entries for each session.
@@ -67,7 +67,7 @@ class HostFiles:
         names = {graph.name for graph in self.graphs}
         if len({(graph.name, graph.num_draft_tokens) for graph in self.graphs}) < len(self.graphs):
             raise ValueError("graphs must not repeat a graph")
-        if names - TEXT_GRAPHS not in ({"round"}, {"draft", "accept"}):
+        if names - TEXT_GRAPHS - {"open"} not in ({"round"}, {"draft", "accept"}):
             raise ValueError("graphs must have either round or both draft and accept")
         text_graphs = TEXT_GRAPHS if self.ids_only is None else set()
         if names & TEXT_GRAPHS != text_graphs:

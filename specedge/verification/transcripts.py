@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, cast
 
 from specedge.bundle import Bundle
 from specedge.bundle.signature import SAMPLING_SETTINGS
-from specedge.errors import PromptError
+from specedge.errors import ContextLengthError, PromptError
 from specedge.request import PLAIN
 from specedge.runtime.backend.ort import onnxruntime
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.protocols import Drafter, LanguageModel
+from specedge.runtime.decoding.protocols import Drafter, LanguageModel, SourceModel
 from specedge.runtime.decoding.random_numbers import uniforms
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft, Verdict, verify
@@ -29,6 +30,7 @@ from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
+from specedge.runtime.sampling.source import Source
 from specedge.runtime.text.tokenizer import decode
 from specedge.sampling_options import Sampling
 from specedge.verification.margins import (
@@ -60,7 +62,8 @@ LEAST_MARGIN = 6e-4
 class Transcript:
     """Request and its tokens; `num_accepted` and `margins` have one entry per round.
 
-    A margin is the smallest change of the logits that could change a decision of the round.
+    A margin is the smallest change of the logits that could change a decision of the round. The
+    prompt of an encoder-decoder is its source; texts begin with the bundle's decoder tokens.
     """
 
     prompt: str
@@ -98,7 +101,8 @@ def _best(pipeline: Pipeline, k: int, index: int) -> Transcript:
     """Return the first transcript with sufficient margins, else the longest prefix with them."""
     sampling, longest = SETTINGS[index], (0, "", list[int](), 0)
     for prompt, tokens, seed in islice(_requests(pipeline, index), MAX_TRIES):
-        length = min(LENGTH, pipeline.bundle.context_length - len(tokens))
+        first, _ = pipeline.prompts.start(tokens)
+        length = min(LENGTH, pipeline.bundle.context_length - len(first))
         transcript = _transcript(pipeline, prompt, tokens, k, sampling, seed, length)
         if transcript.margins[-1] > LEAST_MARGIN:
             return transcript
@@ -121,13 +125,15 @@ def _requests(pipeline: Pipeline, index: int) -> Iterator[tuple[str, list[int], 
 
 
 def _short(pipeline: Pipeline, text: str) -> tuple[str, list[int]]:
-    """Return a prefix of a text that leaves half the context, and its tokens."""
+    """Return a prefix of a text of at most half the longest prompt, and its tokens."""
+    longest = pipeline.bundle.max_prompt_length
     while True:
-        tokens = pipeline.prompts.tokens(text)
-        if len(tokens) <= max(1, min(64, pipeline.bundle.context_length // 2)):
-            return text, tokens
+        with suppress(ContextLengthError):
+            tokens = pipeline.prompts.tokens(text)
+            if len(tokens) <= max(1, min(64, (longest + 1) // 2)):
+                return text, tokens
         if len(text) < 2:
-            raise PromptError(f"no prompt has at most {pipeline.bundle.context_length} tokens")
+            raise PromptError(f"no prompt has at most {longest} tokens")
         text = text[: len(text) // 2]
 
 
@@ -142,6 +148,9 @@ def _transcript(
 ) -> Transcript:
     """Return the transcript of a request, up to the first round with an insufficient margin."""
     bundle = pipeline.bundle
+    first, source = pipeline.prompts.start(tokens)
+    suppressed = bundle.decoding_defaults.suppress_tokens
+    sampling = replace(sampling, suppress_tokens=suppressed)
     listener = _Listener(pipeline.draft, k, seed, bundle.target.vocab_size)
     drafter: Drafter = _NoDrafts()
     if sizes := bundle.draft:
@@ -152,7 +161,7 @@ def _transcript(
     decoder.accept_rule = listener.accept_rule
     new: list[int] = []
     accepted: list[int] = []
-    for round_ in decoder.rounds(tokens, sampling, seed, length):
+    for round_ in decoder.rounds(first, sampling, seed, length, source=source):
         accepted.append(min(round_.num_accepted, length - len(new)))
         new += round_.tokens
         if ends := [i for i, token in enumerate(new) if token in bundle.end_tokens]:
@@ -204,6 +213,13 @@ class _Listener:
     def length(self) -> int:
         assert self._model is not None
         return self._model.length
+
+    @property
+    def source(self) -> Source | None:
+        return cast(SourceModel, self._model).source
+
+    def open(self, source: Source) -> None:
+        cast(SourceModel, self._model).open(source)
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         assert self._model is not None

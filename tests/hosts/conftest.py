@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from click.testing import CliRunner
 
@@ -32,6 +34,35 @@ def split_bundle(tmp_path_factory):
 def small_rounds(tmp_path_factory):
     """The embedded pair with graphs of rounds of one draft token and of two."""
     return _embedded(tmp_path_factory.mktemp("small") / "bundle", "-k", "1", "-k", "2")
+
+
+def _encoder_decoder(folder, layout):
+    pytest.importorskip("onnx_ir", reason="needs the export extra")
+    from encoder_decoder_bundles import make_encoder_decoder
+    from specedge.bundle import MANIFEST
+    from specedge.exporter import embed
+    from specedge.sampling_options import DecodingDefaults
+    from specedge.verification.transcripts import transcripts
+
+    made = make_encoder_decoder(folder)
+    defaults = DecodingDefaults(suppress_tokens=(0, 17, 23))
+    text = replace(made, decoding_defaults=defaults).to_json()
+    (folder / MANIFEST).write_text(text, "utf-8")
+    embed(folder, num_draft_tokens=[2, 4] if layout == "fused" else (), layout=layout,
+          golden=transcripts)  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="session")
+def encoder_decoder(tmp_path_factory):
+    """An encoder-decoder with rounds in one graph, and suppressed tokens."""
+    return _encoder_decoder(tmp_path_factory.mktemp("sources") / "bundle", "fused")
+
+
+@pytest.fixture(scope="session")
+def split_encoder_decoder(tmp_path_factory):
+    """An encoder-decoder with graphs of a draft step and of the accept rule."""
+    return _encoder_decoder(tmp_path_factory.mktemp("split_sources") / "bundle", "split")
 
 
 @pytest.fixture(params=["fused", "split"])

@@ -91,6 +91,19 @@ def check_refused(done, wanted):
     assert wanted in line
 
 
+def check_sources(run, bundle):
+    """Check texts of several sources of an encoder-decoder; `run` runs a host with arguments."""
+    import specedge
+
+    with specedge.load(bundle) as pipeline:
+        for source in ([9, 8, 7, 6, 1], [5], [11, 30, 12, 5] * 7 + [1]):
+            for settings in ({}, {"temperature": 1.0, "seed": 5}):
+                ids = ",".join(map(str, source))
+                done = run(bundle, "--ids", ids, "-n", 33, "-k", 4, *options(settings))
+                assert done.stdout == joined(generated(pipeline, source, 33, settings).tokens)
+    check_refused(run(bundle, "--ids", "5," * 30 + "5"), "1 to 30")
+
+
 def with_another_transcript(bundle, output, key):
     """Copy a bundle and change a key of its second golden transcript."""
 

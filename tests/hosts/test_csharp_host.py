@@ -18,6 +18,7 @@ from hosting import (
     REQUESTS,
     changed,
     check_refused,
+    check_sources,
     damaged,
     generated,
     host_tools,
@@ -55,6 +56,14 @@ def test_golden_transcripts_are_reproduced(host, bundle):
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["same"] * len(
         golden["transcripts"]
     )
+
+
+@pytest.mark.parametrize("name", ["encoder_decoder", "split_encoder_decoder"])
+def test_texts_of_encoder_decoders_equal_specedge_output(host, name, request):
+    bundle = request.getfixturevalue(name)
+    done = host.run(bundle, "--golden")
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_sources(host.run, bundle)
 
 
 @pytest.mark.parametrize("host", ["pinvoke", "mono"], indirect=True)

@@ -34,6 +34,7 @@ decoders = {g["ops"]: g["file"] for g in target["graphs"] if g["name"] == "decod
 sizes = SimpleNamespace(vocab_size=target["vocab_size"])
 bundle = SimpleNamespace(context_length=target["context_length"], target=sizes)
 ends = manifest["end_tokens"]
+first = manifest.get("decoder_start", []) + manifest.get("decoder_prefix", [])
 
 
 def session(path, entries):
@@ -54,11 +55,14 @@ def opened(file):
     return session(folder / file, entries)
 
 
+opener = opened(graphs["open", None]) if first else None
+
+
 def host(k):
     if ("round", k) in graphs:
-        return Fused(opened(graphs["round", k]), bundle, ends)
+        return Fused(opened(graphs["round", k]), bundle, ends, opener)
     draft, accept = (opened(graphs[name, None]) for name in ("draft", "accept"))
-    return Split((draft, opened(decoders[ops]), accept), bundle, k, ends)
+    return Split((draft, opened(decoders[ops]), accept), bundle, k, ends, opener)
 
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -67,7 +71,9 @@ for one in golden["transcripts"]:
     k = one["num_draft_tokens"]
     hosts[k] = hosts.get(k) or host(k)
     settings = {name: one[name] for name in SETTINGS}
-    found = hosts[k].generate(one["prompt_tokens"], one["max_new_tokens"], **settings)
+    prompt = one["prompt_tokens"]
+    text = {"prompt": first, "source": prompt} if first else {"prompt": prompt}
+    found = hosts[k].generate(max_new_tokens=one["max_new_tokens"], **text, **settings)
     verdicts.append(found == (one["tokens"], one["num_accepted"]))
 print(json.dumps({"version": ort.__version__, "verdicts": verdicts}))
 """
@@ -99,6 +105,13 @@ def test_golden_transcripts_are_reproduced(bundle):
     version, verdicts = replay(sys.executable, bundle)
     assert version == golden["onnxruntime"]
     assert verdicts == [True] * len(golden["transcripts"])
+    assert len(verdicts) >= 5
+
+
+@pytest.mark.parametrize("name", ["encoder_decoder", "split_encoder_decoder"])
+def test_golden_transcripts_of_encoder_decoders_are_reproduced(name, request):
+    _, verdicts = replay(sys.executable, request.getfixturevalue(name))
+    assert verdicts == [True] * len(verdicts)
     assert len(verdicts) >= 5
 
 

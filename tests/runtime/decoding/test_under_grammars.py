@@ -11,9 +11,10 @@ from exact import LENGTH, joint_distribution
 from fakes import TableModel, decoder, hashed_distribution
 from grammars import END, allowed_of, constraint, texts_of
 from specedge import Draft
+from specedge.bundle.manifest import MeasuredAcceptance
 from specedge.runtime.decoding import decoding
 from specedge.runtime.drafters.chain import Chain
-from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
+from specedge.runtime.drafters.draft_model import ConfidentDraft, DraftModel, ParallelDraftModel
 from specedge.runtime.drafters.registry import RandomDrafter
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.sampling_options import Sampling
@@ -152,6 +153,21 @@ def test_unmasked_drafts_preserve_masked_distribution(
 
     def make():
         return Under(decoder(target, drafter(), 2), shared)
+
+    assert joint_distribution(make, monkeypatch) == expected(target, texts)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_drafts_that_end_early_preserve_masked_distribution(name, monkeypatch, whole_prompts):
+    kind, text, texts = GRAMMARS[name]
+    target, draft = table(TARGET_ROWS, texts, 3), table(DRAFT_ROWS, texts, 53)
+    shared = constraint(kind, text)
+    rates = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+    def make():
+        acceptance = MeasuredAcceptance(0.6, 0.6, rates, rates)
+        model = DraftModel(TableModel(draft), acceptance=acceptance)
+        return Under(decoder(target, ConfidentDraft(model, 0.5), 3), shared)
 
     assert joint_distribution(make, monkeypatch) == expected(target, texts)
 
