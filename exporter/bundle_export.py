@@ -25,9 +25,10 @@ from specedge.errors import ExportError
 from specedge.version import __version__
 
 from . import cost_estimate, internals, mapped_memory
-from .checkpoint import checkpoints, draft_vocabulary, eagle, hub, loader, self_draft
+from .checkpoint import checkpoints, draft_vocabulary, eagle, hub, loader, mtp, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.eagle import EagleConfig
+from .checkpoint.mtp import MtpConfig
 from .graph import best_logits, draft_loop
 from .graph.external_data import LazyWeights
 from .graph.graphs import SOURCE
@@ -162,7 +163,7 @@ class _Job:
     def hidden_layers(self) -> tuple[int, ...]:
         """Layers of the target whose hidden states the draft reads."""
         config = self.checkpoints[-1].config
-        return config.hidden.layers if isinstance(config, EagleConfig) else ()
+        return config.hidden.layers if isinstance(config, EagleConfig | MtpConfig) else ()
 
     def calibration_texts(
         self, checkpoint: Checkpoint, model: ModelEntry
@@ -183,7 +184,10 @@ def _find(request: ExportRequest) -> list[Checkpoint]:
     def find(
         role: str, name: str, revision: str | None, target: Checkpoint | None = None
     ) -> Checkpoint:
-        checkpoint = checkpoints.find(role, name, revision, request.adapter_of(role))
+        if target is not None and name == mtp.NAME:
+            checkpoint = _mtp_layer(request, target)
+        else:
+            checkpoint = checkpoints.find(role, name, revision, request.adapter_of(role))
         if target is not None and isinstance(checkpoint.config, EagleConfig):
             checkpoint = _pair_head(request, checkpoint, checkpoint.config, target)
         length = request.max_length or pair.DEFAULT_CONTEXT
@@ -220,6 +224,20 @@ def _pair_head(
     return replace(draft, config=paired, published=paired, target=target)
 
 
+def _mtp_layer(request: ExportRequest, target: Checkpoint) -> Checkpoint:
+    """Return the target's MTP layer as a draft. Raises ExportError."""
+    options = {"--draft-revision": request.draft_revision, "--draft-adapter": request.draft_adapter}
+    for option, value in options.items():
+        if value is not None:
+            raise ExportError(f"{option} does not apply to --draft mtp; omit it")
+    config = mtp.read_config(f"target {target.name}", target.config)
+    source = replace(target.source, id=f"{target.source.id[:480]} {mtp.NAME}")
+    return replace(
+        target, role="draft", name=mtp.NAME, source=source, published=config, config=config,
+        tokenizer=None, generation={}, adapter=None, remote=None, is_quantized=False, target=target,
+    )  # fmt: skip
+
+
 def _resolve(request: ExportRequest, all_checkpoints: list[Checkpoint]) -> ExportRequest:
     """Return the request with the precisions of both models. Raises ExportError."""
     precisions = (request.precision, request.draft_precision)
@@ -249,7 +267,7 @@ def _check(
     """Check compatibility of the models, memory and disk space; write the tokenizer."""
     target, draft = all_checkpoints[0], None if request.draft_name is None else all_checkpoints[-1]
     text = pair.check_pair(draft, target, progress)
-    if draft is not None and isinstance(draft.config, EagleConfig):
+    if draft is not None and isinstance(draft.config, EagleConfig | MtpConfig):
         progress.note(draft.config.describe())
     if target.config.is_encoder_decoder and internals.reads_speech(target.config):
         load_extractor(target)  # before anything takes time

@@ -28,7 +28,7 @@ from specedge.errors import ExportError
 from .checkpoint import draft_vocabulary, licenses, loader, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.decoder_layers import truncate
-from .checkpoint.eagle import EagleDraft
+from .checkpoint.draft_heads import DraftHeadModule
 from .checkpoint.encoder_decoder import SourceConditionedDecoder
 from .checkpoint.loader import LoadedCheckpoint
 from .checkpoint.placeholders import WeightSources
@@ -97,7 +97,7 @@ class ModelExport:
     @property
     def other_files(self) -> list[graphs.GraphFile]:
         """Graphs without caches: those of an encoder-decoder's source, or of hidden states."""
-        if self.shape.reads_hidden:
+        if self.shape.has_fuse:
             return [graphs.fuse_file(self.files[0].prefix)]
         files = graphs.encoder_files(self.files[0].prefix) if self.shape.encoder else []
         return files[1:] if self.shares_encoder else files
@@ -328,7 +328,7 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
                 part.model, part.shape, part.loaded.sources, names
             )
             traced = replace(traced, others=encoder)
-        if isinstance(part.model, EagleDraft):
+        if isinstance(part.model, DraftHeadModule) and part.shape.has_fuse:
             fused = fuse_graph.trace_fuse(part.model, part.loaded.sources)
             traced = replace(traced, others={FUSE: fused})
     with part.progress.step(f"Writing the {part.role}"):
@@ -430,7 +430,7 @@ def compute_references(
         in_full: Run all layers in float64 in any case.
     """
     source = fused = None
-    if isinstance(part.model, EagleDraft):
+    if isinstance(part.model, DraftHeadModule):
         fused = sample_states(part.model, part.loaded.sources)
     if isinstance(part.model, SourceConditionedDecoder):
         sizes = part.model, part.loaded.sources, part.shape, part.num_tokens
@@ -467,7 +467,7 @@ def _verify_others(
     part: ModelExport, graph_variants: Iterable[str], tolerance: float | None
 ) -> None:
     """Compare the graphs without caches with PyTorch. Raises ParityError."""
-    if isinstance(part.model, EagleDraft):
+    if isinstance(part.model, DraftHeadModule) and part.shape.has_fuse:
         with part.progress.step(f"Comparing the {part.role} with PyTorch"):
             for ops in graph_variants:
                 path = part.folder / part.other_files[0].file_name(ops)

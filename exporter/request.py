@@ -40,8 +40,8 @@ class ExportRequest:
 
     Args:
         draft: Folder or hub id of the draft model or EAGLE-3 head; "self:N" for the target's own
-            first N layers, which share its weights file; None or "none" for no draft model: the
-            bundle then drafts by suffix decoding.
+            first N layers, which share its weights file; "mtp" for the target's MTP layer; None or
+            "none" for no draft model: the bundle then drafts by suffix decoding.
         target: Folder or hub id of the target model.
         output: Folder of the bundle; None for one in the user's data folder, which becomes the
             default bundle.

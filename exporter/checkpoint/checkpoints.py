@@ -85,7 +85,7 @@ class Checkpoint:
             CheckpointError: It is not a token of a decoder.
         """
         token = self.raw.get("pard_token")
-        if token is None:
+        if token is None or self.target is not None:  # P-EAGLE's key has the same name
             return None
         size = internals.decoder_text_config(self.config).vocab_size
         if self.config.is_encoder_decoder or type(token) is not int or not 0 <= token < size:
@@ -117,11 +117,6 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
     if not name:
         raise CheckpointError(f"no {role} is specified; specify a checkpoint folder or a hub id")
     where = f"{role} {name}"
-    if role == "draft" and name == "mtp":
-        raise CheckpointError(
-            "draft mtp: MTP layers of the target are not supported; specify another --draft (or "
-            "./mtp for a folder of that name)"
-        )
     path, gguf = folders.split_gguf_name(name)
     if not has_encodable_path(path):
         raise CheckpointError(f"{where}: the path is not valid UTF-8; rename it")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from specedge.errors import CheckpointError, PairError
 
 from .. import internals
 from ..libraries import first_line, quiet
+from .draft_heads import DraftHeadModule
 
 MODEL_TYPE = "eagle3"
 _LAYER_TYPES = ("llama", "qwen3")
@@ -279,14 +279,13 @@ class EagleLayer(nn.Module):
         return output
 
 
-class EagleDraft(nn.Module):
-    """EAGLE-3 head with the interface of a decoder, whose passes read hidden states."""
+class EagleDraft(DraftHeadModule):
+    """EAGLE-3 head with the interface of a decoder."""
 
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self.hidden = config.hidden
-        self.model = AutoModel.from_config(copy.deepcopy(config.layers), dtype=torch.float32)
-        self.config = self.model.config
+        model = AutoModel.from_config(copy.deepcopy(config.layers), dtype=torch.float32)
+        head = nn.Linear(config.layers.hidden_size, config.columns, bias=False)
+        super().__init__(config.hidden, model, head, config.norm_output)
         self.model.layers[0] = EagleLayer(self.model.layers[0], config.norm_before_residual)
         norm_class, epsilon = type(self.model.norm), self.config.rms_norm_eps
         self.fc = nn.Linear(self.hidden.size, self.config.hidden_size, bias=False)
@@ -298,37 +297,11 @@ class EagleDraft(nn.Module):
                 for i in range(config.num_states if config.fc_norm else 0)
             }
         )
-        self.lm_head = nn.Linear(self.config.hidden_size, config.columns, bias=False)
-        self.returned_layer = self.config.num_hidden_layers + config.norm_output
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        use_cache: bool = True,
-        cache: Any = None,
-        hidden: torch.Tensor | None = None,
-    ) -> Any:
-        """Run a pass. [B, T], [B, T, H] -> logits [B, T, V], cache
-
-        Row i of a text reads the hidden state of token i and the embedding of token i + 1, and is
-        at position i. Without hidden states, they are zeros. Further draft tokens read those of
-        `returned_layer`, counted as in `HiddenStates.layers`.
-        """
-        embedding = self.model.embed_tokens(input_ids)
-        hidden = torch.zeros_like(embedding) if hidden is None else hidden
-        name = internals.cache_name(self.model)
-        output = self.model(
-            inputs_embeds=torch.cat((embedding, hidden), -1),
-            position_ids=position_ids,
-            use_cache=True,
-            **{name: cache},
-        )
-        logits = self.lm_head(output.last_hidden_state)
-        return SimpleNamespace(logits=logits, cache=getattr(output, name))
+    def join(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat((embedding, hidden), -1)
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what a pass reads of the target's hidden states. [B, T, F] -> [B, T, H]"""
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
         if self.fc_norm:
@@ -337,14 +310,6 @@ class EagleDraft(nn.Module):
             hidden = torch.cat([norm(x) for norm, x in zip(norms, parts, strict=True)], -1)
         fused: torch.Tensor = self.fc(hidden)
         return fused
-
-    def get_input_embeddings(self) -> Any:
-        """Return the embedding."""
-        return self.model.embed_tokens
-
-    def get_output_embeddings(self) -> Any:
-        """Return the LM head."""
-        return self.lm_head
 
 
 def build_draft(config: EagleConfig) -> EagleDraft:

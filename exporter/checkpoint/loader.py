@@ -27,6 +27,7 @@ from .checkpoints import Checkpoint
 from .eagle import EagleConfig, build_draft, match_tensors, restore_rotary
 from .encoder_decoder import as_decoder
 from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
+from .mtp import MtpConfig, MtpDraft, split_tensors
 from .placeholders import WeightSources
 from .quantized_tensors import QuantizedTensor
 
@@ -59,6 +60,8 @@ def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
         if isinstance(checkpoint.config, EagleConfig):
             model, dtype, token_ids = _load_head(where, checkpoint, checkpoint.config)
             num_tokens = int(checkpoint.config.layers.vocab_size)
+        elif isinstance(checkpoint.config, MtpConfig):
+            model, dtype = _load_mtp(where, checkpoint, checkpoint.config)
         else:
             model, dtype = _load_model(where, checkpoint, progress)
     weight_files.check_types(where, model.named_parameters())
@@ -96,14 +99,7 @@ def _load_model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple
     state, dtype = _read_state(where, checkpoint, empty, progress)
     if any(tensor.dtype == torch.float64 for tensor in state.values()):
         progress.note(f"{checkpoint.role}: its float64 weights are converted to float32")
-    model, info = type(empty).from_pretrained(
-        None,
-        config=empty.config,
-        state_dict={key: _make_lazy(tensor) for key, tensor in state.items()},
-        dtype=torch.float32,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # `_check_loaded` rejects them
-    )
+    model, info = _load_decoder(empty, state)
     _check_loaded(where, info)
     _note_unused(checkpoint.role, sorted(info["unexpected_keys"]), progress)
     return model, dtype
@@ -174,6 +170,35 @@ def _load_head(
         parameter = torch.nn.Parameter(value, requires_grad=False)
         model.get_submodule(module)._parameters[leaf] = parameter
     return model, dtype, token_ids
+
+
+def _load_mtp(where: str, checkpoint: Checkpoint, config: MtpConfig) -> tuple[Any, str]:
+    """Load an MTP layer; return the model and the type of most weights."""
+    target = checkpoint.target
+    assert target is not None
+    whole, dtype = _read_state(where, target, internals.build_decoder(target.config))
+    state, own = split_tensors(where, config, whole)
+    decoder, info = _load_decoder(internals.build_decoder(config.layers), state)
+    _check_loaded(where, info)
+    model = MtpDraft(config, decoder)
+    for name, tensor in own.items():
+        value = _make_lazy(tensor).to(torch.float32)
+        parameter = torch.nn.Parameter(value, requires_grad=False)
+        model.get_submodule(name.removesuffix(".weight")).weight = parameter
+    return model, dtype
+
+
+def _load_decoder(empty: Any, state: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    """Load tensors into a decoder; return it and transformers' loading report."""
+    loaded: tuple[Any, Any] = type(empty).from_pretrained(
+        None,
+        config=empty.config,
+        state_dict={key: _make_lazy(tensor) for key, tensor in state.items()},
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # `_check_loaded` rejects them
+    )
+    return loaded
 
 
 def _check_loaded(where: str, info: Any) -> None:

@@ -160,6 +160,8 @@ class FloatModel:
         if self.model.hidden is not None and self.model.reads_hidden:
             if self.fused is not None:
                 return {"fused": self.fused}
+            if not self.other_files:
+                return {"fused": FusedStates(random_states(self.model.hidden)[0])}
             (file,) = self.other_files
             path = self.other_folder / file.file_name(self.ops[0])
             return {"fused": run_fuse(path, self.model.hidden)}

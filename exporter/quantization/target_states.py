@@ -29,9 +29,10 @@ class TargetStates:
     """
 
     def __init__(self, target: FloatModel, draft: FloatModel) -> None:
-        (file,) = draft.other_files
-        path = draft.folder / file.file_name(draft.ops[-1])
-        self._fuse = open_session(path, ort.SessionOptions())
+        self._fuse: ort.InferenceSession | None = None
+        for file in draft.other_files:  # none if the draft reads the target's states as they are
+            path = draft.folder / file.file_name(draft.ops[-1])
+            self._fuse = open_session(path, ort.SessionOptions())
         self._runner = target.runner(target.folder, target.ops[-1])
         self._hidden: list[np.ndarray] = []  # sample of hidden states, [n, F] each
 
@@ -71,6 +72,8 @@ class TargetStates:
 
     def _fused(self, states: np.ndarray) -> np.ndarray:
         self._hidden.append(states[::SAMPLE_STEP].copy())
+        if self._fuse is None:
+            return states.copy()
         (fused,) = self._fuse.run(["fused"], {"hidden": states[None]})
         rows: np.ndarray = fused[0]
         return rows

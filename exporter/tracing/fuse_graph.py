@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import torch
 
-from ..checkpoint.eagle import EagleDraft
+from ..checkpoint.draft_heads import DraftHeadModule
 from ..checkpoint.placeholders import WeightSources
 from .encoder_graphs import EXAMPLE_LENGTH, trace_module
 
@@ -13,7 +13,7 @@ from .encoder_graphs import EXAMPLE_LENGTH, trace_module
 class TraceableFusion(torch.nn.Module):
     """Norms and product of a draft model over hidden states of its target."""
 
-    def __init__(self, model: EagleDraft) -> None:
+    def __init__(self, model: DraftHeadModule) -> None:
         super().__init__()
         self.model = model
 
@@ -21,7 +21,7 @@ class TraceableFusion(torch.nn.Module):
         return self.model.fuse(hidden).float()
 
 
-def trace_fuse(model: EagleDraft, sources: WeightSources) -> ir.Model:
+def trace_fuse(model: DraftHeadModule, sources: WeightSources) -> ir.Model:
     """Trace the graph `fuse`."""
     example = torch.zeros(1, EXAMPLE_LENGTH, model.hidden.size)
     axes = {1: torch.export.Dim("T", min=1)}

@@ -21,7 +21,7 @@ from specedge.bundle.precision import DTYPE
 from specedge.errors import ExportError, MissingExtraError, SpecEdgeError
 
 from .. import internals
-from ..checkpoint.eagle import EagleDraft
+from ..checkpoint.draft_heads import DraftHeadModule
 from ..checkpoint.encoder_decoder import SourceConditionedDecoder
 from ..libraries import quiet
 from .attention import TracedPass, active_pass
@@ -38,7 +38,8 @@ class Geometry:
 
     `constants` are those of cross-attention over the hidden states of `encoder`. Passes of a target
     return the states of `hidden`, and those of a draft, which reads them, return the output of its
-    last layer, or of the final norm if `returns_normalized`.
+    last layer, or of the final norm if `returns_normalized`. `has_fuse` if they read other states
+    than the target's.
     """
 
     context_length: int
@@ -49,6 +50,7 @@ class Geometry:
     encoder: EncoderEntry | None = None
     hidden: HiddenStates | None = None
     returns_normalized: bool = False
+    has_fuse: bool = False
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -143,9 +145,10 @@ def measure_geometry(
     shape = Geometry(context_length, capacity, output.logits.shape[-1], layers, hidden=hidden)
     if isinstance(model, SourceConditionedDecoder):
         shape = _with_encoder(shape, model)
-    if isinstance(model, EagleDraft):
+    if isinstance(model, DraftHeadModule):
         normalized = model.returned_layer > len(layers)
         shape = replace(shape, hidden=model.hidden, returns_normalized=normalized)
+        shape = replace(shape, has_fuse=model.has_fuse)
     return shape
 
 

@@ -22,9 +22,11 @@ import torch.onnx.ops
 from specedge.errors import ExportError, SpecEdgeError
 
 from .. import internals
+from ..checkpoint import mtp
 from ..checkpoint.decoder_layers import layer_list, truncate
 from ..checkpoint.eagle import EagleConfig, build_draft
 from ..checkpoint.encoder_decoder import as_decoder
+from ..checkpoint.mtp import MtpConfig
 from ..checkpoint.placeholders import WeightSources
 from ..libraries import quiet
 from . import experts, geometry
@@ -397,6 +399,8 @@ def meta_model(config: Any) -> Any:
     with internals.translate_internal_errors(ExportError, context):
         if isinstance(config, EagleConfig):
             model = build_draft(config)
+        elif isinstance(config, MtpConfig):
+            model = mtp.build_draft(config)
         else:
             model = as_decoder(internals.build_decoder(config))
     for module, layer_type in list(internals.dynamic_rotary_modules(model)):

@@ -15,7 +15,7 @@ import torch
 
 from specedge.bundle.manifest import HiddenStates
 
-from ..checkpoint.eagle import EagleDraft
+from ..checkpoint.draft_heads import DraftHeadModule
 from ..checkpoint.placeholders import WeightSources
 from ..libraries import quiet
 from .exact_graph import ExactGraph
@@ -50,7 +50,7 @@ class FusedStates:
         return states[np.arange(start, start + length) % len(states)][None]
 
 
-def sample_states(model: EagleDraft, sources: WeightSources) -> FusedStates:
+def sample_states(model: DraftHeadModule, sources: WeightSources) -> FusedStates:
     """Fuse random hidden states of a target in PyTorch."""
     hidden = torch.from_numpy(random_states(model.hidden))
     return FusedStates(_fuse(model, sources, hidden, exact=False)[0])
@@ -64,7 +64,7 @@ def run_fuse(path: Path, hidden: HiddenStates) -> FusedStates:
 
 def verify_fuse(
     role: str,
-    model: EagleDraft,
+    model: DraftHeadModule,
     sources: WeightSources,
     path: Path,
     tolerance: float | None = None,
@@ -99,7 +99,7 @@ def random_states(hidden: HiddenStates, length: int = NUM_ROWS) -> np.ndarray:
 
 
 def _fuse(
-    model: EagleDraft, sources: WeightSources, hidden: torch.Tensor, exact: bool
+    model: DraftHeadModule, sources: WeightSources, hidden: torch.Tensor, exact: bool
 ) -> np.ndarray:
     """Run PyTorch, exactly or with random rounding. [B, T, F] -> [B, T, H]"""
     mode = exact_arithmetic(model) if exact else RoundingNoiseMode()

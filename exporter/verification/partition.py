@@ -26,7 +26,7 @@ from specedge.errors import ParityError
 from ..checkpoint.lazy_tensors import LazyTensor
 from ..checkpoint.placeholders import BufferPool
 from ..graph.external_data import FILE, TORCH_TYPES, LazyWeights, chunks, map_tensor
-from ..tracing.hidden_states import RETURNED
+from ..tracing.hidden_states import HIDDEN_STATES, RETURNED
 
 PART_BYTES = 200_000_000  # maximum float32 weights of a subgraph
 _CACHE = re.compile(r"(past_key_values|present)\.(\d+)\.([\w.]+)")
@@ -237,7 +237,7 @@ class PartitionedGraph:
     def _last_subgraph(self) -> Subgraph:
         """Return the nodes that only join hidden states, which many layers compute."""
         outputs = (value.name for value in self._model.graph.output)
-        name = next((name for name in outputs if name in RETURNED), "")
+        name = next((name for name in outputs if name in RETURNED), HIDDEN_STATES)
         part = Subgraph(outputs=[name])
         nodes = {output: node for node in self._model.graph.node for output in node.output}
         while (node := nodes.get(name)) is not None:

@@ -78,6 +78,7 @@ class OrtModel:
         self.chunk_length = chunk_length(model.capacity)
         self._num_columns = model.num_columns
         k = bundle.num_draft_tokens
+        self.mask_token = model.mask_token
         self._longest = k + 1 if model.mask_token is None else 2 * k
         self._reset(self._session.cache() if cache is None else cache)
 
@@ -215,9 +216,12 @@ class OrtModel:
 
     def warm_up(self, lengths: Iterable[int]) -> None:
         """Run a pass of each length as drafters do, for a GPU to capture; empties the cache."""
+        num_rows = 1 if self.observed else None
+        if self.mask_token is not None:
+            num_rows = self._longest // 2
         for length in lengths:
             self.truncate(0)
-            self.forward([0] * length, 1 if self.observed else None)
+            self.forward([0] * length, num_rows)
         self.truncate(0)
 
     def read_longest(self) -> None:

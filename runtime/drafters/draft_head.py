@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..decoding.verification import Draft, draft_rows
 from ..sampling.distribution import Floats
 from ..sampling.history import History, common_prefix_length
 from ..sampling.logits import Row
-from .draft_model import DraftModel, ParallelDraftModel
+from .draft_model import DraftModel, ParallelDraftModel, limits_of
 
 MAX_CONTEXT = 1024  # tokens that a head reads; heads are trained on texts of up to about 2,048
 
@@ -175,10 +176,14 @@ def create_drafter(
 
     `readings` are a bundle's readings of a draft with another tokenizer.
     """
-    drafter = DraftModel if getattr(model, "observed", None) is None else DraftHead
+    options: dict[str, Any]
     if entry is None:
-        return drafter(model)
-    if entry.mask_token is not None:
-        mask_token = entry.mask_token
-        return ParallelDraftModel.from_entry(model, entry, readings, mask_token=mask_token)
-    return drafter.from_entry(model, entry, readings)
+        mask_token = getattr(model, "mask_token", None)
+        options = {"vocab_size": getattr(model, "vocab_size", sys.maxsize)}
+    else:
+        mask_token, options = entry.mask_token, {**limits_of(entry), "readings": readings}
+    if getattr(model, "observed", None) is not None:
+        return DraftHead(model, **options)
+    if mask_token is not None:
+        return ParallelDraftModel(model, mask_token=mask_token, **options)
+    return DraftModel(model, **options)

@@ -30,8 +30,6 @@ from ..sampling.logits import Row
 from ..sampling.source import Source
 from .text_reading import TextReading, TranslatedText
 
-MAX_PARALLEL_UNREAD = 32  # tokens of the text in a pass of a parallel draft; more are prefilled
-
 
 class DraftModel(ModelDrafter):
     """Drafter that runs a smaller language model, one pass per token.
@@ -51,25 +49,14 @@ class DraftModel(ModelDrafter):
 
     name = DrafterName.MODEL
     is_sampled = True
+    max_unread = 2  # maximum number of unread tokens in a pass with logits; more are prefilled
 
     @classmethod
     def from_entry(
-        cls,
-        model: LanguageModel,
-        entry: ModelEntry,
-        readings: TokenReadings | None = None,
-        **options: Any,
+        cls, model: LanguageModel, entry: ModelEntry, readings: TokenReadings | None = None
     ) -> DraftModel:
         """Return a drafter with the limits of a model in the manifest and a bundle's readings."""
-        return cls(
-            model,
-            context_length=entry.context_length,
-            vocab_size=entry.vocab_size,
-            max_source_length=sys.maxsize if entry.encoder is None else entry.encoder.max_length,
-            acceptance=entry.acceptance,
-            readings=readings,
-            **options,
-        )
+        return cls(model, **limits_of(entry), readings=readings)
 
     def __init__(
         self,
@@ -88,11 +75,6 @@ class DraftModel(ModelDrafter):
         self.max_source_length = max_source_length
         self._start = 0  # position in the text of the first cached token
         self._is_new_text = True  # the cache may hold another text
-
-    @property
-    def max_unread(self) -> int:
-        """Maximum number of unread tokens in a pass with logits; more are prefilled."""
-        return self.reading.max_pass_length
 
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
@@ -234,13 +216,11 @@ class ParallelDraftModel(DraftModel):
         limits: Other arguments of `DraftModel`.
     """
 
+    max_unread = 32
+
     def __init__(self, model: LanguageModel, *, mask_token: int, **limits: Any) -> None:
         super().__init__(model, **limits)
         self.mask_token = mask_token
-
-    @property
-    def max_unread(self) -> int:
-        return MAX_PARALLEL_UNREAD
 
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
@@ -289,3 +269,13 @@ def largest_probability(row: Row) -> float:
     """Return the largest probability of a row at temperature 1, before all options."""
     logits = row.array()
     return float(1 / np.exp(logits - logits.max()).sum(dtype=np.float64))
+
+
+def limits_of(entry: ModelEntry) -> dict[str, Any]:
+    """Return what the manifest states of a model, as arguments of a drafter."""
+    return {
+        "context_length": entry.context_length,
+        "vocab_size": entry.vocab_size,
+        "max_source_length": sys.maxsize if entry.encoder is None else entry.encoder.max_length,
+        "acceptance": entry.acceptance,
+    }

@@ -19,11 +19,9 @@ class TextReading:
     positions.
 
     Attributes:
-        max_pass_length: Maximum tokens of a pass with logits; more are prefilled.
         longest: Number of the model's tokens for a token of the text, at most.
     """
 
-    max_pass_length = 2
     longest = 1
 
     def __init__(self, vocab_size: int) -> None:
@@ -58,8 +56,6 @@ class TranslatedText(TextReading):
     A token of the text is one or more of the model's, so that the length of the model's cache is
     not that of the text.
     """
-
-    max_pass_length = 4
 
     def __init__(self, readings: TokenReadings) -> None:
         self._readings = readings

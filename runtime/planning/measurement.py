@@ -17,8 +17,7 @@ from specedge.sampling_options import Sampling
 from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.protocols import Drafter
 from ..decoding.timing import Stopwatch, TimedModel
-from ..drafters import draft_head
-from ..drafters.draft_head import MAX_CONTEXT
+from ..drafters.draft_head import MAX_CONTEXT, create_drafter
 from ..drafters.draft_model import ParallelDraftModel
 from ..drafters.suffix import Suffix
 from ..sampling.history import History
@@ -50,7 +49,6 @@ def measure(
     context_length: int,
     max_draft_tokens: int,
     *,
-    create_drafter: Callable[[Any], Drafter] = draft_head.create_drafter,
     origin: str = "load",
     lengths: Sequence[int] = (LENGTH,),
     seconds: float = SECONDS,
@@ -70,7 +68,6 @@ def measure(
         draft: Draft model; None in a bundle without one.
         context_length: Context length that both support, at least MIN_CONTEXT.
         max_draft_tokens: Largest K to plan with.
-        create_drafter: Function that returns the drafter of a draft model.
         lengths: Cache lengths to measure at.
         seconds: Time limit.
         samples: Seconds of target passes by length, from the self-test at load.
@@ -93,7 +90,7 @@ def measure(
     ks = [k for k in candidates if k < rows[-1] and 1 + (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
     num_new = max(longest, 1 + (1 + NUM_ROUNDS) * (ks[-1] + 1))
     timings = [
-        _Timings(target, draft, create_drafter, context_length, length, rows, ks)
+        _Timings(target, draft, context_length, length, rows, ks)
         for length in sorted({max(1, min(length, max_tokens - num_new)) for length in lengths})
     ]
     begin, sweeps, share = time.perf_counter(), 0, 0.0
@@ -128,14 +125,12 @@ class _Timings:
         self,
         target: Any,
         draft: Any,
-        create_drafter: Callable[[Any], Drafter],
         context_length: int,
         length: int,
         rows: Sequence[int],
         ks: Sequence[int],
     ) -> None:
         self._target, self._draft, self._context_length = target, draft, context_length
-        self._create_drafter = create_drafter
         self.length, self.rows, self.ks = length, rows, ks
         self.passes: list[list[float]] = []
         self.rounds: defaultdict[tuple[str, int], list[tuple[float, float, int]]]
@@ -176,7 +171,7 @@ class _Timings:
         """
         stopwatch = Stopwatch()
         target = TimedModel(self._target, stopwatch, "verify")
-        drafter: Drafter = self._create_drafter(self._draft) if k else Suffix()
+        drafter: Drafter = create_drafter(self._draft) if k else Suffix()
         for model in (self._target, self._draft) if k else (self._target,):
             _fill(model, self.length)
         decoder = SpeculativeDecoder(target, FixedPlan(drafter, k), stopwatch)

@@ -363,9 +363,9 @@ class Planner:
         """Return the costs of the model's catch-up, and of reading tokens in every round."""
         num_free, num_unread = option.num_free, option.num_unread
         if not option.reads_states:
-            max_unread = option.max_unread
-            catch_up = costs.catch_up(num_unread, max_unread)
-            return catch_up, costs.catch_up(num_unread + num_free, max_unread) - catch_up
+            catch_up = costs.catch_up(num_unread, option.max_unread)
+            reading = costs.catch_up(num_unread + num_free, option.max_unread) - catch_up
+            return catch_up, reading
         num_usual = min(num_unread, self.max_draft_tokens + 1)  # since a draft in the last round
         reading = (num_usual - 1) * costs.prefill + costs.draft[num_free]
         return (num_unread - num_usual) * costs.prefill, reading

@@ -29,7 +29,6 @@ from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
 from ..backend.source_encoder import SourceEncoder, encoder_owner
 from ..decoding.invariance import longest_invariant
-from ..drafters.draft_head import create_drafter
 from ..planning.cost_files import PassCosts, cost_key
 from ..planning.cost_table import Measurement
 from ..planning.measurement import MIN_CONTEXT, measure
@@ -111,7 +110,10 @@ def load(
         if not target_on.is_cpu:
             target_model.warm_up(range(1, longest + 1))
         if draft_model is not None and not draft_on.is_cpu:
-            draft_model.warm_up(range(1, 3 if draft_model.observed is None else longest + 1))
+            lengths = range(1, 3 if draft_model.observed is None else longest + 1)
+            if draft_model.mask_token is not None:
+                lengths = range(longest - 1, 2 * longest - 1)
+            draft_model.warm_up(lengths)
     seconds: dict[int, float] = {}
     notes = [self_test.verify_lengths(target, loaded.target, target_on, longest, seconds)]
     if slots > 1 and target_on.is_cpu and draft_on.is_cpu:
@@ -164,14 +166,7 @@ def load(
         acceptance = loaded.draft.acceptance if loaded.draft else None
         costs.complete(
             lambda: _with_properties(
-                measure(
-                    target,
-                    draft,
-                    context_length,
-                    max_draft_tokens,
-                    create_drafter=lambda model: create_drafter(model, loaded.draft_model),
-                    samples=seconds,
-                ),
+                measure(target, draft, context_length, max_draft_tokens, samples=seconds),
                 invariant_length,
                 acceptance,
             )

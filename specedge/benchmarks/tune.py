@@ -20,7 +20,6 @@ from specedge.runtime.backend import self_test
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import has_pool
 from specedge.runtime.decoding.protocols import Drafter
-from specedge.runtime.drafters.draft_head import create_drafter
 from specedge.runtime.drafters.suffix import Suffix, SuffixBeforeModel, count_accepted
 from specedge.runtime.planning import measurement
 from specedge.runtime.planning.cost_table import Measurement
@@ -67,7 +66,6 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
             pipeline.draft,
             context,
             max(1, pipeline.max_planned_tokens),
-            create_drafter=lambda model: create_drafter(model, pipeline.bundle.draft_model),
             origin="tune",
             lengths=(min(SHORT, last), last // 2, last),
             seconds=SECONDS,

@@ -26,7 +26,7 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
     default="none",
     show_default=True,
     help="Draft model or EAGLE-3 head: a folder, a GGUF file, a hub id, self:N (the target's first"
-    " N layers) or none (suffix decoding).",
+    " N layers), mtp (its MTP layer) or none (suffix decoding).",
 )
 @click.option("--target", required=True, help="Target: a folder, a GGUF file or a hub id.")
 @click.option(

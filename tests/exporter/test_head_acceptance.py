@@ -12,10 +12,11 @@ from checkpoints import make_checkpoint, make_tokenizer
 from eagle_heads import SAFEAILAB, HeadSpec
 from eagle_reference import EagleReference
 from specedge.exporter import Progress, export
-from specedge.exporter.quantization import draft_acceptance
+from specedge.exporter.quantization import draft_acceptance, float_model
 from specedge.exporter.quantization.draft_acceptance import PositionRates, measure_positions
 from specedge.exporter.quantization.float_model import FloatModel
 from specedge.exporter.quantization.target_states import TargetStates
+from specedge.exporter.verification import runner
 from specedge.exporter.verification.fused_states import FusedStates
 
 SPEC = HeadSpec(SAFEAILAB, vocab_size=512, columns=300)
@@ -36,14 +37,6 @@ class Pair:
             self.head, self.target, folder / "bundle",
             ops="gqa", num_draft_tokens=K, max_length=96, progress=self.progress,
         )  # fmt: skip
-
-    def float_models(self):
-        ids = np.array(self.bundle.ids_of(self.bundle.draft))
-        folder = self.bundle.folder
-        return (
-            FloatModel("target", self.bundle.target, folder / "target"),
-            FloatModel("draft", self.bundle.draft, folder / "draft", ids),
-        )
 
     def expected(self, text):
         """Acceptance rates at temperature 1 by position and row, and those of greedy tokens."""
@@ -73,6 +66,14 @@ class Pair:
         return rates, agreement
 
 
+def final_models(bundle):
+    ids = np.array(bundle.ids_of(bundle.draft))
+    return (
+        FloatModel("target", bundle.target, bundle.folder / "target"),
+        FloatModel("draft", bundle.draft, bundle.folder / "draft", ids),
+    )
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     return Pair(tmp_path_factory.mktemp("pair"))
@@ -82,7 +83,7 @@ def test_rates_by_position_are_those_of_the_reference(pair, monkeypatch):
     monkeypatch.setattr(draft_acceptance, "NUM_CHAINS", 1 << 20)  # every row begins a chain
     text = np.random.default_rng(0).integers(0, 512, 14)
     expected, agreement = pair.expected(text)
-    found = measure_positions(*pair.float_models(), [text], [text], K)
+    found = measure_positions(*final_models(pair.bundle), [text], [text], K)
     by_position = [
         np.mean([rate for (at, row), rate in expected.items() if at == k and row < len(text) - 1])
         for k in range(K)
@@ -127,8 +128,7 @@ def test_overall_rate_is_that_of_tested_tokens():
 
 
 def test_calibration_reads_the_hidden_states_of_its_texts(pair):
-    target, draft = pair.float_models()
-    states = TargetStates(target, draft)
+    states = TargetStates(*final_models(pair.bundle))
     texts = [np.random.default_rng(seed).integers(0, 512, 40) for seed in range(2)]
     _, fused = states.run(texts)
     read = FusedStates(
@@ -140,11 +140,25 @@ def test_calibration_reads_the_hidden_states_of_its_texts(pair):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "int4", "int8-block"])
-def test_heads_are_quantized_with_the_states_of_a_quantized_target(pair, tmp_path, precision):
+def test_heads_are_quantized_with_the_states_of_a_quantized_target(
+    pair, tmp_path, precision, monkeypatch
+):
+    monkeypatch.setattr(float_model, "run_fuse", None)  # no random states
+    progress = Progress()
     bundle = export(
         pair.head, pair.target, tmp_path / "bundle",
         ops="gqa", num_draft_tokens=K, max_length=96, precision="int8", draft_precision=precision,
+        progress=progress,
     )  # fmt: skip
+    assert not [note for note in progress.notes if note.startswith("target: it is not rotated")]
+    text = np.random.default_rng(0).integers(0, 512, 40)
+    fused, exact_fused = (
+        TargetStates(*final_models(made)).run([text])[1][0] for made in (bundle, pair.bundle)
+    )
+    assert np.linalg.norm(fused - exact_fused) < 0.2 * np.linalg.norm(exact_fused)
+    monkeypatch.setattr(runner, "WHOLE_BYTES", 0)  # partitions the target
+    (in_parts,) = TargetStates(*final_models(bundle)).run([text])[1]
+    assert np.linalg.norm(in_parts - fused) < 0.02 * np.linalg.norm(fused)
     (report,) = bundle.draft.quantization.values()
     assert report.divergence < 0.2
     exact, rates = pair.bundle.draft.acceptance, bundle.draft.acceptance

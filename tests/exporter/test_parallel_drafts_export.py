@@ -199,3 +199,16 @@ def test_requests_that_share_passes_have_their_own_texts(pair):
         pair.pipeline.generate(prompts[i], 24, seed=item_seed(5, i), **options) for i in numbers
     ]
     assert [g.tokens for g in shared] == [g.tokens for g in alone]
+
+
+def test_warm_up_runs_the_passes_of_drafts(pair, monkeypatch):
+    model, passes = pair.pipeline.draft.with_new_cache(), []
+    forward = model.forward
+    monkeypatch.setattr(
+        model,
+        "forward",
+        lambda tokens, rows: passes.append((len(tokens), rows)) or forward(tokens, rows),
+    )
+    model.warm_up(range(K, 2 * K + 1))
+    assert passes == [(K + num_unread - 1, K) for num_unread in range(1, K + 2)]
+    assert not model.length

@@ -14,12 +14,11 @@ from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
 from specedge.verification import (
     audit,
-    audited_pair,
     decoding_checks,
     joint_distribution,
     sampled_text,
 )
-from specedge.verification.audited_pair import DecoderParts
+from specedge.verification.audited_pair import AuditedPair, DecoderParts
 from specedge.verification.defects import DEFECTS
 from specedge.verification.memoization import MemoizedModel
 from specedge.verification.report import FAILED, PASSED, SHORT, AuditReport, CheckResult
@@ -58,7 +57,7 @@ def test_checks_expect_acceptance_of_drafts_in_one_pass(monkeypatch):
     monkeypatch.setattr(auditing, "DISTRIBUTIONS", [auditing.DISTRIBUTIONS[0]] * 2)
     for run in (run_sampled, run_joint):
         assert run(mask_token=VOCAB_SIZE).status == PASSED
-    monkeypatch.setattr(audited_pair.AuditedPair, "depends_on_rounds", False)
+    monkeypatch.setattr(AuditedPair, "depends_on_rounds", False)
     for run in (run_sampled, run_joint):
         assert run(mask_token=VOCAB_SIZE).status == FAILED
 

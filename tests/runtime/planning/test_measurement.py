@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from specedge.runtime.decoding.verification import Draft
-from specedge.runtime.drafters.draft_model import ParallelDraftModel
 from specedge.runtime.planning import measurement
 from specedge.runtime.planning.measurement import measure, on_grid
 from specedge.runtime.sampling.logits import Logits
@@ -176,12 +175,11 @@ def test_host_costs_are_measured_by_mode():
 @pytest.mark.parametrize("samples", [None, {1: 11.0, 2: 12.0, 5: 15.0, 18: 28.0}])
 def test_a_draft_in_one_pass_costs_little_more_for_more_tokens(clock, samples):
     """Its pass takes 2 seconds and 0.05 per row; as all tokens are accepted, it has 2K rows."""
-    models = scripted(clock, draft=lambda t: 2 + t / 20)
-    costs = measure(
-        *models, 16, samples=samples, create_drafter=lambda m: ParallelDraftModel(m, mask_token=1)
-    ).costs
-    (draft,) = costs.greedy.draft
-    by_k = dict(zip([t - 1 for t in costs.rows[1:]], draft, strict=True))
+    target, draft, context = scripted(clock, draft=lambda t: 2 + t / 20)
+    draft.mask_token = 1
+    costs = measure(target, draft, context, 16, samples=samples).costs
+    (of_k,) = costs.greedy.draft
+    by_k = dict(zip([t - 1 for t in costs.rows[1:]], of_k, strict=True))
     assert by_k[1] == pytest.approx(2.1, rel=0.1)
     assert by_k[4] == pytest.approx(2.4, rel=0.1)
     assert by_k[max(by_k)] == pytest.approx(3.6, rel=0.1)

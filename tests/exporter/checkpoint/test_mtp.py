@@ -1,0 +1,177 @@
+"""MTP layers compute what transformers' `MtpModel` computes, in float64."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from mtp_checkpoints import CONFIGS, NUM_LAYERS, SIZE, make_mtp_checkpoint
+from specedge.errors import CheckpointError
+from specedge.exporter import internals
+from specedge.exporter.checkpoint.mtp import MtpDraft, read_config, split_tensors
+
+TEXT = torch.tensor([[5, 17, 3, 60, 8, 41, 2]])
+NUM_STEPS = 3  # draft tokens after the text
+
+
+class Checkpoint:
+    """A checkpoint, its model in transformers, and the layer as a draft, all in float64."""
+
+    def __init__(self, folder, kind):
+        make_mtp_checkpoint(folder, kind)
+        self.config = AutoConfig.from_pretrained(folder)
+        self.config._experts_implementation = "eager"  # the others have no kernels in float64
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, config=self.config, dtype=torch.float64
+        ).eval()
+        # The class has the numbers of published models' layers.
+        self.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{NUM_LAYERS}.*"]
+        self.reference = MtpModel.from_pretrained(self.model).double().eval()
+        self.tensors = load_file(folder / "model.safetensors")
+
+    def draft(self, reads_normalized=True, change=lambda tensors: None):
+        """Load the draft from the tensors of the file."""
+        config = read_config("target", self.config, reads_normalized)
+        state, own = split_tensors("target", config, self.tensors)
+        change(own)
+        empty = internals.build_decoder(config.layers)
+        decoder, info = type(empty).from_pretrained(
+            None, config=empty.config, state_dict=state, dtype=torch.float64,
+            output_loading_info=True,
+        )  # fmt: skip
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        draft = MtpDraft(config, decoder.eval()).double().eval()
+        lacking = draft.load_state_dict(own, strict=False)
+        assert not lacking.unexpected_keys
+        return draft
+
+    def expected(self):
+        """Logits of transformers for all tokens of the text but the first, and further ones."""
+        hidden = self.model(TEXT, output_hidden_states=True).hidden_states[-1]
+        cache = MtpCache(config=self.config.get_mtp_config())
+        tokens, positions = TEXT[:, 1:], torch.arange(1, TEXT.shape[1])[None]
+        rows, read = [], hidden[:, :-1]
+        for _ in range(NUM_STEPS):
+            read = self.reference.forward_layer(0, read, positions, cache, input_ids=tokens)
+            rows.append(self.reference._project_to_logits(read))
+            tokens, positions, read = (
+                rows[-1][:, -1:].argmax(-1),
+                positions[:, -1:] + 1,
+                read[:, -1:],
+            )
+        return torch.cat(rows, 1)
+
+
+def found(draft, model, reads_normalized=True, start=0):
+    """Logits of a draft as `Checkpoint.expected`, the first of them at position `start`."""
+    states = []
+    handle = model.model.norm.register_forward_hook(
+        lambda _, inputs, output: states.extend((*inputs, output))
+    )
+    model(TEXT)
+    handle.remove()
+    tokens, cache, positions = TEXT[:, 1:], None, torch.arange(TEXT.shape[1] - 1)[None] + start
+    rows, read, returned = [], draft.fuse(states[reads_normalized][:, :-1]), [None, None]
+    handle = draft.model.norm.register_forward_hook(
+        lambda _, inputs, output: returned.__setitem__(slice(None), (*inputs, output))
+    )
+    for _ in range(NUM_STEPS):
+        output = draft(tokens, positions, cache=cache, hidden=read)
+        cache, read = output.cache, returned[draft.returned_layer - 1][:, -1:]
+        rows.append(output.logits)
+        tokens, positions = output.logits[:, -1:].argmax(-1), positions[:, -1:] + 1
+    handle.remove()
+    return torch.cat(rows, 1)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request, tmp_path_factory):
+    with torch.no_grad():
+        yield Checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def test_logits_of_text_and_draft_tokens_equal_transformers(checkpoint):
+    """transformers begins at position 1; rotary embeddings then differ by rounding alone."""
+    draft, expected = checkpoint.draft(), checkpoint.expected()
+    rows = found(draft, checkpoint.model, start=1)
+    torch.testing.assert_close(rows, expected, rtol=1e-9, atol=1e-9)
+    rows = found(draft, checkpoint.model)
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
+
+
+def swap(tensors):
+    tensors["eh_proj.weight"] = tensors["eh_proj.weight"].roll(SIZE, 1)
+
+
+FAULTS = {
+    "halves of eh_proj swapped": swap,
+    "no enorm": lambda tensors: tensors.update({"enorm.weight": torch.ones(SIZE)}),
+    "no hnorm": lambda tensors: tensors.update({"hnorm.weight": torch.ones(SIZE)}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_readings_differ_from_transformers(checkpoint, fault):
+    draft = checkpoint.draft(change=FAULTS[fault])
+    assert not torch.allclose(found(draft, checkpoint.model), checkpoint.expected(), rtol=1e-3)
+
+
+def test_states_before_the_final_norms_are_another_reading(checkpoint):
+    """They differ by the gains of these norms alone, which `hnorm` does not remove."""
+    draft = checkpoint.draft(reads_normalized=False)
+    assert draft.hidden.layers == (NUM_LAYERS,)
+    assert checkpoint.draft().hidden.layers == (NUM_LAYERS + 1,)
+    rows = found(draft, checkpoint.model, reads_normalized=False)
+    assert not torch.allclose(rows, checkpoint.expected(), rtol=1e-3)
+    same = checkpoint.draft()
+    for model in (checkpoint.model, draft, same):
+        model.model.norm.weight.data.fill_(1.0)
+    torch.testing.assert_close(
+        found(draft, checkpoint.model, reads_normalized=False), found(same, checkpoint.model),
+        rtol=1e-4, atol=1e-4,  # epsilon is added twice
+    )  # fmt: skip
+
+
+def without(name):
+    """Return a change that removes a tensor."""
+    return lambda tensors: tensors.pop(f"model.layers.{NUM_LAYERS}.{name}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.clear(), "its files have no MTP layer, .*model.layers.2"),
+        (without("hnorm.weight"), "lacks weights, such as model.layers.2.hnorm.weight"),
+        (
+            lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(4, 8)}),
+            r"eh_proj.weight is \[4, 8\] in its files and \[32, 64\] by its config",
+        ),
+    ],
+)
+def test_damaged_layers_are_refused(checkpoint, change, message):
+    tensors = dict(checkpoint.tensors)
+    change(tensors)
+    with pytest.raises(CheckpointError, match=message):
+        split_tensors("target X", read_config("target X", checkpoint.config), tensors)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "qwen3_5_text"}, "MTP layers of the model type 'qwen3_5_text' are not"),
+        ({"model_type": "nemotron_h"}, "'nemotron_h' are not supported, only .*deepseek_v3 and"),
+        ({"num_mtp_layers": 0}, "its config states no MTP layers"),
+        ({"num_mtp_layers": 3}, "its config states 3 MTP layers, and one is supported"),
+    ],
+)
+def test_other_layers_are_refused_by_name(checkpoint, fields, message):
+    config = copy.deepcopy(checkpoint.config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(CheckpointError, match=message):
+        read_config("target X", config)
