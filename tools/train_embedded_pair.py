@@ -23,6 +23,7 @@ from unittest import mock
 import click
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import (
     GPT2Config,
@@ -92,19 +93,37 @@ def new_model(shape: dict[str, int]) -> GPT2LMHeadModel:
 
 
 class Trainer:
-    """Resumable training run with warm-up, plateau and linear decay to zero."""
+    """Resumable training run with warm-up, plateau and linear decay to zero.
 
-    def __init__(self, model: PreTrainedModel, steps: int, rate: float, folder: Path) -> None:
+    Args:
+        model: Model to train.
+        steps: Number of steps.
+        rate: Learning rate of the plateau.
+        folder: Folder of its state and best weights.
+        inner: Pattern of the names of matrices that Muon updates; AdamW updates the others.
+        outer_rate: Learning rate of AdamW, by default `rate`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        steps: int,
+        rate: float,
+        folder: Path,
+        inner: str = r"\.\d+\.",
+        outer_rate: float | None = None,
+    ) -> None:
         self.model, self.steps, self.folder = model, steps, folder
         self.forward = torch.compile(model)
-        inner = {n for n, p in model.named_parameters() if p.ndim == 2 and re.search(r"\.\d+\.", n)}
-        matrices = [p for n, p in model.named_parameters() if n in inner]
-        others = [p for n, p in model.named_parameters() if n not in inner]
+        named = dict(model.named_parameters())
+        names = {n for n, p in named.items() if p.ndim == 2 and re.search(inner, n)}
+        matrices = [p for n, p in named.items() if n in names]
+        others = [p for n, p in named.items() if n not in names]
         self.optimizers = [
             Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self.rate = rate
+        self.rates = (rate, rate if outer_rate is None else outer_rate)
         self.step, self.best = 0, math.inf
         if (folder / "state.pt").exists():
             self.load()
@@ -117,8 +136,9 @@ class Trainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         left = (self.steps - self.step) / self.steps
-        for optimizer in self.optimizers:
-            optimizer.param_groups[0]["lr"] = self.rate * min((self.step + 1) / 50, left / 0.5, 1.0)
+        factor = min((self.step + 1) / 50, left / 0.5, 1.0)
+        for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * factor
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
@@ -151,13 +171,14 @@ def minimize(
     run: Trainer,
     loss: Callable[[int], torch.Tensor],
     held_out: Callable[[], Sequence[float]],
+    every: int = EVERY,
 ) -> None:
     """Minimize the loss of each step; keep the checkpoint with the lowest mean held-out loss."""
     start, first = time.monotonic(), run.step
     while run.step < run.steps:
         value = loss(run.step)
         run.update(value)
-        if run.step % EVERY == 0 or run.step == run.steps:
+        if run.step % every == 0 or run.step == run.steps:
             with torch.no_grad():
                 test = float(np.mean(held_out()))
             run.save(test)
@@ -178,8 +199,8 @@ def train_on_text(name: str, run: Trainer, train: torch.Tensor, test: torch.Tens
 
 
 def report(name: str, run: Trainer, loss: float, test: float, start: float, first: int) -> None:
-    speed = (run.step - first) * BATCH * CONTEXT / (time.monotonic() - start)
-    figures = f"loss {loss:.3f}, held out {test:.4f}, {speed:.0f} tokens/s"
+    seconds = (time.monotonic() - start) / (run.step - first)
+    figures = f"loss {loss:.3f}, held out {test:.4f}, {seconds:.2f} s/step"
     print(f"{name} {run.step}/{run.steps}: {figures}", flush=True)
 
 
