@@ -283,7 +283,7 @@ def _check(
         tokenizer = Tokenizer.from_file(str(work / pair.TOKENIZER_FILE))
         tokens = tokenizer.encode(calibration.text, add_special_tokens=False).ids
         progress.note(text.vocabulary.describe_coverage(tokens, calibration.name))
-    mask_token = None if draft is None else draft.mask_token
+    mask_token = draft.mask_token if draft is not None and draft.role == "draft" else None
     if mask_token is not None:
         progress.note(f"draft: drafts all tokens of a round in one pass, by token {mask_token}")
     if draft is not None and request.draft_vocab is not None:
@@ -360,6 +360,11 @@ def _quantize(
         )
         with progress.step("Running the target over the draft's texts"):
             fused, pieces = states.of_texts(pieces)
+        if fused is None:
+            progress.note(
+                "draft: it is calibrated with random hidden states, because ONNX Runtime has no "
+                "kernels for the target on this machine"
+            )
     if lazy is not None:  # not an unquantized draft model of a quantized target
         return quantize(
             roles, folder, precision, pieces, ids, progress, suffixes,

@@ -58,7 +58,7 @@ AUTO = DrafterName.AUTO
 WITH_SUFFIX = (AUTO, DrafterName.SUFFIX, DrafterName.LOOKUP, DrafterName.CHAIN)
 PLAIN = "plain"  # drafter of rounds of plain decoding
 
-BLOCK = "block"  # last item of rounds whose drafts were verified as blocks
+BLOCK = "block"  # item of rounds whose drafts were verified as blocks
 # Drafter, K, number of rounds; then BLOCK and the minimum confidence of a draft, where they apply.
 PlannedRounds = tuple[Any, ...]
 
@@ -343,7 +343,7 @@ def _are_rules(items: Sequence[Any]) -> bool:
     """Return True if the items are BLOCK, a minimum confidence, both or none."""
     numbers = items[1:] if items[:1] in ([BLOCK], (BLOCK,)) else items
     return not numbers or (
-        len(numbers) == 1 and isinstance(numbers[0], float) and 0 < numbers[0] <= 1
+        len(numbers) == 1 and type(numbers[0]) in (int, float) and 0 < numbers[0] <= 1
     )
 
 

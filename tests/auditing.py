@@ -36,7 +36,7 @@ def make_audited_pair(parts=None, num_prompts=3, max_first_length=1, mask_token=
         role: SimpleNamespace(
             vocab_size=VOCAB_SIZE, context_length=CONTEXT, num_experts=0, encoder=None,
             mask_token=token,
-            acceptance=None,
+            acceptance=None, reads_hidden=False,
         )
         for role, token in (("target", None), ("draft", mask_token))
     }  # fmt: skip

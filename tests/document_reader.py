@@ -211,6 +211,35 @@ def window(length: int, context: int) -> tuple[int, int]:
     return names["s"], names["most"]
 
 
+def joint_ratio(x: list[int], d: list[np.ndarray], t: list[np.ndarray]) -> float:
+    """Return p of the first tokens of a draft."""
+    ratio = 1.0
+    for token, drawn_from, expected in zip(x, d, t, strict=False):
+        ratio = min(1.0, ratio * float(expected[token]) / float(drawn_from[token]))
+    return ratio
+
+
+def residual(x: list[int], d: list[np.ndarray], t: list[np.ndarray]) -> np.ndarray:
+    """Return the residual distribution after the first tokens of a draft, unnormalized."""
+    return np.maximum(np.float32(joint_ratio(x, d, t)) * t[len(x)] - d[len(x)], 0)
+
+
+def num_accepted(
+    x: list[int], d: list[np.ndarray], t: list[np.ndarray], uniforms: list[float]
+) -> int:
+    """Return the length of the longest prefix of a draft that passes its test."""
+    for i in range(len(x), 0, -1):
+        ratio = joint_ratio(x[:i], d, t)
+        if i == len(x):
+            passes = uniforms[i - 1] < ratio
+        else:
+            mass = float(residual(x[:i], d, t).sum(dtype=float))
+            passes = ratio == 1 or uniforms[i - 1] * (mass + 1 - ratio) < mass
+        if passes:
+            return i
+    return 0
+
+
 def generate(
     target: Model,
     draft: Model,
@@ -235,17 +264,16 @@ def generate(
             draft.past_length = 0
         x: list[int] = []
         d: list[np.ndarray] = []
-        for i in range(min(k, missing, most)):
+        room = target.entry["context_length"] - len(tokens)
+        for i in range(min(k, room if sampling["temperature"] else missing - 1, most)):
             lacking = [*tokens, *x][start + draft.past_length :]
             logits = draft.feed([token if token < known else 0 for token in lacking])
             drawn_from = distribution(logits[-1], sampling)
             x.append(draw(drawn_from, u[i]))
             d.append(np.concatenate([drawn_from, np.zeros(size - known, np.float32)]))
         t = [distribution(row, sampling) for row in target.feed([tokens[-1], *x])]
-        i = 0
-        while i < len(x) and u[k + i] * float(d[i][x[i]]) < float(t[i][x[i]]):
-            i += 1
-        rest = np.maximum(t[i] - d[i], 0) if i < len(x) else t[i]
+        i = num_accepted(x, d, t, u[k:])
+        rest = residual(x[:i], d, t) if i < len(x) else t[i]
         tokens += [*x[:i], draw(rest if rest.any() else t[i], u[2 * k])]
         target.past_length = min(target.past_length, len(tokens) - 1)
         draft.past_length = min(draft.past_length, max(0, len(tokens) - 1 - start))

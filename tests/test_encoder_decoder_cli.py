@@ -59,7 +59,6 @@ def test_a_batch_may_set_a_prefix_for_each_prompt(folder, tmp_path):
     [
         (("generate", PROMPT, "--chat"), "is an encoder-decoder, which has no chats"),
         (("compare", PROMPT, "--chat"), "is an encoder-decoder, which has no chats"),
-        (("embed",), "is an encoder-decoder, and host graphs contain no encoder"),
         (("build", "--device", "tensorrt"), "tensorrt does not run encoder-decoders"),
         (("generate", PROMPT, "--device", "rtx"), "rtx does not run encoder-decoders"),
         (("generate", "w1 " * 40), "reads at most 30"),

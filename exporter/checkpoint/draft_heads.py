@@ -80,3 +80,7 @@ class DraftHeadModule(nn.Module, ABC):
     def get_output_embeddings(self) -> Any:
         """Return the LM head."""
         return self.lm_head
+
+    def set_output_embeddings(self, lm_head: Any) -> None:
+        """Replace the LM head."""
+        self.lm_head = lm_head

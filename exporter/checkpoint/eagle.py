@@ -35,7 +35,7 @@ _NUM_STATES = 3  # hidden states of the target, unless the config lists their la
 # Fields of a checkpoint that do not belong to the config of the head's layers.
 _OTHER_FIELDS = ("architectures", "auto_map", "model_type", "transformers_version")
 # Tensors that inference does not read, by the end of their names.
-_UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "inv_freq")
+_UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "inv_freq")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Drafters of other kinds that are published for a target, by a mark of their configs.
 _UNSUPPORTED = {
@@ -131,8 +131,8 @@ def check_kind(where: str, raw: Mapping[str, Any]) -> None:
         reason = f"a drafter of the kind '{str(raw[_SPECULATORS])[:40]}'"
     if reason is not None:
         raise CheckpointError(
-            f"{where} is {reason}; supported drafts are smaller models of the target's tokenizer, "
-            "EAGLE-3 heads and self:N"
+            f"{where} is {reason}; supported drafts are smaller models, EAGLE-3 heads, mtp and "
+            "self:N"
         )
 
 
@@ -147,8 +147,9 @@ def read_config(where: str, raw: Mapping[str, Any]) -> EagleConfig:
     fields = {**raw, **nested}
     if fields.get("use_aux_hidden_state", True) is False:
         raise CheckpointError(f"{where} is a head of EAGLE-1 or 2; specify one of EAGLE-3")
-    if (verifier := raw.get("speculators_config")) is not None:
-        verifier = (verifier.get("verifier") or {}).get("name_or_path")
+    verifier: Any = raw
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        verifier = verifier.get(key) if isinstance(verifier, dict) else None
     layers = _layers_config(where, of_layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     config = EagleConfig(
@@ -156,7 +157,7 @@ def read_config(where: str, raw: Mapping[str, Any]) -> EagleConfig:
         _positive(where, "draft_vocab_size", fields, int(layers.vocab_size)),
         _positive(where, "target_hidden_size", fields, int(layers.hidden_size)),
         _read_states(where, fields.get(_LAYER_IDS)),
-        **{name: bool(fields.get(name, False)) for name in flags},
+        **{name: _flag(where, name, fields) for name in flags},
         verifier=verifier if isinstance(verifier, str) else None,
     )
     if config.norm_before_fc and config.fc_norm:
@@ -178,10 +179,10 @@ def _layers_config(where: str, fields: Mapping[str, Any]) -> Any:
             f"{' and '.join(_LAYER_TYPES)}"
         )
     known = {key: value for key, value in fields.items() if key not in _OTHER_FIELDS}
-    if isinstance(types := known.get("layer_types"), list):  # possibly the target's
-        known["layer_types"] = types[: known.get("num_hidden_layers", len(types))]
     with quiet():
         try:
+            if isinstance(types := known.get("layer_types"), list):  # possibly the target's
+                known["layer_types"] = types[: known.get("num_hidden_layers", len(types))]
             config = CONFIG_MAPPING[name](**known)
         except Exception as error:
             raise CheckpointError(
@@ -189,6 +190,12 @@ def _layers_config(where: str, fields: Mapping[str, Any]) -> Any:
             ) from error
     if not isinstance(config.num_hidden_layers, int) or config.num_hidden_layers < 1:
         raise CheckpointError(f"{where}: its config.json says {config.num_hidden_layers} layers")
+    types = known.get("layer_types") or getattr(config, "layer_types", None) or []
+    if other := next((kind for kind in types if kind != "full_attention"), None):
+        raise CheckpointError(
+            f"{where} is an EAGLE-3 head with layers of the type '{str(other)[:40]}'; supported is "
+            "full_attention"
+        )
     return config
 
 
@@ -203,6 +210,13 @@ def _read_states(where: str, ids: Any) -> tuple[int, ...] | None:
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
         raise CheckpointError(f"{where}: {_LAYER_IDS} is {ids!r}, not a list of layers")
     return tuple(i + 1 for i in ids) if ids[0] == 1 else tuple(ids)
+
+
+def _flag(where: str, name: str, fields: Mapping[str, Any]) -> bool:
+    value = fields.get(name)
+    if value is not None and type(value) is not bool:
+        raise CheckpointError(f"{where}: {name} is {value!r}, not true or false")
+    return bool(value)
 
 
 def _positive(where: str, name: str, fields: Mapping[str, Any], default: int) -> int:

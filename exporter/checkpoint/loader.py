@@ -179,6 +179,14 @@ def _load_mtp(where: str, checkpoint: Checkpoint, config: MtpConfig) -> tuple[An
     whole, dtype = _read_state(where, target, internals.build_decoder(target.config))
     state, own = split_tensors(where, config, whole)
     decoder, info = _load_decoder(internals.build_decoder(config.layers), state)
+    first, index = "model.layers.0.", f"model.layers.{config.index}."
+    unknown = [str(key).replace(first, index) for key in info["unexpected_keys"]]
+    if unknown:
+        raise CheckpointError(
+            f"{where}: its MTP layer has tensors of another kind of layer, such as {unknown[0]}; "
+            "specify another --draft"
+        )
+    info["missing_keys"] = {str(key).replace(first, index) for key in info["missing_keys"]}
     _check_loaded(where, info)
     model = MtpDraft(config, decoder)
     for name, tensor in own.items():

@@ -42,13 +42,12 @@ class MtpConfig:
     Attributes:
         layers: Config of transformers for a decoder of this layer alone.
         index: Index of the layer in the checkpoint: L, the number of the model's layers.
-        reads_normalized: True if it reads hidden states after the final norms, the model's and its
-            own; False if before. Implementations differ: transformers reads those after them.
+
+    As in transformers, it reads hidden states after the final norms, the model's and its own.
     """
 
     layers: Any
     index: int
-    reads_normalized: bool = True
 
     is_encoder_decoder = False
 
@@ -69,16 +68,15 @@ class MtpConfig:
     def hidden(self) -> HiddenStates:
         """Hidden states of the manifest."""
         size = int(self.layers.hidden_size)
-        return HiddenStates((self.index + self.reads_normalized,), size, size)
+        return HiddenStates((self.index + 1,), size, size)
 
 
-def read_config(where: str, config: Any, reads_normalized: bool = True) -> MtpConfig:
+def read_config(where: str, config: Any) -> MtpConfig:
     """Return the config of a target's MTP layer.
 
     Args:
         where: Role and name of the target.
         config: Config of its text decoder.
-        reads_normalized: As in `MtpConfig`.
 
     Raises:
         CheckpointError: It has none, more than one, or layers of another kind.
@@ -97,7 +95,7 @@ def read_config(where: str, config: Any, reads_normalized: bool = True) -> MtpCo
         )
     layers = text.get_mtp_config()
     layers.architectures = text.architectures
-    return MtpConfig(layers, int(text.num_hidden_layers), reads_normalized)
+    return MtpConfig(layers, int(text.num_hidden_layers))
 
 
 def split_tensors(
@@ -157,7 +155,7 @@ class MtpDraft(DraftHeadModule):
     has_fuse = False
 
     def __init__(self, config: MtpConfig, decoder: Any) -> None:
-        super().__init__(config.hidden, decoder.model, decoder.lm_head, config.reads_normalized)
+        super().__init__(config.hidden, decoder.model, decoder.lm_head, returns_normalized=True)
         norm, size = self.model.norm, self.hidden.size
         self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)

@@ -35,7 +35,7 @@ def measure_scales(model: FloatModel, texts: Sequence[np.ndarray]) -> dict[str, 
     for start, text in (*((0, text) for text in texts), *zip(starts, texts, strict=False)):
         actions += [
             RepeatRows(len(text), start),
-            PassAction("decoder", text, start, logits_from=len(text) - 1),
+            PassAction("decoder", text, start, logits_from=len(text) - 1, source=text),
             ReadRows(start, start + len(text), then=lambda name, rows: np.abs(rows).max(1)),
         ]
     maxima = zip(*runner.run(actions)[2::3], strict=True)
@@ -67,7 +67,7 @@ def check_scales(
     Raises:
         ExportError: A channel differs by more than rounding explains.
     """
-    actions: list[Action] = [PassAction("decoder", text, 0), ReadRows(0, len(text))]
+    actions: list[Action] = [PassAction("decoder", text, 0, source=text), ReadRows(0, len(text))]
     rows, expected_rows = (each.run(actions)[1] for each in (runner, plain))
     for cache, integers, floats in zip(
         runner.geometry.cache_names(), rows, expected_rows, strict=True

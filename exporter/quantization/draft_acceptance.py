@@ -11,7 +11,6 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,7 @@ PROMPT_TOKENS, ANSWER_TOKENS = 48, 32  # of each text; greedy rates are those of
 MAX_READ_BYTES = 8e10  # weights read to generate answers, about 10 seconds
 MIN_ANSWER_TOKENS = 8  # below, greedy rates are those of the prompts
 MIN_TOKENS = 4  # of a text
-NUM_CHAINS = 48  # chains of K draft tokens in all texts
+NUM_CHAINS = 96  # chains of K draft tokens in all texts
 # Rate of first draft tokens below which a head is probably read wrongly. Such faults gave a mean
 # length of 1.0 to 1.4 tokens a round, rates of about 0.3, instead of 2.4, about 0.7.
 MIN_FIRST_RATE = 0.4
@@ -95,20 +94,21 @@ def measure_acceptance(
             prompts = [np.array(decoder_prompt)] * len(prompts)
         texts = _answer(target, prompts, end_tokens, context, sources)
         texts = [text[: _num_shared(text, vocab_size)] for text in texts]
-        if draft.model.reads_hidden:
-            position_rates = measure_positions(target, draft, texts, prompts, num_draft_tokens)
-            for note in position_rates.notes():
-                progress.note(note)
-            return position_rates.overall
         starts, k = [len(prompt) - 1 for prompt in prompts], 1
         read, ends = texts, list[np.ndarray]()
         if readings is not None:
             translated = [_read(readings, text, draft) for text in texts]
             read, ends = [tokens for tokens, _ in translated], [n for _, n in translated]
             texts = [text[: len(n)] for text, n in zip(texts, ends, strict=True)]
-        logits = compute_logits(target.runner(target.folder, target.ops[-1]), texts, sources)
+        if draft.model.reads_hidden:
+            logits, fused = TargetStates(target, draft).run(texts)
+        else:
+            logits = compute_logits(target.runner(target.folder, target.ops[-1]), texts, sources)
         confidences: list[np.ndarray] = []
-        if draft.model.mask_token is None:
+        if draft.model.reads_hidden:
+            k = max(1, min(num_draft_tokens, *starts))
+            rows = draft_from_states(draft, texts, logits, fused, k)
+        elif draft.model.mask_token is None:
             drafted = compute_logits(draft.runner(draft.folder, draft.ops[-1]), read, sources)
             if ends:
                 drafted = [rows[n - 1] for rows, n in zip(drafted, ends, strict=True)]
@@ -121,12 +121,14 @@ def measure_acceptance(
         else:
             return None
         answers = [slice(n, -k) for n in starts]
-        if not any(len(agree[span]) for (agree, _), span in zip(rows, answers, strict=True)):
+        if np.isnan(_concatenate([agree for agree, _ in rows], answers)).any(1).all():
             answers = [slice(None)] * len(rows)
         # Prompts are text, except those of an encoder-decoder, whose answers are.
         spans = [slice(n, None) if decoder_prompt else slice(n - k + 1) for n in starts]
         agreed = _concatenate([agree for agree, _ in rows], answers)
         overlapping = _concatenate([overlaps for _, overlaps in rows], spans)
+        if any(np.isnan(x).any(1).all() for x in (agreed, overlapping)):
+            return None
         (greedy_rates, greedy), (sampled_rates, sampled) = map(
             rates_by_position, (agreed, overlapping)
         )
@@ -142,89 +144,76 @@ def measure_acceptance(
         f"draft: acceptance rate {rates.greedy:.0%} greedy, {rates.sampled:.0%} sampled, on a few "
         "texts"
     )
+    position_rates = PositionRates((*greedy_rates,), (*sampled_rates,))
     if k > 1:
-        of_greedy, of_sampled = (
-            ", ".join(f"{rate:.0%}" for rate in mode) for mode in (greedy_rates, sampled_rates)
-        )
-        progress.note(f"draft: by position {of_greedy} greedy, and {of_sampled} sampled")
+        progress.note(position_rates.describe())
+    if draft.model.reads_hidden and (warning := position_rates.warning()):
+        progress.note(warning)
     return rates
 
 
 @dataclass(frozen=True)
 class PositionRates:
-    """Mean rates of draft tokens 1 to K whose predecessors are those of the text.
+    """Acceptance rates of draft tokens 1 to K whose predecessors are accepted.
 
     Attributes:
-        greedy: Rates at which the most likely tokens agree, in the target's greedy answers.
-        sampled: Acceptance rates at temperature 1, in the prompts.
+        greedy: Rates at temperature 0, in the target's greedy answers.
+        sampled: Rates at temperature 1, in the prompts.
     """
 
     greedy: tuple[float, ...]
     sampled: tuple[float, ...]
 
-    @property
-    def overall(self) -> MeasuredAcceptance:
-        """Accepted over tested draft tokens of all positions; a test follows acceptance."""
-
-        def mean(rates: Sequence[float]) -> float:
-            tested = np.cumprod([1.0, *rates[:-1]])
-            return min(1.0, float(tested @ rates / tested.sum()))
-
-        return MeasuredAcceptance(mean(self.greedy), mean(self.sampled))
-
-    def notes(self) -> Iterator[str]:
-        """Describe the rates, and warn of those that a head of this target would not have."""
+    def describe(self) -> str:
+        """Describe the rates."""
         greedy, sampled = (
             ", ".join(f"{rate:.0%}" for rate in rates) for rates in (self.greedy, self.sampled)
         )
-        yield f"draft: acceptance by position {greedy} greedy, {sampled} sampled, on a few texts"
+        return f"draft: acceptance by position {greedy} greedy, {sampled} sampled, on a few texts"
+
+    def warning(self) -> str | None:
+        """Return a warning of rates that a head of this target would not have, or None."""
         first, *later = self.greedy
         if first < MIN_FIRST_RATE:
-            yield (
+            return (
                 f"draft: only {first:.0%} of first draft tokens are accepted, which trained heads "
                 "exceed. Check that it was trained for this target, the layers whose hidden states "
-                "it reads, and the norms before fc (norm_before_fc, fc_norm) and of the residual "
-                "(norm_before_residual)"
+                "it reads (ids may name inputs or outputs), and its norms"
             )
-        elif later and later[0] < MIN_RATIO * first:
-            yield (
+        if later and later[0] < MIN_RATIO * first:
+            return (
                 f"draft: only {later[0]:.0%} of second draft tokens are accepted, of first ones "
                 f"{first:.0%}. Check whether returned hidden states are normalized (norm_output)"
             )
+        return None
 
 
-def measure_positions(
-    target: FloatModel,
+def draft_from_states(
     draft: FloatModel,
     texts: Sequence[np.ndarray],
-    prompts: Sequence[np.ndarray],
-    num_positions: int,
-) -> PositionRates:
-    """Measure the acceptance rates of `num_positions` draft tokens along texts.
+    logits: Sequence[np.ndarray],
+    fused: Sequence[np.ndarray],
+    k: int,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Compare chains of k draft tokens along texts with the target, as `draft_in_parallel`.
 
     Args:
-        target: Final target.
-        draft: Final draft model.
-        texts: Prompts with the target's greedy answers, [T] each.
-        prompts: The prompts, [T] each.
-        num_positions: Number of draft tokens, K.
+        draft: The draft model, which reads hidden states.
+        texts: Tokens. [T] each
+        logits: Logits of the target. [T, V] each
+        fused: States that the draft reads. [T, H] each
+        k: Number of tokens of a draft.
     """
-    logits, fused = TargetStates(target, draft).run(texts)
-    greedy: list[list[float]] = [[] for _ in range(num_positions)]
-    sampled: list[list[float]] = [[] for _ in range(num_positions)]
-    step = max(1, sum(map(len, texts)) // NUM_CHAINS)
+    step, results = max(1, sum(map(len, texts)) // NUM_CHAINS), []
     with _open_decoder(_decoder(draft), draft.geometry, _options(draft)) as session:
-        for text, rows, states, prompt in zip(texts, logits, fused, prompts, strict=True):
+        for text, expected, states in zip(texts, logits, fused, strict=True):
+            result = np.full((2, len(text), k), np.nan)
             session.fill_noise(0, draft.geometry.capacity)
-            first_answer = len(prompt) - 1 if len(text) > len(prompt) else 0
-            for position, row, drafted in _drafted_rows(session, text, states, num_positions, step):
-                agree, overlap = acceptance_by_row(drafted, rows[row : row + 1], draft.head)
-                if first_answer <= row < len(text) - 1:
-                    greedy[position].append(agree.item())
-                if row < len(prompt) - 1:
-                    sampled[position].append(overlap.item())
-    of_both = ([*takewhile(len, positions)] for positions in (greedy, sampled))
-    return PositionRates(*(tuple(float(np.mean(x)) for x in positions) for positions in of_both))
+            for position, row, drafted in _drafted_rows(session, text, states, k, step):
+                agree, overlap = acceptance_by_row(drafted, expected[row : row + 1], draft.head)
+                result[:, row - position, position] = agree[0], overlap[0]
+            results.append((result[0], result[1]))
+    return results
 
 
 def _drafted_rows(

@@ -137,16 +137,12 @@ class FloatModel:
             if path != self.other_folder / file.file_name(self.ops[0]):
                 save_graph(graph_model, path)
 
-    def source_of(self, file: GraphFile) -> Path:
-        """Return the path of a float graph without caches."""
-        return (self.original or self).folder / file.file_name(self.ops[0])
-
     def runner(self, folder: Path, ops: str) -> Runner:
         """Return a runner of a graph variant in a folder."""
-        source: dict[str, Any] = {}
-        if self.model.encoder is not None:
-            # Encoders of all types of a graph variant have the same weights.
-            source = self._source_options(self._source_graphs(folder, attention_ops(ops)))
+        if self.model.encoder is None:
+            return Runner(folder, self.files, self.geometry, ops, **self._source)
+        # Encoders of all types of a graph variant have the same weights.
+        source = self._source_options(self._source_graphs(folder, attention_ops(ops)))
         return Runner(folder, self.files, self.geometry, ops, **source)
 
     @cached_property

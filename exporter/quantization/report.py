@@ -338,10 +338,10 @@ def _run(
             ReadRows(0, len(text)),
         ]
     if late is not None:
-        after = partial(then, len(texts))
+        after, source = partial(then, len(texts)), sources[-1] if sources else late.text
         actions += [
             RepeatRows(len(texts[-1]), late.start),
-            PassAction("decoder", late.text, late.start, packed=packed, then=after),
+            PassAction("decoder", late.text, late.start, packed=packed, then=after, source=source),
         ]
     _, *results = runner.run(actions)
     return results[::3], results[1::3]

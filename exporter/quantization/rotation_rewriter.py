@@ -191,11 +191,13 @@ def check_outputs(model: FloatModel, ops: str, results: Sequence[Any]) -> None:
     report = model.model.parity[ops]
     limit = _MAX_ERROR_RATIO * max(report.float32_logits_error, report.float32_cache_error)
     original = model.original.decoder_runner(ops).run(equivalence_actions(model))
+    num_layers = len(model.geometry.hidden_layers)
     outputs, expected_outputs = (
-        (logits, *rows, *hidden) for _, logits, rows, *hidden in (results, original)
+        (logits, *rows, *(layer for x in hidden for layer in np.split(x, num_layers, -1)))
+        for _, logits, rows, *hidden in (results, original)
     )
     names = [name.replace("past_key_values", "present") for name in model.geometry.cache_names()]
-    names += [] if model.model.hidden is None else ["hidden states"]
+    names += ["hidden states"] * num_layers
     pairs = zip(outputs, expected_outputs, strict=True)
     for name, (values, expected) in zip(("logits", *names), pairs, strict=True):
         error = np.abs(values - expected).max() / max(1e-30, np.abs(expected).max())

@@ -24,7 +24,7 @@ from ..checkpoint.gguf_tokenizer import named_end_tokens
 from ..libraries import first_line
 from ..progress import Progress
 from . import compatibility
-from .vocabulary_map import VocabularyMap, map_vocabularies
+from .vocabulary_map import VocabularyMap, added_prefix, map_vocabularies
 
 TOKENIZER_FILE = "tokenizer.json"
 DRAFT_TOKENIZER_FILE = "draft-tokenizer.json"
@@ -110,7 +110,7 @@ def _map_vocabularies(target: Checkpoint, draft: Checkpoint) -> VocabularyMap:
     """Map vocabularies; the tokens that end or begin texts are equal, whatever their names."""
     first, second = (Tokenizer.from_str(_dump(_tokenizer_settings(c))) for c in (target, draft))
     of_target, of_draft = target.tokenizer, draft.tokenizer
-    begin, draft_begin = first.encode("").ids, second.encode("").ids
+    begin, draft_begin = added_prefix(first), added_prefix(second)
     equal = {of_target.eos_token_id: of_draft.eos_token_id}
     if len(begin) == 1:
         equal[begin[0]] = draft_begin[0] if draft_begin else of_draft.bos_token_id

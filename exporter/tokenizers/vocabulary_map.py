@@ -47,6 +47,8 @@ class VocabularyMap:
         Raises:
             PairError: The draft could propose too few of them.
         """
+        if not tokens:
+            raise PairError(f"{text_name} has no tokens to compare vocabularies by")
         coverage = float(np.isin(tokens, self.target_ids).mean())
         overlap = (
             f"it can draft {len(self.target_ids)} of the target's {len(self.readings)} tokens, "
@@ -111,8 +113,14 @@ def map_vocabularies(
     return VocabularyMap(
         target_ids,
         [shared[token] for token in target_ids],
-        TokenReadings.from_lists(readings, draft.encode("").ids),
+        TokenReadings.from_lists(readings, added_prefix(draft)),
     )
+
+
+def added_prefix(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that a tokenizer adds at the beginning of a text."""
+    encoding = tokenizer.encode("a")
+    return list(encoding.ids[: encoding.special_tokens_mask.index(0)])
 
 
 @dataclass(frozen=True)

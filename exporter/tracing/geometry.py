@@ -79,13 +79,14 @@ class Geometry:
     def first_layers(self, count: int) -> Geometry:
         """Return the states of the first layers alone.
 
-        Hidden states of further layers become those of the last one; those after all layers remain
-        there.
+        Hidden states of further layers become those before the last one; those after all layers
+        remain there.
         """
         constants, hidden = self.constants[: 2 * count], self.hidden
         if hidden is not None and not self.reads_hidden:
             num_fewer = len(self.layers) - count
-            layers = (max(min(x, count - 1), x - num_fewer) for x in hidden.layers)
+            # Not its output, which the prefill graph of the first layers does not compute.
+            layers = (max(min(x, max(0, count - 2)), x - num_fewer) for x in hidden.layers)
             hidden = replace(hidden, layers=tuple(layers))
         return replace(self, layers=self.layers[:count], constants=constants, hidden=hidden)
 

@@ -42,12 +42,19 @@ class FusedStates:
     hidden: np.ndarray | None = None
 
     def rows(self, start: int, length: int, text: np.ndarray | None = None) -> np.ndarray:
-        """Return the states of consecutive positions, of a text or its beginning. [1, T, H]"""
-        states = self.states
-        for tokens, states_of_text in self.texts:
-            if text is not None and np.array_equal(tokens[: len(text)], text):
-                states = states_of_text
-        return states[np.arange(start, start + length) % len(states)][None]
+        """Return the states of a text's first tokens, or of positions. [1, T, H]
+
+        Args:
+            start: First position.
+            length: Number of tokens.
+            text: One of the texts or its beginning; None for states by position.
+        """
+        if text is None or not self.texts:
+            return self.states[np.arange(start, start + length) % len(self.states)][None]
+        for tokens, states in self.texts:
+            if np.array_equal(tokens[: len(text)], text):
+                return states[None, :length]
+        raise ValueError("there are no hidden states of this text")
 
 
 def sample_states(model: DraftHeadModule, sources: WeightSources) -> FusedStates:

@@ -64,7 +64,8 @@ static bool read_manifest(Bundle *bundle, const char *path, char *error, size_t 
     else if (bundle->vocab_size < 1 || bundle->vocab_size > MOST_TOKENS ||
              bundle->context_length < 1 || bundle->context_length > MOST_TOKENS ||
              bundle->max_source_length < 0 || bundle->max_source_length > MOST_TOKENS)
-        snprintf(error, error_size, "%s: vocab_size and context_length are from 1 to %d", path,
+        snprintf(error, error_size,
+                 "%s: vocab_size, context_length and max_length are from 1 to %d", path,
                  MOST_TOKENS);
     return !*error;
 }

@@ -354,6 +354,8 @@ static bool begin_decoder(SpecedgeHost *host, const int64_t *source, int64_t num
     json_t *parts[] = {host->bundle.decoder_start, host->bundle.decoder_prefix}, *token;
     size_t i, most = json_array_size(parts[0]) + json_array_size(parts[1]);
     int64_t *first = calloc(most + 1, sizeof *first), length = 0;
+    if (!first)
+        return fail(host, "out of memory");
     for (int part = 0; part < 2; part++)
         json_array_foreach(parts[part], i, token) first[length++] = json_integer_value(token);
     bool is_begun = open_source(host, source, num_tokens) && begin(host, first, length, s);

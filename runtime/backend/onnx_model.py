@@ -166,9 +166,11 @@ class OrtModel:
         length = len(tokens)
         num_logits = length if num_rows is None else num_rows
         padded, rows = (max(n, self._session.min_length) for n in (length, num_logits))
+        is_short = padded <= self._longest
+        if is_short and self.observed is None and self.mask_token is None:
+            rows = padded  # one binding for each length; others read most rows without logits
         bound = self._passes.get((padded, rows))
         if bound is None:
-            is_short = padded <= self._longest
             bound = self._session.bind(self.cache, padded, rows, captured=is_short)
             if is_short or num_logits == length:  # not the end of a prompt
                 self._passes[padded, rows] = bound

@@ -192,14 +192,14 @@ class SpeculativeDecoder:
     ) -> Operations[Round]:
         """Commit 1 to K + 1 tokens to `history`; the target has not read its last `num_unread`.
 
-        At most `num_left` tokens are drafted. If the target's choice is deterministic, one fewer
-        suffices, as the verify pass yields the last token. When sampling, the last token must not
-        come from the bonus row, which uses another random number than in a longer request. In block
-        verification a token's acceptance depends on the tokens after it, so K tokens are drafted
-        unless the text would exceed `max_length`.
+        If the target's choices are deterministic, the draft has fewer than `num_left` tokens, as
+        the verify pass yields the last one. When sampling, K tokens are drafted unless the text
+        would exceed `max_length`: the last token must not come from another row than in a longer
+        request, in block verification a token's acceptance depends on the tokens after it, and the
+        plan's choices depend on the lengths of drafts.
         """
         k, is_block = round_plan.num_draft_tokens, round_plan.is_block and sampling.allows_blocks
-        most = self.max_length - history.length if is_block else num_left - sampling.chooses
+        most = num_left - 1 if sampling.chooses else self.max_length - history.length
         draft_uniforms, accept_uniforms = numbers[:k], numbers[k : 2 * k]
         last_uniform = float(numbers[-1])
         drafter, draft = round_plan.drafter, Draft([])

@@ -318,13 +318,12 @@ class StateObserver(Protocol):
 
 
 class ModelDrafter(ABC):
-    """Base class of drafters that run passes.
+    """Base class of drafters that run passes."""
 
-    Attributes:
-        observer: This drafter, or a part of it, if it reads hidden states of the target.
-    """
-
-    observer: StateObserver | None = None
+    @property
+    def observer(self) -> StateObserver | None:
+        """This drafter, or a part of it, if it reads hidden states of the target."""
+        return None
 
     @abstractmethod
     def draft(

@@ -6,7 +6,7 @@ from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
 from ..decoding.constrained_draft import propose
-from ..decoding.protocols import Drafter, ModelDrafter, Operations, draft_sources
+from ..decoding.protocols import Drafter, ModelDrafter, Operations, StateObserver, draft_sources
 from ..decoding.verification import Draft
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History
@@ -25,7 +25,10 @@ class Chain(ModelDrafter):
 
     def __init__(self, *drafters: Drafter) -> None:
         self.drafters = drafters
-        self.observer = getattr(drafters[-1], "observer", None)
+
+    @property
+    def observer(self) -> StateObserver | None:
+        return getattr(self.drafters[-1], "observer", None)
 
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,12 +13,19 @@ from specedge.bundle.token_readings import TokenReadings
 from specedge.sampling_options import Sampling
 
 from ..decoding.observed_states import Array, ObservedStates
-from ..decoding.protocols import DraftHeadModel, Feed, FuseStates, LanguageModel, Operations
+from ..decoding.protocols import (
+    DraftHeadModel,
+    Feed,
+    FuseStates,
+    LanguageModel,
+    Operations,
+    StateObserver,
+)
 from ..decoding.verification import Draft, draft_rows
 from ..sampling.distribution import Floats
 from ..sampling.history import History, common_prefix_length
 from ..sampling.logits import Row
-from .draft_model import DraftModel, ParallelDraftModel, limits_of
+from .draft_model import DraftModel, ParallelDraftModel
 
 MAX_CONTEXT = 1024  # tokens that a head reads; heads are trained on texts of up to about 2,048
 
@@ -45,7 +53,10 @@ class DraftHead(DraftModel):
         # Hidden states [H] after the last row with a state of the target, and after later rows
         self._returned: list[Array] = []
         self._is_observing = False
-        self.observer = self
+
+    @property
+    def observer(self) -> StateObserver:
+        return self
 
     @property
     def _observed(self) -> ObservedStates:
@@ -101,6 +112,9 @@ class DraftHead(DraftModel):
             except StopIteration as end:
                 return cast(Draft, end.value)
             row = yield from self._next_row(history.then(drafted))
+
+    def confidence_rates(self, greedy: bool) -> Sequence[float]:
+        return ()  # they are not measured
 
     def backlog_and_limit(self, history: History, num_read: int) -> tuple[int, int]:
         """Return the number of states to read first, and the maximum number of draft tokens."""
@@ -181,7 +195,14 @@ def create_drafter(
         mask_token = getattr(model, "mask_token", None)
         options = {"vocab_size": getattr(model, "vocab_size", sys.maxsize)}
     else:
-        mask_token, options = entry.mask_token, {**limits_of(entry), "readings": readings}
+        mask_token = entry.mask_token
+        options = {
+            "context_length": entry.context_length,
+            "vocab_size": entry.vocab_size,
+            "max_source_length": sys.maxsize if entry.encoder is None else entry.encoder.max_length,
+            "acceptance": entry.acceptance,
+            "readings": readings,
+        }
     if getattr(model, "observed", None) is not None:
         return DraftHead(model, **options)
     if mask_token is not None:

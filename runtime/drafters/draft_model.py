@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from specedge.bundle.manifest import CONFIDENCE_BOUNDS, MeasuredAcceptance, ModelEntry
+from specedge.bundle.manifest import CONFIDENCE_BOUNDS, MeasuredAcceptance
 from specedge.bundle.token_readings import TokenReadings
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
@@ -50,13 +50,6 @@ class DraftModel(ModelDrafter):
     name = DrafterName.MODEL
     is_sampled = True
     max_unread = 2  # maximum number of unread tokens in a pass with logits; more are prefilled
-
-    @classmethod
-    def from_entry(
-        cls, model: LanguageModel, entry: ModelEntry, readings: TokenReadings | None = None
-    ) -> DraftModel:
-        """Return a drafter with the limits of a model in the manifest and a bundle's readings."""
-        return cls(model, **limits_of(entry), readings=readings)
 
     def __init__(
         self,
@@ -222,6 +215,9 @@ class ParallelDraftModel(DraftModel):
         super().__init__(model, **limits)
         self.mask_token = mask_token
 
+    def confidence_rates(self, greedy: bool) -> Sequence[float]:
+        return ()  # all tokens are drafted in any case
+
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Operations[Draft]:
@@ -269,13 +265,3 @@ def largest_probability(row: Row) -> float:
     """Return the largest probability of a row at temperature 1, before all options."""
     logits = row.array()
     return float(1 / np.exp(logits - logits.max()).sum(dtype=np.float64))
-
-
-def limits_of(entry: ModelEntry) -> dict[str, Any]:
-    """Return what the manifest states of a model, as arguments of a drafter."""
-    return {
-        "context_length": entry.context_length,
-        "vocab_size": entry.vocab_size,
-        "max_source_length": sys.maxsize if entry.encoder is None else entry.encoder.max_length,
-        "acceptance": entry.acceptance,
-    }

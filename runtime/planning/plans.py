@@ -23,7 +23,7 @@ from ..decoding.protocols import (
 )
 from ..drafters.chain import Chain
 from ..drafters.draft_head import DraftHead
-from ..drafters.draft_model import ConfidentDraft, DraftModel
+from ..drafters.draft_model import ConfidentDraft, DraftModel, ParallelDraftModel
 from ..drafters.suffix import Prediction, Suffix, count_accepted
 from ..sampling.history import History
 from .cost_table import CostTable
@@ -215,8 +215,9 @@ class AutoPlan:
         self.planner.record(self._choice, sources, num_accepted)
         for i in range(min(num_accepted, len(sources) - 1), -1, -1):
             if sources[i] == MODEL:
-                # A draft head reads tokens that it has drafted again.
-                self._num_read = self._length + (0 if self._reads_states else i)
+                # Heads and parallel drafts read tokens that they have drafted again.
+                is_read_again = self._reads_states or isinstance(self._model, ParallelDraftModel)
+                self._num_read = self._length + (0 if is_read_again else i)
                 break
         if self._suffix_tokens:
             num_accepted = max(num_accepted, self._record_suffix(round_.tokens, sources))
@@ -243,9 +244,9 @@ class AutoPlan:
         """Return the drafts that the drafters could propose.
 
         If the model's context is full, a chain has the tokens of suffix decoding only. A draft head
-        drafts from the second round on. If suffix
-        decoding predicts none, a chain is the model's draft followed by matches of its tokens, and
-        is preferred to the model if suffix decoding is accepted at least as often.
+        drafts from the second round on. If suffix decoding predicts none, a chain is the model's
+        draft followed by matches of its tokens, and is preferred to the model if suffix decoding is
+        accepted at least as often.
         """
         max_tokens = self.planner.max_draft_tokens
         num_unread = max_model_tokens = max_unread = 0
@@ -272,15 +273,17 @@ class AutoPlan:
             if name == worse or (name == SUFFIX and not prediction.num_standalone):
                 continue
             if name == MODEL:
-                option = DraftOption(MODEL, MODEL, 0, max_model_tokens, num_unread, max_unread)
-                options.append(replace(option, reads_states=self._reads_states))
+                tokens = 0, max_model_tokens, num_unread, max_unread
+                option = DraftOption(MODEL, MODEL, *tokens, reads_states=self._reads_states)
+                options.append(option)
             elif name == SUFFIX:
                 num_free = prediction.num_standalone
                 options.append(DraftOption(SUFFIX, SUFFIX, num_free, predicted_rates=rates))
             elif name == CHAIN:
                 rest = max(0, max_model_tokens - num_suffix)
-                option = DraftOption(CHAIN, SUFFIX, num_suffix, rest, num_unread, max_unread, rates)
-                options.append(replace(option, reads_states=self._reads_states))
+                tokens = num_suffix, rest, num_unread, max_unread
+                option = DraftOption(CHAIN, SUFFIX, *tokens, rates, self._reads_states)
+                options.append(option)
             else:  # costs are not measured; a drafter without a model is nearly free
                 options.append(DraftOption(name, name, max_tokens))
         return options

@@ -316,7 +316,8 @@ def batch_slots(
     loaded = Bundle.read(store.find_bundle(bundle))
     devices = devices_of(loaded, device, ops=ops, draft_device=draft_device)
     for role, model in loaded.models.items():
-        if not devices[role].is_cpu or find_obstacle(model, choose_ops(model, ops)):
+        obstacle = None if model.reads_hidden else find_obstacle(model, choose_ops(model, ops))
+        if obstacle or not devices[role].is_cpu:
             return 1
     return fitting_slots(memory_of(loaded, ops), min(num_requests, BATCH_SLOTS), memory_share)
 

@@ -20,6 +20,7 @@ class Stats:
     A draft token is tested if no earlier one of its round was rejected: `accepted_over_tested`
     estimates the acceptance rate alpha, unless drafts are verified as blocks, which raises it;
     `accepted_over_drafted` is the rate that vLLM reports.
+    They include tokens that the last round accepts beyond the request's end.
     Ratios are None if nothing was drafted. Passes are those of the loop, not of the prefill.
     Sources are drafters by name, several in a chain; the time of drafters without a model counts as
     sampling. `num_reused_tokens` is the prefix of the prompt that the cache held (prefix cache

@@ -18,7 +18,7 @@ from specedge.runtime.decoding.protocols import (
     open_source,
     run_operations,
 )
-from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.drafters.draft_head import create_drafter
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
@@ -52,7 +52,7 @@ def acceptances(
     has_head = getattr(pipeline.draft, "observed", None) is not None
     if has_head and len(prompt) < 2:
         return []
-    model = DraftModel.from_entry(pipeline.draft, sizes, pipeline.bundle.readings())
+    model = create_drafter(pipeline.draft, sizes, pipeline.bundle.readings())
     run_operations(open_source(pipeline.target, source))
     run_operations(open_source(pipeline.draft, model.readable_source(source)))
     tokens = [*prompt, *text[:-1]]
@@ -63,7 +63,7 @@ def acceptances(
     drafts: Iterable[Row]
     if has_head:
         models = cast(HiddenStateModel, pipeline.target), cast(DraftHeadModel, pipeline.draft)
-        drafts = _head_rows(*models, tokens_read, len(prompt))
+        drafts = [*_head_rows(*models, tokens_read, len(prompt))]
     else:
         drafts = _rows(model.model, tokens_read, [*map(model.reading.length, lengths)])
     targets = _rows(pipeline.target, tokens, lengths)
@@ -88,19 +88,21 @@ def _acceptance(target: Row, draft: Row, sampling: Sampling, history: History) -
 
 def _head_rows(
     target: HiddenStateModel, head: DraftHeadModel, tokens: Sequence[int], prompt_length: int
-) -> list[Row]:
-    """Return the logits of a draft head for the tokens after the prompt."""
-    rows: list[Row] = []
+) -> Iterator[Row]:
+    """Yield the logits of a draft head for the tokens after the prompt."""
+    first = prompt_length - 2
     target.truncate(0)
     head.truncate(0)
     for at in range(0, len(tokens) - 1, ROWS):
         target.forward(tokens[at : at + ROWS], 1)
         following = tokens[at + 1 : at + 1 + ROWS]
         states = head.fuse(target.hidden[: len(following)])
+        if at + len(following) <= first:
+            head.prefill(following, states)
+            continue
         logits = head.forward(following, None, states)
         kept = Logits(logits.array().copy(), logits.ids)
-        rows += (kept[i] for i in range(len(following)))
-    return rows[prompt_length - 2 :]
+        yield from (kept[i] for i in range(max(0, first - at), len(following)))
 
 
 def _rows(model: LanguageModel, tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[Row]:

@@ -127,9 +127,10 @@ def _run(
                 break
     if pipeline.draft is None:
         return stream.generation.tokens
-    stats = stream.stats
+    # Acceptance of later tokens of a block is no estimate of the rate.
+    drafted = (round_ for round_ in stream.generation.rounds if round_.num_drafted)
     tests = accepted.setdefault(DrafterName.MODEL, [])
-    tests += [True] * stats.num_accepted + [False] * (stats.num_tested - stats.num_accepted)
+    tests += [round_.num_accepted > 0 for round_ in drafted]
     return stream.generation.tokens
 
 

@@ -173,6 +173,8 @@ class Bundle:
             raise ValueError("target.hidden.draft_size must be null")
         if read is not None and read.draft_size is None:
             raise ValueError("draft.hidden.draft_size must be a number")
+        if read is not None and (self.draft_model.tokenizer or self.draft_model.mask_token):
+            raise ValueError("a draft with hidden must not have a tokenizer or a mask_token")
         if read is not None and replace(read, draft_size=None) != returned:
             raise ValueError("draft.hidden must have the layers and the size of target.hidden")
 
@@ -332,6 +334,10 @@ class Bundle:
             raise BundleError(
                 f"{path}: its tokens are not all between 0 and {draft.vocab_size - 1}; "
                 f"{REEXPORT_HINT}"
+            )
+        if any(len(readings.of(token)) != 1 for token in self.ids_of(draft) or ()):
+            raise BundleError(
+                f"{path}: tokens of the draft's LM head are not one token each; {REEXPORT_HINT}"
             )
         if readings.longest > draft.context_length:
             raise BundleError(

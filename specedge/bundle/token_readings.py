@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 _TYPE = "i"  # 32 bits on all supported platforms
@@ -73,7 +74,7 @@ class TokenReadings:
             tokens += self.of(token) if i else self.of_first(token)
         return tokens
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Number of tokens of the longest reading, at the beginning of a text."""
         return len(self.prefix) + max(b - a for a, b in pairwise(self.starts))

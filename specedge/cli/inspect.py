@@ -136,7 +136,7 @@ def _model_lines(bundle: Bundle, role: str, model: ModelEntry) -> list[str]:
         f" for {model.capacity} rows",
         *_encoder_lines(model),
         *_mask_lines(model),
-        *_hidden_lines(model),
+        *_hidden_lines(bundle, model),
         *(
             line
             for ops, parity in model.parity.items()
@@ -161,16 +161,17 @@ def _mask_lines(model: ModelEntry) -> list[str]:
     return [f"  drafts         in one pass, by mask token {model.mask_token}"]
 
 
-def _hidden_lines(model: ModelEntry) -> list[str]:
+def _hidden_lines(bundle: Bundle, model: ModelEntry) -> list[str]:
     if (hidden := model.hidden) is None:
         return []
-    layers = ", ".join(map(str, hidden.layers))
-    if hidden.draft_size is None:
-        return [f"  hidden states  inputs of layers {layers}, {hidden.size} channels"]
-    return [
-        f"  hidden states  the target's inputs of layers {layers}, {hidden.size} channels, read as"
-        f" {hidden.draft_size}"
-    ]
+    num_layers = len(bundle.target.layers)
+    names = {num_layers: "the last layer's output", num_layers + 1: "the final norm's output"}
+    inputs = [str(layer) for layer in hidden.layers if layer < num_layers]
+    states = [f"inputs of layers {', '.join(inputs)}"] if inputs else []
+    states += [names[layer] for layer in hidden.layers if layer in names]
+    whose = "" if hidden.draft_size is None else "the target's "
+    read = "" if hidden.draft_size is None else f", read as {hidden.draft_size}"
+    return [f"  hidden states  {whose}{', '.join(states)}, {hidden.size} channels{read}"]
 
 
 def _graph_lines(model: ModelEntry, ops: str, parity: ParityReport) -> list[str]:

@@ -27,7 +27,7 @@ from specedge.runtime.text.prompts import Prompts, UserPrompt
 from specedge.runtime.text.tokenizer import encode, load_tokenizer
 
 from . import decoding_checks, graph_checks, joint_distribution, sampled_text
-from .audited_pair import AuditedPair, AuditPrompt, SubstituteDraft
+from .audited_pair import AuditedPair, AuditPrompt, SubstituteDraft, depends_on_rounds
 from .batched_check import BatchedCheck
 from .budget import Budget
 from .defects import BATCHED_DEFECT, DEFECTS, Defect
@@ -408,14 +408,14 @@ def _confidence_notes(bundle: Bundle) -> tuple[str, ...]:
         "the bundle has no draft model: greedy texts use suffix decoding, as requests do, and "
         "sampled texts the target itself with perturbed logits"
     )
-    head = (
-        "the draft model reads hidden states of the target, so its distributions depend on the "
-        "rounds: those of sampled are as it returned them, and joint drafts with the target itself "
-        "with perturbed logits"
+    rounds = (
+        "distributions of the draft model depend on the rounds, as it reads hidden states of the "
+        "target or drafts in one pass: those of sampled are as it returned them, and joint drafts "
+        "with the target itself with perturbed logits"
     )
     return (
         *([] if bundle.draft else [substitute]),
-        *([head] if bundle.draft and bundle.draft.hidden else []),
+        *([rounds] if bundle.draft and depends_on_rounds(bundle.draft) else []),
         "files, graphs, caches, self-draft, greedy, coupled and batched are deterministic, and "
         "cover only the texts that were run",
         f"sampled and joint are {NUM_TESTS} tests; each fails a correct bundle with probability "

@@ -23,7 +23,6 @@ from specedge.runtime.decoding.protocols import (
 )
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_head import create_drafter
-from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.text_reading import TextReading, TranslatedText
 from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import History
@@ -154,12 +153,8 @@ class AuditedPair:
 
     @property
     def depends_on_rounds(self) -> bool:
-        """True if the draft's distributions depend on the rounds, and not on the text alone.
-
-        A draft head reads hidden states, and a parallel draft predicts several tokens at once.
-        """
-        has_head = getattr(self.draft, "observed", None) is not None
-        return has_head or self.sizes["draft"].mask_token is not None
+        """True if the draft's distributions depend on the rounds, and not on the text alone."""
+        return depends_on_rounds(self.sizes["draft"])
 
     def memoized(self, role: str) -> MemoizedModel:
         """Return a memoized model, shared by all settings and parts.
@@ -183,7 +178,7 @@ class AuditedPair:
 
     def reading(self, role: str) -> TextReading:
         """Return a new reading of texts by a model."""
-        if role == "draft" and self.readings is not None and not self.depends_on_rounds:
+        if role == "draft" and self.readings is not None:
             return TranslatedText(self.readings)
         return TextReading(self.sizes[role].vocab_size)
 
@@ -210,7 +205,7 @@ class AuditedPair:
     def open(self, role: str, source: Source | None, model: LanguageModel | None = None) -> None:
         """Open a prompt's source in a model, by default the one of the role."""
         model = model or getattr(self, role)
-        drafter = DraftModel.from_entry(model, self.sizes[role])
+        drafter = create_drafter(model, self.sizes[role])
         run_operations(open_source(model, drafter.readable_source(source)))
 
     def scores_after(self, role: str, prompt: AuditPrompt, new: Sequence[int]) -> Logits:
@@ -287,6 +282,14 @@ class SubstituteDraft:
 
     def with_new_cache(self) -> SubstituteDraft:
         return SubstituteDraft(self._target.with_new_cache())
+
+
+def depends_on_rounds(draft: ModelEntry) -> bool:
+    """Return True if a draft's distributions depend on the rounds, and not on the text alone.
+
+    A draft head reads hidden states, and a parallel draft predicts several tokens at once.
+    """
+    return draft.reads_hidden or draft.mask_token is not None
 
 
 def first_tokens(rounds: Sequence[Round], num_new: int) -> list[int]:

@@ -163,7 +163,8 @@ class _Setting:
 
     def _row(self, role: str, prompt: AuditPrompt, string: tuple[int, ...]) -> Array:
         model, tokens = self._target if role == "target" else self._draft, prompt.tokens
-        fed = self._subject.reading(role).read([*tokens, *string], 0)
+        reader = "target" if self._subject.depends_on_rounds else role
+        fed = self._subject.reading(reader).read([*tokens, *string], 0)
         self._subject.open(role, prompt.source, model)
         model.truncate(0)
         model.prefill(fed[:-1])

@@ -22,7 +22,8 @@ Text = tuple[int, ...]
 class MemoizedModel:
     """Model that caches its rows by the preceding text; `inner` runs new texts only.
 
-    Rows after `horizon` or more tokens decide tokens that are dropped, and are zero.
+    Rows after `horizon` or more tokens are zero: those tokens are dropped, and as draft and target
+    agree there, tests of blocks that extend beyond it are those of shorter blocks.
     """
 
     def __init__(self, inner: SourceModel) -> None:

@@ -23,7 +23,7 @@ from specedge.runtime.decoding.protocols import Drafter, LanguageModel, SourceMo
 from specedge.runtime.decoding.random_numbers import uniforms
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft, Verdict, verify
-from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.drafters.draft_head import create_drafter
 from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.requests.loader import load
 from specedge.runtime.requests.pipeline import Pipeline
@@ -154,7 +154,7 @@ def _transcript(
     listener = _Listener(pipeline.draft, k, seed, bundle.target.vocab_size)
     drafter: Drafter = _NoDrafts()
     if sizes := bundle.draft:
-        drafter = DraftModel.from_entry(listener, sizes)
+        drafter = create_drafter(listener, sizes)
     decoder = SpeculativeDecoder(
         pipeline.target, FixedPlan(drafter, k), Stopwatch(), max_length=bundle.context_length
     )

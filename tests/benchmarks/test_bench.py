@@ -179,7 +179,7 @@ def test_alpha_is_measured_within_draft_context(context_length, places):
     distribution = hashed_distribution(1, 5)
     draft = TableModel(distribution, 5, context_length)
     facts = SimpleNamespace(
-        context_length=context_length, vocab_size=5, encoder=None, mask_token=None
+        context_length=context_length, vocab_size=5, encoder=None, mask_token=None, acceptance=None
     )
     pair = SimpleNamespace(
         bundle=SimpleNamespace(draft=facts, readings=lambda: None),

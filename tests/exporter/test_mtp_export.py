@@ -50,6 +50,12 @@ def test_int8_text_equals_plain_decoding(tmp_path, kind):
     check_greedy(exported.pipeline, PROMPT, 24, K)
 
 
+def test_a_reduced_vocabulary_preserves_the_text(tmp_path):
+    exported = Exported(tmp_path, "glm4_moe", draft_vocab=80)
+    assert exported.bundle.draft.padded_vocab_size == 80
+    check_greedy(exported.pipeline, PROMPT, 24, K)
+
+
 def test_revision_and_adapter_do_not_apply(tmp_path):
     target = make_mtp_checkpoint(tmp_path / "target", "glm4_moe", vocab_size=VOCAB_SIZE)
     make_tokenizer(target)

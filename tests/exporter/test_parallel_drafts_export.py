@@ -167,8 +167,10 @@ def test_acceptance_is_that_of_drafts_in_one_pass(pair):
 
 
 def test_the_export_reports_acceptance_by_position(pair):
-    (note,) = [note for note in pair.progress.notes if note.startswith("draft: by position")]
-    greedy, sampled = note.split(" greedy, and ")
+    (note,) = [
+        note for note in pair.progress.notes if note.startswith("draft: acceptance by position")
+    ]
+    greedy, sampled = note.split(" greedy, ")
     assert len(re.findall(r"[0-9]+%", greedy)) == len(re.findall(r"[0-9]+%", sampled)) == K
     assert 0 < pair.bundle.draft.acceptance.sampled < 1
 

@@ -127,8 +127,9 @@ def test_full_distribution_row_is_fetched_only_after_rejection(
     assert fetched
     assert all(array.shape == (1, VOCAB_SIZE) for array in fetched)
     assert counts["graph_launches"] == 2 * counts["rounds"]
-    assert counts["d2h"] <= 3 * counts["rounds"]
-    assert counts["blocking"] <= 5 * counts["rounds"]
+    # Block verification computes the residual distribution of each rejected prefix.
+    assert counts["d2h"] <= (2 + K) * counts["rounds"]
+    assert counts["blocking"] <= (4 + K) * counts["rounds"]
     assert counts["h2d"] == counts["async_h2d"] == counts["async_d2h"] == counts["launches"] == 0
     assert counts["racing_copies"] == 0
 

@@ -276,7 +276,10 @@ def _without_text(manifest):
             "ONNX Runtime: Got invalid dimensions for input: draft.past_",
         ),
         (_without_an_input, "ONNX Runtime: "),
-        (_with_a_context_below_0, "vocab_size and context_length are from 1 to"),
+        (
+            _with_a_context_below_0,
+            "vocab_size, context_length and max_length are from 1 to",
+        ),
         (_without_a_shape, "ONNX Runtime: Got invalid dimensions for input: target."),
         (
             damages.with_a_path_that_goes_up,

@@ -179,6 +179,13 @@ def test_layer_ids_of_both_conventions(ids, layers, format_name):
     assert (hidden.size, hidden.draft_size) == (96, 32)
 
 
+@pytest.mark.parametrize("verifier", ["x", {"verifier": "x"}, {"verifier": None}])
+def test_an_invalid_name_of_the_target_is_ignored(verifier):
+    raw = eagle_heads.head_config(HeadSpec(format=SPECULATORS))
+    config = eagle.read_config("draft head", raw | {"speculators_config": verifier})
+    assert config.verifier is None
+
+
 def test_recognition_by_config():
     for name in FORMATS:
         assert eagle.is_head(eagle_heads.head_config(HeadSpec(format=name)))
@@ -196,6 +203,9 @@ def test_recognition_by_config():
         ({"eagle_config": {"use_aux_hidden_state": False}}, "a head of EAGLE-1 or 2"),
         ({"norm_before_fc": True, "fc_norm": True}, "both norm_before_fc and fc_norm"),
         ({"quantization_config": {}}, "a quantized EAGLE-3 head"),
+        ({"layer_types": ["sliding_attention"]}, "layers of the type 'sliding_attention'"),
+        ({"layer_types": ["full_attention"], "num_hidden_layers": "1"}, "cannot be read"),
+        ({"norm_before_fc": "false"}, "norm_before_fc is 'false', not true or false"),
     ],
 )
 def test_unsupported_configs_are_refused(changes, message):

@@ -33,9 +33,9 @@ class Checkpoint:
         self.reference = MtpModel.from_pretrained(self.model).double().eval()
         self.tensors = load_file(folder / "model.safetensors")
 
-    def draft(self, reads_normalized=True, change=lambda tensors: None):
+    def draft(self, change=lambda tensors: None):
         """Load the draft from the tensors of the file."""
-        config = read_config("target", self.config, reads_normalized)
+        config = read_config("target", self.config)
         state, own = split_tensors("target", config, self.tensors)
         change(own)
         empty = internals.build_decoder(config.layers)
@@ -67,16 +67,14 @@ class Checkpoint:
         return torch.cat(rows, 1)
 
 
-def found(draft, model, reads_normalized=True, start=0):
+def found(draft, model, start=0):
     """Logits of a draft as `Checkpoint.expected`, the first of them at position `start`."""
     states = []
-    handle = model.model.norm.register_forward_hook(
-        lambda _, inputs, output: states.extend((*inputs, output))
-    )
+    handle = model.model.norm.register_forward_hook(lambda _, inputs, output: states.append(output))
     model(TEXT)
     handle.remove()
     tokens, cache, positions = TEXT[:, 1:], None, torch.arange(TEXT.shape[1] - 1)[None] + start
-    rows, read, returned = [], draft.fuse(states[reads_normalized][:, :-1]), [None, None]
+    rows, read, returned = [], draft.fuse(states[0][:, :-1]), [None, None]
     handle = draft.model.norm.register_forward_hook(
         lambda _, inputs, output: returned.__setitem__(slice(None), (*inputs, output))
     )
@@ -119,22 +117,6 @@ FAULTS = {
 def test_wrong_readings_differ_from_transformers(checkpoint, fault):
     draft = checkpoint.draft(change=FAULTS[fault])
     assert not torch.allclose(found(draft, checkpoint.model), checkpoint.expected(), rtol=1e-3)
-
-
-def test_states_before_the_final_norms_are_another_reading(checkpoint):
-    """They differ by the gains of these norms alone, which `hnorm` does not remove."""
-    draft = checkpoint.draft(reads_normalized=False)
-    assert draft.hidden.layers == (NUM_LAYERS,)
-    assert checkpoint.draft().hidden.layers == (NUM_LAYERS + 1,)
-    rows = found(draft, checkpoint.model, reads_normalized=False)
-    assert not torch.allclose(rows, checkpoint.expected(), rtol=1e-3)
-    same = checkpoint.draft()
-    for model in (checkpoint.model, draft, same):
-        model.model.norm.weight.data.fill_(1.0)
-    torch.testing.assert_close(
-        found(draft, checkpoint.model, reads_normalized=False), found(same, checkpoint.model),
-        rtol=1e-4, atol=1e-4,  # epsilon is added twice
-    )  # fmt: skip
 
 
 def without(name):

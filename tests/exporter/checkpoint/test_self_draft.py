@@ -129,8 +129,8 @@ def test_drafted_token_follows_targets_distribution(made):
     counts = np.bincount([one.tokens[0] for one in runs], minlength=len(distribution))[top]
     found = np.array([*counts, draws - counts.sum()])
     chances = np.array([*distribution[top], 1 - distribution[top].sum()])
-    assert all(one.stats.num_drafted == 1 for one in runs)
-    assert 0 < sum(one.stats.num_accepted for one in runs) < draws
+    assert all(one.stats.num_drafted == 2 for one in runs)  # also beyond the request's end
+    assert 0 < sum(one.stats.num_accepted > 0 for one in runs) < draws
     spread = np.sqrt(draws * chances * (1 - chances))
     assert (np.abs(found - draws * chances) < 4 * spread + 1).all()
 

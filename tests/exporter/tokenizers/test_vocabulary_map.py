@@ -4,7 +4,7 @@ import random
 from itertools import product
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
 from corpus import train_tokenizer
 from specedge.errors import PairError
@@ -143,3 +143,19 @@ def test_draft_that_covers_too_little_text_is_refused():
     assert "which cover 50.0% of a text" in shared.describe_coverage([1, 2, 9, 10], "a text")
     with pytest.raises(PairError, match=r"can draft 3 of the .* which cover 25\.0% of"):
         shared.describe_coverage([1, 8, 9, 10], "a text")
+
+
+def test_a_token_that_the_draft_adds_at_the_end_is_not_read():
+    draft = Tokenizer.from_str(KINDS["byte-level"].to_str())
+    draft.add_special_tokens(["<s>", "</s>"])
+    ids = {name: draft.token_to_id(name) for name in ("<s>", "</s>")}
+    draft.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=list(ids.items())
+    )
+    assert mapped(KINDS["Gemma"], draft).readings.prefix == (ids["<s>"],)
+
+
+def test_a_calibration_text_without_tokens_is_refused():
+    shared = mapped(KINDS["Gemma"], KINDS["byte-level"])
+    with pytest.raises(PairError, match=r"x\.txt has no tokens"):
+        shared.describe_coverage([], "x.txt")

@@ -112,7 +112,7 @@ class DeepEncoderDecoder(DeepModel):
         change_encoder({name: graph.graph for name, graph in graphs.items()})
         with mock.patch.object(encoder_graphs, "trace_encoder", return_value=graphs):
             report = self.verify(folder, "gqa", change, change_first=change)
-        model_export._verify_encoder(self._moved(folder), ["gqa"], None)
+        model_export._verify_others(self._moved(folder), ["gqa"], None)
         return report
 
     def _moved(self, folder):

@@ -16,7 +16,7 @@ from comparing import CONTEXT, DeepModel, computed, measure, model_of, traced
 from encoder_decoders import make_encoder_decoder
 from specedge.bundle.manifest import HiddenStates
 from specedge.errors import ExportError, ParityError
-from specedge.exporter import bundle_export, export, model_export
+from specedge.exporter import bundle_export, export
 from specedge.exporter.checkpoint.decoder_layers import layer_list
 from specedge.exporter.checkpoint.encoder_decoder import as_decoder
 from specedge.exporter.graph.graphs import GraphFile
@@ -133,8 +133,9 @@ def test_wrong_hidden_states_of_deep_models_are_refused(wrong, deep_models, tmp_
         right.verify(tmp_path, "gqa", lambda graph: None)
 
 
-def test_hidden_states_of_deep_models_are_verified(deep_models, tmp_path):
-    report = deep_models((1, 6, 10)).verify(tmp_path, "gqa", lambda graph: None)
+@pytest.mark.parametrize("layers", [(1, 6, 10), (2, 4, 6)])
+def test_hidden_states_of_deep_models_are_verified(layers, deep_models, tmp_path):
+    report = deep_models(layers).verify(tmp_path, "gqa", lambda graph: None)
     assert report.structure_error < 1e-10
     assert report.error_ratio < 16
 
@@ -171,8 +172,7 @@ def test_every_graph_of_a_bundle_returns_hidden_states(
     model = deep(family)
     target = save(model, make_tokenizer(tmp_path / "tokenizer"), tmp_path / "target")
     layers = (1, 3, LAYERS + 1)
-    export_model = functools.partial(model_export.export_model, hidden_layers=layers)
-    monkeypatch.setattr(bundle_export, "export_model", export_model)
+    monkeypatch.setattr(bundle_export._Job, "hidden_layers", layers)
     bundle = export(
         None, target, tmp_path / "bundle", precision=precision, ops="all", max_length=96, **options
     )

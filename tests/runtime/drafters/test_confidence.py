@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import virtual
 from exact import distribution_of_strings, joint_distribution
 from fakes import TableModel, hashed_distribution, quarters
 from specedge.bundle.manifest import CONFIDENCE_BOUNDS, MeasuredAcceptance
@@ -134,6 +135,23 @@ def test_planned_drafts_end_early_and_are_replayed(temperature):
     for count in (20, 41):
         tokens = [token for round_ in run(auto(), count) for token in round_.tokens]
         assert tokens[:count] == [t for round_ in first for t in round_.tokens][:count]
+
+
+def test_a_shorter_request_is_a_prefix_of_a_longer_one_without_blocks():
+    """The planner counts the cost of each draft, which must not depend on the request's end."""
+    sampling = Sampling(0.7, lenience=0.99)
+    for seed in range(0, 60, 2):
+        rows = hashed_distribution(seed, 3)
+
+        def text(count, seed=seed, rows=rows):
+            costs = virtual.table(prior={"model": 0.95})
+            plan = AutoPlan(Planner(costs, 0.7), {"model": DraftModel(TableModel(rows))})
+            decoder = SpeculativeDecoder(TableModel(rows), plan, Stopwatch())
+            rounds = decoder.rounds((1, 2), sampling, seed, count)
+            return [token for round_ in rounds for token in round_.tokens][:count]
+
+        whole = text(40)
+        assert all(text(count) == whole[:count] for count in range(3, 40))
 
 
 def test_without_rates_drafts_have_k_tokens():
