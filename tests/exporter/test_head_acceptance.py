@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import eagle_heads
+from cases import exhaustive
 from checkpoints import make_checkpoint, make_tokenizer
 from eagle_heads import SAFEAILAB, HeadSpec
 from eagle_reference import EagleReference
@@ -143,7 +144,7 @@ def test_calibration_reads_the_hidden_states_of_its_texts(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["int8", "int4", "int8-block"])
+@pytest.mark.parametrize("precision", ["int8", *map(exhaustive, ("int4", "int8-block"))])
 def test_heads_are_quantized_with_the_states_of_a_quantized_target(
     pair, tmp_path, precision, monkeypatch
 ):
