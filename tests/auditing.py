@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from fakes import TableModel, hashed_distribution
+from specedge.verification import audit
 from specedge.verification.audited_pair import AuditedPair, AuditPrompt, DecoderParts
 from specedge.verification.budget import Budget, Clock
+from specedge.verification.report import PASSED
 
 VOCAB_SIZE = 6
 CONTEXT = 96
@@ -56,3 +58,17 @@ class Ticks:
     def _tick(self):
         self.now += self.step
         return self.now
+
+
+def passed_checks(bundle):
+    """Audit a bundle; return the names of its checks, all of which must pass."""
+    ticks = Ticks(12000)
+
+    def on_progress(check):
+        ticks.step = {"sampled": 40.0}.get(check, 1.0)
+
+    prompts = ["def parse(self):", "import json\n", "    return ["]
+    report = audit.audit(bundle, audit.ExecutionSettings(), prompts, ticks.budget, on_progress)
+    statuses = {finding.check: finding.status for finding in report.findings}
+    assert statuses == dict.fromkeys(statuses, PASSED)
+    return [*statuses]

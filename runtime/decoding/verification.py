@@ -102,13 +102,8 @@ def verify(
     try:
         if sampling.chooses:
             return _verify_choices(draft.tokens, logits, sampling, history, accepted)
-        if is_block:
-            return _verify_block(
-                draft, logits, sampling, history, accept_uniforms, last_uniform, accepted
-            )
-        return _verify_samples(
-            draft, logits, sampling, history, accept_uniforms, last_uniform, accepted
-        )
+        rule = _verify_block if is_block else _verify_samples
+        return rule(draft, logits, sampling, history, accept_uniforms, last_uniform, accepted)
     except OptionError:
         if not accepted:
             raise

@@ -21,7 +21,7 @@ from tokenizers import (
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import specedge
-from auditing import Ticks
+from auditing import passed_checks
 from cases import slow
 from checkpoints import add_noise, make_config, make_model, make_tokenizer, save
 from specedge.benchmarks.acceptance import acceptances
@@ -32,8 +32,6 @@ from specedge.exporter import Progress, export
 from specedge.exporter.hosts.host_graphs import embed
 from specedge.exporter.tokenizers.vocabulary_map import map_vocabularies
 from specedge.sampling_options import Sampling
-from specedge.verification import audit
-from specedge.verification.report import PASSED
 
 CONTEXT = 128
 PROMPT = "def parse(self, naïve):\n    return ["
@@ -239,13 +237,4 @@ def test_reduced_vocabulary_keeps_the_most_frequent_shared_tokens(made, tmp_path
 @pytest.mark.slow(exhaustive=True)
 @EVERY_PRECISION
 def test_audit_passes(made):
-    ticks = Ticks(12000)
-
-    def told(check):
-        ticks.step = {"sampled": 40.0}.get(check, 1.0)
-
-    prompts = ["def parse(self):", "import json\n", "    return ["]
-    report = audit.audit(made.bundle, audit.ExecutionSettings(), prompts, ticks.budget, told)
-    found = {one.check: one.status for one in report.findings}
-    assert found == dict.fromkeys(found, PASSED)
-    assert len(found) == 9
+    assert len(passed_checks(made.bundle)) == 9

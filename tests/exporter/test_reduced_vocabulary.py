@@ -9,15 +9,13 @@ from transformers import AutoModelForCausalLM
 
 import document_reader
 import specedge
-from auditing import Ticks
+from auditing import passed_checks
 from cases import exhaustive, slow
 from checkpoints import add_noise, make_config, make_model, make_tokenizer, save
 from specedge.errors import ExportError
 from specedge.exporter import Progress, export
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
-from specedge.verification import audit
-from specedge.verification.report import PASSED
 
 CONTEXT, COUNT = 96, 200
 PROMPT = list(range(40, 52))
@@ -176,16 +174,7 @@ def test_options_with_tokens_outside_draft_vocabulary_keep_the_text(made, option
 @pytest.mark.slow(exhaustive=True)
 @EVERY_KIND
 def test_audit_passes(made):
-    ticks = Ticks(12000)
-
-    def told(check):
-        ticks.step = {"sampled": 40.0}.get(check, 1.0)
-
-    prompts = ["def parse(self):", "import json\n", "    return ["]
-    report = audit.audit(made.bundle, audit.ExecutionSettings(), prompts, ticks.budget, told)
-    found = {one.check: one.status for one in report.findings}
-    assert found == dict.fromkeys(found, PASSED)
-    assert len(found) == 8
+    assert len(passed_checks(made.bundle)) == 8
 
 
 @pytest.mark.parametrize("made", ["llama"], indirect=True)

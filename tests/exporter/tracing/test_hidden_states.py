@@ -41,7 +41,7 @@ def deep(name):
 
 
 def expected_states(model, layers):
-    """What transformers returns, whose last state is normalized, and the last layer's output."""
+    """Return transformers' hidden states, the last one normalized, and the last layer's output."""
     _, modules = layer_list(model)
     inputs = []
     hook = modules[-1].register_forward_hook(

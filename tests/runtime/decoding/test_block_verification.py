@@ -120,8 +120,10 @@ def test_golden_vectors(tokens, draft, target, tests, last, expected):
 
 
 def test_zero_probabilities_divide_nothing():
-    """Of the target: never accepted. Of draft and target, in the last and in other positions, and
-    after p = 1 with an empty residual: no 0 / 0.
+    """Tokens with a target probability of 0 are never accepted, and no 0 / 0 occurs.
+
+    Both probabilities may be 0, in the last and in other positions, and after p = 1 the residual
+    may be empty.
     """
     sure, other = Distribution(np.array([1.0, 0.0])), Distribution(np.array([0.0, 1.0]))
     first, second = logits_of(1, 0), logits_of(0, 1)

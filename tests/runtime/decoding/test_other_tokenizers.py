@@ -199,7 +199,7 @@ def test_rollback_leaves_the_readings_of_committed_tokens(name, temperature):
 
 
 def test_same_distribution_is_always_accepted():
-    """Of tokens that both have, if the draft reads others as they are."""
+    """A draft that is the target, restricted to shared tokens, is never rejected."""
 
     def target(text):
         weights = hashed_distribution(1, NUM_TOKENS)(text).copy()
