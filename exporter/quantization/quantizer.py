@@ -57,6 +57,7 @@ ROTATED_PRECISIONS = ("int8", "int4")  # precisions that a rotation makes more a
 # KL divergence in nats per token above which a target is refused; SmolLM2-135M has 0.0034 in int8
 # and 0.085 in int4.
 MAX_DIVERGENCE = {"int8": 0.2, "int8-block": 0.2, KEEP: 0.2, "int4": 2.0}
+NEAREST_STEP = 6  # one in so many texts is read if weights are rounded to nearest
 Schemes = dict[tuple[int, ...], Scheme]
 
 
@@ -395,12 +396,16 @@ class SchemeSelector:
             )
 
         results = calibration.visit_inputs(
-            model, ops, self.texts.calibration, visit, self.excluded, self.rounding == GPTQ,
+            model, ops, self._texts(), visit, self.excluded, self.rounding == GPTQ,
             new.keys() | layers.keys(), checks,
         )  # fmt: skip
         if checks:
             rotation_rewriter.check_outputs(model, ops, results)
         return group_schemes
+
+    def _texts(self) -> list[np.ndarray]:
+        """Return the calibration texts, fewer for statistics without Hessians."""
+        return self.texts.calibration[:: 1 if self.rounding == GPTQ else NEAREST_STEP]
 
     def _eight_bit_groups(
         self, all_groups: list[MatrixGroup], model: ModelEntry

@@ -41,21 +41,25 @@ class Rotation:
             power //= len(matrices[-1])
         return tuple(matrix for matrix in matrices if len(matrix) > 1)
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x R in the type of x. [..., d] -> [..., d]"""
-        return self._mix(x * self.signs.to(x.dtype))
+    def apply(self, x: torch.Tensor, axis: int = -1) -> torch.Tensor:
+        """Return x R, with the channels of x in an axis, in the type of x."""
+        return self._mix(x * self._signs_of(x, axis), axis)
 
-    def undo(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x R^T in the type of x. [..., d] -> [..., d]"""
-        return self._mix(x) * self.signs.to(x.dtype)
+    def undo(self, x: torch.Tensor, axis: int = -1) -> torch.Tensor:
+        """Return x R^T, with the channels of x in an axis, in the type of x."""
+        return self._mix(x, axis) * self._signs_of(x, axis)
 
-    def _mix(self, x: torch.Tensor) -> torch.Tensor:
-        # Each factor mixes the last axis, which then becomes the first one: after all factors the
-        # axes are in their original order.
-        mixed = x.reshape(-1, self.size)
-        for matrix in reversed(self.factors):
-            rows = mixed.reshape(len(mixed), -1, len(matrix)) @ matrix.to(x.dtype)
-            mixed = rows.transpose(1, 2).reshape(len(mixed), self.size)
+    def _signs_of(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        return self.signs.to(x.dtype).reshape(-1, *[1] * (len(x.shape[axis:]) - 1))
+
+    def _mix(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        mixed, size = x, x.shape[axis:].numel()
+        for matrix in self.factors:
+            factor, size = matrix.to(x.dtype), size // len(matrix)
+            if size == 1:
+                mixed = mixed.reshape(-1, len(matrix)) @ factor
+            else:
+                mixed = factor @ mixed.reshape(-1, len(matrix), size)
         return mixed.reshape(x.shape)
 
 

@@ -569,12 +569,12 @@ def change_matrix(
     _check_inverse(restored, columns[some].double() * gain, stored)
     if change.output:
         assert transforms.rotation is not None
-        before, whole = whole.T, torch.empty(columns.shape)
-        for at in _row_strips(before):
-            whole.T[at] = transforms.rotation.apply(before[at])
-        some = _sampled_rows(before)
-        restored = transforms.rotation.undo(whole.T[some].double())
-        _check_inverse(restored, before[some].double(), stored)
+        some = _sampled_rows(whole.T)
+        before = whole[:, some].double()
+        for at in _row_strips(whole.T):
+            whole[:, at] = transforms.rotation.apply(whole[:, at], axis=0)
+        restored = transforms.rotation.undo(whole[:, some].double(), axis=0)
+        _check_inverse(restored, before, stored)
     return (whole.T if stored.order == (0, 1) else whole).contiguous()
 
 

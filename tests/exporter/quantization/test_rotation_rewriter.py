@@ -200,6 +200,6 @@ def test_rotation_spreads_outlier_channels(changed):
 
 
 def test_a_wrong_rotation_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(Rotation, "undo", lambda self, x: self.apply(x))
+    monkeypatch.setattr(Rotation, "undo", lambda self, x, axis=-1: self.apply(x, axis))
     with pytest.raises(ParityError, match="inverse rotation, it differs"):
         Changed(model_of("llama"), tmp_path / "before")
