@@ -27,14 +27,14 @@ from specedge.version import __version__
 from . import cost_estimate, internals, mapped_memory
 from .checkpoint import checkpoints, draft_vocabulary, eagle, hub, loader, mtp, self_draft
 from .checkpoint.checkpoints import Checkpoint
+from .checkpoint.draft_heads import DraftHeadConfig
 from .checkpoint.eagle import EagleConfig
-from .checkpoint.mtp import MtpConfig
 from .graph import best_logits, draft_loop
 from .graph.external_data import LazyWeights
 from .graph.graphs import SOURCE
 from .model_export import REJECTION, export_model
 from .progress import Progress
-from .quantization import draft_acceptance, texts
+from .quantization import draft_acceptance, head_readings, texts
 from .quantization.float_model import FloatModel
 from .quantization.quantizer import add_variants, quantize
 from .quantization.target_states import TargetStates
@@ -89,6 +89,7 @@ def export(
             with mapped_memory.limit_mapped_memory():
                 request = _resolve(request, all_checkpoints)
                 job = _check(request, all_checkpoints, calibration, work, progress)
+                job = _check_head(job)
                 entries, hashes = list[ModelEntry](), dict[str, FileEntry]()
                 encoders = set[str]()
                 for checkpoint, length in job.exports():
@@ -124,8 +125,7 @@ class _Job:
     """Validated export, before its models are loaded.
 
     `checkpoints` are those with separate weights, the target first. `draft_ids` are the target's
-    tokens that the draft's LM head is reduced to, ascending; `mask_token` is that of a parallel
-    draft.
+    tokens that the draft's LM head is reduced to, ascending.
     """
 
     request: ExportRequest
@@ -136,7 +136,6 @@ class _Job:
     text: pair.TextMetadata
     lengths: tuple[int, int]
     draft_ids: Sequence[int] | None
-    mask_token: int | None
 
     def exports(self) -> Iterator[tuple[Checkpoint, int]]:
         """Yield each checkpoint with its context length."""
@@ -163,7 +162,7 @@ class _Job:
     def hidden_layers(self) -> tuple[int, ...]:
         """Layers of the target whose hidden states the draft reads."""
         config = self.checkpoints[-1].config
-        return config.hidden.layers if isinstance(config, EagleConfig | MtpConfig) else ()
+        return config.hidden.layers if isinstance(config, DraftHeadConfig) else ()
 
     def calibration_texts(
         self, checkpoint: Checkpoint, model: ModelEntry
@@ -267,8 +266,6 @@ def _check(
     """Check compatibility of the models, memory and disk space; write the tokenizer."""
     target, draft = all_checkpoints[0], None if request.draft_name is None else all_checkpoints[-1]
     text = pair.check_pair(draft, target, progress)
-    if draft is not None and isinstance(draft.config, EagleConfig | MtpConfig):
-        progress.note(draft.config.describe())
     if target.config.is_encoder_decoder and internals.reads_speech(target.config):
         load_extractor(target)  # before anything takes time
     pair.write_tokenizer(text, target, work)
@@ -283,8 +280,7 @@ def _check(
         tokenizer = Tokenizer.from_file(str(work / pair.TOKENIZER_FILE))
         tokens = tokenizer.encode(calibration.text, add_special_tokens=False).ids
         progress.note(text.vocabulary.describe_coverage(tokens, calibration.name))
-    mask_token = draft.mask_token if draft is not None and draft.role == "draft" else None
-    if mask_token is not None:
+    if (mask_token := all_checkpoints[-1].mask_token) is not None:
         progress.note(f"draft: drafts all tokens of a round in one pass, by token {mask_token}")
     if draft is not None and request.draft_vocab is not None:
         rows = draft_vocabulary.lm_head(tracer.meta_model(draft.config)).out_features
@@ -296,9 +292,36 @@ def _check(
             text = replace(text, vocabulary=text.vocabulary.restricted(ids))
     progress.predicted = cost_estimate.predict_seconds(all_checkpoints, request)
     hub.check_space([remote for c in all_checkpoints for remote in c.remotes], work)
-    return _Job(
-        request, all_checkpoints, calibration, work, progress, text, lengths, ids, mask_token
-    )
+    return _Job(request, all_checkpoints, calibration, work, progress, text, lengths, ids)
+
+
+def _check_head(job: _Job) -> _Job:
+    """Check a draft head's tensors, and choose the hidden states that it reads.
+
+    Faults of its files thus show before the target is exported.
+    """
+    (target, *_), draft, progress = job.checkpoints, job.checkpoints[-1], job.progress
+    config = draft.config
+    if not isinstance(config, DraftHeadConfig):
+        return job
+    measured: list[head_readings.MeasuredReading] = []
+    with progress.step("Checking the draft's weights"):
+        head = loader.load(draft, progress)
+        if len(config.readings) > 1:
+            measured = head_readings.measure_readings(
+                loader.load(target, progress), head, config.readings, job.calibration,
+                job.work / pair.TOKENIZER_FILE, job.text.num_tokens, min(job.lengths),
+            )  # fmt: skip
+    if measured:
+        rates = "; ".join(reading.describe() for reading in measured)
+        progress.note(
+            "draft: acceptance rates of its first and second tokens, by the hidden states that it "
+            f"reads: {rates}"
+        )
+        config = max(measured, key=lambda reading: reading.num_accepted).config
+    progress.note(config.describe())
+    draft = replace(draft, config=config, published=config)
+    return replace(job, checkpoints=[target, draft])
 
 
 def _trace_and_verify(
@@ -382,7 +405,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     sizes = pair.vocab_sizes(job.text.num_tokens, [m.vocab_size for m in same], progress)
     models[: len(same)] = [replace(m, vocab_size=n) for m, n in zip(same, sizes, strict=True)]
     if has_draft:
-        models[1] = replace(models[1], mask_token=job.mask_token)
+        models[1] = replace(models[1], mask_token=job.checkpoints[-1].mask_token)
         if vocabulary is not None:
             models[1] = _write_translation(vocabulary, models[1], work)
         models[1] = replace(models[1], acceptance=_measure_acceptance(job, *models))
@@ -394,7 +417,7 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     with progress.step("Writing graphs for GPUs"):
         models = [best_logits.add_best_logits(model, work) for model in models]
         # The only new input of a step in these graphs is the token drafted before.
-        has_steps = has_draft and not models[1].reads_hidden and job.mask_token is None
+        has_steps = has_draft and not models[1].reads_hidden and models[1].mask_token is None
         if has_steps and vocabulary is None:
             models[1] = draft_loop.add_draft_loops(
                 models[1], work, request.num_draft_tokens, _read_ids(work, models[1])

@@ -33,6 +33,10 @@ from . import (
 from .adapters import Adapter
 from .gguf_files import GgufCheckpoint
 
+# Model types of published code whose decoder is a model of transformers. MiMo adds MTP layers to
+# Qwen2 (`modeling_mimo.py` of XiaomiMiMo/MiMo-7B-RL).
+_DECODERS = {"mimo": "qwen2"}
+
 
 @dataclass
 class Checkpoint:
@@ -85,7 +89,8 @@ class Checkpoint:
             CheckpointError: It is not a token of a decoder.
         """
         token = self.raw.get("pard_token")
-        if token is None or self.target is not None:  # P-EAGLE's key has the same name
+        # P-EAGLE's key has the same name.
+        if token is None or self.target is not None or self.role != "draft":
             return None
         size = internals.decoder_text_config(self.config).vocab_size
         if self.config.is_encoder_decoder or type(token) is not int or not 0 <= token < size:
@@ -227,7 +232,9 @@ def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any]) -> Any
         )
     quantized_formats.check(f"{role} {name}", raw, folders.base_checkpoint(role, name, folder))
     model_type = raw.get("model_type")
-    unknown = isinstance(model_type, str) and model_type and model_type not in CONFIG_MAPPING
+    is_named = isinstance(model_type, str) and model_type
+    decoder = _DECODERS.get(str(model_type))
+    unknown = is_named and decoder is None and model_type not in CONFIG_MAPPING
     if "auto_map" in raw and (unknown or not model_type):
         raise CheckpointError(f"{role} {name} requires custom code, which specedge does not run")
     if unknown:
@@ -236,7 +243,10 @@ def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any]) -> Any
             f"{role} {name}: its config.json has the model type '{shown}', which transformers "
             f"does not know ({internals.describe_versions()}); specify another model"
         )
-    config = _load_pretrained(AutoConfig.from_pretrained, f"{role} {name}: config.json", folder)
+    config_class = AutoConfig if decoder is None else CONFIG_MAPPING[decoder]
+    config = _load_pretrained(config_class.from_pretrained, f"{role} {name}: config.json", folder)
+    if decoder is not None:
+        config.model_type = model_type
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     for part in (config, *parts):
         vars(part).pop("quantization_config", None)  # the loaded model is dequantized

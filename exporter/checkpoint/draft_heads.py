@@ -1,8 +1,12 @@
-"""Draft models with the interface of a decoder, whose passes read hidden states of the target."""
+"""Draft heads: draft models whose passes read hidden states of the target.
+
+Their configs stand for configs of transformers, and their modules have the interface of a decoder.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +18,67 @@ from specedge.bundle.manifest import HiddenStates
 from .. import internals
 
 
+class DraftHeadConfig(ABC):
+    """Config of a draft head, in place of a config of transformers.
+
+    Attributes:
+        layers: Config of its decoder layers, of transformers.
+    """
+
+    layers: Any
+
+    is_encoder_decoder = False
+
+    @property
+    def model_type(self) -> str:
+        """Model type of transformers, or name of the kind of head."""
+        return str(self.layers.model_type)
+
+    def get_text_config(self, **options: object) -> Any:
+        """Return the config of the layers."""
+        return self.layers
+
+    @property
+    @abstractmethod
+    def hidden(self) -> HiddenStates:
+        """Hidden states of the manifest, of a head that is paired with its target."""
+
+    @property
+    @abstractmethod
+    def returned_layer(self) -> int:
+        """Layer of the head whose state further draft tokens read, as in `HiddenStates.layers`."""
+
+    @property
+    def readings(self) -> Sequence[DraftHeadConfig]:
+        """Configs with the hidden states that the head may have been trained for, the usual first.
+
+        The export measures which of them has the highest acceptance rates.
+        """
+        return (self,)
+
+    @property
+    @abstractmethod
+    def reading(self) -> str:
+        """Description of the hidden states that are read."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe a head that is paired with its target."""
+
+    @abstractmethod
+    def build(self) -> DraftHeadModule:
+        """Build the head on the meta device."""
+
+
 class DraftHeadModule(nn.Module, ABC):
     """Draft model of some layers that read an embedding and a hidden state.
 
     F channels of the target's concatenated hidden states, H of the states that passes read.
 
     Args:
-        hidden: Hidden states of the manifest.
+        config: Config of the head, which is paired with its target.
         model: Decoder layers, with embedding and final norm, of transformers.
         lm_head: LM head.
-        returns_normalized: True if further draft tokens read states after the final norm.
 
     Attributes:
         has_fuse: False if passes read the target's hidden states as they are.
@@ -31,13 +86,10 @@ class DraftHeadModule(nn.Module, ABC):
 
     has_fuse = True
 
-    def __init__(
-        self, hidden: HiddenStates, model: Any, lm_head: Any, returns_normalized: bool
-    ) -> None:
+    def __init__(self, config: DraftHeadConfig, model: Any, lm_head: Any) -> None:
         super().__init__()
-        self.hidden, self.model, self.lm_head = hidden, model, lm_head
-        self.config = model.config
-        self.returned_layer = self.config.num_hidden_layers + returns_normalized
+        self.hidden, self.returned_layer = config.hidden, config.returned_layer
+        self.model, self.lm_head, self.config = model, lm_head, model.config
 
     @abstractmethod
     def join(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

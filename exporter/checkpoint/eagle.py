@@ -25,7 +25,7 @@ from specedge.errors import CheckpointError, PairError
 
 from .. import internals
 from ..libraries import first_line, quiet
-from .draft_heads import DraftHeadModule
+from .draft_heads import DraftHeadConfig, DraftHeadModule
 
 MODEL_TYPE = "eagle3"
 _LAYER_TYPES = ("llama", "qwen3")
@@ -46,8 +46,8 @@ _ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 @dataclass(frozen=True)
-class EagleConfig:
-    """Config of an EAGLE-3 head, in place of a config of transformers.
+class EagleConfig(DraftHeadConfig):
+    """Config of an EAGLE-3 head.
 
     Attributes:
         layers: Config of its decoder layers, of transformers.
@@ -73,11 +73,6 @@ class EagleConfig:
     verifier: str | None = None
 
     model_type = MODEL_TYPE
-    is_encoder_decoder = False
-
-    def get_text_config(self, **options: object) -> Any:
-        """Return the config of the layers."""
-        return self.layers
 
     @property
     def num_states(self) -> int:
@@ -90,21 +85,31 @@ class EagleConfig:
         return self.columns != int(self.layers.vocab_size)
 
     def describe(self) -> str:
-        """Describe a head that is paired with its target."""
         count = self.layers.num_hidden_layers
         trained_for = "" if self.verifier is None else f", trained for {self.verifier}"
         return (
             f"the draft is an EAGLE-3 head of {count} layer{'s' if count > 1 else ''}, with "
-            f"{self.columns} tokens{trained_for}; it reads what enters the target's layers "
-            f"{', '.join(map(str, self.hidden.layers))}, counted from 0"
+            f"{self.columns} tokens{trained_for}; it reads {self.reading}"
         )
 
     @property
+    def reading(self) -> str:
+        layers = ", ".join(map(str, self.hidden.layers))
+        return f"what enters the target's layers {layers}, counted from 0"
+
+    @property
     def hidden(self) -> HiddenStates:
-        """Hidden states of the manifest, of a head that is paired with its target."""
         assert self.states is not None
         size = self.num_states * self.target_size
         return HiddenStates(self.states, size, int(self.layers.hidden_size))
+
+    @property
+    def returned_layer(self) -> int:
+        return int(self.layers.num_hidden_layers) + self.norm_output
+
+    def build(self) -> EagleDraft:
+        with torch.device("meta"), quiet():
+            return EagleDraft(self).eval()
 
 
 def is_head(raw: Mapping[str, Any]) -> bool:
@@ -299,7 +304,7 @@ class EagleDraft(DraftHeadModule):
     def __init__(self, config: EagleConfig) -> None:
         model = AutoModel.from_config(copy.deepcopy(config.layers), dtype=torch.float32)
         head = nn.Linear(config.layers.hidden_size, config.columns, bias=False)
-        super().__init__(config.hidden, model, head, config.norm_output)
+        super().__init__(config, model, head)
         self.model.layers[0] = EagleLayer(self.model.layers[0], config.norm_before_residual)
         norm_class, epsilon = type(self.model.norm), self.config.rms_norm_eps
         self.fc = nn.Linear(self.hidden.size, self.config.hidden_size, bias=False)
@@ -324,12 +329,6 @@ class EagleDraft(DraftHeadModule):
             hidden = torch.cat([norm(x) for norm, x in zip(norms, parts, strict=True)], -1)
         fused: torch.Tensor = self.fc(hidden)
         return fused
-
-
-def build_draft(config: EagleConfig) -> EagleDraft:
-    """Build a head on the meta device."""
-    with torch.device("meta"), quiet():
-        return EagleDraft(config).eval()
 
 
 def restore_rotary(model: EagleDraft) -> None:
@@ -417,7 +416,7 @@ def _read_tokens(
 
 
 def _check_tensors(where: str, config: EagleConfig, state: Mapping[str, torch.Tensor]) -> None:
-    expected = build_draft(config).state_dict()
+    expected = config.build().state_dict()
     if missing := sorted(expected.keys() - state.keys()):
         raise CheckpointError(f"{where} lacks weights, such as {missing[0]}; download it again")
     if unknown := sorted(state.keys() - expected.keys()):

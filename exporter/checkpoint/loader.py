@@ -24,10 +24,11 @@ from . import (
     weight_files,
 )
 from .checkpoints import Checkpoint
-from .eagle import EagleConfig, build_draft, match_tensors, restore_rotary
+from .draft_heads import DraftHeadConfig
+from .eagle import EagleConfig, match_tensors, restore_rotary
 from .encoder_decoder import as_decoder
 from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
-from .mtp import MtpConfig, MtpDraft, split_tensors
+from .mtp import MTP_LAYERS, MtpDraft, split_tensors
 from .placeholders import WeightSources
 from .quantized_tensors import QuantizedTensor
 
@@ -52,16 +53,17 @@ class LoadedCheckpoint:
 
 def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
     """Load the model; its `dtype` is the stored type of most weights. Raises CheckpointError."""
-    where = f"{checkpoint.role} {checkpoint.name}"
-    if checkpoint.remote is not None:
-        hub.fetch_weights(checkpoint.remote, progress)
+    where, config = f"{checkpoint.role} {checkpoint.name}", checkpoint.config
+    for file_owner in (checkpoint, checkpoint.target):
+        if file_owner is not None and file_owner.remote is not None:
+            hub.fetch_weights(file_owner.remote, progress)
     num_tokens = token_ids = None
     with quiet(), translate_errors(CheckpointError, f"{where} cannot be loaded: "):
-        if isinstance(checkpoint.config, EagleConfig):
-            model, dtype, token_ids = _load_head(where, checkpoint, checkpoint.config)
-            num_tokens = int(checkpoint.config.layers.vocab_size)
-        elif isinstance(checkpoint.config, MtpConfig):
-            model, dtype = _load_mtp(where, checkpoint, checkpoint.config)
+        if isinstance(config, DraftHeadConfig):
+            load_head = _load_eagle if isinstance(config, EagleConfig) else _load_mtp
+            model, tensors, dtype, token_ids = load_head(where, checkpoint, config)
+            _set_parameters(model, tensors)
+            num_tokens = int(config.layers.vocab_size)
         else:
             model, dtype = _load_model(where, checkpoint, progress)
     weight_files.check_types(where, model.named_parameters())
@@ -136,12 +138,15 @@ def _read_state(
     return state, weight_files.stored_dtype(where, state)
 
 
-def _load_head(
-    where: str, checkpoint: Checkpoint, config: EagleConfig
-) -> tuple[Any, str, tuple[int, ...] | None]:
-    """Load an EAGLE-3 head; return the model, the type of most weights, and its columns' tokens.
+def _load_eagle(
+    where: str, checkpoint: Checkpoint, config: Any
+) -> tuple[Any, dict[str, torch.Tensor], str, tuple[int, ...] | None]:
+    """Build an EAGLE-3 head.
 
     What its checkpoint shares with the target is read from the target's.
+
+    Returns:
+        The model, its tensors by name, the type of most weights, and the tokens of its columns.
     """
     target = checkpoint.target
     assert target is not None
@@ -162,38 +167,43 @@ def _load_head(
 
     config, state, token_ids = match_tensors(where, config, tensors, num_tokens, of_target)
     dtype = weight_files.stored_dtype(where, state)
-    model = build_draft(config)
+    model = config.build()
     restore_rotary(model)
-    for name, tensor in state.items():
-        module, _, leaf = name.rpartition(".")
-        value = _make_lazy(tensor).to(torch.float32)
-        parameter = torch.nn.Parameter(value, requires_grad=False)
-        model.get_submodule(module)._parameters[leaf] = parameter
-    return model, dtype, token_ids
+    return model, state, dtype, token_ids
 
 
-def _load_mtp(where: str, checkpoint: Checkpoint, config: MtpConfig) -> tuple[Any, str]:
-    """Load an MTP layer; return the model and the type of most weights."""
+def _load_mtp(
+    where: str, checkpoint: Checkpoint, config: Any
+) -> tuple[Any, dict[str, torch.Tensor], str, None]:
+    """Load the decoder layer of an MTP layer; return as `_load_eagle`, without the layer."""
     target = checkpoint.target
     assert target is not None
     whole, dtype = _read_state(where, target, internals.build_decoder(target.config))
     state, own = split_tensors(where, config, whole)
     decoder, info = _load_decoder(internals.build_decoder(config.layers), state)
-    first, index = "model.layers.0.", f"model.layers.{config.index}."
-    unknown = [str(key).replace(first, index) for key in info["unexpected_keys"]]
+
+    def published(key: object) -> str:
+        return str(key).replace("model.layers.0.", config.prefix)
+
+    unknown = list(map(published, info["unexpected_keys"]))
     if unknown:
         raise CheckpointError(
             f"{where}: its MTP layer has tensors of another kind of layer, such as {unknown[0]}; "
             "specify another --draft"
         )
-    info["missing_keys"] = {str(key).replace(first, index) for key in info["missing_keys"]}
+    info["missing_keys"] = {*map(published, info["missing_keys"])}
+    info["mismatched_keys"] = {(published(key), *sizes) for key, *sizes in info["mismatched_keys"]}
     _check_loaded(where, info)
-    model = MtpDraft(config, decoder)
-    for name, tensor in own.items():
+    return MtpDraft(config, decoder), own, dtype, None
+
+
+def _set_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Set parameters in float32, lazily for matrices."""
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
         value = _make_lazy(tensor).to(torch.float32)
         parameter = torch.nn.Parameter(value, requires_grad=False)
-        model.get_submodule(name.removesuffix(".weight")).weight = parameter
-    return model, dtype
+        model.get_submodule(module)._parameters[leaf] = parameter
 
 
 def _load_decoder(empty: Any, state: dict[str, torch.Tensor]) -> tuple[Any, Any]:
@@ -221,7 +231,8 @@ def _check_loaded(where: str, info: Any) -> None:
 
 
 def _note_unused(role: str, names: list[str], progress: Progress) -> None:
-    """Note tensors that the model does not use, except buffers of old versions."""
+    """Note tensors that the model does not use, except MTP layers and buffers of old versions."""
+    names = [name for name in names if not name.startswith(MTP_LAYERS)]
     if names := [name for name in names if not name.endswith(_OBSOLETE_BUFFERS)]:
         progress.note(
             f"{role}: the model does not use {len(names)} of its tensors, such as "

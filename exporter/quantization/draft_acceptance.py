@@ -85,7 +85,7 @@ def measure_acceptance(
         vocab_size = min(vocab_size, draft.model.vocab_size)
         context = min(context, draft.model.context_length)
     encoder = TextEncoder(Tokenizer.from_file(str(tokenizer)), vocab_size)
-    prompts = _prompts(encoder, source.evaluation, min(PROMPT_TOKENS, context // 2))
+    prompts = first_windows(encoder, source.evaluation, min(PROMPT_TOKENS, context // 2))
     if not prompts:
         return None
     with progress.step("Measuring the draft's acceptance rate"):
@@ -350,7 +350,7 @@ def _concatenate(rows: Sequence[np.ndarray], spans: Sequence[slice]) -> np.ndarr
     return np.concatenate([row[span] for row, span in zip(rows, spans, strict=True)])
 
 
-def _prompts(encoder: TextEncoder, documents: Sequence[str], size: int) -> list[np.ndarray]:
+def first_windows(encoder: TextEncoder, documents: Sequence[str], size: int) -> list[np.ndarray]:
     """Return the beginnings of documents, or windows of a single one. [T] each"""
     prefix, each = encoder.prefix(), -(-NUM_TEXTS // len(documents))
     length = size - len(prefix)

@@ -22,11 +22,9 @@ import torch.onnx.ops
 from specedge.errors import ExportError, SpecEdgeError
 
 from .. import internals
-from ..checkpoint import mtp
 from ..checkpoint.decoder_layers import layer_list, truncate
-from ..checkpoint.eagle import EagleConfig, build_draft
+from ..checkpoint.draft_heads import DraftHeadConfig
 from ..checkpoint.encoder_decoder import as_decoder
-from ..checkpoint.mtp import MtpConfig
 from ..checkpoint.placeholders import WeightSources
 from ..libraries import quiet
 from . import experts, geometry
@@ -397,10 +395,8 @@ def meta_model(config: Any) -> Any:
     """Build the decoder of a config on the meta device. Raises ExportError."""
     context = f"transformers cannot build a {config.model_type} model of its config"
     with internals.translate_internal_errors(ExportError, context):
-        if isinstance(config, EagleConfig):
-            model = build_draft(config)
-        elif isinstance(config, MtpConfig):
-            model = mtp.build_draft(config)
+        if isinstance(config, DraftHeadConfig):
+            model = config.build()
         else:
             model = as_decoder(internals.build_decoder(config))
     for module, layer_type in list(internals.dynamic_rotary_modules(model)):

@@ -37,7 +37,7 @@ def load(spec, tensors=None, config=None, num_tokens=None):
     config, state, ids = eagle.match_tensors(
         "draft head", config or paired(spec), tensors, num_tokens, shared.__getitem__
     )
-    model = eagle.build_draft(config)
+    model = config.build()
     eagle.restore_rotary(model)
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False), ids
