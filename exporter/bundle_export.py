@@ -416,9 +416,8 @@ def _write(job: _Job, models: list[ModelEntry], hashes: dict[str, FileEntry]) ->
     models[0] = add_log_mel(models[0], target, work)
     with progress.step("Writing graphs for GPUs"):
         models = [best_logits.add_best_logits(model, work) for model in models]
-        # The only new input of a step in these graphs is the token drafted before.
-        has_steps = has_draft and not models[1].reads_hidden and models[1].mask_token is None
-        if has_steps and vocabulary is None:
+        # Each step reads the token that was drafted before, by its id.
+        if has_draft and models[1].mask_token is None and vocabulary is None:
             models[1] = draft_loop.add_draft_loops(
                 models[1], work, request.num_draft_tokens, _read_ids(work, models[1])
             )

@@ -13,6 +13,7 @@ from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.observed_states import ObservedStates
 from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.decoding.timing import Stopwatch
+from specedge.runtime.decoding.verification import draw_draft
 from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import common_prefix_length
 from specedge.runtime.sampling.logits import Logits
@@ -272,6 +273,31 @@ class HeadTable(TableModel):
         assert self.length < self.context_length
         self.rows[self.length :] = [row]
         self.length += 1
+
+
+class DraftingHeadTable(HeadTable):
+    """A head that drafts several tokens in one launch, unless `refuses`.
+
+    `launches` has the number of tokens that each reads, and its number of draft tokens.
+    """
+
+    has_draft_graphs = True
+    refuses = False
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.launches: list[tuple[int, int]] = []
+
+    def draft(self, tokens, count, history, sampling, uniforms, hidden=None):
+        if self.refuses:
+            return None
+
+        def next_row(drafted):
+            states = self.hidden[-1:] if drafted else hidden
+            return self.forward(drafted[-1:] or tokens, 1, states)[-1]
+
+        self.launches.append((len(tokens), count))
+        return draw_draft(next_row, history, count, sampling, uniforms)
 
 
 @functools.cache

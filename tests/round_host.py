@@ -9,6 +9,7 @@ import onnxruntime as ort
 
 from specedge.runtime.decoding.random_numbers import uniforms
 
+HIDDEN = ("hidden", "fused")  # outputs with hidden states of all tokens that were fed
 DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
 
 
@@ -24,6 +25,7 @@ class Graph:
             if "past_key_values." in name
         }
         self.given, self.results, self.writes = {}, {}, {}
+        self.allocated = []  # outputs that ONNX Runtime allocates in each run
         self.run_time = 0.0  # seconds of the processor in ONNX Runtime
         for name, buffer in self.buffers.items():
             self.binding.bind_ortvalue_input(name, buffer)
@@ -31,6 +33,10 @@ class Graph:
             if "present." in value.name:
                 self.writes[value.name] = _read_as(value.name)
                 place = self.buffers[self.writes[value.name]]
+            elif value.name in HIDDEN:  # as many rows as tokens were fed
+                self.allocated.append(value.name)
+                self.binding.bind_output(value.name)
+                continue
             else:
                 shape = [{"B": 1, "R": num_rows}.get(size, size) for size in value.shape]
                 zeros = np.zeros(shape, DTYPES[value.type])
@@ -47,10 +53,15 @@ class Graph:
             if self.given.get(name) is not given[name]:
                 self.given[name] = given[name]
                 self.binding.bind_cpu_input(name, given[name])
+        for name in self.allocated:  # not into the memory of the run before
+            self.binding.bind_output(name)
         start = time.process_time()
         self.session.run_with_iobinding(self.binding)
         self.run_time += time.process_time() - start
-        return {name: value.numpy().copy() for name, value in self.results.items()}
+        results = {name: value.numpy().copy() for name, value in self.results.items()}
+        names = [value.name for value in self.session.get_outputs()] if self.allocated else []
+        outputs = dict(zip(names, self.binding.get_outputs() if names else [], strict=True))
+        return results | {name: outputs[name].numpy() for name in self.allocated}
 
 
 def _read_as(present):
@@ -69,6 +80,7 @@ class Host:
         self.bundle, self.num_draft_tokens, self.ends = bundle, num_draft_tokens, {*ends}
         self.graphs, self.opener = graphs, opener
         self.source_length = {}  # an input of the graphs
+        self.reads_hidden = any("hidden" in graph.shapes for graph in graphs)
 
     def open(self, source):
         """Set the constant states to those of a source's tokens."""
@@ -103,14 +115,18 @@ class Host:
         }
         settings["seen"][0, prompt] = True
         draft_length = target_length = 0
-        while piece and len(prompt) - draft_length > piece:
+        while piece and len(prompt) - target_length > piece:
             nothing = settings | {"num_draft_tokens": np.array([0], np.int64)}
-            read = tokens[: draft_length + piece]
+            read = tokens[: target_length + piece]
             self.round(nothing, read, draft_length, target_length, np.zeros(2 * k + 1))
-            draft_length = target_length = len(read)
+            draft_length, target_length = target_length, len(read)
+            if not self.reads_hidden:
+                draft_length = target_length
         while len(tokens) < limit:
             wanted, length = limit - len(tokens), len(tokens)
             room = wanted - 1 if temperature == 0 else self.bundle.context_length - length
+            if self.reads_hidden and not accepted:  # a head does not draft in the first round
+                room = 0
             settings["num_draft_tokens"] = np.array([min(k, room)], np.int64)
             numbers = uniforms(seed, len(accepted) * (2 * k + 1), 2 * k + 1)
             new, num_accepted = self.round(settings, tokens, draft_length, target_length, numbers)
@@ -120,8 +136,10 @@ class Host:
                 settings["seen"][0, token] = True
                 if token in self.ends:
                     return tokens[len(prompt) :], accepted
+            # A head has read the states of all tokens before this run of the target.
+            num_read = target_length if self.reads_hidden else length + k - 1
             target_length = len(tokens) - 1
-            draft_length = min(target_length, length + k - 1)
+            draft_length = min(target_length, num_read)
         return tokens[len(prompt) :], accepted
 
 
@@ -147,20 +165,33 @@ class Fused(Host):
 
 
 class Split(Host):
-    """A run for each draft token, one of the target, and one of the accept rule."""
+    """A run for each draft token, one of the target, and one of the accept rule.
+
+    A draft head reads the hidden states of the target's last run first.
+    """
 
     def __init__(self, sessions, bundle, num_draft_tokens, ends=(), opener=None):
         graphs = [Graph(session, num_draft_tokens + 1) for session in sessions]
         super().__init__(bundle, num_draft_tokens, graphs, ends, opener)
-        self.draft, self.target, self.accept = graphs
+        self.draft, self.target, self.accept, *self.fuse = graphs  # fuse: of some draft heads
+        self.hidden = None  # states of the tokens of the last run of the target
 
     def round(self, settings, tokens, draft_length, target_length, numbers):
         k, settings = self.num_draft_tokens, settings | {"seen": settings["seen"].copy()}
         before, drafted, rows = settings["seen"].copy(), [], []
-        fed, place = tokens[draft_length:], draft_length
+        fed, place, hidden = tokens[draft_length:], draft_length, {}
+        if self.reads_hidden:  # state i and token i + 1
+            fed = tokens[draft_length + 1 : target_length + 1]
+            hidden = {"hidden": self.hidden[:, : len(fed)]} if fed else {}
+            if fed and self.fuse:
+                hidden = {"hidden": self.fuse[0].run(hidden)["fused"]}
         for i in range(k):
-            given = {"tokens": np.array([fed]), "draft_length": np.array([place])}
+            if not fed:
+                drafted, rows = [0] * k, [np.zeros_like(settings["seen"], np.float32)] * k
+                break
+            given = {"tokens": np.array([fed]), "draft_length": np.array([place])} | hidden
             found = self.draft.run(settings | given | {"uniforms": numbers[i : i + 1]})
+            hidden = {"hidden": found["next_hidden"]} if hidden else {}
             place, fed = place + len(fed), found["token"].tolist()
             drafted += fed
             rows.append(found["weights"])
@@ -171,8 +202,10 @@ class Split(Host):
             "past_length": np.array([target_length]),
             "logits_from": np.array([len(missing) - 1]),
         }
+        found = self.target.run(given)
+        self.hidden = found.get("hidden")
         given = {
-            "logits": self.target.run(given)["logits"],
+            "logits": found["logits"],
             "tokens": np.array(drafted),
             "weights": np.concatenate(rows),
             "seen": before,

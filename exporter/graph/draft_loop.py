@@ -1,8 +1,9 @@
 """K draft steps as one graph, so that a GPU drafts K tokens in one call.
 
 Each step's token is the input of the next one: the most probable token (the lowest id on ties), or
-a sampled one. The caches that a step writes are outputs, which the caller binds to the input
-buffers: all steps then update the same buffers without copies.
+a sampled one. A draft head also reads the hidden state that the step before returned. The caches
+that a step writes are outputs, which the caller binds to the input buffers: all steps then update
+the same buffers without copies.
 
 Sampling uses the arithmetic of `sampling_nodes.py`, restricted to operators with GPU kernels.
 No shape depends on a value, so disabled filters are computed as well.
@@ -13,6 +14,7 @@ T input tokens of the first step, K draft tokens, C columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -68,24 +70,33 @@ def _build_graph(
 ) -> ir.Graph:
     """Connect the graphs of the steps, of which the first reads T tokens.
 
-    The others read their token `step_length` times, and return the logits of the first one.
+    The others, and each step of a draft head, read their last token `step_length` times, and return
+    the logits of the first one. The rows of the others are stale, as those of padded passes.
     """
     nodes = GraphBuilder(UNROLLED)
     inputs = {t.name: nodes.input(t.name, *_value_type(t.dtype, t.shape)) for t in signature.inputs}
     fed, length = inputs.pop("input_ids"), inputs.pop("past_length")
+    hidden = inputs.pop("hidden", None)
     sampling_inputs = {name: inputs.pop(name) for name in SAMPLING_INPUTS if name in inputs}
     sampler = TokenSampler(nodes, draft.num_columns, sampling_inputs) if sampling_inputs else None
     next_length = nodes("Add", length, _count_tokens(nodes, fed))
-    last = nodes.stored(ir.tensor(np.array([-1]), name="last"), "last")
     drafted, outputs = list[ir.Value](), dict[str, ir.Value]()
     buffers = dict(inputs)
     for i, part in enumerate(parts):
-        repeats = i > 0 and step_length > 1
-        tokens = nodes("Concat", *[fed] * step_length, axis=1) if repeats else fed
-        step_inputs = {"input_ids": tokens, "past_length": length, "logits_from": last}
-        step = part.copy(nodes, f"step.{i}", step_inputs | buffers)
+        repeats = step_length > 1 and (i > 0 or hidden is not None)
+        num_rows = step_length if repeats else 1
+        repeat = partial(_repeat_last, nodes, count=num_rows - 1, is_single=i > 0)
+        step_inputs = {"input_ids": repeat(fed), "past_length": length} | buffers
+        step_inputs["logits_from"] = nodes.constant([-num_rows])
+        if hidden is not None:
+            step_inputs["hidden"] = repeat(hidden)
+        step = part.copy(nodes, f"step.{i}", step_inputs)
         rows = step.pop("logits")
         rows = nodes("Slice", rows, [0], [1], [1]) if repeats else rows
+        if hidden is not None:
+            end = END if num_rows == 1 else 1 - num_rows
+            hidden = nodes("Slice", step.pop("next_hidden"), [-num_rows], [end], [1])
+            outputs["next_hidden"] = hidden
         logits = token_logits(nodes, rows, draft, 1)
         column = sampler.sample(logits) if sampler else nodes("ArgMax", logits, axis=-1)
         fed = column if ids is None else nodes("Gather", np.array(ids), column)
@@ -98,6 +109,14 @@ def _build_graph(
     for t in signature.outputs:
         nodes.output(t.name, outputs[t.name], *_value_type(t.dtype, t.shape))
     return nodes.graph
+
+
+def _repeat_last(nodes: GraphBuilder, rows: ir.Value, count: int, is_single: bool) -> ir.Value:
+    """Append the last row `count` times; `is_single` if there is no other. [1, T, ...]"""
+    if not count:
+        return rows
+    last = rows if is_single else nodes("Slice", rows, [-1], [END], [1])
+    return nodes("Concat", rows, *[last] * count, axis=1)
 
 
 def _value_type(dtype: str, shape: Sequence[int | str]) -> tuple[ir.DataType, list[int | str]]:

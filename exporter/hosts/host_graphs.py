@@ -18,7 +18,7 @@ from specedge.bundle.graph_scan import weights_of
 from specedge.bundle.graph_variants import attention_ops
 from specedge.bundle.hosts import HostFiles, HostGraph
 from specedge.bundle.integrity import file_entry
-from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.manifest import FUSE, ModelEntry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
 from specedge.bundle.signature import Port, Signature
 from specedge.destination import destination
@@ -27,7 +27,14 @@ from specedge.int8_products import UNSIGNED_OPTION
 from specedge.option_specs import check_integer
 
 from ..graph.opset import OLD_OPSET, lower_opset
-from .round_graphs import PLAIN_K, RoundBuilder, accept_graph, check_fused, draft_graph
+from .round_graphs import (
+    PLAIN_K,
+    RoundBuilder,
+    accept_graph,
+    check_fused,
+    draft_graph,
+    fuse_graph,
+)
 from .source_graph import source_graph, source_obstacle
 from .tokenizer_graphs import tokenizer_graphs
 
@@ -70,7 +77,7 @@ def embed(
         num_draft_tokens: K of each fused round graph, by default the bundle's number.
         layout: "fused" for one graph per round, "split" for separate graphs of draft steps and of
             the accept rule, for any K; "auto" for fused graphs unless they would copy large caches
-            or packed weights in each draft step.
+            or packed weights in each draft step, or the draft reads hidden states.
         golden: Returns golden transcripts of a bundle for these K, such as
             `specedge.verification.transcripts.transcripts`; None for no transcripts.
 
@@ -107,8 +114,6 @@ def _draft_obstacle(draft: ModelEntry) -> str | None:
             "drafts all tokens of a round in one pass (PARD), and host graphs draft one token per "
             "pass"
         )
-    if draft.reads_hidden:
-        return "reads hidden states of the target, which host graphs do not pass to it"
     return None
 
 
@@ -149,6 +154,9 @@ def _embed(
             _HostGraphFile(draft_graph(bundle, ops["draft"]), "draft.onnx", "draft"),
             _HostGraphFile(accept_graph(bundle), "accept.onnx", "accept"),
         ]
+        if bundle.draft_model.has_graph(FUSE):
+            fuse = fuse_graph(bundle, ops["draft"])
+            host_graphs.append(_HostGraphFile(fuse, "fuse.onnx", FUSE))
     else:
         host_graphs = [
             _HostGraphFile(

@@ -2,8 +2,8 @@
 
 The fused graph is a whole round, for hosts that call `Run` once per round. The split graphs are a
 draft step and the accept rule, between which the host runs the target's decoder: for hosts that
-vary K, run the models on two devices, or have a packed draft model. N input tokens, K draft tokens,
-V entries of the target's vocabulary, R rows.
+vary K, run the models on two devices, or have a packed draft model or a draft head. N input tokens,
+K draft tokens, V entries of the target's vocabulary, R rows, F and H channels of hidden states.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.manifest import FUSE, ModelEntry
 from specedge.bundle.precision import QUANTIZED_DTYPES
 
 from ..graph.nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, GraphTemplate
@@ -169,6 +169,10 @@ def draft_step(
 def check_fused(bundle: Bundle) -> str | None:
     """Return the reason why a round cannot, or should not, be one graph; None otherwise."""
     draft = bundle.draft_model
+    if draft.reads_hidden:
+        return (
+            f"{draft.source.id} reads the target's hidden states, which fused rounds do not return"
+        )
     if draft.context_length < bundle.target.context_length:
         return (
             f"{draft.source.id} has a shorter context than the target, which fused rounds do "
@@ -193,11 +197,14 @@ def state_inputs(
 ) -> dict[str, ir.Value]:
     """Add inputs for a model's states; return them by their names in its decoder.
 
-    With the constant states of an encoder-decoder, the length of the source that it has read.
+    With the constant states of an encoder-decoder, the length of the source that it has read; of a
+    draft head, the hidden states that it reads.
     """
     inputs = {}
     if source_length is not None and model.encoder is not None:
         inputs["source_length"] = nodes("Min", source_length, [model.encoder.max_length])
+    if model.hidden is not None and model.hidden.draft_size is not None:
+        inputs["hidden"] = nodes.input("hidden", FLOAT, [1, "N", model.hidden.draft_size])
     for state in model.states:
         name = f"past_key_values.{state.name}"
         inputs[name] = nodes.input(f"{role}.{name}", FLOAT, list(model.state_shape(state)))
@@ -261,6 +268,7 @@ def _draft_weights(sampling: SamplingNodes, logits: ir.Value, bundle: Bundle) ->
         row = sampling.token_weights(logits, seen, len(ids), True, suppressed)
         empty = nodes("Expand", 0.0, [1, size])
         selected = sampling.select_columns(nodes.constant(columns[None]))
+        selected = nodes("Where", sampling.is_sampled(), selected, 0)  # the column that is kept
         weights = nodes("ScatterElements", empty, selected, row.weights, axis=1)
         argmax = nodes("Gather", columns, row.argmax)
         return TokenWeights(argmax, sampling.select_columns(weights))
@@ -286,7 +294,21 @@ def draft_graph(bundle: Bundle, ops: str) -> ir.Model:
     nodes.output("token", nodes("Reshape", step.token, [-1]), INT, [1])
     weights = sampling.restore_columns(step.weights)
     nodes.output("weights", weights, FLOAT, [1, size])
+    if model.hidden is not None and model.hidden.draft_size is not None:
+        hidden = nodes("Slice", step.outputs["next_hidden"], [-1], [END], [1])
+        nodes.output("next_hidden", hidden, FLOAT, [1, 1, model.hidden.draft_size])
     add_cache_outputs(nodes, "draft", states, step.outputs)
+    return ir.Model(nodes.graph, ir_version=IR_VERSION)
+
+
+def fuse_graph(bundle: Bundle, ops: str) -> ir.Model:
+    """Build the graph of the states that a draft head reads, from those of the target."""
+    nodes, model = GraphBuilder(FUSE), bundle.draft_model
+    assert model.hidden is not None
+    hidden = nodes.input("hidden", FLOAT, [1, "N", model.hidden.size])
+    template = GraphTemplate(bundle.folder, model.graph(FUSE, ops).file)
+    fused = template.copy(nodes, FUSE, {"hidden": hidden})["fused"]
+    nodes.output("fused", fused, FLOAT, [1, "N", model.hidden.draft_size or model.hidden.size])
     return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
 

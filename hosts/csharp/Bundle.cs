@@ -133,7 +133,7 @@ namespace SpecEdge
         public string OldestOnnxRuntime { get; }
         public IReadOnlyDictionary<string, string> SessionOptions { get; }
 
-        /// <summary>`round` for one or more K, or `draft` and `accept`; optionally `encode` and `decode`.</summary>
+        /// <summary>`round` for one or more K, or `draft`, `accept` and optionally `fuse`; optionally `encode` and `decode`.</summary>
         public IReadOnlyList<GraphEntry> Graphs { get; }
 
         /// <summary>The target's decoder, which a split round runs.</summary>
@@ -162,6 +162,9 @@ namespace SpecEdge
 
         /// <summary>True if a round is one graph; false if it is a draft step, the target's decoder and the accept rule.</summary>
         public bool IsFused => Graphs.Any(graph => graph.Name == "round");
+
+        /// <summary>True if the draft reads hidden states of the target.</summary>
+        public bool ReadsHidden => Graph("draft")?.Inputs.Any(input => input.Role == "hidden") == true;
 
         /// <summary>Returns the requested K, or the default one; refuses a K without a graph.</summary>
         public int CheckedNumDraftTokens(int asked)

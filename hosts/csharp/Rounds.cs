@@ -196,11 +196,63 @@ namespace SpecEdge
         }
     }
 
+    /// <summary>Hidden states that a draft head reads: the target's of its last run, then the head's own.</summary>
+    internal sealed class HeadStates : IDisposable
+    {
+        private readonly BoundGraph _fuse;  // null if the head reads the target's states as they are
+        private readonly int _channels, _ownChannels;
+        private readonly float[] _returned;  // state after the last row of the head
+        private float[] _states, _newStates;  // of the tokens of the target's runs
+
+        internal HeadStates(Bundle bundle, RoundMemory memory, BoundGraph draft, BoundGraph target, SessionOptions options)
+        {
+            _channels = target.Columns("hidden");
+            _ownChannels = draft.Columns("next_hidden");
+            _returned = new float[_ownChannels];
+            draft.BindOutput("next_hidden", memory.Keep(Rows(_returned, 1, _ownChannels)));
+            if (bundle.Graph("fuse") != null)
+                _fuse = new BoundGraph(bundle, bundle.Graph("fuse"), options);
+        }
+
+        /// <summary>Creates an output for the states of a run of the target; Keep replaces the previous ones.</summary>
+        internal OrtValue NewStates(int count)
+        {
+            _newStates = new float[count * _channels];
+            return Rows(_newStates, count, _channels);
+        }
+
+        internal void Keep() => _states = _newStates;
+
+        /// <summary>Creates an input with the first states of the last run, or with the state after the head's last row.</summary>
+        internal OrtValue Input(int count, bool isFirst)
+        {
+            if (!isFirst)
+                return Rows((float[])_returned.Clone(), 1, _ownChannels);
+            OrtValue states = Rows(_states, count, _channels);
+            if (_fuse == null)
+                return states;
+            OrtValue fused = Rows(new float[count * _ownChannels], count, _ownChannels);
+            using (states)
+            {
+                _fuse.BindInput("hidden", states);
+                _fuse.BindOutput("fused", fused);
+                _fuse.Run();
+            }
+            return fused;
+        }
+
+        public void Dispose() => _fuse?.Dispose();
+
+        private static OrtValue Rows(float[] memory, int count, int channels) => OrtValue.CreateTensorValueFromMemory(
+            OrtMemoryInfo.DefaultInstance, new Memory<float>(memory, 0, count * channels), new long[] { 1, count, channels });
+    }
+
     /// <summary>`draft.onnx` K times, the target's decoder, and `accept.onnx`.</summary>
     internal sealed class SplitRound : IRound
     {
         private readonly RoundMemory _memory;
         private readonly BoundGraph _draft, _target, _accept;
+        private readonly HeadStates _head;  // of a draft that reads hidden states, or null
         private readonly bool[] _seen;  // including drafted tokens
         private readonly double[] _uniform = new double[1];
         private readonly long[] _token = new long[1], _drafted, _from = new long[1];
@@ -236,6 +288,9 @@ namespace SpecEdge
             _logits = memory.Keep(OrtValue.CreateTensorValueFromMemory(logits, new long[] { 1, k + 1, columns }));
             _lastLogits = memory.Keep(OrtValue.CreateTensorValueFromMemory(logits, new long[] { 1, 1, columns }));
 
+            if (bundle.ReadsHidden)
+                _head = new HeadStates(bundle, memory, _draft, _target, options);
+
             _accept = new BoundGraph(bundle, bundle.Graph("accept"), options);
             _accept.BindInputs(memory.Inputs);
             _accept.BindInput("logits", _logits);
@@ -249,17 +304,20 @@ namespace SpecEdge
 
         public void Read(List<long> text, int end)
         {
-            if (_memory.DraftStart + _memory.DraftLength[0] < end)
-                Draft(Range(text, _memory.DraftStart + _memory.DraftLength[0], end), 0);
+            List<long> fed = Unread(text, end);
+            if (fed.Count > 0)
+                Draft(fed, 0);
             if (_memory.TargetLength[0] < end)
                 Verify(Range(text, _memory.TargetLength[0], end), 1, _lastLogits);
+            _head?.Keep();
         }
 
         public void Run(List<long> text)
         {
             Array.Copy(_memory.Seen, _seen, _seen.Length);
-            List<long> fed = Range(text, _memory.DraftStart + _memory.DraftLength[0], text.Count);
-            for (int i = 0; i < _drafted.Length; i++)
+            Array.Clear(_drafted, 0, _drafted.Length);
+            List<long> fed = Unread(text, text.Count);
+            for (int i = 0; i < _drafted.Length && fed.Count > 0; i++)
             {
                 Draft(fed, i);
                 _memory.DraftLength[0] += fed.Count;
@@ -271,12 +329,20 @@ namespace SpecEdge
             verified.AddRange(_drafted);
             Verify(verified, _drafted.Length + 1, _logits);
             _accept.Run();
+            _head?.Keep();
         }
 
         public void Dispose()
         {
-            foreach (BoundGraph graph in new[] { _draft, _target, _accept })
-                graph?.Dispose();
+            foreach (IDisposable part in new IDisposable[] { _draft, _target, _accept, _head })
+                part?.Dispose();
+        }
+
+        /// <summary>Returns the tokens up to a position that the draft has not read; a head reads state i with token i + 1.</summary>
+        private List<long> Unread(List<long> text, int end)
+        {
+            long start = _memory.DraftStart + _memory.DraftLength[0], known = _memory.TargetLength[0];
+            return _head == null ? Range(text, start, Math.Max((int)start, end)) : Range(text, start + 1, (int)known + 1);
         }
 
         /// <summary>Runs a draft step and samples the next token with random number i.</summary>
@@ -284,8 +350,11 @@ namespace SpecEdge
         {
             _uniform[0] = _memory.Uniforms[i];
             using (OrtValue tokens = RoundMemory.Row(fed))
+            using (OrtValue hidden = _head?.Input(fed.Count, i == 0))
             {
                 _draft.BindInput("tokens", tokens);
+                if (hidden != null)
+                    _draft.BindInput("hidden", hidden);
                 _draft.BindOutput("weights", _weights[i]);
                 _draft.Run();
             }
@@ -296,8 +365,11 @@ namespace SpecEdge
         {
             _from[0] = fed.Count - rows;
             using (OrtValue tokens = RoundMemory.Row(fed))
+            using (OrtValue hidden = _head?.NewStates(fed.Count))
             {
                 _target.BindInput("tokens", tokens);
+                if (hidden != null)
+                    _target.BindOutput("hidden", hidden);
                 _target.BindOutput("logits", logits);
                 _target.Run();
             }

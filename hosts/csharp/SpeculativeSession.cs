@@ -118,11 +118,12 @@ namespace SpecEdge
                     if (turn != _turn)
                         throw new InvalidOperationException("another text was started on this session");
                     int most = PlaceDraft();
-                    for (int read; text.Count - (read = Math.Min(_draftStart + _draftLength, _targetLength)) > MaxRead; Read(read + MaxRead))
+                    for (int read; text.Count - (read = NumRead) > MaxRead; Read(read + MaxRead))
                         cancellation.ThrowIfCancellationRequested();
                     cancellation.ThrowIfCancellationRequested();
                     SplitMix64.Fill(_memory.Uniforms, options.Seed, used);
-                    return Next(limit - text.Count, most);
+                    // A draft head has no draft in the first round.
+                    return Next(limit - text.Count, Bundle.ReadsHidden && used == 0 ? 0 : most);
                 });
                 used += (ulong)_memory.Uniforms.Length;
             }
@@ -137,6 +138,8 @@ namespace SpecEdge
             int common = 0;
             while (common < Math.Min(_text.Count, text.Count - 1) && _text[common] == text[common])
                 common++;
+            if (Bundle.ReadsHidden && common <= _draftLength && common > 0)
+                common--;  // the target computes the state of the token before again
             _draftLength = Math.Max(0, Math.Min(_draftLength, common - _draftStart));
             NumReused = _targetLength = Math.Min(_targetLength, common);
             _text = text;
@@ -155,12 +158,15 @@ namespace SpecEdge
             return start + context - _text.Count + 1;
         }
 
+        /// <summary>Number of tokens that all caches have; a head is one run behind the target.</summary>
+        private int NumRead => Bundle.ReadsHidden ? _targetLength : Math.Min(_draftStart + _draftLength, _targetLength);
+
         /// <summary>Fills the caches up to a position in the prompt.</summary>
         private void Read(int end)
         {
             _memory.SetLengths(_draftStart, _draftLength, _targetLength);
             _round.Read(_text, end);
-            _draftLength = Math.Max(_draftLength, end - _draftStart);
+            _draftLength = Bundle.ReadsHidden ? _targetLength : Math.Max(_draftLength, end - _draftStart);
             _targetLength = Math.Max(_targetLength, end);
         }
 
@@ -182,8 +188,9 @@ namespace SpecEdge
                 tokens.RemoveRange(end + 1, tokens.Count - end - 1);
             _text.AddRange(tokens);
             tokens.ForEach(token => _memory.Seen[token] = true);
+            int drafted = Bundle.ReadsHidden ? _targetLength : before + NumDraftTokens - 1;
             _targetLength = _text.Count - 1;
-            _draftLength = Math.Min(_targetLength, before + NumDraftTokens - 1) - _draftStart;
+            _draftLength = Math.Min(_targetLength, drafted) - _draftStart;
             return new Round(tokens, Math.Min(accepted, wanted));
         }
 

@@ -244,7 +244,8 @@ class OrtModel:
             for name in filter(lambda graph: model.has(graph, self.ops), ONE_CALL):
                 session = ModelSession(bundle, model, device, self.ops, name)
                 call = self._call(session, name)
-                if call.measure(partial(self._drafted, _HALF)) and self._drafts_equal_tokens(call):
+                step = partial(self._drafted, _HALF)
+                if call.measure(step, self._example) and self._drafts_equal_tokens(call):
                     self._draft_graphs.append(call)
         except SpecEdgeError as error:
             self.truncate(0)
@@ -261,7 +262,8 @@ class OrtModel:
         """Return True if a draft graph gives the same tokens as passes; empties the cache."""
         numbers = np.linspace(0.05, 0.95, call.num_steps)
         for sampling in call.examples:
-            draft = call.draft([0], len(numbers), History([0]), sampling, numbers)
+            text = History([0])
+            draft = call.draft([0], len(numbers), text, sampling, numbers, self._example)
             self.truncate(0)
             if draft is None or draft.tokens != self._drafted(numbers, sampling):
                 return False
@@ -273,12 +275,23 @@ class OrtModel:
         for call in self._draft_graphs:
             call.warm_up()
 
+    @property
+    def _example(self) -> Array | None:
+        """Hidden state that a draft head reads in self-tests; None for other models. [1, H]"""
+        states = self._session.model.hidden
+        if states is None or states.draft_size is None:
+            return None
+        return np.linspace(-1, 1, states.draft_size, dtype=np.float32)[np.newaxis]
+
     def _drafted(self, uniforms: Floats, sampling: Sampling) -> list[int]:
         """Return the draft tokens after token 0, by passes; empties the cache."""
         self.truncate(0)
 
         def next_row(drafted: list[int]) -> Row:
-            return self.forward(drafted[-1:] or [0])[-1]
+            hidden = self._example
+            if hidden is not None and drafted:
+                hidden = self.hidden[-1:].copy()
+            return self.forward(drafted[-1:] or [0], 1, hidden)[-1]
 
         draft = draw_draft(next_row, History([0]), len(uniforms), sampling, uniforms)
         self.truncate(0)
@@ -291,11 +304,12 @@ class OrtModel:
         history: History,
         sampling: Sampling,
         uniforms: Floats,
+        hidden: Array | None = None,
     ) -> Draft | None:
         """Draft by a multi-step graph; None if passes are faster or no graph applies."""
         for call in self._draft_graphs:
             if call.supports(history, sampling) and call.is_faster(count, sampling):
-                return call.draft(tokens, count, history, sampling, uniforms)
+                return call.draft(tokens, count, history, sampling, uniforms, hidden)
         return None
 
     def prefill(self, tokens: Sequence[int], hidden: Array | None = None) -> None:

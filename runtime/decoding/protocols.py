@@ -132,11 +132,13 @@ class DraftingModel(LanguageModel, Protocol):
         history: History,
         sampling: Sampling,
         uniforms: Floats,
+        hidden: Array | None = None,
     ) -> Draft | None:
-        """Append the last 1 or 2 tokens of a text and return a draft of `count` tokens after them.
+        """Append the last tokens of a text and return a draft of `count` tokens after them.
 
-        The draft equals that of single passes; its last token is not appended. Returns None,
-        without effect, if single passes are needed.
+        The draft equals that of single passes; its last token is not appended. A draft head reads a
+        `hidden` state with each token [T, H]. Returns None, without effect, if single passes are
+        needed.
         """
 
 
@@ -226,6 +228,7 @@ class DeviceDraft(NamedTuple):
     history: History
     sampling: Sampling
     uniforms: Floats
+    hidden: Array | None = None
 
     def run(self) -> Draft | None:
         return self.model.draft(*self[1:])

@@ -182,11 +182,12 @@ class TimedModel:
         history: History,
         sampling: Sampling,
         uniforms: Floats,
+        hidden: Array | None = None,
     ) -> Draft | None:
         """Draft on the device if the model supports it, which counts as `count` passes."""
         with self._stopwatch.part(self._part):
             model = cast(DraftingModel, self.model)
-            draft = model.draft(tokens, count, history, sampling, uniforms)
+            draft = model.draft(tokens, count, history, sampling, uniforms, hidden)
         if draft is not None:
             self.num_passes += count
         return draft

@@ -14,7 +14,9 @@ from specedge.sampling_options import Sampling
 
 from ..decoding.observed_states import Array, ObservedStates
 from ..decoding.protocols import (
+    DeviceDraft,
     DraftHeadModel,
+    DraftingModel,
     Feed,
     FuseStates,
     LanguageModel,
@@ -36,7 +38,8 @@ class DraftHead(DraftModel):
     Row i of its cache reads the hidden state of token i and token i + 1, and its logits predict
     token i + 2. The first pass of a round reads a row for each token since the last draft. Each
     further one reads a token that is not verified, with the hidden state that the head itself
-    returned for the row before; such rows are read again with the target's states.
+    returned for the row before; such rows are read again with the target's states. A model that can
+    draft on its device takes one launch for all of these passes.
 
     It does not draft in the first round, whose pass may be the first over the prompt, so that
     drafts do not depend on the tokens that the target's cache shares with the prompt. The target is
@@ -94,7 +97,11 @@ class DraftHead(DraftModel):
     def read(self) -> Operations[None]:
         observed = self._observed
         assert observed.history is not None
-        yield from self._read_states(min(observed.end, observed.history.length - 1), 0)
+        end = min(observed.end, observed.history.length - 1)
+        start = self._first_row(end)
+        if observed.next_row < end:
+            yield (yield from self._read_chunks(end))
+            observed.num_rows = end - start
 
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
@@ -105,13 +112,24 @@ class DraftHead(DraftModel):
             return Draft([])
         start = self._first_row(num_read)
         num_free = start + self.context_length - (history.length - 1)
-        rows, row = draft_rows(history, min(max_tokens, num_free + 1), sampling, uniforms), None
+        count, first = min(max_tokens, num_free + 1), None
+        if count and observed.next_row < num_read:
+            first = yield from self._read_chunks(num_read)
+            if self.drafts_on_device and count > 1 and history.length == history.num_committed:
+                model = cast(DraftingModel, self.model)
+                inputs = first.tokens, count, history, sampling, uniforms, first.hidden
+                draft = yield DeviceDraft(model, *inputs)
+                if draft is not None:
+                    observed.num_rows = num_read - start
+                    return cast(Draft, draft)
+        rows, row = draft_rows(history, count, sampling, uniforms), None
         while True:
             try:
                 drafted = rows.send(row)
             except StopIteration as end:
                 return cast(Draft, end.value)
-            row = yield from self._next_row(history.then(drafted))
+            row = yield from self._next_row(history.then(drafted), first)
+            first = None
 
     def confidence_rates(self, greedy: bool) -> Sequence[float]:
         return ()  # they are not measured
@@ -146,12 +164,14 @@ class DraftHead(DraftModel):
             self.model.truncate(0)
         return observed.start
 
-    def _next_row(self, text: History) -> Operations[Row]:
-        """Read the rest of a text; return the logits after its last token."""
-        num_read = text.num_committed - 1
-        row = None
-        if self._observed.next_row < num_read:
-            row = yield from self._read_states(num_read, 1)
+    def _next_row(self, text: History, first: Feed | None) -> Operations[Row]:
+        """Read the rest of a text, with `first`; return the logits after its last token."""
+        row: Row | None = None
+        if first is not None:
+            first.num_rows = 1
+            row = (yield first)[-1]
+            self._observed.num_rows = text.num_committed - 1 - self._observed.start
+            self._returned = [self.model.hidden[-1].copy()]
         num_drafted = text.length - text.num_committed
         for token in text.last(num_drafted - len(self._returned) + 1):
             hidden = self._returned[-1][np.newaxis]
@@ -160,27 +180,21 @@ class DraftHead(DraftModel):
         assert row is not None
         return row
 
-    def _read_states(self, end: int, num_rows: int) -> Operations[Row | None]:
-        """Read the observed states before `end`; return the last row of logits.
-
-        It is None if `num_rows` is 0, or if there is no state to read.
-        """
+    def _read_chunks(self, end: int) -> Operations[Feed]:
+        """Read the observed states before `end`, of which the last pass is returned instead."""
         observed = self._observed
         assert observed.history is not None
-        self._first_row(end)
         self.model.truncate(observed.num_rows)
-        row = None
-        while (start := observed.next_row) < end:
+        while True:
+            start = observed.next_row
             stop = min(end, start + getattr(self.model, "chunk_length", end))
             states = yield FuseStates(self.model, observed.read(start, stop))
             tokens = self.reading.read(observed.history.tokens[start + 1 : stop + 1], start + 1)
-            count = num_rows if stop == end else 0
-            logits = yield Feed(self.model, tokens, count, states)
+            feed = Feed(self.model, tokens, 0, states)
+            if stop == end:
+                return feed
+            yield feed
             observed.num_rows = stop - observed.start
-            if count:
-                row = logits[-1]
-                self._returned = [self.model.hidden[-1].copy()]
-        return row
 
 
 def create_drafter(

@@ -29,7 +29,7 @@ from .integrity import (
     has_encodable_path,
     sha256,
 )
-from .manifest import ENCODER, REEXPORT_HINT, DraftTokenizer, FileEntry, ModelEntry
+from .manifest import ENCODER, FUSE, REEXPORT_HINT, DraftTokenizer, FileEntry, ModelEntry
 from .reports import check_single_line
 from .token_readings import TokenReadings
 
@@ -177,6 +177,10 @@ class Bundle:
             raise ValueError("a draft with hidden must not have a tokenizer or a mask_token")
         if read is not None and replace(read, draft_size=None) != returned:
             raise ValueError("draft.hidden must have the layers and the size of target.hidden")
+        host_graphs = {graph.name for graph in self.hosts.graphs} if self.hosts else set()
+        has_fuse = self.draft is not None and self.draft.has_graph(FUSE)
+        if "draft" in host_graphs and ("fuse" in host_graphs) is not has_fuse:
+            raise ValueError("hosts has the graph 'fuse' if and only if the draft has it")
 
     def _check_columns(self, key: str, model: ModelEntry) -> None:
         columns, size = model.padded_vocab_size, model.vocab_size

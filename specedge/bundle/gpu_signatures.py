@@ -39,15 +39,19 @@ def one_call(name: str, signature: Signature, num_columns: int, num_draft_tokens
     Each step has outputs for the caches. In a sampling graph, `drawn` has, for each token: its
     column; a number that is 0 if all logits are finite; the number of nonzero weights; its weight;
     the sum of weights; then the largest weights in descending order and their columns. All weights
-    are separate outputs, for hosts that need more of them.
+    are separate outputs, for hosts that need more of them. A draft head also returns the hidden
+    state of the last step.
     """
     steps = range(num_draft_tokens)
+    states = [
+        replace(p, shape=("B", 1, p.shape[-1])) for p in signature.outputs if p.role == "hidden"
+    ]
     caches = [port for port in signature.outputs if port.role == "state"]
     step_caches = [replace(p, name=step_output(i, p.name)) for i in steps for p in caches]
     inputs = [port for port in signature.inputs if port.role != "logits_from"]
     if name == UNROLLED:
         drafted = Port("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
-        return Signature(tuple(inputs), (drafted, *step_caches))
+        return Signature(tuple(inputs), (drafted, *states, *step_caches))
     types = {"top_k": "int64", "top_p": "float64"}
     inputs += [Port(s, s, None, types.get(s, "float32"), (1,)) for s in SAMPLING_SETTINGS]
     inputs.append(Port("seen", "seen", None, "bool", ("B", num_columns)))
@@ -56,7 +60,7 @@ def one_call(name: str, signature: Signature, num_columns: int, num_draft_tokens
     drawn = Port("drawn", "drawn", None, "float64", shape)
     names = [step_output(i, "weights") for i in steps]
     step_weights = [Port(n, "weights", None, "float32", ("B", num_columns)) for n in names]
-    return Signature(tuple(inputs), (drawn, *step_weights, *step_caches))
+    return Signature(tuple(inputs), (drawn, *step_weights, *states, *step_caches))
 
 
 def step_output(step: int, name: str) -> str:

@@ -11,7 +11,7 @@ from .reports import check_single_line
 from .signature import Signature
 
 TEXT_GRAPHS = {"encode", "decode"}
-GRAPHS = ("round", "draft", "accept", "open", *sorted(TEXT_GRAPHS))
+GRAPHS = ("round", "draft", "accept", "fuse", "open", *sorted(TEXT_GRAPHS))
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,11 @@ class HostFiles:
         names = {graph.name for graph in self.graphs}
         if len({(graph.name, graph.num_draft_tokens) for graph in self.graphs}) < len(self.graphs):
             raise ValueError("graphs must not repeat a graph")
-        if names - TEXT_GRAPHS - {"open"} not in ({"round"}, {"draft", "accept"}):
-            raise ValueError("graphs must have either round or both draft and accept")
+        of_rounds = names - TEXT_GRAPHS - {"open"}
+        if of_rounds not in ({"round"}, {"draft", "accept"}, {"draft", "accept", "fuse"}):
+            raise ValueError(
+                "graphs must have either round or both draft and accept, and fuse only with these"
+            )
         text_graphs = TEXT_GRAPHS if self.ids_only is None else set()
         if names & TEXT_GRAPHS != text_graphs:
             raise ValueError("ids_only must be null if and only if graphs has encode and decode")

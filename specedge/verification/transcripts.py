@@ -19,7 +19,14 @@ from specedge.errors import ContextLengthError, PromptError
 from specedge.request import PLAIN
 from specedge.runtime.backend.ort import onnxruntime
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.protocols import Drafter, LanguageModel, SourceModel
+from specedge.runtime.decoding.observed_states import Array, ObservedStates
+from specedge.runtime.decoding.protocols import (
+    Drafter,
+    DraftHeadModel,
+    Feed,
+    LanguageModel,
+    SourceModel,
+)
 from specedge.runtime.decoding.random_numbers import uniforms
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft, Verdict, verify
@@ -221,9 +228,23 @@ class _Listener:
     def open(self, source: Source) -> None:
         cast(SourceModel, self._model).open(source)
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
+    @property
+    def observed(self) -> ObservedStates | None:
+        return getattr(self._model, "observed", None)
+
+    @property
+    def hidden(self) -> Array:
+        return cast(DraftHeadModel, self._model).hidden
+
+    def fuse(self, hidden: Array) -> Array:
+        return cast(DraftHeadModel, self._model).fuse(hidden)
+
+    def forward(
+        self, tokens: Sequence[int], num_rows: int | None = None, hidden: Array | None = None
+    ) -> Logits:
         assert self._model is not None
-        logits = self._model.forward(tokens, num_rows)
+        num_rows = len(tokens) if num_rows is None else num_rows
+        logits = cast(Logits, Feed(self._model, tokens, num_rows, hidden).run())
         row = logits[-1]
         self._rows.append(Row(row.array().copy(), row.ids))
         return logits

@@ -129,7 +129,8 @@ def test_manifest_describes_hidden_states(exported):
     assert any("EAGLE-3 head of 1 layer, with 100 tokens" in note for note in notes)
     names = {graph.name for graph in draft.graphs}
     assert {"decoder", "step", "catchup", "verify", "prefill", "fuse"} <= names
-    assert names.isdisjoint({"batched", "unrolled", "sampled"})
+    assert {"unrolled", "sampled"} <= names
+    assert "batched" not in names
 
 
 def test_graphs_have_the_ports_of_their_signatures(exported):
@@ -241,10 +242,12 @@ def test_options_of_other_drafts_are_refused(heads, tmp_path, options, message):
         heads.export(SPEC, tmp_path / "bundle", **options)
 
 
-def test_hosts_refuse_drafts_that_read_hidden_states(exported, tmp_path):
+def test_host_graphs_are_those_of_the_split_layout(exported, tmp_path):
     bundle, _ = exported
-    with pytest.raises(ExportError, match="reads hidden states of the target"):
-        host_graphs.embed(bundle.folder, tmp_path / "hosts")
+    hosts = host_graphs.embed(bundle.folder, tmp_path / "hosts").hosts
+    assert {graph.name for graph in hosts.graphs} >= {"draft", "accept", "fuse"}
+    with pytest.raises(ExportError, match="fused rounds do not return; use --layout split"):
+        host_graphs.embed(bundle.folder, tmp_path / "fused", layout="fused")
 
 
 def test_mtp_layers_of_the_target_are_refused_by_name(heads, tmp_path):

@@ -65,6 +65,29 @@ def split_encoder_decoder(tmp_path_factory):
     return _encoder_decoder(tmp_path_factory.mktemp("split_sources") / "bundle", "split")
 
 
+def _draft_head(folder, fuses):
+    pytest.importorskip("onnx_ir", reason="needs the export extra")
+    from draft_head_bundles import TOKEN_IDS, make_draft_head
+    from specedge.exporter import embed
+    from specedge.verification.transcripts import transcripts
+
+    make_draft_head(folder, TOKEN_IDS if fuses else None, fuses)
+    embed(folder, golden=transcripts)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def eagle_head(tmp_path_factory):
+    """A target with a draft head that fuses its hidden states, for some of the tokens."""
+    return _draft_head(tmp_path_factory.mktemp("eagle") / "bundle", True)
+
+
+@pytest.fixture(scope="session")
+def mtp_head(tmp_path_factory):
+    """A target with a draft head that reads its last hidden states as they are."""
+    return _draft_head(tmp_path_factory.mktemp("mtp") / "bundle", False)
+
+
 @pytest.fixture(params=["fused", "split"])
 def bundle(request):
     """A bundle of each layout."""

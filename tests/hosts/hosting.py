@@ -104,6 +104,19 @@ def check_sources(run, bundle):
     check_refused(run(bundle, "--ids", "5," * 30 + "5"), "1 to 30")
 
 
+def check_heads(run, bundle):
+    """Check texts of a bundle with a draft head, of which the longest prompt is read in pieces."""
+    import specedge
+
+    with specedge.load(bundle) as pipeline:
+        for prompt in ([5, 8, 13, 21, 34], [7], [*range(5, 39)] * 8):
+            for k, settings in ((4, {}), (2, {"temperature": 1.0, "seed": 5})):
+                ids = ",".join(map(str, prompt))
+                done = run(bundle, "--ids", ids, "-n", 24, "-k", k, *options(settings))
+                expected = generated(pipeline, prompt, 24, settings, k).tokens
+                assert done.stdout == joined(expected), done.stderr
+
+
 def with_another_transcript(bundle, output, key):
     """Copy a bundle and change a key of its second golden transcript."""
 

@@ -17,6 +17,7 @@ from csharp_builds import SOURCES, build
 from hosting import (
     REQUESTS,
     changed,
+    check_heads,
     check_refused,
     check_sources,
     damaged,
@@ -64,6 +65,22 @@ def test_texts_of_encoder_decoders_equal_specedge_output(host, name, request):
     done = host.run(bundle, "--golden")
     assert done.returncode == 0, done.stdout + done.stderr
     check_sources(host.run, bundle)
+
+
+@pytest.mark.parametrize("name", ["eagle_head", "mtp_head"])
+def test_texts_of_draft_heads_equal_specedge_output(host, name, request):
+    bundle = request.getfixturevalue(name)
+    done = host.run(bundle, "--golden")
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_heads(host.run, bundle)
+
+
+@each_platform
+@pytest.mark.parametrize("name", ["eagle_head", "mtp_head"])
+def test_turns_of_draft_heads_equal_new_texts(host, name, request):
+    done = host.check(request.getfixturevalue(name))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed ") == 1
 
 
 @pytest.mark.parametrize("host", ["pinvoke", "mono"], indirect=True)

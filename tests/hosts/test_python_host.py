@@ -62,7 +62,8 @@ def host(k):
     if ("round", k) in graphs:
         return Fused(opened(graphs["round", k]), bundle, ends, opener)
     draft, accept = (opened(graphs[name, None]) for name in ("draft", "accept"))
-    return Split((draft, opened(decoders[ops]), accept), bundle, k, ends, opener)
+    fuse = [opened(graphs["fuse", None])] if ("fuse", None) in graphs else []
+    return Split((draft, opened(decoders[ops]), accept, *fuse), bundle, k, ends, opener)
 
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -108,8 +109,10 @@ def test_golden_transcripts_are_reproduced(bundle):
     assert len(verdicts) >= 5
 
 
-@pytest.mark.parametrize("name", ["encoder_decoder", "split_encoder_decoder"])
-def test_golden_transcripts_of_encoder_decoders_are_reproduced(name, request):
+@pytest.mark.parametrize(
+    "name", ["encoder_decoder", "split_encoder_decoder", "eagle_head", "mtp_head"]
+)
+def test_golden_transcripts_of_other_models_are_reproduced(name, request):
     _, verdicts = replay(sys.executable, request.getfixturevalue(name))
     assert verdicts == [True] * len(verdicts)
     assert len(verdicts) >= 5

@@ -17,8 +17,6 @@ from draft_head_bundles import (
 from specedge.benchmarks.acceptance import acceptances
 from specedge.bundle import Bundle
 from specedge.bundle.manifest import chunk_length
-from specedge.errors import ExportError
-from specedge.exporter.hosts.host_graphs import embed
 from specedge.runtime.backend.memory import pair_memory
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
@@ -233,8 +231,3 @@ def test_memory_includes_states(folder):
     one, two = (pair_memory(bundle, ops, slots).models[1].passes for slots in (1, 2))
     assert two - one >= 4 * WINDOW * bundle.draft.hidden.size
     assert FEATURES
-
-
-def test_host_graphs_are_refused(folder, tmp_path):
-    with pytest.raises(ExportError, match="some/draft reads hidden states of the target"):
-        embed(folder, tmp_path / "out")

@@ -28,6 +28,8 @@ namespace SpecEdge
                 JsonIsReadStrictly, RandomNumbersAreSplitMix64, SettingsOutOfRangeAreRefused,
             };
             AddChecksOfAsync(checks);
+            if (Bundle.Read(_folder).IdsOnly != null)  // the others need text
+                checks = new List<Action> { TurnsThatShareAnyPrefixEqualNewTexts };
             int failed = 0;
             foreach (Action check in checks)
             {
@@ -77,6 +79,31 @@ namespace SpecEdge
                 Written(session, other.Take(2).ToArray());
                 Require(session.NumReused == 1, "the last token of a prompt is read in any case");
             }
+        }
+
+        private static void TurnsThatShareAnyPrefixEqualNewTexts()
+        {
+            var options = new GenerationOptions { MaxNewTokens = 12, Temperature = 0.8f, Seed = 5 };
+            long[] prompt = { 5, 8, 13, 21, 34, 9 }, text;
+            using (var session = new SpeculativeSession(_folder))
+            {
+                Written(session, prompt, options);
+                text = session.Tokens.ToArray();
+            }
+            for (int shared = 1; shared <= text.Length; shared++)
+                foreach (long[] added in new[] { new long[0], new long[] { 7, 11 } })
+                {
+                    long[] other = text.Take(shared).Concat(added).ToArray();
+                    using (var session = new SpeculativeSession(_folder))
+                    using (var fresh = new SpeculativeSession(_folder))
+                    {
+                        Written(session, prompt, options);
+                        long[] found = Written(session, other, options);
+                        int available = Math.Min(Math.Min(shared, other.Length - 1), text.Length - 1);
+                        Require(session.NumReused >= available - 1, $"{session.NumReused} of {available} tokens are reused");
+                        Require(found.SequenceEqual(Written(fresh, other, options)), $"other tokens after {shared} shared ones");
+                    }
+                }
         }
 
         private static void CancellingEndsAfterARoundAndLeavesTheSessionUsable()

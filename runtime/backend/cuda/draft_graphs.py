@@ -25,6 +25,7 @@ from ...decoding.verification import Draft
 from ...sampling.distribution import Distribution, Floats, Ids
 from ...sampling.history import History
 from ...sampling.logits_processors import text_columns
+from ..buffers import Array
 from ..kv_cache import KeyValueCache
 from ..model_session import BoundPass, ModelSession
 
@@ -69,11 +70,13 @@ class DraftGraph(ABC):
         history: History,
         sampling: Sampling,
         uniforms: Floats,
+        hidden: Array | None = None,
     ) -> Draft | None:
-        """Draft `count` tokens after `tokens`, the last 1 or 2 of a text.
+        """Draft `count` tokens after `tokens`, the last of a text.
 
-        The cache then contains all tokens but the last draft token. Steps beyond `count` also run,
-        and their rows are stale. Returns None, without effect, on failure.
+        They are 1 or 2, or of a draft head any number, each with a `hidden` state [T, H]. The cache
+        then contains all tokens but the last draft token. Steps beyond `count` also run, and their
+        rows are stale. Returns None, without effect, on failure.
         """
 
     def is_faster(self, count: int, sampling: Sampling) -> bool:
@@ -86,30 +89,53 @@ class DraftGraph(ABC):
         return False
 
     def warm_up(self) -> None:
-        """Let a GPU capture the graph for 1 and 2 tokens; empties the cache."""
-        for length in (2, 1):
+        """Let a GPU capture the graph for the usual numbers of tokens; empties the cache."""
+        longest = self.num_steps + 1 if self._session.model.reads_hidden else 2
+        for length in range(longest, 0, -1):
             self._cache.truncate(0)
             self._run([0] * length)
         self._cache.truncate(0)
 
-    def _run(self, tokens: Sequence[int], inputs: Mapping[str, Any] | None = None) -> BoundPass:
+    def _run(
+        self,
+        tokens: Sequence[int],
+        hidden: Array | None = None,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> BoundPass:
         """Call the graph once; the cache counts the rows of `tokens` alone.
 
         A pass that is too short starts at the token before, unless it is at the first position,
-        where attention reads a single row and kernels do not differ.
+        where attention reads a single row and kernels do not differ. The graph of a draft head
+        repeats the last token instead.
         """
-        if len(tokens) < self._session.min_length and self._cache.length:
+        if hidden is not None:
+            inputs = {**(inputs or {}), "hidden": hidden[np.newaxis]}
+        elif len(tokens) < self._session.min_length and self._cache.length:
             tokens = [self._cache.last_token, *tokens]
             self._cache.truncate(self._cache.length - 1)
         length = len(tokens)
-        if length not in self._passes:
-            self._passes[length] = self._session.bind(self._cache, length, 1, captured=True)
-        bound = self._passes[length]
+        bound = self._passes.get(length)
+        if bound is None:
+            is_usual = hidden is None or length <= self.num_steps + 1
+            bound = self._session.bind(self._cache, length, 1, captured=is_usual)
+            if is_usual:
+                self._passes[length] = bound
         self._session.run(bound, tokens, inputs)
         return bound
 
-    def measure(self, step: Callable[[Sampling], object]) -> bool:
+    def _next_hidden(self, bound: BoundPass) -> Array | None:
+        """Copy the hidden state that a draft head returned at the last step; None of others."""
+        if "next_hidden" not in bound.arrays:
+            return None
+        states: Array = self._session.buffers.fetch(bound.arrays["next_hidden"])[0].copy()
+        return states
+
+    def measure(self, step: Callable[[Sampling], object], hidden: Array | None = None) -> bool:
         """Time a call against one draft token by passes; empties the cache.
+
+        Args:
+            step: Drafts a token by passes.
+            hidden: State that a draft head reads. [1, H]
 
         Returns:
             True if calls are faster for any options.
@@ -117,7 +143,7 @@ class DraftGraph(ABC):
         self.warm_up()
         numbers = np.full(self.num_steps, 0.5)
         for sampling in self.examples:
-            call = partial(self.draft, [0], 1, History([0]), sampling, numbers)
+            call = partial(self.draft, [0], 1, History([0]), sampling, numbers, hidden)
             seconds = [self._median(method) for method in (call, partial(step, sampling))]
             self._costs[self._cost_class(sampling)] = seconds[0] / seconds[1]
         return min(self._costs.values()) < self.num_steps
@@ -148,10 +174,12 @@ class GreedyDraftGraph(DraftGraph):
         history: History,
         sampling: Sampling,
         uniforms: Floats,
+        hidden: Array | None = None,
     ) -> Draft:
         drafted: list[int] = []
         while len(drafted) < count:
-            bound = self._run(drafted[-1:] or tokens)
+            bound = self._run(drafted[-1:] or tokens, hidden)
+            hidden = self._next_hidden(bound)
             new = self._session.buffers.fetch(bound.arrays["drafted"])[0].tolist()
             new = new[: count - len(drafted)]
             self._cache.extend(new[:-1])
@@ -221,6 +249,7 @@ class SampledDraftGraph(DraftGraph):
         history: History,
         sampling: Sampling,
         uniforms: Floats,
+        hidden: Array | None = None,
     ) -> Draft | None:
         """Draft `count` tokens; None if logits are not finite."""
         start = self._cache.length
@@ -228,7 +257,8 @@ class SampledDraftGraph(DraftGraph):
         while (at := len(drafted)) < count:
             self._fetch_unread()
             inputs = self._inputs(history.then(drafted), sampling, uniforms[at:])
-            bound = self._run(drafted[-1:] or tokens, inputs)
+            bound = self._run(drafted[-1:] or tokens, hidden, inputs)
+            hidden = self._next_hidden(bound)
             rows = self._session.buffers.fetch(bound.arrays["drawn"])[: count - at]
             if rows[:, _NON_FINITE].any():
                 self._cache.truncate(start)

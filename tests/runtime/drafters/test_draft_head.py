@@ -8,6 +8,7 @@ import pytest
 
 from exact import distribution_of_strings, joint_distribution
 from fakes import (
+    DraftingHeadTable,
     HeadTable,
     StatesTable,
     Sure,
@@ -115,6 +116,24 @@ def test_drafts_equal_a_straight_recomputation(k, options):
     assert check(drafter) == len(rounds) - 1
     assert any(round_.num_accepted for round_ in rounds)
     assert any(round_.num_accepted < round_.num_drafted for round_ in rounds)
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("refuses", [False, True])
+def test_drafts_in_one_launch_equal_a_straight_recomputation(k, refuses):
+    model = DraftingHeadTable(HEAD)
+    model.refuses = refuses
+    drafter = Recording(model)
+    tokens, rounds = tokens_of(decoder(drafter, k))
+    assert check(drafter) == len(rounds) - 1
+    assert tokens == tokens_of(decoder(head(), k))[0]
+    if k == 1 or refuses:
+        assert not model.launches
+        return
+    assert len(model.launches) == len(rounds) - 1
+    accepted = [round_.num_accepted for round_ in rounds]
+    expected = [len(PROMPT), *(count + 1 for count in accepted[1:])]
+    assert [num_fed for num_fed, _ in model.launches] == expected[: len(rounds) - 1]
 
 
 @pytest.mark.slow(after_first=True)
@@ -271,10 +290,10 @@ class Alternating(FixedPlan):
 class Starts(Recording):
     """A head that records the position of its first row, by number of committed tokens."""
 
-    def _next_row(self, text):
-        row = yield from super()._next_row(text)
-        self.starts[text.num_committed] = self.model.observed.start
-        return row
+    def draft(self, history, max_tokens, sampling, uniforms):
+        draft = yield from super().draft(history, max_tokens, sampling, uniforms)
+        self.starts[history.num_committed] = self.model.observed.start
+        return draft
 
 
 @pytest.mark.parametrize("context_length", [6, 12, 25])
@@ -288,11 +307,12 @@ def test_a_full_context_is_refilled_with_the_last_states(context_length):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_drafts_are_right_after_any_requests(seed):
+@pytest.mark.parametrize("table", [HeadTable, DraftingHeadTable])
+def test_drafts_are_right_after_any_requests(seed, table):
     """Plain requests, shared prompts, chunks, windows and full contexts in random order."""
     random = np.random.default_rng(seed)
     context_length = int(random.integers(4, 40))
-    model = HeadTable(HEAD, int(random.integers(4, 12)), int(random.integers(1, 6)))
+    model = table(HEAD, int(random.integers(4, 12)), int(random.integers(1, 6)))
     model.context_length = context_length
     target, prompt, num_drafts = StatesTable(TARGET), [0], 0
     for _ in range(8):
