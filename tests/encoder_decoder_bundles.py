@@ -17,7 +17,7 @@ from specedge.bundle.reports import ParityReport
 from specedge.sampling_options import RecommendedSampling
 
 PAD, END, UNKNOWN, FRENCH, GERMAN = range(5)
-VOCAB_SIZE, NUM_MEL_BINS = 40, 4
+VOCAB_SIZE, NUM_MEL_BINS, FRAME = 40, 4, 400
 CONTEXT, CAPACITY, SOURCE, ROWS = 120, 132, 30, 32
 HEADS, SIZE, HIDDEN = 2, 8, 16
 WORDS = [f"\u2581w{i}" for i in range(VOCAB_SIZE - 5)]
@@ -163,6 +163,10 @@ def _model(folder, role, weights, num_layers, has_encoder, is_speech):
         graphs["encoder"] = _encoder(weights, is_speech)
     for name, graph in graphs.items():
         graph.save(folder / role / f"{name}.onnx", signatures[m.signature_name(name)])
+    names = [*graphs]
+    if is_speech and role == "target":
+        _save_log_mel(folder / role / f"{m.FEATURES}.onnx", encoder.num_samples)
+        names.append(m.FEATURES)
     (folder / role / "weights.bin").write_bytes(bytes(64))
     return m.ModelEntry(
         source=m.CheckpointSource(f"some/{role}", None, None),
@@ -181,12 +185,21 @@ def _model(folder, role, weights, num_layers, has_encoder, is_speech):
         signatures=signatures,
         graphs=tuple(
             m.GraphEntry(name, "onnx", None, m.signature_name(name), f"{role}/{name}.onnx")
-            for name in graphs
+            for name in names
         ),
         parity={"onnx": ParityReport(**vars(PARITY) | {"invariant_lengths": tuple(range(1, 18))})},
         quantization={},
         encoder=encoder,
     )
+
+
+def _save_log_mel(path, num_samples):
+    import onnx_ir as ir
+
+    from specedge.exporter.graph.log_mel import build_log_mel
+
+    filters = np.random.default_rng(2).random((FRAME // 2 + 1, NUM_MEL_BINS))
+    ir.save(build_log_mel(filters, FRAME, num_samples), path)
 
 
 def make_tokenizer():

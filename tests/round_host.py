@@ -81,18 +81,24 @@ class Host:
         self.graphs, self.opener = graphs, opener
         self.source_length = {}  # an input of the graphs
         self.reads_hidden = any("hidden" in graph.shapes for graph in graphs)
+        self.reads_text = "text" in graphs[0].shapes
 
     def open(self, source):
-        """Set the constant states to those of a source's tokens."""
+        """Set the constant states to those of a source: tokens, or samples of audio [n]."""
         names = [value.name for value in self.opener.get_outputs()]
-        states = self.opener.run(names, {"source": np.array([source], np.int64)})
+        (port,) = self.opener.get_inputs()
+        given, length = np.array([source], np.int64), len(source)
+        if port.name == "audio":
+            given, length = np.zeros(port.shape, np.float32), self.bundle.target.encoder.capacity
+            given[0, : len(source)] = source
+        states = self.opener.run(names, {port.name: given})
         for name, state in zip(names, states, strict=True):
             for graph in self.graphs:
                 read = _read_as(name)
                 graph.fill(read, state)
                 if graph is getattr(self, "target", None):  # a decoder's own names have no role
                     graph.fill(read.removeprefix("target."), state)
-        self.source_length = {"source_length": np.array([len(source)], np.int64)}
+        self.source_length = {"source_length": np.array([length], np.int64)}
 
     def generate(
         self, prompt, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
@@ -114,6 +120,8 @@ class Host:
             "seen": np.zeros((1, self.bundle.target.vocab_size), bool),
         }
         settings["seen"][0, prompt] = True
+        if self.reads_text:
+            settings["prompt_length"] = np.array([len(prompt)], np.int64)
         draft_length = target_length = 0
         while piece and len(prompt) - target_length > piece:
             nothing = settings | {"num_draft_tokens": np.array([0], np.int64)}
@@ -155,6 +163,7 @@ class Fused(Host):
         found = self.graphs[0].run(
             settings
             | {
+                "text": np.array([tokens], np.int64),
                 "tokens": np.array([tokens[draft_length:]], np.int64),
                 "draft_length": np.array([draft_length], np.int64),
                 "target_length": np.array([target_length], np.int64),
@@ -190,6 +199,7 @@ class Split(Host):
                 drafted, rows = [0] * k, [np.zeros_like(settings["seen"], np.float32)] * k
                 break
             given = {"tokens": np.array([fed]), "draft_length": np.array([place])} | hidden
+            given["text"] = np.array([tokens + drafted])
             found = self.draft.run(settings | given | {"uniforms": numbers[i : i + 1]})
             hidden = {"hidden": found["next_hidden"]} if hidden else {}
             place, fed = place + len(fed), found["token"].tolist()
@@ -208,6 +218,7 @@ class Split(Host):
             "logits": found["logits"],
             "tokens": np.array(drafted),
             "weights": np.concatenate(rows),
+            "text": np.array([tokens]),
             "seen": before,
             "uniforms": numbers[k:],
         }

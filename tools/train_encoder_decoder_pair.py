@@ -11,6 +11,7 @@ resumed.
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ TARGET = {"d_model": 192, "d_ff": 768, "num_layers": 3, "num_decoder_layers": 3,
 DRAFT = {"d_model": 96, "d_ff": 384, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 1}
 TARGET_STEPS = 160
 DRAFT_STEPS = 160
-NUM_PROMPTS = 8
+NUM_PROMPTS = 128
 
 
 def sentinels(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
@@ -169,7 +170,9 @@ def load_tokenizer(path: Path, texts: list[str]) -> PreTrainedTokenizerFast:
 
 def write_prompts(path: Path, test: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write sources of held-out windows as token ids."""
-    sources = batch(test, -100, tokenizer)[0][:NUM_PROMPTS].tolist()
+    steps = itertools.count(-100, -1)
+    batches = (batch(test, step, tokenizer)[0].tolist() for step in steps)
+    sources = itertools.islice(itertools.chain.from_iterable(batches), NUM_PROMPTS)
     path.write_text("".join(json.dumps({"prompt": source}) + "\n" for source in sources))
 
 

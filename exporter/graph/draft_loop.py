@@ -166,7 +166,7 @@ class TokenSampler:
         wide = [x if x is total else nodes("Cast", x, to=DOUBLE) for x in parts]
         self._weights.append(weights)
         self._summaries.append(nodes("Concat", *wide, axis=1))
-        self._sampling = sampling.mark_seen(column)
+        self._sampling = sampling.append(column)
         return column
 
     def outputs(self) -> dict[str, ir.Value]:

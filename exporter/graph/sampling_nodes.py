@@ -10,14 +10,15 @@ nucleus's last token are sorted, not whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from specedge.bundle.manifest import ModelEntry
+from specedge.sampling_options import DecodingDefaults
 
+from .banned_tokens import BannedTokens
 from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder
 
 _BUCKETS = 4096
@@ -56,9 +57,12 @@ class SamplingNodes:
     min_p: ir.Value
     penalty: ir.Value
     seen: ir.Value
+    bans: BannedTokens | None = None
 
     @classmethod
-    def with_inputs(cls, nodes: GraphBuilder, vocab_size: int) -> SamplingNodes:
+    def with_inputs(
+        cls, nodes: GraphBuilder, vocab_size: int, defaults: DecodingDefaults
+    ) -> SamplingNodes:
         """Add the options and the history to the inputs of a graph."""
         return cls(
             nodes,
@@ -70,6 +74,7 @@ class SamplingNodes:
             nodes.input("min_p", FLOAT, [1]),
             nodes.input("repetition_penalty", FLOAT, [1]),
             nodes.input("seen", ir.DataType.BOOL, [1, vocab_size]),
+            BannedTokens.with_inputs(nodes, vocab_size, defaults),
         )
 
     def is_sampled(self) -> ir.Value:
@@ -85,10 +90,18 @@ class SamplingNodes:
         missing = self.nodes("Where", self.is_sampled(), [0], [self.vocab_size - 1])
         return self.nodes("Pad", weights, self.nodes("Concat", [0, 0, 0], missing, axis=0))
 
-    def mark_seen(self, token: ir.Value) -> SamplingNodes:
+    def append(self, token: ir.Value) -> SamplingNodes:
         """Add a token to the history. [1, 1]"""
         seen = self.nodes("ScatterElements", self.seen, token, np.ones((1, 1), bool), axis=1)
-        return replace(self, seen=seen)
+        bans = None if self.bans is None else self.bans.append(token)
+        return replace(self, seen=seen, bans=bans)
+
+    def banned(self, drafted: ir.Value | None = None) -> ir.Value | None:
+        """Return the mask of tokens banned after the text, and after each of these draft tokens.
+
+        None if no token is ever banned. [K, 1] -> [K + 1, V or 1, V]
+        """
+        return None if self.bans is None else self.bans.mask(drafted)
 
     def seen_before_each(self, tokens: ir.Value) -> ir.Value:
         """Return the history before each of these tokens, and after the last.
@@ -110,30 +123,23 @@ class SamplingNodes:
         seen: ir.Value,
         vocab_size: int,
         is_one: bool = False,
-        suppressed: Sequence[int] = (),
+        banned: ir.Value | None = None,
     ) -> TokenWeights:
         """Return the greedy choice and the weights to sample from. [R, V], [R, V or 1]
 
-        `is_one` is True if R is 1, which requires fewer nodes. Columns in `suppressed` are never
-        chosen.
+        `is_one` is True if R is 1, which requires fewer nodes. Columns in the mask `banned`,
+        [1 or R, V], are never chosen.
         """
         is_on = self._has_penalty()
         some, seen = (self._columns_if(x, is_on) for x in (logits, seen))
         changed = self.apply_penalty(some, seen)
         rest = self.nodes("Slice", logits, self._end_if(is_on), [END], [1])
         logits = self.nodes("Concat", changed, rest, axis=1)
-        if suppressed:
-            logits = self._suppress(logits, suppressed, vocab_size)
+        if banned is not None:  # at temperature 0, where weights are of one column, a number
+            lowest = self.nodes("Where", self.is_sampled(), -np.inf, float(_LIMITS.min))
+            logits = self.nodes("Where", banned, lowest, logits)
         argmax = self.nodes("ArgMax", logits, axis=1)
         return TokenWeights(argmax, self._weights(logits, vocab_size, is_one))
-
-    def _suppress(self, logits: ir.Value, columns: Sequence[int], num_columns: int) -> ir.Value:
-        """Set columns to -inf; at temperature 0, where weights are of one column, to a number."""
-        nodes, indices = self.nodes, np.array([columns], np.int64)
-        mask = nodes("Expand", np.zeros(1, bool), [1, num_columns])
-        mask = nodes("ScatterElements", mask, indices, np.ones(indices.shape, bool), axis=1)
-        lowest = nodes("Where", self.is_sampled(), -np.inf, float(_LIMITS.min))
-        return nodes("Where", mask, lowest, logits)
 
     def apply_penalty(self, logits: ir.Value, seen: ir.Value) -> ir.Value:
         """Apply the repetition penalty to the logits of seen tokens. 2 * [R, C]"""

@@ -35,7 +35,7 @@ from .round_graphs import (
     draft_graph,
     fuse_graph,
 )
-from .source_graph import source_graph, source_obstacle
+from .source_graph import source_graph
 from .tokenizer_graphs import tokenizer_graphs
 
 # draft.past_key_values.0.key, draft.2.present.0.key, target.present.0.cross.key
@@ -121,8 +121,6 @@ def _embed(
     bundle: Bundle, num_draft_tokens: list[int], layout: str, golden: Golden | None
 ) -> Bundle:
     ops = {role: model.cpu_ops for role, model in bundle.models.items()}
-    if reason := source_obstacle(bundle):
-        raise ExportError(f"{bundle.target.source.id} has no host graphs: {reason}")
     if bundle.draft is not None and (reason := _draft_obstacle(bundle.draft)):
         raise ExportError(
             f"{bundle.draft.source.id} {reason}; export the target with another --draft, or without"
@@ -133,6 +131,8 @@ def _embed(
             f"{option} needs a draft model, which this bundle does not have; omit it for "
             "plain decoding, or export the target again with --draft"
         )
+    if bundle.reads_speech:  # a transcript would contain audio
+        golden = None
     default_k = PLAIN_K if bundle.draft is None else bundle.num_draft_tokens
     ks = sorted({*num_draft_tokens} or {default_k})
     check_integer("num_draft_tokens", ks[0], 1)

@@ -37,7 +37,7 @@ class RoundBuilder:
         self._draft_length = nodes.input("draft_length", INT, [1])
         self._target_length = nodes.input("target_length", INT, [1])
         self._limit = nodes.input("num_draft_tokens", INT, [1])
-        self._sampling = SamplingNodes.with_inputs(nodes, bundle.target.vocab_size)
+        self._sampling = sampling_inputs(nodes, bundle)
         self._uniforms = nodes.input("uniforms", DOUBLE, [2 * num_draft_tokens + 1])
         source_length = source_length_input(nodes, bundle)
         self._states = {
@@ -56,8 +56,8 @@ class RoundBuilder:
         fed = nodes("Slice", self._tokens, missing, [END], [1])
         outputs = self._target_pass(fed, -1)
         logits = token_logits(nodes, outputs["logits"], target, 1)
-        suppressed = _suppressed_columns(self._bundle, target)
-        row = sampling.token_weights(logits, sampling.seen, target.vocab_size, True, suppressed)
+        banned = sampling.banned()
+        row = sampling.token_weights(logits, sampling.seen, target.vocab_size, True, banned)
         uniform = nodes("Slice", self._uniforms, [-1], [END])
         token, _ = sampling.choose_token(row, uniform)
         next_tokens = nodes("Concat", *[token] * (self._k + 1), axis=0)
@@ -126,8 +126,8 @@ class RoundBuilder:
         fed = nodes("Concat", fed, nodes("Reshape", tokens, [1, k]), axis=1)
         outputs = self._target_pass(fed, -1 - k)
         logits = token_logits(nodes, outputs["logits"], target, k + 1)
-        suppressed = _suppressed_columns(self._bundle, target)
-        rows = self._sampling.token_weights(logits, seen, target.vocab_size, suppressed=suppressed)
+        banned = self._sampling.banned(tokens)
+        rows = self._sampling.token_weights(logits, seen, target.vocab_size, banned=banned)
         return rows, outputs
 
 
@@ -163,7 +163,7 @@ def draft_step(
     outputs = copy({"input_ids": fed, "past_length": length, "logits_from": last} | states)
     row = _draft_weights(sampling, outputs["logits"], bundle)
     token, _ = sampling.choose_token(row, uniform)
-    return DraftStep(token, row.weights, sampling.mark_seen(token), outputs)
+    return DraftStep(token, row.weights, sampling.append(token), outputs)
 
 
 def check_fused(bundle: Bundle) -> str | None:
@@ -185,6 +185,11 @@ def check_fused(bundle: Bundle) -> str | None:
             f"a copy of {weights >> 20} MB of weights"
         )
     return None
+
+
+def sampling_inputs(nodes: GraphBuilder, bundle: Bundle) -> SamplingNodes:
+    """Add the inputs of sampling."""
+    return SamplingNodes.with_inputs(nodes, bundle.target.vocab_size, bundle.decoding_defaults)
 
 
 def source_length_input(nodes: GraphBuilder, bundle: Bundle) -> ir.Value | None:
@@ -249,23 +254,17 @@ def replace_unknown(
     return nodes("Where", nodes("Less", tokens, draft.vocab_size), tokens, 0)
 
 
-def _suppressed_columns(bundle: Bundle, model: ModelEntry) -> list[int]:
-    """Return the columns of a model's logits whose tokens are never generated."""
-    suppressed = {*bundle.decoding_defaults.suppress_tokens}
-    ids = bundle.ids_of(model) or range(model.num_columns)
-    return [column for column, token in enumerate(ids) if token in suppressed]
-
-
 def _draft_weights(sampling: SamplingNodes, logits: ir.Value, bundle: Bundle) -> TokenWeights:
     """Return the draft's distribution over the target's tokens. [1, 1, C]"""
-    nodes, seen = sampling.nodes, sampling.seen
+    nodes, seen, banned = sampling.nodes, sampling.seen, sampling.banned()
     draft, size = bundle.draft_model, bundle.target.vocab_size
-    logits, suppressed = token_logits(nodes, logits, draft, 1), _suppressed_columns(bundle, draft)
-    ids = bundle.ids_of(draft)
+    logits, ids = token_logits(nodes, logits, draft, 1), bundle.ids_of(draft)
     if ids is not None:
         columns = np.array(ids)
         seen = nodes("Gather", seen, columns, axis=1)
-        row = sampling.token_weights(logits, seen, len(ids), True, suppressed)
+        if banned is not None:
+            banned = nodes("Gather", banned, columns, axis=1)
+        row = sampling.token_weights(logits, seen, len(ids), True, banned)
         empty = nodes("Expand", 0.0, [1, size])
         selected = sampling.select_columns(nodes.constant(columns[None]))
         selected = nodes("Where", sampling.is_sampled(), selected, 0)  # the column that is kept
@@ -273,9 +272,11 @@ def _draft_weights(sampling: SamplingNodes, logits: ir.Value, bundle: Bundle) ->
         argmax = nodes("Gather", columns, row.argmax)
         return TokenWeights(argmax, sampling.select_columns(weights))
     if draft.vocab_size == size:
-        return sampling.token_weights(logits, seen, size, True, suppressed)
+        return sampling.token_weights(logits, seen, size, True, banned)
     seen = nodes("Slice", seen, [0], [draft.vocab_size], [1])
-    row = sampling.token_weights(logits, seen, draft.vocab_size, True, suppressed)
+    if banned is not None:
+        banned = nodes("Slice", banned, [0], [draft.vocab_size], [1])
+    row = sampling.token_weights(logits, seen, draft.vocab_size, True, banned)
     weights = nodes("Pad", row.weights, [0, 0, 0, size - draft.vocab_size])
     return TokenWeights(row.argmax, sampling.select_columns(weights))
 
@@ -285,7 +286,7 @@ def draft_graph(bundle: Bundle, ops: str) -> ir.Model:
     nodes, model, size = GraphBuilder("draft"), bundle.draft_model, bundle.target.vocab_size
     tokens = nodes.input("tokens", INT, [1, "N"])
     length = nodes.input("draft_length", INT, [1])
-    sampling = SamplingNodes.with_inputs(nodes, size)
+    sampling = sampling_inputs(nodes, bundle)
     uniform = nodes.input("uniforms", DOUBLE, [1])
     states = state_inputs(nodes, "draft", model, source_length_input(nodes, bundle))
     part = GraphTemplate(bundle.folder, model.graph("decoder", ops).file)
@@ -319,12 +320,12 @@ def accept_graph(bundle: Bundle) -> ir.Model:
     tokens = nodes.input("tokens", INT, ["K"])
     weights = nodes.input("weights", FLOAT, ["K", size])
     limit = nodes.input("num_draft_tokens", INT, [1])
-    sampling = SamplingNodes.with_inputs(nodes, size)
+    sampling = sampling_inputs(nodes, bundle)
     uniforms = nodes.input("uniforms", DOUBLE, ["R"])
     tokens = nodes("Unsqueeze", tokens, [1])
     seen = sampling.seen_before_each(tokens)
-    logits, suppressed = token_logits(nodes, logits, model, -1), _suppressed_columns(bundle, model)
-    rows = sampling.token_weights(logits, seen, size, suppressed=suppressed)
+    logits, banned = token_logits(nodes, logits, model, -1), sampling.banned(tokens)
+    rows = sampling.token_weights(logits, seen, size, banned=banned)
     weights = sampling.select_columns(weights)
     tests = nodes("Slice", uniforms, [0], [-1])
     last = nodes("Slice", uniforms, [-1], [END])

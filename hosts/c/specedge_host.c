@@ -39,8 +39,8 @@ struct SpecedgeHost {
     char *bytes; /* of the last round */
     /* Inputs and outputs of the round, by name. */
     SpecedgeSettings settings;
-    int64_t draft_length, target_length, num_draft_tokens;
-    bool *seen;
+    int64_t draft_length, target_length, num_draft_tokens, prompt_length;
+    bool *seen, reads_text; /* the round has inputs text and prompt_length */
     double uniforms[2 * MOST_DRAFTED + 1];
     int64_t next_tokens[MOST_DRAFTED + 1], num_accepted;
 };
@@ -169,6 +169,7 @@ static bool open_round(SpecedgeHost *host, const json_t *graph, const json_t *op
     if (!open_session(host, graph, &host->round)) return false;
     TRY(host, CreateIoBinding(host->round, &host->binding));
     if (open) {
+        if (!find_input(open, "source")) return fail(host, "the bundle reads speech, not text");
         opened = json_object_get(json_object_get(open, "signature"), "outputs");
         if (!open_session(host, open, &host->open)) return false;
         TRY(host, CreateIoBinding(host->open, &host->opening));
@@ -176,6 +177,9 @@ static bool open_round(SpecedgeHost *host, const json_t *graph, const json_t *op
     }
     json_array_foreach(inputs, i, input)
         if (!bind_cache(host, input, outputs, opened)) return false;
+    host->reads_text = find_input(graph, "text");
+    if (host->reads_text && !bind(host, INPUT, "prompt_length", &host->prompt_length, INT64, 1, 1))
+        return false;
     return bind(host, INPUT, "draft_length", &host->draft_length, INT64, 1, 1) &&
            bind(host, INPUT, "target_length", &host->target_length, INT64, 1, 1) &&
            bind(host, INPUT, "num_draft_tokens", &host->num_draft_tokens, INT64, 1, 1) &&
@@ -290,6 +294,8 @@ static bool decode(SpecedgeHost *host, SpecedgeRound *round) {
 static bool run(SpecedgeHost *host, int64_t end, int64_t n) {
     host->num_draft_tokens = n;
     int64_t *fed = host->text + host->draft_length;
+    if (host->reads_text && !bind(host, INPUT, "text", host->text, INT64, 2, host->length))
+        return false;
     return bind(host, INPUT, "tokens", fed, INT64, 2, end - host->draft_length) &&
            ok(host, host->ort->RunWithBinding(host->round, NULL, host->binding));
 }
@@ -324,7 +330,7 @@ static bool begin(SpecedgeHost *host, const int64_t *prompt, int64_t num_tokens,
     host->draft_length = least(host->draft_length, common);
     host->target_length = least(host->target_length, common);
     host->settings = *s;
-    host->length = num_tokens;
+    host->length = host->prompt_length = num_tokens;
     memmove(host->text, prompt, num_tokens * sizeof *prompt);
     memset(host->seen, 0, host->bundle.vocab_size);
     for (int64_t i = 0; i < num_tokens; i++) host->seen[prompt[i]] = true;

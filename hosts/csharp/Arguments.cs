@@ -10,14 +10,16 @@ namespace SpecEdge
     {
         internal const string Usage =
             "usage: specedge-host BUNDLE [PROMPT] [-n N] [-k K] [--temperature T] [--top-k N] [--top-p P] [--min-p P]\n" +
-            "                     [--repetition-penalty R] [--seed S]\n" +
+            "                     [--repetition-penalty R] [--seed S] [--decoder-prefix 5,17]\n" +
             "       specedge-host BUNDLE --ids 5,17,3 ...     token ids in and out\n" +
+            "       specedge-host BUNDLE --audio FILE.wav ... at most 30 s of speech\n" +
             "       specedge-host BUNDLE --golden             replay golden.json\n" +
             "Without a prompt each line of the standard input goes on from the text so far.";
 
         internal string Bundle { get; private set; }
         internal string Prompt { get; private set; }
         internal IReadOnlyList<long> Ids { get; private set; }
+        internal string Audio { get; private set; }
         internal bool Golden { get; private set; }
         internal int NumDraftTokens { get; private set; }
         internal GenerationOptions Options { get; } = new GenerationOptions();
@@ -29,8 +31,8 @@ namespace SpecEdge
                 Take(left.Dequeue(), left);
             if (Bundle == null)
                 throw new ArgumentException("BUNDLE is missing; give the folder of a bundle");
-            if ((Prompt != null ? 1 : 0) + (Ids != null ? 1 : 0) + (Golden ? 1 : 0) > 1)
-                throw new ArgumentException("give one of PROMPT, --ids and --golden");
+            if (new[] { Prompt != null, Ids != null, Audio != null, Golden }.Count(isGiven => isGiven) > 1)
+                throw new ArgumentException("give one of PROMPT, --ids, --audio and --golden");
             Options.Check();
         }
 
@@ -46,7 +48,9 @@ namespace SpecEdge
                 case "--min-p": Options.MinP = (float)Number(argument, left); break;
                 case "--repetition-penalty": Options.RepetitionPenalty = (float)Number(argument, left); break;
                 case "--seed": Options.Seed = Seed(Value(argument, left)); break;
-                case "--ids": Ids = Value(argument, left).Split(',').Select(Id).ToList(); break;
+                case "--ids": Ids = Tokens(argument, left); break;
+                case "--audio": Audio = Value(argument, left); break;
+                case "--decoder-prefix": Options.DecoderPrefix = Tokens(argument, left); break;
                 case "--golden": Golden = true; break;
                 default:
                     if (argument.StartsWith("-", StringComparison.Ordinal) && argument.Length > 1 && Bundle == null)
@@ -91,9 +95,12 @@ namespace SpecEdge
             return (ulong)(((seed % size) + size) % size);
         }
 
-        private static long Id(string text) =>
+        private static List<long> Tokens(string option, Queue<string> left) =>
+            Value(option, left).Split(',').Select(text => Id(option, text)).ToList();
+
+        private static long Id(string option, string text) =>
             long.TryParse(text, NumberStyles.AllowLeadingSign | NumberStyles.AllowLeadingWhite, CultureInfo.InvariantCulture, out long id)
                 ? id
-                : throw new ArgumentException($"--ids must be integers separated by commas, got '{text}'");
+                : throw new ArgumentException($"{option} must be integers separated by commas, got '{text}'");
     }
 }

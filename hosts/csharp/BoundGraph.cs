@@ -11,6 +11,7 @@ namespace SpecEdge
     internal sealed class BoundGraph : IDisposable
     {
         private readonly GraphEntry _entry;
+        private readonly bool _readsText;
         private readonly InferenceSession _session;
         private readonly OrtIoBinding _binding;
         private readonly RunOptions _options = new RunOptions();
@@ -18,6 +19,7 @@ namespace SpecEdge
         internal BoundGraph(Bundle bundle, GraphEntry entry, SessionOptions options)
         {
             _entry = entry;
+            _readsText = entry.Inputs.Any(input => input.Role == "text");
             _session = Opened(bundle, entry, options);
             _binding = _session.CreateIoBinding();
         }
@@ -54,6 +56,16 @@ namespace SpecEdge
 
         internal void BindInput(string role, OrtValue value) =>
             _binding.BindInput(Find(_entry.Inputs, role).Name, value);
+
+        /// <summary>Binds a whole text if the graph reads it; returns what to dispose after the run, or null.</summary>
+        internal OrtValue BindText(IEnumerable<long> text)
+        {
+            if (!_readsText)
+                return null;
+            OrtValue value = RoundMemory.Row(text);
+            BindInput("text", value);
+            return value;
+        }
 
         internal void BindOutput(string role, OrtValue value) =>
             _binding.BindOutput(Find(_entry.Outputs, role).Name, value);

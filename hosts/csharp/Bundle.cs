@@ -77,9 +77,12 @@ namespace SpecEdge
                 target["capacity"].Integer - ContextLength, draft["capacity"].Integer - DraftContextLength);
             EndTokens = new HashSet<long>(json["end_tokens"].Items.Select(token => token.Integer));
             if (target.Members.TryGetValue("encoder", out JsonValue encoder) && !encoder.IsNull)
+            {
                 MaxSourceLength = (int)encoder["max_length"].Integer;
-            DecoderTokens = new[] { "decoder_start", "decoder_prefix" }.Where(json.Members.ContainsKey)
-                .SelectMany(key => json[key].Items).Select(token => token.Integer).ToList();
+                SourceRows = (int)encoder["capacity"].Integer;
+            }
+            DecoderStart = Tokens(json, "decoder_start");
+            DecoderPrefix = Tokens(json, "decoder_prefix");
             Weights = new[] { target["weights"].Text, draft["weights"].Text }.Distinct().ToList();
             if (hosts.IsNull)
                 throw new InvalidDataException(
@@ -93,6 +96,7 @@ namespace SpecEdge
                 graph["num_draft_tokens"].IsNull ? 0 : (int)graph["num_draft_tokens"].Integer,
                 graph["file"].Text,
                 graph["signature"])).ToList();
+            NumSamples = (int)(Graph("open")?.Inputs.FirstOrDefault(input => input.Role == "audio")?.Shape.Last() ?? 0);
             string ops = hosts["ops"].Text;
             JsonValue decoder = target["graphs"].Items.FirstOrDefault(
                 graph => graph["name"].Text == "decoder" && graph["ops"].Text == ops);
@@ -109,10 +113,19 @@ namespace SpecEdge
         public int ContextLength { get; }
 
         /// <summary>Tokens that begin each text of an encoder-decoder, whose prompt is the source; empty for other models.</summary>
-        public IReadOnlyList<long> DecoderTokens { get; }
+        public IReadOnlyList<long> DecoderStart { get; }
+
+        /// <summary>Default of GenerationOptions.DecoderPrefix.</summary>
+        public IReadOnlyList<long> DecoderPrefix { get; }
 
         /// <summary>Most tokens of a source; 0 if the model has no encoder.</summary>
         public int MaxSourceLength { get; }
+
+        /// <summary>Samples of audio at 16 kHz of a source; 0 if the model does not read speech.</summary>
+        public int NumSamples { get; }
+
+        /// <summary>Rows of the constant states, which audio fills.</summary>
+        internal int SourceRows { get; }
 
         public int VocabSize { get; }
 
@@ -187,9 +200,38 @@ namespace SpecEdge
         /// <summary>Validates a prompt.</summary>
         public void CheckPrompt(IReadOnlyList<long> tokens)
         {
+            if (NumSamples != 0)
+                throw new ArgumentException("the bundle reads speech; give audio instead of a prompt");
             int most = MaxSourceLength != 0 ? MaxSourceLength : ContextLength - 1;
             if (tokens.Count < 1 || tokens.Count > most)
                 throw new ArgumentException($"the prompt has {tokens.Count} tokens, the bundle takes 1 to {most}");
+            CheckTokens(tokens);
+        }
+
+        /// <summary>Validates the number of samples of audio.</summary>
+        public void CheckAudio(IReadOnlyList<float> audio)
+        {
+            if (NumSamples == 0)
+                throw new ArgumentException("the bundle does not read speech; give a prompt instead of audio");
+            if (audio.Count < 1 || audio.Count > NumSamples)
+                throw new ArgumentException($"the audio has {audio.Count} samples, the bundle takes 1 to {NumSamples}");
+        }
+
+        /// <summary>Returns the tokens that begin a text of an encoder-decoder, after validation.</summary>
+        internal List<long> FirstTokens(IReadOnlyList<long> prefix)
+        {
+            List<long> first = DecoderStart.Concat(prefix ?? DecoderPrefix).ToList();
+            if (first.Count >= ContextLength)
+                throw new ArgumentException($"a text begins with {first.Count} tokens, the bundle takes less than {ContextLength}");
+            CheckTokens(first);
+            return first;
+        }
+
+        private static IReadOnlyList<long> Tokens(JsonValue json, string key) =>
+            json.Members.TryGetValue(key, out JsonValue tokens) ? tokens.Items.Select(token => token.Integer).ToList() : new List<long>();
+
+        private void CheckTokens(IReadOnlyList<long> tokens)
+        {
             foreach (long token in tokens.Where(token => token < 0 || token >= VocabSize))
                 throw new ArgumentException($"token ids are from 0 to {VocabSize - 1}, got {token}");
         }

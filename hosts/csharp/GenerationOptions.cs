@@ -26,6 +26,9 @@ namespace SpecEdge
         /// <summary>Random seed; the same seed gives the same text.</summary>
         public ulong Seed { get; set; }
 
+        /// <summary>Tokens that begin the text of an encoder-decoder after its start tokens, such as a language; null for the bundle's.</summary>
+        public IReadOnlyList<long> DecoderPrefix { get; set; }
+
         internal void Check()
         {
             // These conditions are false for NaN.

@@ -54,6 +54,8 @@ namespace SpecEdge
             {
                 if (asked.Ids != null)
                     output.WriteLine(string.Join(",", session.Rounds(asked.Ids, asked.Options, _running.Token).SelectMany(round => round.Tokens)));
+                else if (asked.Audio != null)
+                    Transcribe(session, WavFile.Read(asked.Audio), asked.Options, output);
                 else if (asked.Prompt != null)
                     Write(session, session.Encode(asked.Prompt), asked.Options, output);
                 else
@@ -84,10 +86,22 @@ namespace SpecEdge
             }
         }
 
-        private static void Write(
-            SpeculativeSession session, IReadOnlyList<long> prompt, GenerationOptions options, TextWriter output)
+        /// <summary>Writes the text of at most 30 s of audio, or its tokens if the bundle has no tokenizer graphs.</summary>
+        private static void Transcribe(SpeculativeSession session, float[] audio, GenerationOptions options, TextWriter output)
         {
-            foreach (string piece in session.Generate(prompt, options, _running.Token))
+            if (session.Bundle.IdsOnly != null)
+                output.WriteLine(string.Join(",", session.Rounds(audio, options, _running.Token).SelectMany(round => round.Tokens)));
+            else
+                Write(session.Transcribe(audio, options, _running.Token), output);
+        }
+
+        private static void Write(
+            SpeculativeSession session, IReadOnlyList<long> prompt, GenerationOptions options, TextWriter output) =>
+            Write(session.Generate(prompt, options, _running.Token), output);
+
+        private static void Write(IEnumerable<string> pieces, TextWriter output)
+        {
+            foreach (string piece in pieces)
                 output.Write(piece);
             output.WriteLine();
         }

@@ -17,6 +17,7 @@ namespace SpecEdge
         internal readonly long[] DraftLength = new long[1];
         internal readonly long[] TargetLength = new long[1];
         internal readonly long[] SourceLength = new long[1];
+        internal readonly long[] PromptLength = new long[1];
         internal readonly float[] Temperature = new float[1];
         internal readonly long[] TopK = new long[1];
         internal readonly double[] TopP = new double[1];
@@ -43,6 +44,7 @@ namespace SpecEdge
                 ["draft_length"] = OrtValue.CreateTensorValueFromMemory(DraftLength, new long[] { 1 }),
                 ["target_length"] = OrtValue.CreateTensorValueFromMemory(TargetLength, new long[] { 1 }),
                 ["source_length"] = OrtValue.CreateTensorValueFromMemory(SourceLength, new long[] { 1 }),
+                ["prompt_length"] = OrtValue.CreateTensorValueFromMemory(PromptLength, new long[] { 1 }),
                 ["temperature"] = OrtValue.CreateTensorValueFromMemory(Temperature, new long[] { 1 }),
                 ["top_k"] = OrtValue.CreateTensorValueFromMemory(TopK, new long[] { 1 }),
                 ["top_p"] = OrtValue.CreateTensorValueFromMemory(TopP, new long[] { 1 }),
@@ -73,8 +75,9 @@ namespace SpecEdge
             bundle.IsFused ? (IRound)new FusedRound(bundle, this, options) : new SplitRound(bundle, this, options);
 
         /// <summary>Sets the options, and marks the prompt's tokens as seen.</summary>
-        internal void Set(GenerationOptions options, IEnumerable<long> prompt)
+        internal void Set(GenerationOptions options, IReadOnlyCollection<long> prompt)
         {
+            PromptLength[0] = prompt.Count;
             Temperature[0] = options.Temperature;
             TopK[0] = options.TopK;
             TopP[0] = options.TopP;
@@ -119,27 +122,36 @@ namespace SpecEdge
     {
         private readonly RoundMemory _memory;
         private readonly BoundGraph _open;
-        private List<long> _source;
+        private readonly int _rows;  // that audio fills
+        private Array _source;
 
         internal SourceGraph(Bundle bundle, RoundMemory memory, SessionOptions options)
         {
+            _rows = bundle.SourceRows;
             _memory = memory;
             _open = new BoundGraph(bundle, bundle.Graph("open"), options);
             _open.BindCaches(state => memory.Cache(state, ""));
         }
 
-        /// <summary>Computes the states of a source; returns false if they are its own.</summary>
-        internal bool Open(List<long> source)
+        /// <summary>Computes the states of tokens; returns false if they are their own.</summary>
+        internal bool Open(long[] tokens) =>
+            !(_source is long[] last && last.SequenceEqual(tokens)) &&
+            Run("source", OrtValue.CreateTensorValueFromMemory(tokens, new long[] { 1, tokens.Length }), tokens, tokens.Length);
+
+        /// <summary>Computes the states of audio with the bundle's number of samples; returns false if they are its own.</summary>
+        internal bool Open(float[] audio) =>
+            !(_source is float[] last && last.SequenceEqual(audio)) &&
+            Run("audio", OrtValue.CreateTensorValueFromMemory(audio, new long[] { 1, audio.Length }), audio, _rows);
+
+        private bool Run(string role, OrtValue value, Array source, int length)
         {
-            if (_source != null && _source.SequenceEqual(source))
-                return false;
             _source = null;
-            using (OrtValue tokens = RoundMemory.Row(source))
+            using (value)
             {
-                _open.BindInput("source", tokens);
+                _open.BindInput(role, value);
                 _open.Run();
             }
-            _memory.SourceLength[0] = source.Count;
+            _memory.SourceLength[0] = length;
             _source = source;
             return true;
         }
@@ -189,6 +201,7 @@ namespace SpecEdge
         {
             int start = (int)_memory.DraftLength[0];
             using (OrtValue tokens = RoundMemory.Row(text.GetRange(start, end - start)))
+            using (_round.BindText(text))
             {
                 _round.BindInput("tokens", tokens);
                 _round.Run();
@@ -306,7 +319,7 @@ namespace SpecEdge
         {
             List<long> fed = Unread(text, end);
             if (fed.Count > 0)
-                Draft(fed, 0);
+                Draft(fed, 0, text);
             if (_memory.TargetLength[0] < end)
                 Verify(Range(text, _memory.TargetLength[0], end), 1, _lastLogits);
             _head?.Keep();
@@ -319,7 +332,7 @@ namespace SpecEdge
             List<long> fed = Unread(text, text.Count);
             for (int i = 0; i < _drafted.Length && fed.Count > 0; i++)
             {
-                Draft(fed, i);
+                Draft(fed, i, text.Concat(_drafted.Take(i)));
                 _memory.DraftLength[0] += fed.Count;
                 _drafted[i] = _token[0];
                 _seen[_token[0]] = true;
@@ -328,7 +341,8 @@ namespace SpecEdge
             List<long> verified = Range(text, _memory.TargetLength[0], text.Count);
             verified.AddRange(_drafted);
             Verify(verified, _drafted.Length + 1, _logits);
-            _accept.Run();
+            using (_accept.BindText(text))
+                _accept.Run();
             _head?.Keep();
         }
 
@@ -345,12 +359,13 @@ namespace SpecEdge
             return _head == null ? Range(text, start, Math.Max((int)start, end)) : Range(text, start + 1, (int)known + 1);
         }
 
-        /// <summary>Runs a draft step and samples the next token with random number i.</summary>
-        private void Draft(List<long> fed, int i)
+        /// <summary>Runs a draft step and samples the next token of a text with random number i.</summary>
+        private void Draft(List<long> fed, int i, IEnumerable<long> text)
         {
             _uniform[0] = _memory.Uniforms[i];
             using (OrtValue tokens = RoundMemory.Row(fed))
             using (OrtValue hidden = _head?.Input(fed.Count, i == 0))
+            using (_draft.BindText(text))
             {
                 _draft.BindInput("tokens", tokens);
                 if (hidden != null)

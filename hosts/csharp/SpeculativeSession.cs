@@ -13,7 +13,7 @@ namespace SpecEdge
     /// A prompt reuses the caches for its common prefix with that text; pass all of it, such as
     /// <c>session.Generate(session.Tokens.Concat(session.Encode("more")).ToArray())</c>. Any thread may use a
     /// session; starting another text ends the previous one with an InvalidOperationException. The prompt of an
-    /// encoder-decoder is its source, and the text begins with <c>Bundle.DecoderTokens</c>.
+    /// encoder-decoder is its source, and the text begins with <c>GenerationOptions.DecoderPrefix</c>.
     /// </remarks>
     public sealed partial class SpeculativeSession : IDisposable
     {
@@ -85,7 +85,7 @@ namespace SpecEdge
             Bundle.CheckPrompt(prompt);
             return _source == null
                 ? Run(prompt.ToList(), null, options, cancellation)
-                : Run(Bundle.DecoderTokens.ToList(), prompt.ToList(), options, cancellation);
+                : Run(Bundle.FirstTokens(options.DecoderPrefix), () => _source.Open(prompt.ToArray()), options, cancellation);
         }
 
         /// <summary>Encodes a text; text that spells a control token is encoded as text.</summary>
@@ -106,10 +106,11 @@ namespace SpecEdge
             }
         }
 
-        private IEnumerable<Round> Run(List<long> text, List<long> source, GenerationOptions options, CancellationToken cancellation)
+        /// <summary>Generates the text of a source; `open` returns false if it is that of the last text.</summary>
+        private IEnumerable<Round> Run(List<long> text, Func<bool> open, GenerationOptions options, CancellationToken cancellation)
         {
             int limit = Math.Min(text.Count + options.MaxNewTokens, Bundle.ContextLength);
-            int turn = Locked(() => Begin(text, source, options));
+            int turn = Locked(() => Begin(text, open, options));
             ulong used = 0;
             do
             {
@@ -131,9 +132,9 @@ namespace SpecEdge
         }
 
         /// <summary>Replaces the text and keeps the cache rows of the common prefix, with the same source.</summary>
-        private int Begin(List<long> text, List<long> source, GenerationOptions options)
+        private int Begin(List<long> text, Func<bool> open, GenerationOptions options)
         {
-            if (source != null && _source.Open(source))
+            if (open != null && open())
                 _text = new List<long>();
             int common = 0;
             while (common < Math.Min(_text.Count, text.Count - 1) && _text[common] == text[common])

@@ -24,7 +24,9 @@ export class SpecedgeHost {
   #session;
   #k; // draft tokens per round
   #caches; // names of input and output, and the current tensor
+  #readsText; // the round has inputs text and prompt_length
   #tokens = []; // tokens of the last text
+  #promptLength = 0;
   #draftLength = 0; // valid rows of the draft's caches, and of the target's below
   #targetLength = 0;
   #isBusy = false;
@@ -49,6 +51,7 @@ export class SpecedgeHost {
     if (!files[round.file]) throw new Error(`bundle.json does not list the graph ${round.file}`);
     host.#k = round.num_draft_tokens;
     host.#caches = cachesOf(round.signature);
+    host.#readsText = round.signature.inputs.some(({ role }) => role === 'text');
     host.#text = await Text.open(join(folder, tokenizer));
     // Flash attention is not batch-invariant on Arm; kernels read this when they are created.
     if (process.arch === 'arm64') process.env.ORT_GQA_DISABLE_FLASH_ATTENTION ??= '1';
@@ -57,6 +60,9 @@ export class SpecedgeHost {
     host.#session = await ort.InferenceSession.create(join(folder, round.file), options);
     const opener = hosts.graphs.find(({ name }) => name === 'open');
     if (opener) {
+      if (opener.signature.inputs[0].role === 'audio') {
+        throw new Error('the bundle reads speech; this host reads text');
+      }
       host.#opener = await ort.InferenceSession.create(join(folder, opener.file), options);
       for (const cache of host.#caches) {
         const written = ({ state }) => state === cache.state;
@@ -124,6 +130,7 @@ export class SpecedgeHost {
     this.#draftLength = Math.min(this.#draftLength, common);
     this.#targetLength = Math.min(this.#targetLength, common);
     this.#tokens = tokens;
+    this.#promptLength = tokens.length;
   }
 
   async *#write(limit, random, settings, signal) {
@@ -176,6 +183,10 @@ export class SpecedgeHost {
     for (const cache of this.#caches) feeds[cache.input] = cache.tensor;
     for (const cache of written) fetches[cache.output] = cache.tensor;
     if (this.#opener) feeds.source_length = ints([this.#source.length]);
+    if (this.#readsText) {
+      feeds.text = ints(this.#tokens, [1, this.#tokens.length]);
+      feeds.prompt_length = ints([this.#promptLength]);
+    }
     const found = await this.#session.run(feeds, fetches);
     for (const cache of written) cache.tensor = found[cache.output];
     return found;

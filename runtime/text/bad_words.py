@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from specedge.bundle import Bundle
 from specedge.errors import OptionError
 from specedge.request import GenerationRequest
-from specedge.sampling_options import Sampling
+from specedge.sampling_options import DecodingDefaults, Sampling
 
 from .tokenizer import encode
 
@@ -25,14 +25,7 @@ def resolve_sampling(request: GenerationRequest, bundle: Bundle, tokenizer: Toke
         tokens for word in request.bad_words for tokens in _sequences(tokenizer, word)
     )
     ends = () if request.ignore_eos else bundle.end_tokens
-    defaults = bundle.decoding_defaults
-    sampling = replace(
-        request.sampling(words, ends),
-        suppress_tokens=defaults.suppress_tokens,
-        begin_suppress_tokens=defaults.begin_suppress_tokens,
-    )
-    if sampling.no_repeat_ngram_size is None and defaults.no_repeat_ngram_size:
-        sampling = replace(sampling, no_repeat_ngram_size=defaults.no_repeat_ngram_size)
+    sampling = apply_defaults(request.sampling(words, ends), bundle.decoding_defaults)
     biased = list(dict(sampling.logit_bias))
     for name, tokens in (("logit_bias", biased), *(("bad_words", word) for word in words)):
         if bad := [token for token in tokens if token >= bundle.target.vocab_size]:
@@ -41,6 +34,18 @@ def resolve_sampling(request: GenerationRequest, bundle: Bundle, tokenizer: Toke
                 f"{bundle.target.vocab_size - 1}",
                 name,
             )
+    return sampling
+
+
+def apply_defaults(sampling: Sampling, defaults: DecodingDefaults) -> Sampling:
+    """Return sampling options with the logits processors of a generation config."""
+    sampling = replace(
+        sampling,
+        suppress_tokens=defaults.suppress_tokens,
+        begin_suppress_tokens=defaults.begin_suppress_tokens,
+    )
+    if sampling.no_repeat_ngram_size is None and defaults.no_repeat_ngram_size:
+        sampling = replace(sampling, no_repeat_ngram_size=defaults.no_repeat_ngram_size)
     return sampling
 
 

@@ -42,7 +42,7 @@ class Prompts:
             ContextLengthError: The prompt does not fit into the context.
         """
         model, longest = self._bundle.target, self._bundle.max_prompt_length
-        if model.encoder is not None and model.encoder.source_shape is not None:
+        if self._bundle.reads_speech:
             raise PromptError(
                 f"{model.source.id} reads speech instead of text; use 'specedge transcribe' or "
                 "/v1/audio/transcriptions"

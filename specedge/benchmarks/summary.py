@@ -38,8 +38,9 @@ class Figures:
     Costs are in plain passes of the target: c of a draft pass, v of a verify pass, o of the host's
     work per round. A prediction is None if its formula does not apply: `theorem_3_8`, `run_level`
     and `with_costs` assume a draft model and a fixed K. `run_level` is theorem 3.8 with the
-    measured tokens per round; `with_costs` is E(alpha, K) / (K c + v + o) times the cost of a plain
-    round, 1 + o. `by_position` uses the measured acceptance rates by position and passes.
+    measured tokens per round; `with_costs` is (1 + o of plain rounds) E(alpha, K) / (K c + v + o)
+    for long texts, and the expectation for texts of the measured lengths, whose last rounds differ.
+    `by_position` uses the measured acceptance rates by position and passes.
     `held_out` predicts half of the prompts from the other half, for which `held_out_speedup` was
     measured, with the costs of `specedge tune` if available. An error is predicted over measured
     `overall_speedup`, minus 1.
@@ -122,7 +123,10 @@ def summarize(
                 for i, text in zip(indices, texts, strict=True)
             }
             out = _held_out(setting, plain, runs, indices, lengths, table, greedy)
-            figures.append(_figures(name, setting, plain, runs, alpha, out, share))
+            num_tokens = [text.kept for text in texts]
+            figures.append(
+                _figures(name, setting, plain, runs, alpha, num_tokens, greedy, out, share)
+            )
     return figures
 
 
@@ -154,6 +158,8 @@ def _figures(
     plain: Sequence[TimedRun],
     runs: Sequence[TimedRun],
     alpha: float | None,
+    num_tokens: Sequence[int],
+    greedy: bool,
     held_out: tuple[float, float] | None,
     loop_share: float,
 ) -> Figures:
@@ -188,7 +194,7 @@ def _figures(
         draft_cost=c,
         verify_cost=v,
         host_cost=o,
-        **_by_theory(setting, alpha, (c, v, o), plain_round, per_round, overall),
+        **_by_theory(setting, alpha, total, base, num_tokens, greedy, overall),
         by_position=by_position,
         by_position_error=by_position / overall - 1,
         held_out=predicted,
@@ -221,24 +227,28 @@ def _of_total(total: Stats) -> dict[str, Any]:
 def _by_theory(
     setting: Setting,
     alpha: float | None,
-    costs: tuple[float | None, float, float],
-    plain_round: float,
-    tokens_per_round: float,
+    total: Stats,
+    base: Stats,
+    num_tokens: Sequence[int],
+    greedy: bool,
     overall: float,
 ) -> dict[str, Any]:
-    """Return predictions from alpha, c, v and o with their errors; None without a draft model."""
-    k, (c, v, o) = setting.num_draft_tokens, costs
+    """Return predictions from alpha and costs with their errors; None without a draft model."""
+    k, draft = setting.num_draft_tokens, seconds_per_draft_pass(total)
     predictions: dict[str, float | None]
     predictions = dict.fromkeys(("theorem_3_8", "run_level", "with_costs"))
     if (
         setting.drafter == DrafterName.MODEL
         and isinstance(k, int)
         and alpha is not None
-        and c is not None
+        and draft is not None
     ):
+        c = draft / seconds_per_target_pass(base)
         predictions["theorem_3_8"] = theory_speedup(alpha, k, c)
-        predictions["run_level"] = run_speedup(tokens_per_round, k, c)
-        predictions["with_costs"] = theory_speedup(alpha, k, c, v, o) * plain_round
+        predictions["run_level"] = run_speedup(total.num_new_tokens / total.num_rounds, k, c)
+        costs = _run_costs(total, base, k)
+        texts = ((count, costs) for count in num_tokens)
+        predictions["with_costs"] = predicted_speedup([alpha] * k, texts, greedy)
     return predictions | {
         f"{name}_error": _error(value, overall) for name, value in predictions.items()
     }
@@ -272,11 +282,16 @@ def _held_out(
 
 
 def _run_costs(totals: Stats, base: Stats, k: int) -> RoundCosts:
-    """Return costs from the runs of one K, interpolated for shorter rounds."""
+    """Return costs from the runs of one K, linear in the draft tokens of a round.
+
+    Plain rounds have none. The last rounds of a text may have fewer than K.
+    """
     base_seconds, total_seconds = (
         seconds_per_target_pass(stats) + host_seconds_per_round(stats) for stats in (base, totals)
     )
-    rounds = [base_seconds + (total_seconds - base_seconds) * i / max(1, k) for i in range(k + 1)]
+    drafted = totals.num_drafted / totals.num_rounds
+    slope = (total_seconds - base_seconds) / drafted if drafted else 0.0
+    rounds = [base_seconds + slope * i for i in range(k + 1)]
     draft = seconds_per_draft_pass(totals) or 0.0
     return RoundCosts(rounds, [draft * i for i in range(k + 1)], 0.0)
 
@@ -355,8 +370,8 @@ def text_rounds(
     """Return the expected cost of a text.
 
     The i-th draft token of a round is accepted with probability `chances[i]` if those before it
-    are. A round drafts no more tokens than are still needed (one fewer for greedy decoding);
-    surplus tokens of the last round are lost, which matters for short texts.
+    are. Surplus tokens of the last round are lost, which matters for short texts; a round of greedy
+    decoding drafts at most one token fewer than are still needed.
 
     Args:
         num_tokens: Number of tokens of the text.
@@ -367,7 +382,7 @@ def text_rounds(
     reached = [1.0, *accumulate(chances, mul), 0.0]
     cost = [0.0]
     for missing in range(1, num_tokens + 1):
-        k = min(len(rounds) - 1, missing - 1 if greedy else missing)
+        k = min(len(rounds) - 1, missing - 1) if greedy else len(rounds) - 1
         rest = sum(
             (reached[n] - (reached[n + 1] if n < k else 0.0)) * cost[max(0, missing - n - 1)]
             for n in range(k + 1)

@@ -239,6 +239,12 @@ class Bundle:
         return self.context_length - 1 if encoder is None else encoder.max_length
 
     @property
+    def reads_speech(self) -> bool:
+        """True if the source of the texts is a spectrogram."""
+        encoder = self.target.encoder
+        return encoder is not None and encoder.source_shape is not None
+
+    @property
     def target(self) -> ModelEntry:
         """Model that defines the text."""
         return self.models["target"]

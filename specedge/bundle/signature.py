@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-DIMENSIONS = ("B", "T", "R", "N", "K")
+DIMENSIONS = ("B", "T", "R", "N", "K", "L")
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 SAMPLING_INPUTS = (*SAMPLING_SETTINGS, "seen", "uniforms")  # inputs of a sampling graph
 ROLES = (
@@ -26,8 +26,8 @@ class Port:
     memory. A dimension is a number or a name: "B" is the batch, "T" the pass length, "R" the rows
     with logits (T less `logits_from`); in the batched graph "N" is the number of rows per sequence,
     in graphs of an encoder that of the source.
-    In graphs for hosts "N" is the number of tokens to process, "K" that of draft tokens, and "R" is
-    K + 1.
+    In graphs for hosts "N" is the number of tokens to process, "K" that of draft tokens, "L" that
+    of the text, and "R" is K + 1.
     """
 
     name: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.sampling.source import Source
+from specedge.runtime.text.bad_words import apply_defaults
 from specedge.runtime.text.tokenizer import decode
 from specedge.sampling_options import Sampling
 from specedge.verification.margins import (
@@ -156,8 +157,7 @@ def _transcript(
     """Return the transcript of a request, up to the first round with an insufficient margin."""
     bundle = pipeline.bundle
     first, source = pipeline.prompts.start(tokens)
-    suppressed = bundle.decoding_defaults.suppress_tokens
-    sampling = replace(sampling, suppress_tokens=suppressed)
+    sampling = apply_defaults(sampling, bundle.decoding_defaults)
     listener = _Listener(pipeline.draft, k, seed, bundle.target.vocab_size)
     drafter: Drafter = _NoDrafts()
     if sizes := bundle.draft:

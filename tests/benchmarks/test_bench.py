@@ -193,7 +193,7 @@ def test_alpha_is_measured_within_draft_context(context_length, places):
 
 
 def test_expected_rounds_of_a_text_follow_acceptance():
-    assert text_rounds([0.5, 0.5], [1.0, 1.5, 2.0], 1, greedy=False) == 1.5
+    assert text_rounds([0.5, 0.5], [1.0, 1.5, 2.0], 1, greedy=False) == 2.0
     assert text_rounds([0.5, 0.5], [1.0, 1.5, 2.0], 1, greedy=True) == 1.0
     assert text_rounds([0.25], [1.0, 1.5], 2, greedy=False) == pytest.approx(1.5 + 0.75 * 1.5)
     assert text_rounds([0.25], [1.0, 1.5], 2, greedy=True) == pytest.approx(1.5 + 0.75 * 1.0)
@@ -215,22 +215,33 @@ def test_predictions_match_under_model_assumptions():
     plain, model = figures(measured(runs(draft=0.1, verify=1.2, accepted=80)))
     assert (plain.speedup, plain.loses, plain.with_costs) == (1, False, None)
     assert model.speedup == pytest.approx(180 / 130)
-    assert model.with_costs_error == pytest.approx(0)
+    # A text of 180 tokens ends with a round of which one token may be too many.
+    assert model.with_costs_error == pytest.approx(0, abs=5e-3)
     assert model.by_position_error == pytest.approx(0)
     assert model.theorem_3_8 == pytest.approx(1.8 / 1.1)
     assert model.theorem_3_8_error == pytest.approx(1.3 / 1.1 - 1)
     assert model.run_level == pytest.approx(1.8 / 1.1)
     assert model.run_level_error == pytest.approx(1.3 / 1.1 - 1)
     assert model.held_out_speedup == model.speedup
-    # A text of 180 tokens ends with a round of which one token may be too many.
     assert model.held_out_error == pytest.approx(0, abs=5e-3)
     assert (model.draft_cost, model.verify_cost, model.host_cost) == pytest.approx((0.1, 1.2, 0))
 
 
 def test_a_prediction_with_costs_counts_the_host_of_plain_rounds():
     _, model = figures(measured(runs(0.1, 1.2, 80, sampling=0.2, plain_host=0.25)))
-    assert model.with_costs == pytest.approx(1.8 * 1.25 / 1.5)
-    assert model.with_costs_error == pytest.approx(0)
+    assert model.with_costs == pytest.approx(1.8 * 1.25 / 1.5, abs=5e-3)
+    assert model.with_costs_error == pytest.approx(0, abs=5e-3)
+
+
+def test_a_prediction_with_costs_is_of_texts_of_the_measured_lengths():
+    found = measured(runs(draft=0.1, verify=1.2, accepted=80))
+    short = {key: bench.BenchmarkText(text.tokens, 1) for key, text in found.texts.items()}
+    _, greedy = figures(bench.BenchmarkRuns(found.runs, short))
+    assert greedy.with_costs == pytest.approx(1)  # a round for one token drafts none
+    (_, sampled) = summarize(
+        bench.BenchmarkRuns(found.runs, short), PROMPTS, {0: [0.8], 1: [0.8]}, None, False
+    )
+    assert sampled.with_costs == pytest.approx(1 / 1.3)
 
 
 def test_components_sum_to_time_per_token():

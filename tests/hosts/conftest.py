@@ -45,7 +45,7 @@ def _encoder_decoder(folder, layout):
     from specedge.verification.transcripts import transcripts
 
     made = make_encoder_decoder(folder)
-    defaults = DecodingDefaults(suppress_tokens=(0, 17, 23))
+    defaults = DecodingDefaults(2, suppress_tokens=(0, 17, 23), begin_suppress_tokens=(9, 12, 30))
     text = replace(made, decoding_defaults=defaults).to_json()
     (folder / MANIFEST).write_text(text, "utf-8")
     embed(folder, num_draft_tokens=[2, 4] if layout == "fused" else (), layout=layout,
@@ -55,7 +55,7 @@ def _encoder_decoder(folder, layout):
 
 @pytest.fixture(scope="session")
 def encoder_decoder(tmp_path_factory):
-    """An encoder-decoder with rounds in one graph, and suppressed tokens."""
+    """An encoder-decoder with rounds in one graph, and banned tokens."""
     return _encoder_decoder(tmp_path_factory.mktemp("sources") / "bundle", "fused")
 
 
@@ -76,6 +76,16 @@ def _draft_head(folder, fuses):
     return folder
 
 
+def _speech(folder, layout):
+    pytest.importorskip("onnx_ir", reason="needs the export extra")
+    from encoder_decoder_bundles import make_encoder_decoder
+    from specedge.exporter import embed
+
+    make_encoder_decoder(folder, is_speech=True)
+    embed(folder, layout=layout)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def eagle_head(tmp_path_factory):
     """A target with a draft head that fuses its hidden states, for some of the tokens."""
@@ -86,6 +96,18 @@ def eagle_head(tmp_path_factory):
 def mtp_head(tmp_path_factory):
     """A target with a draft head that reads its last hidden states as they are."""
     return _draft_head(tmp_path_factory.mktemp("mtp") / "bundle", False)
+
+
+@pytest.fixture(scope="session")
+def speech(tmp_path_factory):
+    """A model of speech with rounds in one graph."""
+    return _speech(tmp_path_factory.mktemp("speech") / "bundle", "fused")
+
+
+@pytest.fixture(scope="session")
+def split_speech(tmp_path_factory):
+    """A model of speech with graphs of a draft step and of the accept rule."""
+    return _speech(tmp_path_factory.mktemp("split_speech") / "bundle", "split")
 
 
 @pytest.fixture(params=["fused", "split"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from specedge.bundle.integrity import file_entry
@@ -115,6 +117,48 @@ def check_heads(run, bundle):
                 done = run(bundle, "--ids", ids, "-n", 24, "-k", k, *options(settings))
                 expected = generated(pipeline, prompt, 24, settings, k).tokens
                 assert done.stdout == joined(expected), done.stderr
+
+
+def write_wav(path, samples, rate=16_000):
+    """Write 16-bit samples with a chunk before them, as programs do."""
+    data = np.asarray(samples, "<i2").tobytes()
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
+    body = b"WAVE" + form + b"LIST\3\0\0\0abc\0" + struct.pack("<4sI", b"data", len(data)) + data
+    path.write_bytes(struct.pack("<4sI", b"RIFF", len(body)) + body)
+    return path
+
+
+def check_speech(run, bundle, folder):
+    """Check texts of audio; `run` runs a host with arguments."""
+    import specedge
+    from specedge.runtime.audio.wav import read_wav
+    from specedge.runtime.backend.sessions import Device
+    from specedge.runtime.sampling.source import Source
+
+    random = np.random.default_rng(0)
+    with specedge.load(bundle) as pipeline:
+        target = pipeline.bundle.target
+        features = Device().open(bundle / target.graph("features", "onnx").file)
+        for length in (target.encoder.num_samples, 5_001):
+            samples = random.integers(-(2**15), 2**15, length)
+            path = write_wav(folder / f"{length}.wav", samples)
+            audio = np.zeros((1, target.encoder.num_samples), np.float32)
+            with path.open("rb") as file:
+                audio[0, :length] = read_wav(file, path.name)
+            source = Source(features.run(None, {"audio": audio})[0][0])
+            for prefix in ([3], [4, 20]):
+                done = run(bundle, "--audio", path, "-n", 33, "--decoder-prefix",
+                           ",".join(map(str, prefix)))  # fmt: skip
+                settings = {"decoder_prefix": prefix}
+                expected = generated(pipeline, source, 33, settings).tokens
+                assert done.stdout == joined(expected), done.stderr
+    other = write_wav(folder / "other.wav", [0, 1], rate=8_000)
+    check_refused(run(bundle, "--audio", other), "1 channels of 16 bits at 8000 Hz")
+    longer = write_wav(folder / "longer.wav", np.zeros(10_241))
+    check_refused(run(bundle, "--audio", longer), "the bundle takes 1 to 10240")
+    other.write_bytes(other.read_bytes()[:30])
+    check_refused(run(bundle, "--audio", other), "is damaged")
+    check_refused(run(bundle, "--ids", "5,6"), "give audio instead of a prompt")
 
 
 def with_another_transcript(bundle, output, key):

@@ -292,6 +292,10 @@ def test_incompatible_manifest_is_rejected(program, fused_bundle, tmp_path, chan
     check_refused(run(program, changed(fused_bundle, tmp_path / "bundle", change), "x"), wanted)
 
 
+def test_speech_is_rejected(program, speech):
+    check_refused(run(program, speech, "--ids", "5"), "the bundle reads speech, not text")
+
+
 def test_split_round_layout_is_rejected(program, split_bundle):
     done = run(program, split_bundle, "x")
     check_refused(done, "has no round.onnx of K = 0 draft tokens (0: any); run specedge embed")

@@ -20,6 +20,7 @@ from hosting import (
     check_heads,
     check_refused,
     check_sources,
+    check_speech,
     damaged,
     generated,
     host_tools,
@@ -81,6 +82,11 @@ def test_turns_of_draft_heads_equal_new_texts(host, name, request):
     done = host.check(request.getfixturevalue(name))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("passed ") == 1
+
+
+@pytest.mark.parametrize("name", ["speech", "split_speech"])
+def test_texts_of_speech_equal_specedge_output(host, name, request, tmp_path):
+    check_speech(host.run, request.getfixturevalue(name), tmp_path)
 
 
 @pytest.mark.parametrize("host", ["pinvoke", "mono"], indirect=True)

@@ -32,7 +32,7 @@ from tokenizer_kinds import KINDS, units_of
 pytestmark = [pytest.mark.hosts]
 
 SOURCES = Path(__file__).parents[2] / "hosts" / "javascript"
-HOST_LINES = 180
+HOST_LINES = 190
 # Node.js takes what begins with - for an option.
 FILTERED, FILTERS = REQUESTS["with all filters"]
 OWN_REQUESTS = REQUESTS | {
@@ -208,6 +208,11 @@ def test_number_of_draft_tokens_is_configurable(program, pipeline, small_rounds)
     wanted = generated(pipeline, [60, 61], 30, settings, 2).tokens
     assert done.stdout == joined(wanted), done.stderr
     assert run(program, small_rounds, "--golden").stdout.count("same    K 1") > 1
+
+
+def test_speech_is_rejected(program, speech):
+    done = run(program, speech, "--ids", "5")
+    check_refused(done, "the bundle reads speech; this host reads text")
 
 
 def test_split_round_layout_is_rejected(program, split_bundle):

@@ -17,7 +17,7 @@ from specedge.runtime.decoding.verification import Draft, verify
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits
 from specedge.runtime.sampling.probabilities import probabilities
-from specedge.sampling_options import Sampling
+from specedge.sampling_options import DecodingDefaults, Sampling
 
 FLOAT, INT, DOUBLE = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.DOUBLE
 TEXT = History([0])
@@ -40,7 +40,7 @@ FILTERS = [
 def session(vocab_size, num_draft_tokens):
     """Weights of a draft's and a target's rows, and the verdict."""
     nodes = GraphBuilder("test")
-    sampling = SamplingNodes.with_inputs(nodes, vocab_size)
+    sampling = SamplingNodes.with_inputs(nodes, vocab_size, DecodingDefaults())
     rows = [
         nodes.input(name, FLOAT, [num, vocab_size])
         for name, num in (("draft", num_draft_tokens), ("target", num_draft_tokens + 1))

@@ -7,6 +7,7 @@ import itertools
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import specedge
@@ -14,16 +15,20 @@ from cases import exhaustive
 from encoder_decoder_bundles import PAD, make_encoder_decoder
 from round_host import Fused, Split
 from specedge.bundle import MANIFEST, Bundle
-from specedge.errors import ExportError
 from specedge.exporter import embed
 from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
+from specedge.runtime.sampling.source import Source
 from specedge.sampling_options import DecodingDefaults
 from specedge.verification.transcripts import transcripts
 
 SOURCES = ([9, 8, 7, 6, 1], [5], [11, 30, 12, 5] * 7 + [1])
 SAMPLINGS = ({}, {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.2, "seed": 3})
-SUPPRESSED = (PAD, 17, 23)
+DEFAULTS = {
+    "suppress_tokens": (PAD, 17, 23),
+    "begin_suppress_tokens": (9, 12, 30),
+    "no_repeat_ngram_size": 2,
+}
 LENGTH = 40
 
 
@@ -96,16 +101,32 @@ def test_plain_round_generates_the_text_of_the_target(tmp_path):
             assert host.generate(first, LENGTH, source=source)[0] == expected.tokens
 
 
-@pytest.mark.parametrize("layout", ["fused", "split"])
-def test_suppressed_tokens_are_not_generated(tmp_path, layout):
-    bundle = make_encoder_decoder(tmp_path / "bundle")
+def texts_of(bundle):
     with specedge.load(bundle.folder) as pipeline:
-        texts = [pipeline.generate(source, LENGTH).tokens for source in SOURCES]
-        sampled = [pipeline.generate(s, LENGTH, temperature=1, seed=1).tokens for s in SOURCES]
-    assert any({*SUPPRESSED} & {*text} for text in texts + sampled)
-    bundle = rewrite(bundle, decoding_defaults=DecodingDefaults(suppress_tokens=SUPPRESSED))
+        sampled = {"temperature": 1.0, "seed": 1}
+        return [pipeline.generate(s, LENGTH, **x).tokens for s in SOURCES for x in ({}, sampled)]
+
+
+@pytest.mark.parametrize("layout", ["fused", "split"])
+@pytest.mark.parametrize("names", [*((name,) for name in DEFAULTS), (*DEFAULTS,)], ids=str)
+def test_tokens_banned_by_the_generation_config_are_not_generated(tmp_path, layout, names):
+    bundle = make_encoder_decoder(tmp_path / "bundle")
+    before = texts_of(bundle)
+    defaults = DecodingDefaults(**{name: DEFAULTS[name] for name in names})
+    bundle = rewrite(bundle, decoding_defaults=defaults)
+    assert texts_of(bundle) != before
     bundle = embed(bundle.folder, layout=layout)
     check(bundle, samplings=(*SAMPLINGS, {"temperature": 1.0, "top_p": 0.9, "seed": 1}))
+
+
+def test_plain_round_does_not_generate_banned_tokens(tmp_path):
+    bundle = make_encoder_decoder(tmp_path / "bundle", None)
+    bundle = embed(rewrite(bundle, decoding_defaults=DecodingDefaults(**DEFAULTS)).folder)
+    first, host = [*bundle.decoder_start, *bundle.decoder_prefix], hosted(bundle, 1)
+    with specedge.load(bundle.folder) as pipeline:
+        for source in SOURCES:
+            expected = pipeline.generate(source, LENGTH, num_draft_tokens=0)
+            assert host.generate(first, LENGTH, source=source)[0] == expected.tokens
 
 
 @pytest.mark.parametrize("layout", ["fused", "split"])
@@ -117,6 +138,7 @@ def test_draft_reads_the_beginning_that_its_encoder_can_read(tmp_path, layout):
 
 
 def test_golden_transcripts_replay_exactly(pair):
+    rewrite(pair, decoding_defaults=DecodingDefaults(**DEFAULTS))
     bundle = embed(pair.folder, num_draft_tokens=[2, 4], golden=transcripts)
     golden = json.loads(bundle.path(bundle.hosts.golden).read_text("utf-8"))
     first = [*bundle.decoder_start, *bundle.decoder_prefix]
@@ -131,16 +153,30 @@ def test_golden_transcripts_replay_exactly(pair):
             assert pipeline.prompts.tokens(one["prompt"]) == one["prompt_tokens"]
 
 
-def test_models_that_host_graphs_cannot_decode_are_refused(tmp_path):
-    speech = make_encoder_decoder(tmp_path / "speech", is_speech=True)
-    with pytest.raises(ExportError, match="it reads speech"):
-        embed(speech.folder)
-    bundle = make_encoder_decoder(tmp_path / "bundle")
-    for name, value in (("no_repeat_ngram_size", 3), ("begin_suppress_tokens", (5,))):
-        defaults = DecodingDefaults(**{name: value})
-        rewrite(bundle, decoding_defaults=defaults)
-        with pytest.raises(ExportError, match=f"do not apply {name}"):
-            embed(bundle.folder)
+@pytest.mark.parametrize(
+    ("draft", "layout"),
+    [("own", "fused"), ("own", "split"), ("shared", "fused"), ("shared", "split"), (None, "fused")],
+)
+def test_rounds_of_speech_generate_the_text_of_the_decoder(tmp_path, draft, layout):
+    bundle = make_encoder_decoder(tmp_path / "bundle", draft, is_speech=True)
+    bundle = embed(bundle.folder, layout=layout, golden=transcripts)
+    assert bundle.hosts.golden is None
+    host = hosted(bundle, 1 if draft is None else 4)
+    first = [*bundle.decoder_start, *bundle.decoder_prefix]
+    random, texts = np.random.default_rng(0), []
+    with specedge.load(bundle.folder) as pipeline:
+        features = exact_device(bundle.models.values(), Device()).open(
+            bundle.path(bundle.target.graph("features", "onnx").file)
+        )
+        for length in (10_240, 5_000):
+            audio = random.uniform(-1, 1, length).astype(np.float32)
+            padded = np.pad(audio, (0, 10_240 - length))[None]
+            source = Source(features.run(None, {"audio": padded})[0][0])
+            options = {"num_draft_tokens": 4} if draft else {"num_draft_tokens": 0}
+            expected = pipeline.generate(source, LENGTH, **options)
+            texts.append(host.generate(first, LENGTH, source=audio)[0])
+            assert texts[-1] == expected.tokens
+    assert texts[0] != texts[1]
 
 
 def test_manifest_without_the_graph_of_the_source_is_rejected(pair):
@@ -167,9 +203,8 @@ def exported(request, tmp_path_factory):
     from specedge.exporter import export
 
     folder = tmp_path_factory.mktemp(request.param)
-    options = {"no_repeat_ngram_size": 0} if request.param == "bart" else {}
-    target = make_checkpoint(request.param, folder / "target", **options)
-    draft = make_checkpoint(request.param, folder / "draft", noise=0.05, **options)
+    target = make_checkpoint(request.param, folder / "target")
+    draft = make_checkpoint(request.param, folder / "draft", noise=0.05)
     return export(draft, target, folder / "bundle", precision="int8")
 
 
