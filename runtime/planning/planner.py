@@ -21,6 +21,7 @@ MODEL, CHAIN, SUFFIX = DrafterName.MODEL, DrafterName.CHAIN, DrafterName.SUFFIX
 MIN_GAIN = 1.03  # minimum speed-up over plain decoding; costs are rounded to a grid of 10%
 AMORTIZATION_TOKENS = 32  # minimum number of tokens that a catch-up is amortized over
 BUDGET_ROUNDS, BUDGET_SHARE = 1.5, 0.005  # exploration budget: plain rounds, and share of the time
+MAX_STAKE = 0.5  # share of the rest of the budget that a round may lose; the rest is for later ones
 MIN_PROBABILITY = 0.01  # longer drafts are not considered below this probability of acceptance
 
 PRIOR_RATE = 0.5  # prior acceptance rate of a drafter without measurements
@@ -222,15 +223,13 @@ class Planner:
 
         A draft of the chosen K may also be longer where the model is confident. A further token
         pays if it is accepted with a higher probability than the tokens that its cost would yield
-        at the chosen speed. If the whole draft is rejected, it loses at most the exploration budget
-        and the time saved so far.
+        at the chosen speed.
         """
         costs, chosen = self.last_costs, choice.num_draft_tokens
         assert costs is not None
         seconds = [verify + draft for verify, draft in zip(costs.verify, costs.draft, strict=True)]
-        spare = self._budget(costs) + self.saved_seconds + self._longest_catch_up
         k = min(2 * chosen + 1, self.max_draft_tokens, max_model_tokens)
-        while k > chosen and seconds[k] > costs.plain + spare:
+        while k > chosen and seconds[k] > self._max_seconds(costs):
             k -= 1
         if k < 2:
             return chosen, 0.0
@@ -293,17 +292,12 @@ class Planner:
         return (choice.seconds_per_token + costs.token) * MIN_GAIN < costs.plain + costs.token
 
     def _best_choice(self, option: DraftOption, costs: RoundCosts) -> RoundChoice | None:
-        """Return the best K above 0 of an option, or None.
-
-        K is limited so that a round without accepted tokens loses at most the exploration budget
-        and the time saved so far.
-        """
+        """Return the best K above 0 of an option, or None."""
         limit, num_free = self._max_tokens(option), option.num_free
         rates: Sequence[float] = self._free_rates(option)
         if limit > num_free:
             rates = [*rates, *self.estimate(MODEL).rates(limit - num_free)]
-        spare = self._budget(costs) + self.saved_seconds + self._longest_catch_up
-        return self._fastest(option, costs, rates[:limit], costs.plain + spare)
+        return self._fastest(option, costs, rates[:limit], self._max_seconds(costs))
 
     def _fastest(
         self,
@@ -376,6 +370,15 @@ class Planner:
     def _budget(self, costs: RoundCosts) -> float:
         """Return the exploration budget in seconds."""
         return BUDGET_ROUNDS * costs.plain + BUDGET_SHARE * self.seconds
+
+    def _max_seconds(self, costs: RoundCosts) -> float:
+        """Return the maximum time of a round, of which all draft tokens may be rejected.
+
+        It loses a share of the exploration budget and of the time saved so far, so that a few
+        rejections do not end the use of a good drafter.
+        """
+        spare = self._budget(costs) + self.saved_seconds + self._longest_catch_up
+        return costs.plain + MAX_STAKE * spare
 
     def _free_rates(self, option: DraftOption) -> list[float]:
         estimate = self.estimate(option.source)

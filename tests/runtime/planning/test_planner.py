@@ -112,6 +112,16 @@ def test_a_tuned_pair_is_near_the_best_fixed_setting(draft, alpha):
     assert auto <= 1.03 * best
 
 
+def test_a_rejected_first_draft_does_not_end_the_use_of_an_accurate_drafter():
+    """A round may lose a part of the exploration budget only."""
+    planner = Planner(table(0.2, prior={"model": 0.9}), temperature=0.0)
+    option = DraftOption("model", max_model_tokens=99)
+    first = planner.choose([option], 50)
+    assert first.num_draft_tokens > 1
+    planner.record(first, ["model"] * first.num_draft_tokens, 0)
+    assert planner.choose([option], 51).reason == ChoiceReason.GAIN
+
+
 @pytest.mark.parametrize("alpha", [0.6, 0.9])
 def test_an_untuned_pair_adapts_quickly(alpha):
     costs = untuned()

@@ -306,7 +306,7 @@ def test_an_explanation_names_costs_acceptance_choices_and_gain():
     rounds = run(plan, TableModel(distribution))
     text = "\n".join(explain(plan, rounds))
     for part in (
-        "specedge tune", "draft pass", "acceptance rate of model: 0.9", "round 1: model, K = 8:",
+        "specedge tune", "draft pass", "acceptance rate of model: 0.9", "round 1: model, K = 4:",
         "tokens expected", "times the speed of plain decoding", "speed-up", "0 probes",
     ):  # fmt: skip
         assert part in text
