@@ -290,9 +290,11 @@ def _check(
         )  # fmt: skip
         if text.vocabulary is not None:
             text = replace(text, vocabulary=text.vocabulary.restricted(ids))
-    progress.predicted = cost_estimate.predict_seconds(all_checkpoints, request)
     hub.check_space([remote for c in all_checkpoints for remote in c.remotes], work)
-    return _Job(request, all_checkpoints, calibration, work, progress, text, lengths, ids)
+    job = _Job(request, all_checkpoints, calibration, work, progress, text, lengths, ids)
+    has_head = bool(job.hidden_layers)
+    progress.predicted = cost_estimate.predict_seconds(all_checkpoints, request, has_head)
+    return job
 
 
 def _check_head(job: _Job) -> _Job:

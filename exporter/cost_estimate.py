@@ -54,6 +54,8 @@ _KEPT_STEPS = {
     "Quantizing the {role}": (1.5, 4.0),
     "Comparing the {role} in {precision}": (5.0, 40.0),
 }
+# Per billion parameters of the target, whose hidden states a draft head reads
+_OBSERVATION_STEPS = {"Running the target over the draft's texts": (1.0, 30.0)}
 _ACCEPTANCE_SECONDS = 15.0
 _FINAL_STEPS = {
     "Writing the target's batched graphs": 1.0,
@@ -159,7 +161,9 @@ class CostEstimate:
         return max(logits, scores, *(m.num_activations(rows, ops) for m in self.expert_layers))
 
 
-def predict_seconds(checkpoints: Sequence[Checkpoint], request: ExportRequest) -> dict[str, float]:
+def predict_seconds(
+    checkpoints: Sequence[Checkpoint], request: ExportRequest, has_head: bool
+) -> dict[str, float]:
     """Predict the seconds of an export's steps on two cores, in order.
 
     Downloads, additional graph variants and the steps of a self-draft are not included.
@@ -167,18 +171,24 @@ def predict_seconds(checkpoints: Sequence[Checkpoint], request: ExportRequest) -
     Args:
         checkpoints: Checkpoints with separate weights.
         request: The export, with its precisions.
+        has_head: True if the draft reads hidden states of the target.
     """
     seconds: dict[str, float] = {}
+    billions = [0.0]
     for checkpoint in checkpoints:
-        precision, billions = request.precision_of(checkpoint.role), 0.0
+        role, precision = checkpoint.role, request.precision_of(checkpoint.role)
+        billions.append(0.0)
         with contextlib.suppress(ExportError):  # loading the model reports the error
             model = tracer.meta_model(checkpoint.config)
-            billions = sum(p.numel() for p in model.parameters()) / 1e9
-        quantized_steps = _KEPT_STEPS if precision == KEEP else _QUANTIZED_STEPS
-        steps = _FLOAT_STEPS | (quantized_steps if precision in QUANTIZED_DTYPES else {})
-        for name, (fixed, rate) in steps.items():
-            description = name.format(role=checkpoint.role, precision=precision)
-            seconds[description] = fixed + rate * billions
+            billions[-1] = sum(p.numel() for p in model.parameters()) / 1e9
+        steps = [(step, billions[-1]) for step in _FLOAT_STEPS.items()]
+        if precision in QUANTIZED_DTYPES:
+            if has_head and role == "draft":
+                steps += [(step, billions[-2]) for step in _OBSERVATION_STEPS.items()]
+            quantized_steps = _KEPT_STEPS if precision == KEEP else _QUANTIZED_STEPS
+            steps += [(step, billions[-1]) for step in quantized_steps.items()]
+        for (name, (fixed, rate)), size in steps:
+            seconds[name.format(role=role, precision=precision)] = fixed + rate * size
     if request.draft_name is not None:
         seconds["Measuring the draft's acceptance rate"] = _ACCEPTANCE_SECONDS
     return seconds | _FINAL_STEPS

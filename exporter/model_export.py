@@ -279,8 +279,7 @@ def write_models(
         written = [
             _for_each_variant(p, graph_variants, partial(_write_graphs, p, stored)) for p in parts
         ]
-        # ONNX Runtime reads the weights of graphs without caches from the file.
-        is_sparse = stored.size > runner.WHOLE_BYTES and not first.other_files
+        is_sparse = stored.size > runner.WHOLE_BYTES and first.shape.encoder is None
         with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
             stored.finish(advance, is_sparse=is_sparse)
     return written, stored.file
@@ -341,7 +340,8 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
                 graphs.write_graphs(whole, stored.folder, files, ops)
         for file in part.other_files:
             _rewrite(traced.others[file.name], stored, joins_products=False)
-            stored.attach(traced.others[file.name])
+            # ONNX Runtime reads the weights of graphs without caches from the file.
+            stored.attach(traced.others[file.name], is_required=True)
             save_graph(traced.others[file.name], stored.folder / file.file_name(ops))
     return traced.first is not None
 

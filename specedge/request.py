@@ -6,7 +6,7 @@ import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, SupportsIndex, TypedDict
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypedDict
 
 from .errors import OptionError
 from .option_specs import (
@@ -19,6 +19,9 @@ from .option_specs import (
 )
 from .sampling_options import LENIENT_COUPLING, MAX_DRAFT_TOKENS, Sampling, SamplingRules
 from .strict_json import JsonError, parse
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MAX_MATCH = 64
 NGRAM = "ngram:"  # followed by a file name
@@ -60,7 +63,7 @@ PLAIN = "plain"  # drafter of rounds of plain decoding
 
 BLOCK = "block"  # item of rounds whose drafts were verified as blocks
 # Drafter, K, number of rounds; then BLOCK and the minimum confidence of a draft, where they apply.
-PlannedRounds = tuple[Any, ...]
+PlannedRounds: TypeAlias = "tuple[str, int, int, Unpack[tuple[str | float, ...]]]"
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from encoder_decoder_bundles import HEADS, HIDDEN, SIZE, Graph, make_tokenizer
-from manifests import PARITY
+from manifests import write_manifest, write_model
 from specedge import bundle as b
 from specedge.bundle import manifest as m
-from specedge.bundle.integrity import file_entry
-from specedge.bundle.reports import ParityReport
-from specedge.sampling_options import RecommendedSampling
 
 VOCAB_SIZE, CONTEXT, CAPACITY = 40, 300, 320
 LAYERS = (1, 2)  # the second layer's input, and its output
@@ -43,57 +40,26 @@ def make_draft_head(
     for role in ("target", "draft"):
         columns = VOCAB_SIZE if role == "target" or token_ids is None else len(token_ids)
         signatures = m.signatures(states[role], CAPACITY, columns, hidden=hidden_of[role])
-        for name, graph in graphs[role].items():
-            graph.save(folder / role / f"{name}.onnx", signatures[m.signature_name(name)])
-        (folder / role / "weights.bin").write_bytes(bytes(64))
-        entries[role] = m.ModelEntry(
-            source=m.CheckpointSource(f"some/{role}", None, None),
+        entries[role] = write_model(
+            folder,
+            role,
+            graphs[role],
+            256,
             architecture="llama",
-            num_parameters=10,
-            num_experts=0,
             vocab_size=VOCAB_SIZE,
             padded_vocab_size=columns,
             context_length=CONTEXT,
-            dtype="float32",
-            weights_dtype="float32",
             capacity=CAPACITY,
             states=states[role],
-            weights=f"{role}/weights.bin",
             token_ids="draft/token_ids.bin" if columns < VOCAB_SIZE else None,
             signatures=signatures,
-            graphs=tuple(
-                m.GraphEntry(name, "onnx", None, m.signature_name(name), f"{role}/{name}.onnx")
-                for name in graphs[role]
-            ),
-            parity={
-                "onnx": ParityReport(**vars(PARITY) | {"invariant_lengths": tuple(range(1, 257))})
-            },
-            quantization={},
             hidden=hidden_of[role],
         )
     if entries["draft"].token_ids:
         ids = np.array(token_ids, "<u4").tobytes()
         (folder / "draft/token_ids.bin").write_bytes(ids)
     make_tokenizer().save(str(folder / "tokenizer.json"))
-    files = {
-        str(path.relative_to(folder)): file_entry(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    bundle = b.Bundle(
-        format=b.FORMAT,
-        specedge_version="0.1.0",
-        num_draft_tokens=4,
-        end_tokens=(1,),
-        tokenizer="tokenizer.json",
-        chat_template=None,
-        special_tokens={"eos_token": "</s>"},
-        default_sampling=RecommendedSampling(),
-        models=entries,
-        hosts=None,
-        files=files,
-    )
-    (folder / b.MANIFEST).write_text(bundle.to_json(), "utf-8")
+    write_manifest(folder, entries, end_tokens=(1,))
     return b.Bundle.read(folder)
 
 

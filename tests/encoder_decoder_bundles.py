@@ -9,12 +9,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from manifests import PARITY
+from manifests import write_manifest, write_model
 from specedge import bundle as b
 from specedge.bundle import manifest as m
-from specedge.bundle.integrity import file_entry
-from specedge.bundle.reports import ParityReport
-from specedge.sampling_options import RecommendedSampling
 
 PAD, END, UNKNOWN, FRENCH, GERMAN = range(5)
 VOCAB_SIZE, NUM_MEL_BINS, FRAME = 40, 4, 400
@@ -161,45 +158,37 @@ def _model(folder, role, weights, num_layers, has_encoder, is_speech):
     graphs = {"decoder": _decoder(weights, num_layers), "open": _opener(weights, num_layers)}
     if has_encoder:
         graphs["encoder"] = _encoder(weights, is_speech)
-    for name, graph in graphs.items():
-        graph.save(folder / role / f"{name}.onnx", signatures[m.signature_name(name)])
-    names = [*graphs]
     if is_speech and role == "target":
-        _save_log_mel(folder / role / f"{m.FEATURES}.onnx", encoder.num_samples)
-        names.append(m.FEATURES)
-    (folder / role / "weights.bin").write_bytes(bytes(64))
-    return m.ModelEntry(
-        source=m.CheckpointSource(f"some/{role}", None, None),
+        graphs[m.FEATURES] = LogMelGraph(encoder.num_samples)
+    return write_model(
+        folder,
+        role,
+        graphs,
+        17,
         architecture="t5",
-        num_parameters=10,
-        num_experts=0,
         vocab_size=VOCAB_SIZE,
         padded_vocab_size=VOCAB_SIZE,
         context_length=CONTEXT,
-        dtype="float32",
-        weights_dtype="float32",
         capacity=CAPACITY,
         states=states,
-        weights=f"{role}/weights.bin",
-        token_ids=None,
         signatures=signatures,
-        graphs=tuple(
-            m.GraphEntry(name, "onnx", None, m.signature_name(name), f"{role}/{name}.onnx")
-            for name in names
-        ),
-        parity={"onnx": ParityReport(**vars(PARITY) | {"invariant_lengths": tuple(range(1, 18))})},
-        quantization={},
         encoder=encoder,
     )
 
 
-def _save_log_mel(path, num_samples):
-    import onnx_ir as ir
+class LogMelGraph:
+    """Spectrogram of audio, with random filters."""
 
-    from specedge.exporter.graph.log_mel import build_log_mel
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
 
-    filters = np.random.default_rng(2).random((FRAME // 2 + 1, NUM_MEL_BINS))
-    ir.save(build_log_mel(filters, FRAME, num_samples), path)
+    def save(self, path, signature):
+        import onnx_ir as ir
+
+        from specedge.exporter.graph.log_mel import build_log_mel
+
+        filters = np.random.default_rng(2).random((FRAME // 2 + 1, NUM_MEL_BINS))
+        ir.save(build_log_mel(filters, FRAME, self.num_samples), path)
 
 
 def make_tokenizer():
@@ -231,25 +220,6 @@ def make_encoder_decoder(
     elif draft == "shared":
         entries["draft"] = _model(folder, "draft", weights, 1, False, is_speech)
     make_tokenizer().save(str(folder / "tokenizer.json"))
-    files = {
-        str(path.relative_to(folder)): file_entry(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    bundle = b.Bundle(
-        format=b.FORMAT,
-        specedge_version="0.1.0",
-        num_draft_tokens=4,
-        end_tokens=(END,),
-        tokenizer="tokenizer.json",
-        chat_template=None,
-        special_tokens={"eos_token": "</s>"},
-        default_sampling=RecommendedSampling(),
-        models=entries,
-        hosts=None,
-        files=files,
-        decoder_start=(PAD,),
-        decoder_prefix=tuple(prefix),
-    )
-    (folder / b.MANIFEST).write_text(bundle.to_json(), "utf-8")
+    fields = {"decoder_start": (PAD,), "decoder_prefix": tuple(prefix)}
+    write_manifest(folder, entries, end_tokens=(END,), **fields)
     return b.Bundle.read(folder)

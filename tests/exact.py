@@ -9,6 +9,7 @@ from math import prod
 
 from specedge.runtime.decoding import decoding
 from specedge.runtime.sampling.distribution import Distribution
+from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
 LENGTH = 3
@@ -50,6 +51,31 @@ def distribution_of_strings(target_distribution, prompt=(0,), size=3, length=LEN
         if probability:
             distribution[*prompt, *string] = probability
     return distribution
+
+
+class Continuing:
+    """A decoder whose first round continues a text, with the states of all tokens but the last."""
+
+    def __init__(self, one):
+        self.one = one
+
+    def rounds(self, text, sampling, seed, left):
+        one, plan = self.one, self.one.plan
+        history = History(text[:1], text[1:])
+        observer = plan.begin(history)
+        one.target.prefill(text[:-1])
+        observer.begin(history, 0)
+        observer.observe(0, one.target.hidden)
+        one._observer = observer
+        numbers = decoding.Uniforms(seed).take(2 * plan.max_draft_tokens + 1)
+        steps = one._round(plan.next(history, left), history, sampling, numbers, left, None, 1)
+        result = None
+        while True:
+            try:
+                result = steps.send(result).run()
+            except StopIteration as end:
+                yield end.value
+                return
 
 
 class Branches:

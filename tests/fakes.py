@@ -185,7 +185,7 @@ def generate(distribution, drafter, k, sampling, seed, count, prompt=(0, 1, 0)):
     return [token for one in rounds for token in one.tokens][:count], rounds
 
 
-class Recalling:
+class Recalling(Drafter):
     """Drafter that proposes tokens of a known text, every fifth one wrong."""
 
     name = "recalling"
@@ -198,11 +198,8 @@ class Recalling:
         drafted = self.tokens[start : start + max_tokens]
         return Draft([t ^ 1 if i % 5 == 4 else t for i, t in enumerate(drafted, start)])
 
-    def truncate(self, length):
-        pass
 
-
-class Sure:
+class Sure(Drafter):
     """Drafts one token, which is certain, at every third place."""
 
     name = "sure"
@@ -210,9 +207,6 @@ class Sure:
     def propose(self, history, max_tokens, sampling, uniforms):
         at = len(history.tokens)
         return Draft([] if at % 3 else [at // 3 % 3][:max_tokens])
-
-    def truncate(self, length):
-        pass
 
 
 class StatesTable(TableModel):

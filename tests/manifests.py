@@ -1,7 +1,8 @@
-"""Create a bundle of random files for tests that do not run it."""
+"""Manifests of small bundles, and a bundle of random files for tests that do not run it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from specedge import bundle as b
@@ -56,6 +57,26 @@ def make_model(role: str) -> m.ModelEntry:
     )
 
 
+def write_model(folder: Path, role: str, graphs, max_invariant_length: int, **fields):
+    """Write graphs by name, which may have weights; return the model's entry with these fields."""
+    for name, graph in graphs.items():
+        signature = fields["signatures"][m.signature_name(name)]
+        graph.save(folder / role / f"{name}.onnx", signature)
+    (folder / role / "weights.bin").write_bytes(bytes(64))
+    invariant_lengths = tuple(range(1, max_invariant_length + 1))
+    return replace(
+        make_model(role),
+        source=m.CheckpointSource(f"some/{role}", None, None),
+        weights_dtype="float32",
+        graphs=tuple(
+            m.GraphEntry(name, "onnx", None, m.signature_name(name), f"{role}/{name}.onnx")
+            for name in graphs
+        ),
+        parity={"onnx": replace(PARITY, invariant_lengths=invariant_lengths)},
+        **fields,
+    )
+
+
 def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
     """Write the files and the manifest."""
     files = {
@@ -67,18 +88,28 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
     for name, size in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((bytes(range(251)) * (size // 251 + 1))[:size])
+    models = {role: make_model(role) for role in ("target", "draft")}
+    return write_manifest(folder, models, end_tokens=(0,))
+
+
+def write_manifest(folder: Path, models: dict[str, m.ModelEntry], **fields) -> b.Bundle:
+    """Write the manifest of models and a tokenizer in a folder."""
+    files = {"tokenizer.json"}
+    for model in models.values():
+        files |= {model.weights, *(graph.file for graph in model.graphs)}
+        files |= {model.token_ids} - {None}
     bundle = b.Bundle(
         format=b.FORMAT,
         specedge_version="0.1.0",
         num_draft_tokens=4,
-        end_tokens=(0,),
         tokenizer="tokenizer.json",
         chat_template=None,
         special_tokens={"eos_token": "</s>"},
         default_sampling=RecommendedSampling(),
-        models={"target": make_model("target"), "draft": make_model("draft")},
+        models=models,
         hosts=None,
-        files={name: file_entry(folder / name) for name in files},
+        files={name: file_entry(folder / name) for name in sorted(files)},
+        **fields,
     )
     (folder / b.MANIFEST).write_text(bundle.to_json(), "utf-8")
     return bundle

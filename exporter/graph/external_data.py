@@ -62,6 +62,7 @@ class WeightsFile:
         self.size = 0  # size of the complete file
         self._joined: dict[Any, torch.Tensor] = {}
         self._tensors: list[tuple[torch.Tensor, ir.ExternalTensor]] = []
+        self._required: set[ir.ExternalTensor] = set()  # of graphs that ONNX Runtime loads
         self._file = HashedFile(folder / FILE)
 
     def __enter__(self) -> WeightsFile:
@@ -76,26 +77,31 @@ class WeightsFile:
         return FileEntry(self._file.size, self._file.digest.hexdigest())
 
     def finish(self, advance: Advance = lambda amount: None, is_sparse: bool = False) -> None:
-        """Write all tensors, or with `is_sparse` none of the lazy ones.
+        """Write all tensors, or with `is_sparse` none of the lazy ones that are not required.
 
         `advance` gets byte counts.
         """
         for tensor, location in self._tensors:
             self._file.align(ALIGNMENT)
-            if is_sparse and self._lazy is not None:
+            if is_sparse and self._lazy is not None and location not in self._required:
                 self._file.skip(location.nbytes)
             else:
                 self._write(tensor, TORCH_TYPES[location.dtype.value], location.name or "")
             advance(location.nbytes)
         self._file.close()
 
-    def attach(self, model: ir.Model) -> None:
-        """Move a graph's large float tensors to the file, in place."""
+    def attach(self, model: ir.Model, is_required: bool = False) -> None:
+        """Move a graph's large float tensors to the file, in place.
+
+        A sparse file has those of graphs that are required.
+        """
         graph = model.graph
         fold_transposes(graph)
         stored: dict[ir.ExternalTensor, ir.Value] = {}
         for value in list(_large_initializers(graph)):
             location = self._put(value)
+            if is_required:
+                self._required.add(location)
             if location in stored:
                 value.replace_all_uses_with(stored[location])
             else:

@@ -40,7 +40,7 @@ NUM_CHAINS = 96  # chains of K draft tokens in all texts
 # length of 1.0 to 1.4 tokens a round, rates of about 0.3, instead of 2.4, about 0.7.
 MIN_FIRST_RATE = 0.4
 MIN_RATIO = 0.5  # of the rate of second draft tokens to that of first ones
-PRIOR_ROWS = 4  # weight of a class's prior rate
+PRIOR_TOKENS = 4  # weight of a class's prior rate
 
 
 def measure_acceptance(
@@ -58,7 +58,8 @@ def measure_acceptance(
 
     The rate of a parallel draft, which falls with the position, is that of all tested tokens in
     drafts of `num_draft_tokens` tokens. Rates of a draft that reads hidden states are measured by
-    position, because a wrong reading of its checkpoint shows nowhere else.
+    position, because a wrong reading of its checkpoint shows nowhere else. Rates by confidence are
+    those of drafts that draw one token after another.
 
     Args:
         target: Final target.
@@ -104,7 +105,6 @@ def measure_acceptance(
             logits, fused = TargetStates(target, draft).run(texts)
         else:
             logits = compute_logits(target.runner(target.folder, target.ops[-1]), texts, sources)
-        confidences: list[np.ndarray] = []
         if draft.model.reads_hidden:
             k = max(1, min(num_draft_tokens, *starts))
             rows = draft_from_states(draft, texts, logits, fused, k)
@@ -113,32 +113,31 @@ def measure_acceptance(
             if ends:
                 drafted = [rows[n - 1] for rows, n in zip(drafted, ends, strict=True)]
             columns = map(partial(acceptance_by_row, head=draft.head), drafted, logits)
-            rows = [(agree[:, None], overlaps[:, None]) for agree, overlaps in columns]
-            confidences = [_softmax(d).max(1) for d in drafted]
+            rows = [column[..., None] for column in columns]
         elif readings is None and _can_run(draft):
             k = max(1, min(num_draft_tokens, *starts))
             rows = draft_in_parallel(draft, texts, logits, k)
         else:
             return None
         answers = [slice(n, -k) for n in starts]
-        if np.isnan(_concatenate([agree for agree, _ in rows], answers)).any(1).all():
+        if not _complete_drafts(rows, answers).size:
             answers = [slice(None)] * len(rows)
         # Prompts are text, except those of an encoder-decoder, whose answers are.
         spans = [slice(n, None) if decoder_prompt else slice(n - k + 1) for n in starts]
-        agreed = _concatenate([agree for agree, _ in rows], answers)
-        overlapping = _concatenate([overlaps for _, overlaps in rows], spans)
-        if any(np.isnan(x).any(1).all() for x in (agreed, overlapping)):
+        (agreed, _, of_agreed), (_, overlapping, of_overlapping) = (
+            _complete_drafts(rows, span) for span in (answers, spans)
+        )
+        if not agreed.size or not overlapping.size:
             return None
         (greedy_rates, greedy), (sampled_rates, sampled) = map(
             rates_by_position, (agreed, overlapping)
         )
         rates = MeasuredAcceptance(greedy, sampled)
-        if confidences:
-            of_answers, of_texts = (_concatenate(confidences, s) for s in (answers, spans))
+        if draft.model.mask_token is None:
             rates = replace(
                 rates,
-                greedy_by_confidence=rates_by_confidence(of_answers, agreed[:, 0]),
-                sampled_by_confidence=rates_by_confidence(of_texts, overlapping[:, 0]),
+                greedy_by_confidence=rates_by_confidence(of_agreed, agreed),
+                sampled_by_confidence=rates_by_confidence(of_overlapping, overlapping),
             )
     progress.note(
         f"draft: acceptance rate {rates.greedy:.0%} greedy, {rates.sampled:.0%} sampled, on a few "
@@ -194,7 +193,7 @@ def draft_from_states(
     logits: Sequence[np.ndarray],
     fused: Sequence[np.ndarray],
     k: int,
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[np.ndarray]:
     """Compare chains of k draft tokens along texts with the target, as `draft_in_parallel`.
 
     Args:
@@ -207,12 +206,12 @@ def draft_from_states(
     step, results = max(1, sum(map(len, texts)) // NUM_CHAINS), []
     with _open_decoder(_decoder(draft), draft.geometry, _options(draft)) as session:
         for text, expected, states in zip(texts, logits, fused, strict=True):
-            result = np.full((2, len(text), k), np.nan)
+            result = np.full((3, len(text), k), np.nan)
             session.fill_noise(0, draft.geometry.capacity)
             for position, row, drafted in _drafted_rows(session, text, states, k, step):
-                agree, overlap = acceptance_by_row(drafted, expected[row : row + 1], draft.head)
-                result[:, row - position, position] = agree[0], overlap[0]
-            results.append((result[0], result[1]))
+                column = acceptance_by_row(drafted, expected[row : row + 1], draft.head)
+                result[:, row - position, position] = column[:, 0]
+            results.append(result)
     return results
 
 
@@ -255,19 +254,17 @@ def rates_by_position(acceptance: np.ndarray) -> tuple[np.ndarray, float]:
     """Return the acceptance rate of each position in a draft, and that of all tested tokens.
 
     Args:
-        acceptance: Acceptance rates of tokens whose predecessors are accepted; rows with NaN are
-            ignored. [n, k]
+        acceptance: Acceptance rates of tokens whose predecessors are accepted. [n, k]
     """
-    acceptance = acceptance[~np.isnan(acceptance).any(1)]
-    accepted = np.minimum(acceptance, 1.0).cumprod(1)
-    tested = np.concatenate((np.ones((len(accepted), 1)), accepted[:, :-1]), 1)
+    tested = _test_probabilities(acceptance)
+    accepted = tested * acceptance
     rates = accepted.sum(0) / np.maximum(tested.sum(0), np.finfo(float).tiny)
     return rates, float(accepted.sum() / tested.sum())
 
 
 def draft_in_parallel(
     draft: FloatModel, texts: Sequence[np.ndarray], logits: Sequence[np.ndarray], k: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[np.ndarray]:
     """Compare drafts of k tokens along texts with the target, as `acceptance_by_row`.
 
     As in the runtime, a pass reads unread tokens and k - 1 mask tokens, whose rows are overwritten.
@@ -279,14 +276,15 @@ def draft_in_parallel(
         k: Number of tokens of a draft, at most T.
 
     Returns:
-        For each text, the results of the draft after each token; NaN without a draft. [T, k] each
+        For each text, the results of the draft after each token; NaN without a draft. [3, T, k]
+        each
     """
     masks = np.full(k - 1, draft.model.mask_token, np.int64)
     num_drafts = max(1, int(MAX_READ_BYTES / _weight_bytes(draft) / len(texts)))
     results = []
     with _open_decoder(_decoder(draft), draft.geometry, _options(draft)) as session:
         for text, expected in zip(texts, logits, strict=True):
-            result = np.full((2, len(text), k), np.nan)
+            result = np.full((3, len(text), k), np.nan)
             session.fill_noise(0, draft.geometry.capacity)
             length, step = 0, -(-len(text) // num_drafts)
             for start in range(0, len(text) - k + 1, step):
@@ -295,25 +293,29 @@ def draft_in_parallel(
                 length = start + 1
                 rows = expected[start : start + k]
                 result[:, start] = acceptance_by_row(drafted, rows, draft.head)
-            results.append((result[0], result[1]))
+            results.append(result)
     return results
 
 
 def acceptance_by_row(
     draft: np.ndarray, target: np.ndarray, head: Sequence[int] | np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each row whether the argmax agrees, and the acceptance rate at temperature 1.
+) -> np.ndarray:
+    """Return acceptance rates at temperatures 0 and 1, and the draft's largest probability.
 
     Args:
         draft: Logits of the draft. [T, C]
         target: Logits of the target. [T, V]
         head: Tokens of the draft's columns if reduced, of the target's vocabulary.
+
+    Returns:
+        The three values of each row. [3, T]
     """
     size = min(draft.shape[1], target.shape[1])
     token_ids = np.arange(size) if head is None else np.array(head)
     agree = token_ids[draft[:, : len(token_ids)].argmax(1)] == target.argmax(1)
-    draft_probs = _softmax(draft)[:, : len(token_ids)]
-    return agree, np.minimum(draft_probs, _softmax(target)[:, token_ids]).sum(1)
+    draft_probs = _softmax(draft)
+    overlaps = np.minimum(draft_probs[:, : len(token_ids)], _softmax(target)[:, token_ids]).sum(1)
+    return np.stack((agree, np.minimum(overlaps, 1), draft_probs.max(1)))
 
 
 def _read(
@@ -326,28 +328,42 @@ def _read(
     return np.array(readings.read(text.tolist())[: ends[-1]]), ends
 
 
-def rates_by_confidence(confidences: np.ndarray, accepted: np.ndarray) -> tuple[float, ...]:
+def rates_by_confidence(confidences: np.ndarray, acceptance: np.ndarray) -> tuple[float, ...]:
     """Return the acceptance rate by class of the draft's largest probability, ascending.
 
-    Each class has a prior with the weight of `PRIOR_ROWS` rows: the mean rate, shifted by the
+    Each class has a prior with the weight of `PRIOR_TOKENS` tokens: the mean rate, shifted by the
     difference of the class's probability to the mean.
 
     Args:
-        confidences: Largest probability of the draft at temperature 1. [T]
-        accepted: Acceptance rates. [T]
+        confidences: Largest probability of the draft at temperature 1. [n, k]
+        acceptance: Acceptance rates of tokens whose predecessors are accepted. [n, k]
     """
-    classes = np.searchsorted(CONFIDENCE_BOUNDS, confidences)
+    tested = _test_probabilities(acceptance)
+    mean_rate, mean_confidence = (
+        (tested * values).sum() / tested.sum() for values in (acceptance, confidences)
+    )
+    classes = np.searchsorted(CONFIDENCE_BOUNDS, confidences).ravel()
     edges = np.array([0, *CONFIDENCE_BOUNDS, 1])
     centers = (edges[1:] + edges[:-1]) / 2
-    priors = np.clip(accepted.mean() + centers - confidences.mean(), 0, 1)
-    counts = np.bincount(classes, minlength=len(centers))
-    sums = np.bincount(classes, weights=accepted, minlength=len(centers))
-    rates = (sums + PRIOR_ROWS * priors) / (counts + PRIOR_ROWS)
+    priors = np.clip(mean_rate + centers - mean_confidence, 0, 1)
+    counts, sums = (
+        np.bincount(classes, weights=values.ravel(), minlength=len(centers))
+        for values in (tested, tested * acceptance)
+    )
+    rates = (sums + PRIOR_TOKENS * priors) / (counts + PRIOR_TOKENS)
     return tuple(np.maximum.accumulate(np.minimum(rates, 1)).tolist())
 
 
-def _concatenate(rows: Sequence[np.ndarray], spans: Sequence[slice]) -> np.ndarray:
-    return np.concatenate([row[span] for row, span in zip(rows, spans, strict=True)])
+def _test_probabilities(acceptance: np.ndarray) -> np.ndarray:
+    """Return the probability that a token is tested, from rates of acceptance. [n, k] -> [n, k]"""
+    accepted = acceptance[:, :-1].cumprod(1)
+    return np.concatenate((np.ones((len(accepted), 1)), accepted), 1)
+
+
+def _complete_drafts(rows: Sequence[np.ndarray], spans: Sequence[slice]) -> np.ndarray:
+    """Concatenate the results of complete drafts in a span of each text. -> [3, n, k]"""
+    results = np.concatenate([row[:, span] for row, span in zip(rows, spans, strict=True)], 1)
+    return results[:, ~np.isnan(results).any((0, 2))]
 
 
 def first_windows(encoder: TextEncoder, documents: Sequence[str], size: int) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ is a generator of operations, which `run_operations` runs one at a time and the 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
@@ -280,11 +280,23 @@ class Drafter(Protocol):
     The text follows the target's distribution for any drafter, provided that each token comes with
     the distribution that it was sampled from, given all tokens before it, or with None if it is
     deterministic.
+
+    Classes derived from this one need a name and `propose` only.
     """
 
     @property
     def name(self) -> str:
         """Name of the drafter in statistics."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if it samples every token, so that drafts may be verified as blocks."""
+        return False
+
+    @property
+    def observer(self) -> StateObserver | None:
+        """This drafter, or a part of it, if it reads hidden states of the target."""
+        return None
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
@@ -298,6 +310,7 @@ class Drafter(Protocol):
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` tokens of the text; 0 begins another text."""
+        return  # by default, a drafter has no state
 
 
 class StateObserver(Protocol):
@@ -320,13 +333,8 @@ class StateObserver(Protocol):
         """Run passes over the states that were observed of a prompt."""
 
 
-class ModelDrafter(ABC):
+class ModelDrafter(Drafter):
     """Base class of drafters that run passes."""
-
-    @property
-    def observer(self) -> StateObserver | None:
-        """This drafter, or a part of it, if it reads hidden states of the target."""
-        return None
 
     @abstractmethod
     def draft(
@@ -338,14 +346,6 @@ class ModelDrafter(ABC):
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
         return run_operations(self.draft(history, max_tokens, sampling, uniforms))
-
-
-def samples_drafts(drafter: Drafter, num_draft_tokens: int) -> bool:
-    """Return True if a draft can be verified as a block: two or more tokens, all of them sampled.
-
-    The drafter says so by an attribute `is_sampled`.
-    """
-    return num_draft_tokens > 1 and getattr(drafter, "is_sampled", False)
 
 
 def draft_sources(drafter: Drafter, draft: Draft) -> tuple[str, ...]:

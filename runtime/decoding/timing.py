@@ -126,9 +126,9 @@ class TimedModel:
         return cast(HiddenStateModel, self.model).hidden
 
     @property
-    def observed(self) -> ObservedStates | None:
-        """Observed hidden states of a draft head; None for other models."""
-        return getattr(self.model, "observed", None)
+    def observed(self) -> ObservedStates:
+        """Observed hidden states of a draft head."""
+        return cast(DraftHeadModel, self.model).observed
 
     def forward(
         self, tokens: Sequence[int], num_rows: int | None = None, hidden: Array | None = None

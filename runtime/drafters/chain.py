@@ -28,7 +28,7 @@ class Chain(ModelDrafter):
 
     @property
     def observer(self) -> StateObserver | None:
-        return getattr(self.drafters[-1], "observer", None)
+        return self.drafters[-1].observer
 
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -104,7 +103,12 @@ class DraftHead(DraftModel):
             observed.num_rows = end - start
 
     def draft(
-        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+        self,
+        history: History,
+        max_tokens: int,
+        sampling: Sampling,
+        uniforms: Floats,
+        min_confidence: float = 0.0,
     ) -> Operations[Draft]:
         observed, num_read = self._observed, history.num_committed - 1
         has_state = self._is_observing and observed.first < observed.end == num_read
@@ -122,7 +126,8 @@ class DraftHead(DraftModel):
                 if draft is not None:
                     observed.num_rows = num_read - start
                     return cast(Draft, draft)
-        rows, row = draft_rows(history, count, sampling, uniforms), None
+        is_last = self.end_of_draft(sampling, min_confidence)
+        rows, row = draft_rows(history, count, sampling, uniforms, is_last), None
         while True:
             try:
                 drafted = rows.send(row)
@@ -130,9 +135,6 @@ class DraftHead(DraftModel):
                 return cast(Draft, end.value)
             row = yield from self._next_row(history.then(drafted), first)
             first = None
-
-    def confidence_rates(self, greedy: bool) -> Sequence[float]:
-        return ()  # they are not measured
 
     def backlog_and_limit(self, history: History, num_read: int) -> tuple[int, int]:
         """Return the number of states to read first, and the maximum number of draft tokens."""
@@ -198,27 +200,21 @@ class DraftHead(DraftModel):
 
 
 def create_drafter(
-    model: LanguageModel, entry: ModelEntry | None = None, readings: TokenReadings | None = None
+    model: LanguageModel, entry: ModelEntry, readings: TokenReadings | None = None
 ) -> DraftModel:
     """Return the drafter of a draft model, with the limits of its entry in the manifest.
 
     `readings` are a bundle's readings of a draft with another tokenizer.
     """
-    options: dict[str, Any]
-    if entry is None:
-        mask_token = getattr(model, "mask_token", None)
-        options = {"vocab_size": getattr(model, "vocab_size", sys.maxsize)}
-    else:
-        mask_token = entry.mask_token
-        options = {
-            "context_length": entry.context_length,
-            "vocab_size": entry.vocab_size,
-            "max_source_length": sys.maxsize if entry.encoder is None else entry.encoder.max_length,
-            "acceptance": entry.acceptance,
-            "readings": readings,
-        }
-    if getattr(model, "observed", None) is not None:
-        return DraftHead(model, **options)
-    if mask_token is not None:
-        return ParallelDraftModel(model, mask_token=mask_token, **options)
+    options: dict[str, Any] = {
+        "context_length": entry.context_length,
+        "vocab_size": entry.vocab_size,
+        "max_source_length": sys.maxsize if entry.encoder is None else entry.encoder.max_length,
+        "acceptance": entry.acceptance,
+        "readings": readings,
+    }
+    if entry.reads_hidden:
+        return DraftHead(cast(DraftHeadModel, model), **options)
+    if entry.mask_token is not None:
+        return ParallelDraftModel(model, mask_token=entry.mask_token, **options)
     return DraftModel(model, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..decoding.protocols import (
     LanguageModel,
     ModelDrafter,
     Operations,
+    StateObserver,
     open_source,
 )
 from ..decoding.verification import Draft, draft_rows, draw_draft
@@ -70,23 +71,16 @@ class DraftModel(ModelDrafter):
         self._is_new_text = True  # the cache may hold another text
 
     def draft(
-        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-    ) -> Operations[Draft]:
-        return (yield from self.draft_confident(history, max_tokens, sampling, uniforms, 0.0))
-
-    def draft_confident(
         self,
         history: History,
         max_tokens: int,
         sampling: Sampling,
         uniforms: Floats,
-        min_confidence: float,
+        min_confidence: float = 0.0,
     ) -> Operations[Draft]:
         """Draft until the predicted probability that all tokens are accepted is below a minimum.
 
-        It is the product of the rates in the bundle by the largest probability of each token's
-        row, so the length is a function of the text and the tokens that were drawn, all of which
-        are tested (docs/exactness.md). Drafts of the device have `max_tokens` tokens.
+        Drafts of the device have `max_tokens` tokens.
         """
         if not max_tokens:
             return Draft([])
@@ -99,16 +93,7 @@ class DraftModel(ModelDrafter):
             draft = yield DeviceDraft(model, unread, count, history, sampling, uniforms)
             if draft is not None:
                 return cast(Draft, draft)
-        rates = self.confidence_rates(sampling.greedy) if min_confidence else ()
-        confidence = 1.0
-
-        def is_last(row: Row) -> bool:
-            nonlocal confidence
-            if not rates:
-                return False
-            confidence *= rates[bisect_left(CONFIDENCE_BOUNDS, largest_probability(row))]
-            return confidence < min_confidence
-
+        is_last = self.end_of_draft(sampling, min_confidence)
         rows, row, num_fed = draft_rows(history, count, sampling, uniforms, is_last), None, 0
         while True:
             try:
@@ -134,6 +119,25 @@ class DraftModel(ModelDrafter):
             return ()
         measured = self.acceptance
         return measured.greedy_by_confidence if greedy else measured.sampled_by_confidence
+
+    def end_of_draft(self, sampling: Sampling, min_confidence: float) -> Callable[[Row], bool]:
+        """Return the function that ends a draft after the token of a row (`draft_rows`).
+
+        The confidence is the product of the rates in the bundle by the largest probability of each
+        token's row, so the draft's length is a function of the text and the tokens that were drawn,
+        all of which are tested (docs/exactness.md).
+        """
+        rates = self.confidence_rates(sampling.greedy) if min_confidence else ()
+        confidence = 1.0
+
+        def is_last(row: Row) -> bool:
+            nonlocal confidence
+            if not rates:
+                return False
+            confidence *= rates[bisect_left(CONFIDENCE_BOUNDS, largest_probability(row))]
+            return confidence < min_confidence
+
+        return is_last
 
     def backlog_and_limit(self, history: History, num_read: int) -> tuple[int, int]:
         """Return the number of tokens to catch up with, and the maximum number of draft tokens.
@@ -219,7 +223,12 @@ class ParallelDraftModel(DraftModel):
         return ()  # all tokens are drafted in any case
 
     def draft(
-        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+        self,
+        history: History,
+        max_tokens: int,
+        sampling: Sampling,
+        uniforms: Floats,
+        min_confidence: float = 0.0,
     ) -> Operations[Draft]:
         if not max_tokens:
             return Draft([])
@@ -240,7 +249,7 @@ class ParallelDraftModel(DraftModel):
 
 
 class ConfidentDraft(ModelDrafter):
-    """Draft of a draft model in one round, which ends where it is not confident."""
+    """Draft of a draft model or head in one round, which ends where it is not confident."""
 
     name = DrafterName.MODEL
     is_sampled = True
@@ -248,11 +257,15 @@ class ConfidentDraft(ModelDrafter):
     def __init__(self, drafter: DraftModel, min_confidence: float) -> None:
         self._drafter, self._min_confidence = drafter, min_confidence
 
+    @property
+    def observer(self) -> StateObserver | None:
+        return self._drafter.observer
+
     def draft(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Operations[Draft]:
         return (
-            yield from self._drafter.draft_confident(
+            yield from self._drafter.draft(
                 history, max_tokens, sampling, uniforms, self._min_confidence
             )
         )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from specedge.sampling_options import Sampling
 
+from ..decoding.protocols import Drafter
 from ..decoding.verification import Draft, draw_draft
 from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
@@ -137,7 +138,7 @@ def _starts(rows: NDArray[np.signedinteger[Any]], num_rows: int) -> Counts:
     return np.searchsorted(rows, np.arange(num_rows + 1)).astype(np.uint32)
 
 
-class NGramDrafter:
+class NGramDrafter(Drafter):
     """Drafter from n-gram tables.
 
     Temperature and filters apply to its log-probabilities as to the target's logits.
@@ -158,6 +159,3 @@ class NGramDrafter:
                 return Row(np.log(distribution.row(self._tables.vocab_size).astype(np.float32)))
 
         return draw_draft(next_row, history, max_tokens, sampling, uniforms)
-
-    def truncate(self, length: int) -> None:
-        """Do nothing: there is no state."""

@@ -111,7 +111,7 @@ class DrafterRegistry:
 
 
 @dataclass(eq=False)
-class CustomDrafter:
+class CustomDrafter(Drafter):
     """Wrapper that validates the drafts of a custom drafter.
 
     An invalid draft would change the distribution of the text.
@@ -181,7 +181,7 @@ def _ascend(ids: Ids, size: int) -> bool:
     return bool(is_inside and (ids[1:] > ids[:-1]).all())
 
 
-class RandomDrafter:
+class RandomDrafter(Drafter):
     """Drafter of uniformly distributed tokens, which shows the cost of rejected drafts."""
 
     name = DrafterName.RANDOM
@@ -195,6 +195,3 @@ class RandomDrafter:
     ) -> Draft:
         tokens = [self._distribution.pick(float(uniforms[i])) for i in range(max_tokens)]
         return Draft(tokens, [self._distribution] * max_tokens)
-
-    def truncate(self, length: int) -> None:
-        """Do nothing: there is no state."""

@@ -14,6 +14,7 @@ from itertools import takewhile
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
+from ..decoding.protocols import Drafter
 from ..decoding.verification import Draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History, common_prefix_length
@@ -50,7 +51,7 @@ class Prediction:
     num_before_model: int
 
 
-class Suffix:
+class Suffix(Drafter):
     """Drafter of the most frequent continuation of the longest matching suffix of the text.
 
     Each token of the text tests the prediction at its position, drafted or not, so each class of
@@ -167,7 +168,7 @@ class Suffix:
         self._length += len(tokens)
 
 
-class SuffixBeforeModel:
+class SuffixBeforeModel(Drafter):
     """Suffix decoding of `suffix` whose draft a draft model continues.
 
     A draft ends when a token's rate falls below MIN_RATE.

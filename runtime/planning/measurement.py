@@ -17,8 +17,8 @@ from specedge.sampling_options import Sampling
 from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.protocols import Drafter
 from ..decoding.timing import Stopwatch, TimedModel
-from ..drafters.draft_head import MAX_CONTEXT, create_drafter
-from ..drafters.draft_model import ParallelDraftModel
+from ..drafters.draft_head import MAX_CONTEXT, DraftHead
+from ..drafters.draft_model import DraftModel, ParallelDraftModel
 from ..drafters.suffix import Suffix
 from ..sampling.history import History
 from .cost_table import CostTable, Measurement, ModeCosts, interpolate
@@ -45,7 +45,7 @@ Progress = Callable[[float], None]  # called with the completed share of the wor
 
 def measure(
     target: Any,
-    draft: Any,
+    drafter: DraftModel | None,
     context_length: int,
     max_draft_tokens: int,
     *,
@@ -65,7 +65,7 @@ def measure(
 
     Args:
         target: Target model.
-        draft: Draft model; None in a bundle without one.
+        drafter: Draft model; None in a bundle without one.
         context_length: Context length that both support, at least MIN_CONTEXT.
         max_draft_tokens: Largest K to plan with.
         lengths: Cache lengths to measure at.
@@ -80,17 +80,17 @@ def measure(
     is_slow = 1 in samples and len(samples) > 1 and sum(samples.values()) > SLOW_SECONDS
     rows = sorted(samples if is_slow else {t for t in PASS_LENGTHS if t < longest} | {longest})
     candidates = [0]
-    times_launches = getattr(draft, "has_draft_graphs", False) and not is_slow
+    times_launches = drafter is not None and drafter.drafts_on_device and not is_slow
     if times_launches:
         candidates += [t - 1 for t in rows[1:]]
-    elif draft is not None:
+    elif drafter is not None:
         # One K shows the cost of a pass for each token, but not of one pass for all.
-        is_parallel = isinstance(create_drafter(draft), ParallelDraftModel)
+        is_parallel = isinstance(drafter, ParallelDraftModel)
         candidates += DRAFT_LENGTHS_IF_SLOW if is_slow and not is_parallel else DRAFT_LENGTHS
     ks = [k for k in candidates if k < rows[-1] and 1 + (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
     num_new = max(longest, 1 + (1 + NUM_ROUNDS) * (ks[-1] + 1))
     timings = [
-        _Timings(target, draft, context_length, length, rows, ks)
+        _Timings(target, drafter, context_length, length, rows, ks)
         for length in sorted({max(1, min(length, max_tokens - num_new)) for length in lengths})
     ]
     begin, sweeps, share = time.perf_counter(), 0, 0.0
@@ -104,8 +104,8 @@ def measure(
         share = 1.0 if is_slow else min(share, sweeps / MIN_SWEEPS)
         on_progress(min(share, 1.0))
     target.truncate(0)
-    if draft is not None:
-        draft.truncate(0)
+    if drafter is not None:
+        drafter.model.truncate(0)
     greedy, sampled = (_mode_costs(mode, timings, times_launches) for mode in MODES)
     cache_lengths = tuple(timing.length for timing in timings)
     return Measurement(CostTable(origin, cache_lengths, tuple(rows), greedy, sampled, 0), is_busy)
@@ -124,13 +124,13 @@ class _Timings:
     def __init__(
         self,
         target: Any,
-        draft: Any,
+        drafter: DraftModel | None,
         context_length: int,
         length: int,
         rows: Sequence[int],
         ks: Sequence[int],
     ) -> None:
-        self._target, self._draft, self._context_length = target, draft, context_length
+        self._target, self._drafter, self._context_length = target, drafter, context_length
         self.length, self.rows, self.ks = length, rows, ks
         self.passes: list[list[float]] = []
         self.rounds: defaultdict[tuple[str, int], list[tuple[float, float, int]]]
@@ -142,16 +142,17 @@ class _Timings:
         self.passes.append([passes[t] for t in self.rows] if passes else self._time_passes())
         for mode, k in product(MODES, self.ks):
             self._time_rounds(mode, k)
-        if self._draft is not None:
-            _fill(self._draft, self.length)
+        if self._drafter is not None:
+            _fill_draft(self._drafter, self.length)
             count = min(PREFILL_LENGTH, self._context_length - self.length)
-            observed, tokens = getattr(self._draft, "observed", None), [0] * count
+            tokens = [0] * count
             begin = time.perf_counter()
-            if observed is None:
-                self._draft.prefill(tokens)
+            if isinstance(self._drafter, DraftHead):
+                head = self._drafter.model
+                states = np.zeros((count, head.observed.num_channels), np.float32)
+                head.prefill(tokens, head.fuse(states))
             else:
-                states = np.zeros((count, observed.num_channels), np.float32)
-                self._draft.prefill(tokens, self._draft.fuse(states))
+                self._drafter.model.prefill(tokens)
             self.prefill.append((time.perf_counter() - begin) / count)
 
     def _time_passes(self) -> list[float]:
@@ -171,12 +172,14 @@ class _Timings:
         """
         stopwatch = Stopwatch()
         target = TimedModel(self._target, stopwatch, "verify")
-        drafter: Drafter = create_drafter(self._draft) if k else Suffix()
-        for model in (self._target, self._draft) if k else (self._target,):
-            _fill(model, self.length)
+        _fill(self._target, self.length)
+        drafter: Drafter = Suffix()
+        if self._drafter is not None and k:
+            drafter = self._drafter
+            _fill_draft(self._drafter, self.length)
         decoder = SpeculativeDecoder(target, FixedPlan(drafter, k), stopwatch)
         rounds = decoder.rounds([0] * (self.length + 1), MODES[mode], 0, 1 << 20)
-        for _ in range(1 if getattr(drafter, "observer", None) is None else 2):
+        for _ in range(1 if drafter.observer is None else 2):
             next(rounds)
         for _ in range(NUM_ROUNDS):
             begin, before = time.perf_counter(), stopwatch.seconds["verify"]
@@ -256,13 +259,16 @@ def _costs_of_passes(
 def _fill(model: Any, length: int) -> None:
     """Mark cache rows as filled; their values do not affect the time of a pass."""
     model.truncate(0)
-    if (observed := getattr(model, "observed", None)) is None:
-        model.cache.extend([0] * length)
-        return
-    observed.history = History([0] * (length + 1))
-    observed.start = max(0, length - MAX_CONTEXT // 2)
-    observed.num_rows = length - observed.start
-    model.cache.extend([0] * observed.num_rows)
+    model.cache.extend([0] * length)
+
+
+def _fill_draft(drafter: DraftModel, length: int) -> None:
+    if isinstance(drafter, DraftHead):
+        observed = drafter.model.observed
+        observed.history = History([0] * (length + 1))
+        observed.start = max(0, length - MAX_CONTEXT // 2)
+        length = observed.num_rows = length - observed.start
+    _fill(drafter.model, length)
 
 
 def on_grid(seconds: float) -> float:

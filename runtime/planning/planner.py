@@ -234,7 +234,8 @@ class Planner:
         if k < 2:
             return chosen, 0.0
         token_seconds = (seconds[k] - seconds[1]) / (k - 1)
-        confidence = token_seconds / choice.seconds_per_token / self.estimate(MODEL).rate
+        rate = self.estimate(MODEL).rates(chosen + 1)[-1]
+        confidence = token_seconds / choice.seconds_per_token / rate
         steps = min(CONFIDENCE_STEPS, max(1, round(CONFIDENCE_STEPS * confidence)))
         return k, steps / CONFIDENCE_STEPS
 

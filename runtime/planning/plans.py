@@ -13,14 +13,7 @@ from specedge.errors import ReplayError
 from specedge.request import BLOCK, PLAIN, Coupling, DrafterName, GenerationRequest, PlannedRounds
 from specedge.sampling_options import Sampling
 
-from ..decoding.protocols import (
-    Drafter,
-    Plan,
-    Round,
-    RoundPlan,
-    StateObserver,
-    samples_drafts,
-)
+from ..decoding.protocols import Drafter, Plan, Round, RoundPlan, StateObserver
 from ..drafters.chain import Chain
 from ..drafters.draft_head import DraftHead
 from ..drafters.draft_model import ConfidentDraft, DraftModel, ParallelDraftModel
@@ -83,12 +76,11 @@ class FixedPlan:
         self.drafter = drafter
         self.max_draft_tokens = num_draft_tokens
         name = drafter.name if num_draft_tokens else PLAIN
-        is_block = samples_drafts(drafter, num_draft_tokens)
-        self._round_plan = RoundPlan(name, drafter, num_draft_tokens, is_block)
+        self._round_plan = _round_plan(name, drafter, num_draft_tokens)
 
     def begin(self, history: History) -> StateObserver | None:
         self.truncate(0)
-        return _observer(self.drafter) if self.max_draft_tokens else None
+        return self.drafter.observer if self.max_draft_tokens else None
 
     def next(self, history: History, num_left: int) -> RoundPlan:
         return self._round_plan
@@ -352,7 +344,7 @@ class ReplayPlan:
     def begin(self, history: History) -> StateObserver | None:
         self.truncate(0)
         used = {name for name, k, *_ in self._rounds if k}
-        observers = (_observer(self._drafters[name]) for name in used)
+        observers = (self._drafters[name].observer for name in used)
         return next((observer for observer in observers if observer is not None), None)
 
     def record(self, round_: Round) -> None:
@@ -417,27 +409,20 @@ def _draft_model(drafters: Mapping[str, Drafter]) -> DraftModel | None:
     return drafter if isinstance(drafter, DraftModel) else None
 
 
-def _observer(drafter: Drafter) -> StateObserver | None:
-    """Return a drafter, or its part, that observes hidden states of the target."""
-    observer: StateObserver | None = getattr(drafter, "observer", None)
-    return observer
-
-
 def summarize_rounds(rounds: Sequence[Round]) -> list[PlannedRounds]:
     """Return drafter, K and count of each run of equal rounds, the format of a replay."""
-    summary: list[PlannedRounds] = []
-    for (name, k, *rules), group in groupby(rounds, _planned):
-        summary.append((name, k, len(list(group)), *rules))
-    return summary
+    groups = groupby(rounds, _planned)
+    return [(name, k, len(list(group)), *rules) for (name, k, rules), group in groups]
 
 
-def _planned(round_: Round) -> list[Any]:
+def _planned(round_: Round) -> tuple[str, int, list[str | float]]:
     """Return drafter and K of a round, BLOCK if it was, and the minimum confidence above 0."""
-    rules = [BLOCK] * round_.is_block + [round_.min_confidence] * (round_.min_confidence > 0)
-    return [round_.drafter, round_.num_draft_tokens, *rules]
+    rules: list[str | float] = [BLOCK] * round_.is_block
+    rules += [round_.min_confidence] * (round_.min_confidence > 0)
+    return round_.drafter, round_.num_draft_tokens, rules
 
 
 def _round_plan(name: str, drafter: Drafter, k: int, min_confidence: float = 0.0) -> RoundPlan:
     if min_confidence and isinstance(drafter, DraftModel):
         drafter = ConfidentDraft(drafter, min_confidence)
-    return RoundPlan(name, drafter, k, samples_drafts(drafter, k), min_confidence)
+    return RoundPlan(name, drafter, k, k > 1 and drafter.is_sampled, min_confidence)

@@ -29,6 +29,7 @@ from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
 from ..backend.source_encoder import SourceEncoder, encoder_owner
 from ..decoding.invariance import longest_invariant
+from ..drafters.draft_head import create_drafter
 from ..planning.cost_files import PassCosts, cost_key
 from ..planning.cost_table import Measurement
 from ..planning.measurement import MIN_CONTEXT, measure
@@ -163,10 +164,13 @@ def load(
     context_length = min(model.context_length for model in loaded.models.values())
     if context_length >= MIN_CONTEXT:
         max_draft_tokens = max(1, pipeline.max_planned_tokens)
-        acceptance = loaded.draft.acceptance if loaded.draft else None
+        drafter = acceptance = None
+        if draft is not None:
+            drafter = create_drafter(draft, loaded.draft_model)
+            acceptance = drafter.acceptance
         costs.complete(
             lambda: _with_properties(
-                measure(target, draft, context_length, max_draft_tokens, samples=seconds),
+                measure(target, drafter, context_length, max_draft_tokens, samples=seconds),
                 invariant_length,
                 acceptance,
             )

@@ -49,8 +49,7 @@ def acceptances(
     sizes = pipeline.bundle.draft
     if pipeline.draft is None or sizes is None or sizes.mask_token is not None:
         return []
-    has_head = getattr(pipeline.draft, "observed", None) is not None
-    if has_head and len(prompt) < 2:
+    if sizes.reads_hidden and len(prompt) < 2:
         return []
     model = create_drafter(pipeline.draft, sizes, pipeline.bundle.readings())
     run_operations(open_source(pipeline.target, source))
@@ -61,7 +60,7 @@ def acceptances(
     tokens_read = model.reading.read(tokens, 0)[: sizes.context_length]
     lengths = range(len(prompt), len(tokens) + 1)
     drafts: Iterable[Row]
-    if has_head:
+    if sizes.reads_hidden:
         models = cast(HiddenStateModel, pipeline.target), cast(DraftHeadModel, pipeline.draft)
         drafts = [*_head_rows(*models, tokens_read, len(prompt))]
     else:

@@ -20,6 +20,7 @@ from specedge.runtime.backend import self_test
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import has_pool
 from specedge.runtime.decoding.protocols import Drafter
+from specedge.runtime.drafters.draft_head import create_drafter
 from specedge.runtime.drafters.suffix import Suffix, SuffixBeforeModel, count_accepted
 from specedge.runtime.planning import measurement
 from specedge.runtime.planning.cost_table import Measurement
@@ -60,10 +61,13 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
     accepted = _run_texts(pipeline, lambda share: progress(share / 4))
     target = cast(OrtModel, pipeline.target)
     last = max(1, context - PREFILL_LENGTH)
+    drafter = None
+    if pipeline.draft is not None:
+        drafter = create_drafter(pipeline.draft, pipeline.bundle.draft_model)
     try:
         measured = measurement.measure(
             target,
-            pipeline.draft,
+            drafter,
             context,
             max(1, pipeline.max_planned_tokens),
             origin="tune",

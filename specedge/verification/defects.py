@@ -63,8 +63,8 @@ class _StaleDrafter:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.is_sampled = getattr(drafter, "is_sampled", False)
-        self.observer = getattr(drafter, "observer", None)
+        self.is_sampled = drafter.is_sampled
+        self.observer = drafter.observer
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats

@@ -174,8 +174,8 @@ class _DraftRecorder:
         self._drafter = drafter
         self._drafts: list[Draft] = []
         self.name = drafter.name
-        self.is_sampled = getattr(drafter, "is_sampled", False)
-        self.observer = getattr(drafter, "observer", None)
+        self.is_sampled = drafter.is_sampled
+        self.observer = drafter.observer
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats

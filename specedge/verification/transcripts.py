@@ -192,7 +192,7 @@ def _transcript(
     )
 
 
-class _NoDrafts:
+class _NoDrafts(Drafter):
     """Drafter that proposes nothing."""
 
     name = PLAIN
@@ -201,9 +201,6 @@ class _NoDrafts:
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
         return Draft([])
-
-    def truncate(self, length: int) -> None:
-        """Do nothing."""
 
 
 class _Listener:

@@ -13,10 +13,13 @@ from checkpoints import make_checkpoint, make_tokenizer
 from eagle_heads import SAFEAILAB, HeadSpec
 from eagle_reference import EagleReference
 from specedge.exporter import Progress, export
+from specedge.exporter.graph import external_data
+from specedge.exporter.graph.external_data import WeightsFile
 from specedge.exporter.quantization import draft_acceptance, float_model
 from specedge.exporter.quantization.draft_acceptance import (
     PositionRates,
     draft_from_states,
+    rates_by_confidence,
     rates_by_position,
 )
 from specedge.exporter.quantization.float_model import FloatModel
@@ -45,14 +48,14 @@ class Pair:
         )  # fmt: skip
 
     def expected(self, text):
-        """Acceptance rates at temperature 1 by position and row, and those of greedy tokens."""
+        """By position and row: overlap, equality of greedy tokens, largest probability."""
         model = AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float32).eval()
         with torch.no_grad():
             output = model(torch.from_numpy(text)[None], output_hidden_states=True)
         states = torch.cat([output.hidden_states[layer][0] for layer in LAYERS], -1)
         probabilities = output.logits[0].double().softmax(-1)
         weights = load_file(self.target / "model.safetensors")["model.embed_tokens.weight"]
-        rates, agreement = {}, {}
+        expected = {}
         for first in range(len(text) - 1):
             head = EagleReference(SPEC, eagle_heads.head_tensors(SPEC), weights)
             tokens = torch.from_numpy(text[1:])
@@ -66,10 +69,12 @@ class Pair:
                     logits, hidden = head.run(tokens[row : row + 1], hidden[-1:])
                 drafted = head.target_tokens(logits[-1:])[0].softmax(-1)
                 target = probabilities[first + position + 1]
-                key = position, first + position + 1
-                rates[key] = float(torch.minimum(drafted, target).sum())
-                agreement[key] = bool(drafted.argmax() == target.argmax())
-        return rates, agreement
+                expected[position, first + position + 1] = (
+                    float(torch.minimum(drafted, target).sum()),
+                    bool(drafted.argmax() == target.argmax()),
+                    float(drafted.max()),
+                )
+        return expected
 
 
 def final_models(bundle):
@@ -88,14 +93,15 @@ def pair(tmp_path_factory):
 def test_rates_by_position_are_those_of_the_reference(pair, monkeypatch):
     monkeypatch.setattr(draft_acceptance, "NUM_CHAINS", 1 << 20)  # every row begins a chain
     text = np.random.default_rng(0).integers(0, 512, 14)
-    expected, agreement = pair.expected(text)
+    expected = pair.expected(text)
     target, draft = final_models(pair.bundle)
     logits, fused = TargetStates(target, draft).run([text])
-    ((agree, overlaps),) = draft_from_states(draft, [text], logits, fused, K)
-    for (position, row), rate in expected.items():
-        start = row - position
-        assert overlaps[start, position] == pytest.approx(rate, abs=1e-5)
-        assert agree[start, position] == agreement[position, row]
+    ((agree, overlaps, confidences),) = draft_from_states(draft, [text], logits, fused, K)
+    for (position, row), (rate, is_equal, confidence) in expected.items():
+        at = row - position, position
+        assert agree[at] == is_equal
+        assert overlaps[at] == pytest.approx(rate, abs=1e-5)
+        assert confidences[at] == pytest.approx(confidence, abs=1e-5)
     assert np.isfinite(overlaps).sum() == len(expected)
     means = np.nanmean(overlaps, 0)
     assert min(np.abs(np.diff(means))) > 1e-4  # so that positions are not confused
@@ -104,6 +110,7 @@ def test_rates_by_position_are_those_of_the_reference(pair, monkeypatch):
 def test_export_stores_rates_and_warns_of_a_head_that_is_not_trained(pair):
     rates = pair.bundle.draft.acceptance
     assert 0 < rates.sampled < 0.5
+    assert len(rates.greedy_by_confidence) == len(rates.sampled_by_confidence) == 7
     notes = [note for note in pair.progress.notes if note.startswith("draft: ")]
     assert any("acceptance by position" in note for note in notes)
     assert any("of first draft tokens are accepted" in note for note in notes)
@@ -125,9 +132,14 @@ def test_implausible_rates_name_their_likely_causes(greedy, warning):
 
 def test_rates_are_those_of_tokens_whose_predecessors_are_accepted():
     """A second draft token is tested where the first is accepted."""
-    rates, mean = rates_by_position(np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, np.nan]]))
+    acceptance = np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+    rates, mean = rates_by_position(acceptance)
     assert rates == pytest.approx([2 / 3, 1 / 2])
     assert mean == pytest.approx(3 / 5)
+    by_confidence = rates_by_confidence(np.array([[0.3, 0.1]] * 3), acceptance)
+    shift = 3 / 5 - (3 * 0.3 + 2 * 0.1) / 5
+    assert by_confidence[0] == pytest.approx((1 + 4 * (0.1 + shift)) / (2 + 4))
+    assert by_confidence[1] == pytest.approx((2 + 4 * (0.275 + shift)) / (3 + 4))
 
 
 def test_calibration_reads_the_hidden_states_of_its_texts(pair):
@@ -156,6 +168,7 @@ def test_heads_are_quantized_with_the_states_of_a_quantized_target(
         progress=progress,
     )  # fmt: skip
     assert not [note for note in progress.notes if note.startswith("target: it is not rotated")]
+    assert [*progress.seconds] == [s for s in progress.predicted if s in progress.seconds]
     text = np.random.default_rng(0).integers(0, 512, 40)
     fused, exact_fused = (
         TargetStates(*final_models(made)).run([text])[1][0] for made in (bundle, pair.bundle)
@@ -175,3 +188,26 @@ def test_heads_are_quantized_with_the_states_of_a_quantized_target(
     sessions = [open_session(path, ort.SessionOptions()) for path in paths]
     expected, fused = (session.run(["fused"], {"hidden": hidden})[0] for session in sessions)
     assert 0 < np.linalg.norm(fused - expected) < 0.02 * np.linalg.norm(expected)
+
+
+@pytest.mark.slow
+def test_float_weights_of_a_large_head_are_not_written_but_those_of_its_graph_fuse(
+    pair, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runner, "WHOLE_BYTES", 0)
+    finish, files, written = WeightsFile.finish, [], []
+    for is_allowed in (True, False):
+
+        def finished(file, advance=lambda amount: None, is_sparse=False, is_allowed=is_allowed):
+            finish(file, advance, is_sparse and is_allowed)
+            written.append(512 * (file.folder / external_data.FILE).stat().st_blocks)
+
+        monkeypatch.setattr(WeightsFile, "finish", finished)
+        bundle = export(
+            pair.head, pair.target, tmp_path / f"{is_allowed}",
+            ops="gqa", num_draft_tokens=K, max_length=96, precision="int8", rounding="nearest",
+        )  # fmt: skip
+        files.append(bundle.files["draft/weights.bin"])
+    assert files[0] == files[1]
+    count = len(written) // 2
+    assert 0 < sum(written[:count]) < sum(written[count:]) / 2

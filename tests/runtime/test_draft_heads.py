@@ -21,7 +21,7 @@ from specedge.runtime.backend.memory import pair_memory
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.decoding.observed_states import WINDOW
-from specedge.runtime.drafters.draft_head import DraftHead
+from specedge.runtime.drafters.draft_head import DraftHead, create_drafter
 from specedge.runtime.planning.cost_table import CostTable, ModeCosts
 from specedge.runtime.planning.measurement import measure
 from specedge.runtime.sampling.history import History
@@ -195,7 +195,8 @@ def test_auto_reads_prompts_only_where_drafts_are_expected_to_pay(
 
 
 def test_costs_are_measured_with_the_head(pair):
-    measured = measure(pair.target, pair.draft, CONTEXT, 4, lengths=(64, 200), seconds=0.01)
+    drafter = create_drafter(pair.draft, pair.bundle.draft)
+    measured = measure(pair.target, drafter, CONTEXT, 4, lengths=(64, 200), seconds=0.01)
     assert len(measured.costs.greedy.draft) == 2
     generation = pair.generate(PROMPTS[1], 20, num_draft_tokens=2, ignore_eos=True)
     assert generation.stats.num_drafted

@@ -9,6 +9,7 @@ pytest.importorskip("scipy", reason="the audit needs SciPy")
 
 import auditing
 from auditing import CONTEXT, VOCAB_SIZE, CachedTable, Ticks, make_audited_pair
+from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.decoding.verification import verify
 from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
@@ -88,7 +89,7 @@ def test_self_draft_check_detects_stale_draft_cache():
     it.
     """
 
-    class Behind:
+    class Behind(Drafter):
         name = "behind"
 
         def __init__(self, drafter):

@@ -70,15 +70,16 @@ def test_bundles_without_rates_keep_the_prior(tmp_path):
 def test_rates_of_a_row_are_those_of_its_distributions():
     draft = np.log([[0.7, 0.2, 0.1], [0.5, 0.25, 0.25]])
     target = np.log([[0.6, 0.3, 0.1], [0.1, 0.8, 0.1]])
-    agree, sampled = acceptance_by_row(draft, target, None)
-    assert agree.tolist() == [True, False]
+    agree, sampled, confidence = acceptance_by_row(draft, target, None)
+    assert agree.tolist() == [1, 0]
     assert sampled == pytest.approx([0.9, 0.45])
+    assert confidence == pytest.approx([0.7, 0.5])
 
 
 def test_rates_of_a_reduced_vocabulary_are_those_of_its_tokens():
     draft, target = np.log([[0.3, 0.7]]), np.log([[0.2, 0.3, 0.5]])
-    agree, sampled = acceptance_by_row(draft, target, [0, 2])
-    assert agree.tolist() == [True]
+    agree, sampled, _ = acceptance_by_row(draft, target, [0, 2])
+    assert agree.tolist() == [1]
     assert sampled == pytest.approx([0.7])
 
 
@@ -102,13 +103,13 @@ def test_answers_are_greedy_model_output(tmp_path):
 
 def test_rates_by_confidence_are_means_of_classes_with_a_prior():
     """Classes without rows have the mean rate, shifted by their probability."""
-    confidences = np.array([0.1] * 50 + [0.9] * 50)
-    accepted = np.array([0.2] * 50 + [0.8] * 50)
+    confidences = np.array([[0.1]] * 50 + [[0.9]] * 50)
+    accepted = np.array([[0.2]] * 50 + [[0.8]] * 50)
     rates = rates_by_confidence(confidences, accepted)
     assert len(rates) == 7
     assert rates[0] == pytest.approx((50 * 0.2 + 4 * 0.1) / 54)
     assert rates[2] == pytest.approx(0.425)
     assert rates[5] == pytest.approx((50 * 0.8 + 4 * 0.9) / 54)
     assert list(rates) == sorted(rates)
-    assert rates_by_confidence(np.ones(9), np.zeros(9)) == (0.0,) * 7
-    assert max(rates_by_confidence(np.zeros(9) + 0.1, np.ones(9))) == 1.0
+    assert rates_by_confidence(np.ones((9, 1)), np.zeros((9, 1))) == (0.0,) * 7
+    assert max(rates_by_confidence(np.full((9, 1), 0.1), np.ones((9, 1)))) == 1.0

@@ -7,7 +7,7 @@ from grammars import END, constraint
 from specedge import Draft
 from specedge.errors import OptionError
 from specedge.runtime.decoding.constrained_draft import GRAMMAR, propose
-from specedge.runtime.decoding.protocols import run_operations
+from specedge.runtime.decoding.protocols import Drafter, run_operations
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
 from specedge.runtime.drafters.registry import RandomDrafter
@@ -27,7 +27,7 @@ DRAFTERS = {
 }
 
 
-class Copied:
+class Copied(Drafter):
     """Drafts the same tokens everywhere, without randomness, or as if they were drawn."""
 
     name = "copied"

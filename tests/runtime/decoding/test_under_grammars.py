@@ -13,6 +13,7 @@ from grammars import END, allowed_of, constraint, texts_of
 from specedge import Draft
 from specedge.bundle.manifest import MeasuredAcceptance
 from specedge.runtime.decoding import decoding
+from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import ConfidentDraft, DraftModel, ParallelDraftModel
 from specedge.runtime.drafters.registry import RandomDrafter
@@ -85,16 +86,13 @@ class Under:
         return self._decoder.rounds(prompt, sampling, seed, count)
 
 
-class Unmasked:
+class Unmasked(Drafter):
     """Drafts tokens that no grammar was asked about."""
 
     name = "unmasked"
 
     def propose(self, history, max_tokens, sampling, uniforms):
         return Draft([(history.length + i) % (END + 1) for i in range(max_tokens)])
-
-    def truncate(self, length):
-        pass
 
 
 @pytest.fixture
@@ -157,29 +155,30 @@ def test_unmasked_drafts_preserve_masked_distribution(
     assert joint_distribution(make, monkeypatch) == expected(target, texts)
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_drafts_that_end_early_preserve_masked_distribution(name, monkeypatch, whole_prompts):
-    kind, text, texts = GRAMMARS[name]
-    target, draft = table(TARGET_ROWS, texts, 3), table(DRAFT_ROWS, texts, 53)
-    shared = constraint(kind, text)
+def ends_early(model):
     rates = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    acceptance = MeasuredAcceptance(0.6, 0.6, rates, rates)
+    return ConfidentDraft(DraftModel(model, acceptance=acceptance), 0.5)
 
-    def make():
-        acceptance = MeasuredAcceptance(0.6, 0.6, rates, rates)
-        model = DraftModel(TableModel(draft), acceptance=acceptance)
-        return Under(decoder(target, ConfidentDraft(model, 0.5), 3), shared)
 
-    assert joint_distribution(make, monkeypatch) == expected(target, texts)
+def continued(model):
+    return Chain(Unmasked(), DraftModel(model))
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_continued_chain_preserves_masked_distribution(name, monkeypatch, whole_prompts):
+@pytest.mark.parametrize(
+    ("make_drafter", "rows", "seed", "k"),
+    [(ends_early, TARGET_ROWS, 3, 3), (continued, HALVED_ROWS, 9, 2)],
+)
+def test_drafts_of_varied_lengths_preserve_masked_distribution(
+    make_drafter, rows, seed, k, name, monkeypatch, whole_prompts
+):
     kind, text, texts = GRAMMARS[name]
-    target, draft = table(HALVED_ROWS, texts, 9), table(DRAFT_ROWS, texts, 59)
+    target, draft = table(rows, texts, seed), table(DRAFT_ROWS, texts, seed + 50)
     shared = constraint(kind, text)
 
     def make():
-        return Under(decoder(target, Chain(Unmasked(), DraftModel(TableModel(draft))), 2), shared)
+        return Under(decoder(target, make_drafter(TableModel(draft)), k), shared)
 
     assert joint_distribution(make, monkeypatch) == expected(target, texts)
 

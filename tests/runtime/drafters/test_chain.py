@@ -4,6 +4,7 @@ import numpy as np
 
 from fakes import Sure, TableModel, generate, hashed_distribution, quarters
 from specedge import Draft
+from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
@@ -12,7 +13,7 @@ from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
 
-class Copier:
+class Copier(Drafter):
     """Drafter of the tokens after the latest earlier match of the last two."""
 
     name = "suffix"
@@ -21,9 +22,6 @@ class Copier:
         text = history.tokens
         starts = [i for i in range(2, len(text)) if text[i - 2 : i] == text[-2:]]
         return Draft(text[starts[-1] :][:max_tokens] if starts else [])
-
-    def truncate(self, length):
-        pass
 
 
 def test_model_drafts_only_tokens_after_the_copy():

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from exact import distribution_of_strings, joint_distribution
+from exact import Continuing, distribution_of_strings, joint_distribution
 from fakes import (
     DraftingHeadTable,
     HeadTable,
@@ -20,7 +20,6 @@ from fakes import (
     target_state,
 )
 from grammars import END, constraint
-from specedge.runtime.decoding import decoding
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.near_ties import NearTieResolver
 from specedge.runtime.decoding.protocols import RoundPlan
@@ -28,7 +27,7 @@ from specedge.runtime.decoding.random_numbers import GumbelNoise
 from specedge.runtime.decoding.timing import Stopwatch, TimedModel
 from specedge.runtime.decoding.verification import draw_draft
 from specedge.runtime.drafters.chain import Chain
-from specedge.runtime.drafters.draft_head import DraftHead, create_drafter
+from specedge.runtime.drafters.draft_head import DraftHead
 from specedge.runtime.drafters.suffix import Suffix, SuffixBeforeModel
 from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import History
@@ -146,31 +145,6 @@ def test_every_string_has_exactly_the_targets_joint_probability(k, monkeypatch):
 
     found = joint_distribution(make, monkeypatch, PROMPT[:3])
     assert found == distribution_of_strings(target, PROMPT[:3])
-
-
-class Continuing:
-    """A decoder whose first round continues a text, with the states of all tokens but the last."""
-
-    def __init__(self, one):
-        self.one = one
-
-    def rounds(self, text, sampling, seed, left):
-        one, plan = self.one, self.one.plan
-        history = History(text[:1], text[1:])
-        observer = plan.begin(history)
-        one.target.prefill(text[:-1])
-        observer.begin(history, 0)
-        observer.observe(0, one.target.hidden)
-        one._observer = observer
-        numbers = decoding.Uniforms(seed).take(2 * plan.max_draft_tokens + 1)
-        steps = one._round(plan.next(history, left), history, sampling, numbers, left, None, 1)
-        result = None
-        while True:
-            try:
-                result = steps.send(result).run()
-            except StopIteration as end:
-                yield end.value
-                return
 
 
 def test_sampled_strings_follow_the_targets_distribution():
@@ -371,8 +345,7 @@ def test_observed_states_precede_the_resolver_s_passes():
 
 def test_timed_models_pass_states_on():
     stopwatch = Stopwatch()
-    drafter = create_drafter(TimedModel(HeadTable(HEAD), stopwatch, "draft"))
-    assert isinstance(drafter, DraftHead)
+    drafter = DraftHead(TimedModel(HeadTable(HEAD), stopwatch, "draft"))
     target = TimedModel(StatesTable(TARGET), stopwatch, "verify")
     one = SpeculativeDecoder(target, FixedPlan(drafter, 3), stopwatch)
     assert tokens_of(one)[0] == tokens_of(decoder(head(), 3))[0]

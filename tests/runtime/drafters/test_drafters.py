@@ -70,6 +70,7 @@ class Sometimes:
 
     def __init__(self, other):
         self.other, self.name, self.truncate = other, other.name, other.truncate
+        self.is_sampled, self.observer = False, other.observer
 
     def propose(self, history, max_tokens, sampling, uniforms):
         return self.other.propose(

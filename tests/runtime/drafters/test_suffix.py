@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specedge import Draft
+from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.drafters import suffix
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.suffix import (
@@ -122,14 +123,11 @@ def test_a_draft_depends_on_the_text_only(data):
 
 
 def test_suffix_decoding_continues_tokens_of_other_drafters():
-    class Two:
+    class Two(Drafter):
         name = "two"
 
         def propose(self, history, max_tokens, sampling, uniforms):
             return Draft([2])
-
-        def truncate(self, length):
-            pass
 
     text = [1, 2, 3, 4, 5] * 3 + [9]
     made = Chain(Suffix(), Two()).propose(History(text), 5, Sampling(), np.zeros(5))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from specedge.runtime.decoding.verification import Draft
+from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
 from specedge.runtime.planning import measurement
 from specedge.runtime.planning.measurement import measure, on_grid
 from specedge.runtime.sampling.logits import Logits
@@ -20,8 +21,6 @@ class Clock:
 
 class Scripted:
     """Model with pass times given as a function of pass length."""
-
-    vocab_size = 200_000
 
     def __init__(self, clock, seconds):
         self.clock, self.seconds = clock, seconds
@@ -56,8 +55,8 @@ def clock(monkeypatch):
 
 
 def scripted(clock, target=lambda t: 10 + t, draft=lambda t: 2 + t / 10):
-    """Target, draft model and context length."""
-    return Scripted(clock, target), Scripted(clock, draft), 256
+    """Target, drafter and context length."""
+    return Scripted(clock, target), DraftModel(Scripted(clock, draft)), 256
 
 
 def test_measured_costs_equal_pass_times_on_ten_percent_grid(clock):
@@ -89,7 +88,8 @@ class Launched(Scripted):
 
 def test_cost_of_a_draft_is_that_of_its_launches(clock):
     target, _, context = scripted(clock)
-    costs = measure(target, Launched(clock, lambda t: 2.0), context, 16).costs
+    drafter = DraftModel(Launched(clock, lambda t: 2.0))
+    costs = measure(target, drafter, context, 16).costs
     drafted = [2.0, 4.0, 5.0, 10.0, 20.0]
     differences = [on_grid(seconds - drafted[0]) for seconds in drafted]
     assert costs.greedy.draft[0] == pytest.approx([on_grid(2.0) + x for x in differences])
@@ -153,7 +153,7 @@ def test_short_contexts_are_measured_within_them(clock, context):
             real(tokens), longest.append(model.length)
         )  # fmt: skip
         model.cache = SimpleNamespace(extend=model.extend)
-    measure(target, draft, context, 16)
+    measure(target, DraftModel(draft), context, 16)
     assert max(longest) <= context
     assert target.length == draft.length == 0
 
@@ -167,7 +167,8 @@ def test_host_costs_are_measured_by_mode():
             self.extend(tokens)
             return Logits(np.zeros((num_rows or len(tokens), 200_000), np.float32))
 
-    costs = measure(Fast(None, None), Fast(None, None), 64, 8, seconds=1e-9).costs
+    drafter = DraftModel(Fast(None, None))
+    costs = measure(Fast(None, None), drafter, 64, 8, seconds=1e-9).costs
     assert costs.sampled.host == costs.greedy.host > 0
     assert costs.sampled.token > costs.greedy.token == 0
 
@@ -176,8 +177,8 @@ def test_host_costs_are_measured_by_mode():
 def test_a_draft_in_one_pass_costs_little_more_for_more_tokens(clock, samples):
     """Its pass takes 2 seconds and 0.05 per row; as all tokens are accepted, it has 2K rows."""
     target, draft, context = scripted(clock, draft=lambda t: 2 + t / 20)
-    draft.mask_token = 1
-    costs = measure(target, draft, context, 16, samples=samples).costs
+    drafter = ParallelDraftModel(draft.model, mask_token=1)
+    costs = measure(target, drafter, context, 16, samples=samples).costs
     (of_k,) = costs.greedy.draft
     by_k = dict(zip([t - 1 for t in costs.rows[1:]], of_k, strict=True))
     assert by_k[1] == pytest.approx(2.1, rel=0.1)

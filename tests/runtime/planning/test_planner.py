@@ -122,6 +122,17 @@ def test_a_rejected_first_draft_does_not_end_the_use_of_an_accurate_drafter():
     assert planner.choose([option], 51).reason == ChoiceReason.GAIN
 
 
+def test_a_draft_is_longer_if_later_tokens_are_accepted():
+    def min_confidence(is_accepted):
+        planner = Planner(table(0.2, prior={"model": 0.6}), temperature=0.0)
+        choice = planner.choose([DraftOption("model", max_model_tokens=9)], 50)
+        for _ in range(20):
+            planner.estimate("model").record(choice.num_draft_tokens, is_accepted)
+        return planner.early_end(choice, 9)[1]
+
+    assert min_confidence(False) > min_confidence(True)
+
+
 @pytest.mark.parametrize("alpha", [0.6, 0.9])
 def test_an_untuned_pair_adapts_quickly(alpha):
     costs = untuned()

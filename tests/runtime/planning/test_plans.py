@@ -8,6 +8,7 @@ import pytest
 from fakes import HeadTable, StatesTable, TableModel, hashed_distribution, of_rows
 from specedge.errors import ReplayError
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft
 from specedge.runtime.drafters.chain import Chain
@@ -28,7 +29,7 @@ from virtual import table
 GREEDY = Sampling()
 
 
-class Copies:
+class Copies(Drafter):
     """Drafter that proposes a fixed continuation, right or wrong."""
 
     name = "suffix"
@@ -42,9 +43,6 @@ class Copies:
 
     def propose(self, history, max_tokens, sampling, uniforms):
         return Draft(self.predict(history, max_tokens).tokens)
-
-    def truncate(self, length):
-        pass
 
 
 def run(plan, target, sampling=GREEDY, tokens=60, seed=1):
