@@ -10,7 +10,6 @@ B = 1 sequence, T new tokens, S rows of cache; heads of size D.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +50,7 @@ def fuse(model: ir.Model, is_for_gpu: bool = False) -> None:
     """
     graph = model.graph
     fuse_attention(graph)
-    drop_rows_of_terms(graph)
+    drop_rows_of_terms(graph, with_biases=is_for_gpu)
     if is_for_gpu:
         fuse_swish(graph)
         fuse_biased_gelu(graph)
@@ -133,17 +132,25 @@ def _pack(node: ir.Node) -> None:
         node.replace_input_with(index, None)
 
 
-def drop_rows_of_terms(graph: ir.Graph) -> None:
-    """Drop rows without logits before the last residual sum, so that it is fused with the norm."""
+def drop_rows_of_terms(graph: ir.Graph, with_biases: bool = False) -> None:
+    """Drop rows without logits before the last residual sum, so that it is fused with the norm.
+
+    With biases, those of the products that it adds are fused as well.
+    """
     for node in [node for node in graph if node.op_type == "Slice"]:
         add, output = producer(node.inputs[0], "Add"), node.outputs[0]
-        if add is None or operand(node, 1).name != LOGITS_FROM or not _is_residual(add.inputs):
+        if add is None or operand(node, 1).name != LOGITS_FROM:
             continue
-        terms = [
-            insert_node(node, "Slice", [term, *node.inputs[1:]], f"{output.name}.{i}", output)
-            for i, term in enumerate(add.inputs)
-        ]
-        replace_output(output, insert_node(node, "Add", terms, "", output))
+        values, biases = _split_terms(add, with_biases)
+        if not _are_residuals(values):
+            continue
+        total, last = (
+            insert_node(node, "Slice", [value, *node.inputs[1:]], f"{output.name}.{i}", output)
+            for i, value in enumerate(_add_all_but_two(node, values, output.name))
+        )
+        for i, term in enumerate((*biases, last)):
+            total = insert_node(node, "Add", [total, term], f"{output.name}.sum.{i}", output)
+        replace_output(output, total)
 
 
 def fuse_residual_norms(
@@ -157,18 +164,27 @@ def fuse_residual_norms(
         add = producer(norm.inputs[0], "Add")
         if add is None or not _is_over_rows(norm):
             continue
-        terms = list(_terms(add) if with_biases else filter(None, add.inputs))
-        biases = [term for term in terms if _is_bias(term)]
-        values = [term for term in terms if term not in biases]
-        if len(values) > 1 and all(map(_is_residual, itertools.pairwise(values))):
+        values, biases = _split_terms(add, with_biases)
+        if _are_residuals(values):
             _replace_norm(graph, add, norm, values, biases)
 
 
+def _split_terms(add: ir.Node, with_biases: bool) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Return the activations and the biases of a sum; with biases, those of inner sums as well."""
+    terms = list(_terms(add) if with_biases else filter(None, add.inputs))
+    biases = [term for term in terms if _is_bias(term)]
+    return [term for term in terms if term not in biases], biases
+
+
 def _terms(add: ir.Node) -> Iterator[ir.Value]:
-    """Yield the terms of a sum; those of a term that nothing else reads, instead of the term."""
+    """Yield the terms of a sum; those of a term with biases that nothing else reads, instead of it.
+
+    Other inner sums are smaller than the residual stream, and more accurate apart from it.
+    """
     for value in filter(None, add.inputs):
         inner = producer(value, "Add")
-        yield from _terms(inner) if inner is not None and len(value.uses()) == 1 else [value]
+        terms = list(_terms(inner)) if inner is not None and len(value.uses()) == 1 else []
+        yield from terms if any(map(_is_bias, terms)) else [value]
 
 
 def _is_bias(value: ir.Value | None) -> bool:
@@ -178,12 +194,21 @@ def _is_bias(value: ir.Value | None) -> bool:
     return len(value.shape) == 3 and value.const_value.size == value.shape[-1]
 
 
-def _is_residual(values: Sequence[ir.Value | None]) -> bool:
-    """Return True for two activations of one shape, [1, T, N]."""
-    left, right = values
-    if left is None or right is None or left.shape is None or right.shape is None:
+def _are_residuals(values: Sequence[ir.Value]) -> bool:
+    """Return True for two or more activations of one shape, [1, T, N]."""
+    shape = values[0].shape if len(values) > 1 else None
+    if shape is None or len(shape) != 3 or shape.is_static():
         return False
-    return left.shape == right.shape and len(left.shape) == 3 and not left.shape.is_static()
+    return all(value.shape == shape for value in values)
+
+
+def _add_all_but_two(before: ir.Node, values: list[ir.Value], name: str | None) -> list[ir.Value]:
+    """Insert sums of activations until two are left."""
+    while len(values) > 2:
+        left, right, *values = values
+        added = insert_node(before, "Add", [left, right], f"{name}.{len(values)}.added", left)
+        values.append(added)
+    return values
 
 
 def _is_over_rows(norm: ir.Node) -> bool:
@@ -201,10 +226,7 @@ def _replace_norm(
 ) -> None:
     total, output = add.outputs[0], norm.outputs[0]
     is_read = len(total.uses()) > 1
-    while len(values) > 2:
-        left, right, *values = values
-        name = f"{total.name}.{len(values)}"
-        values.append(insert_node(norm, "Add", [left, right], name, left))
+    values = _add_all_but_two(norm, values, total.name)
     vectors = list(norm.inputs[1:])
     if biases:
         vectors += [None] * (_NUM_VECTORS[norm.op_type] - len(vectors))

@@ -35,8 +35,6 @@ def convert_graph(model: ir.Model, dtype: ir.DataType) -> None:
     graph, casts = model.graph, _start(model.graph, dtype)
     hidden = hidden_states_node(graph)
     lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
-    for node in lookups:
-        _dequantize_rows(node, casts)
     for value in dict.fromkeys(map(_follow_embedding, lookups)):
         if value.dtype == _WIDE:
             users = list(value.uses())
@@ -139,14 +137,6 @@ def _is_lookup(node: ir.Node, ids: ir.Value) -> bool:
     return table is not None and _is_constant(table)
 
 
-def _dequantize_rows(lookup: ir.Node, casts: _CastCache) -> None:
-    """Gather 16-bit rows from a table that is dequantized as a whole."""
-    table = lookup.inputs[0]
-    if table is not None and producer(table, "DequantizeLinear") is not None:
-        lookup.replace_input_with(0, casts.narrow(table))
-        lookup.outputs[0].dtype = casts.dtype
-
-
 def _follow_embedding(lookup: ir.Node) -> ir.Value:
     """Follow gathered rows through their casts and scales."""
     value = lookup.outputs[0]
@@ -218,13 +208,16 @@ class _CastCache:
         return self._narrow[value]
 
     def _narrowed(self, value: ir.Value) -> ir.Value:
-        """Return a weight without a cast if it is stored in the type, else a cast."""
+        """Return a weight without a cast if it is stored in the type, else a cast.
+
+        Instead of rows of a table, the whole table is cast, which is folded when a graph is loaded.
+        """
         name, node = f"{value.name}.{self.dtype.name.lower()}", value.producer()
         tensor = value.const_value
         if tensor is not None and not isinstance(tensor, ir.ExternalTensor):
             return add_constant(self._graph, _cast_array(tensor.numpy(), self.dtype), name)
         source = node.inputs[0] if node is not None else None
-        if node is None or source is None or not _is_constant(value):
+        if node is None or source is None or not (_is_constant(value) or _is_table_lookup(node)):
             return _cast(self._graph, value, self.dtype, name)
         if node.op_type == "Cast":
             narrowed = source.dtype in _HALVES
@@ -256,6 +249,12 @@ def _insert(
     else:
         graph.insert_after(after, node)
     return output
+
+
+def _is_table_lookup(node: ir.Node) -> bool:
+    """Return True if a node gathers rows of a stored table of floats."""
+    table = node.inputs[0] if node.op_type == "Gather" else None
+    return table is not None and _is_float(table) and _is_constant(table)
 
 
 def _cast_array(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:

@@ -6,17 +6,9 @@ instead (`ModelEntry.min_gpu_length`), which takes no further node in any layer.
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
-from .nodes import (
-    GqaInput,
-    add_constant,
-    insert_node,
-    operand,
-    producer_through_casts,
-    reader_through_casts,
-)
+from .nodes import GqaInput, operand, producer, producer_through_casts, reader_through_casts
 
 
 def remove_repeated_rows(graph: ir.Graph) -> None:
@@ -38,14 +30,13 @@ def remove_repeated_rows(graph: ir.Graph) -> None:
             without_last = reader_through_casts(without_last.outputs[0])
         assert without_last is not None
         without_last.outputs[0].replace_all_uses_with(operand(without_last, 0))
-    one = add_constant(graph, np.array(1, np.int32), "duplicate")
     grouped = [node for node in gathers if node.op_type == "GroupQueryAttention"]
     for last in dict.fromkeys(operand(node, GqaInput.SEQLENS_K) for node in grouped):
-        users = list(last.uses())
-        before = next(node for node in graph if node in {user for user, _ in users})
-        earlier = insert_node(before, "Sub", [last, one], f"{last.name}.single", last)
-        for user, index in users:
-            user.replace_input_with(index, earlier)
+        cast = producer(last, "Cast")
+        assert cast is not None
+        next_position = producer(cast.inputs[0], "Add")
+        assert next_position is not None
+        cast.replace_input_with(0, operand(next_position, 0))  # without the duplicate's position
     for value in (value for node in graph for value in node.outputs):
         if value.shape is not None:
             value.shape = ir.Shape(["T" if str(d) == "T + 1" else d for d in value.shape])

@@ -60,6 +60,15 @@ def test_overflowing_squares_are_summed_in_float32(square):
     assert run(model, x=np.array([400, 300], np.float16)) == pytest.approx([1.131, 0.8485], 1e-3)
 
 
+def test_tables_are_cast_instead_of_their_rows():
+    """ONNX Runtime folds the cast of a table, so that all readers share it."""
+    body = "t = Constant <value = float[3] {0.5, 1.5, 2.5}> ()  e = Gather(t, ids)  y = Add(e, e)"
+    model = narrowed(body, "int64[n] ids")
+    wide = ir.DataType.FLOAT
+    assert kinds(model) == [("Gather", HALF), ("Add", HALF), ("Cast", wide)]
+    assert run(model, ids=np.array([2, 0])).tolist() == [5, 1]
+
+
 def test_constants_stay_finite():
     model = narrowed("low = Constant <value_float = -3.0e38> ()  y = Max(x, low)", "float[n] x")
     assert np.isfinite(run(model, x=np.array([-np.inf], np.float16))).all()
