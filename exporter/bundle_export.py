@@ -34,7 +34,7 @@ from .graph.external_data import LazyWeights
 from .graph.graphs import SOURCE
 from .model_export import REJECTION, export_model
 from .progress import Progress
-from .quantization import draft_acceptance, head_readings, texts
+from .quantization import draft_acceptance, hidden_state_conventions, texts
 from .quantization.float_model import FloatModel
 from .quantization.quantizer import add_variants, quantize
 from .quantization.target_states import TargetStates
@@ -171,10 +171,12 @@ class _Job:
         is_translated = self.is_translated(checkpoint)
         file = pair.DRAFT_TOKENIZER_FILE if is_translated else pair.TOKENIZER_FILE
         author = checkpoint if is_translated else self.checkpoints[0]
-        return texts.tokenize(
+        windows = texts.tokenize(
             self.calibration, self.work / file, model.vocab_size, model.context_length,
             pair.chat_writer(author, self.progress),
         )  # fmt: skip
+        rounding = self.request.rounding_of(checkpoint.role)
+        return windows.select(rounding, self.request.has_int8_caches)
 
 
 def _find(request: ExportRequest) -> list[Checkpoint]:
@@ -292,8 +294,7 @@ def _check(
             text = replace(text, vocabulary=text.vocabulary.restricted(ids))
     hub.check_space([remote for c in all_checkpoints for remote in c.remotes], work)
     job = _Job(request, all_checkpoints, calibration, work, progress, text, lengths, ids)
-    has_head = bool(job.hidden_layers)
-    progress.predicted = cost_estimate.predict_seconds(all_checkpoints, request, has_head)
+    progress.predicted = cost_estimate.predict_seconds(all_checkpoints, request)
     return job
 
 
@@ -306,21 +307,25 @@ def _check_head(job: _Job) -> _Job:
     config = draft.config
     if not isinstance(config, DraftHeadConfig):
         return job
-    measured: list[head_readings.MeasuredReading] = []
+    measured: list[hidden_state_conventions.MeasuredConvention] = []
     with progress.step("Checking the draft's weights"):
         head = loader.load(draft, progress)
-        if len(config.readings) > 1:
-            measured = head_readings.measure_readings(
-                loader.load(target, progress), head, config.readings, job.calibration,
+        if len(config.conventions) > 1:
+            measured = hidden_state_conventions.measure_conventions(
+                loader.load(target, progress), head, config.conventions, job.calibration,
                 job.work / pair.TOKENIZER_FILE, job.text.num_tokens, min(job.lengths),
             )  # fmt: skip
     if measured:
-        rates = "; ".join(reading.describe() for reading in measured)
+        rates = "; ".join(convention.describe() for convention in measured)
         progress.note(
             "draft: acceptance rates of its first and second tokens, by the hidden states that it "
             f"reads: {rates}"
         )
-        config = max(measured, key=lambda reading: reading.num_accepted).config
+        config = max(measured, key=lambda convention: convention.num_accepted).config
+    elif len(config.conventions) > 1:
+        progress.note(
+            "draft: the texts are too short to compare the hidden states that it may read"
+        )
     progress.note(config.describe())
     draft = replace(draft, config=config, published=config)
     return replace(job, checkpoints=[target, draft])
@@ -393,7 +398,7 @@ def _quantize(
     if lazy is not None:  # not an unquantized draft model of a quantized target
         return quantize(
             roles, folder, precision, pieces, ids, progress, suffixes,
-            request.rounding, request.average_bits, tensors, lazy, fused,
+            request.rounding_of(checkpoint.role), request.average_bits, tensors, lazy, fused,
         )  # fmt: skip
     return add_variants(suffixes, roles, folder, pieces, ids, progress, fused), weights
 

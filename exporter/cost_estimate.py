@@ -21,6 +21,7 @@ from specedge.errors import ExportError
 
 from . import internals
 from .checkpoint.checkpoints import Checkpoint
+from .checkpoint.draft_heads import DraftHeadConfig
 from .graph.graphs import GraphFile, graph_files
 from .libraries import quiet
 from .mapped_memory import system_memory
@@ -55,6 +56,7 @@ _KEPT_STEPS = {
     "Comparing the {role} in {precision}": (5.0, 40.0),
 }
 # Per billion parameters of the target, whose hidden states a draft head reads
+_HEAD_STEP, _CONVENTIONS_STEP = (1.0, 0.0), (4.0, 15.0)  # of heads with one convention, and others
 _OBSERVATION_STEPS = {"Running the target over the draft's texts": (1.0, 30.0)}
 _ACCEPTANCE_SECONDS = 15.0
 _FINAL_STEPS = {
@@ -161,9 +163,7 @@ class CostEstimate:
         return max(logits, scores, *(m.num_activations(rows, ops) for m in self.expert_layers))
 
 
-def predict_seconds(
-    checkpoints: Sequence[Checkpoint], request: ExportRequest, has_head: bool
-) -> dict[str, float]:
+def predict_seconds(checkpoints: Sequence[Checkpoint], request: ExportRequest) -> dict[str, float]:
     """Predict the seconds of an export's steps on two cores, in order.
 
     Downloads, additional graph variants and the steps of a self-draft are not included.
@@ -171,27 +171,34 @@ def predict_seconds(
     Args:
         checkpoints: Checkpoints with separate weights.
         request: The export, with its precisions.
-        has_head: True if the draft reads hidden states of the target.
     """
+    billions = {checkpoint.role: _count_billions(checkpoint) for checkpoint in checkpoints}
+    head = checkpoints[-1].config
+    is_head = isinstance(head, DraftHeadConfig)
     seconds: dict[str, float] = {}
-    billions = [0.0]
-    for checkpoint in checkpoints:
-        role, precision = checkpoint.role, request.precision_of(checkpoint.role)
-        billions.append(0.0)
-        with contextlib.suppress(ExportError):  # loading the model reports the error
-            model = tracer.meta_model(checkpoint.config)
-            billions[-1] = sum(p.numel() for p in model.parameters()) / 1e9
-        steps = [(step, billions[-1]) for step in _FLOAT_STEPS.items()]
+    if is_head:
+        fixed, rate = _HEAD_STEP if len(head.conventions) == 1 else _CONVENTIONS_STEP
+        seconds["Checking the draft's weights"] = fixed + rate * billions["target"]
+    for role, num_billions in billions.items():
+        precision = request.precision_of(role)
+        steps = [(step, num_billions) for step in _FLOAT_STEPS.items()]
         if precision in QUANTIZED_DTYPES:
-            if has_head and role == "draft":
-                steps += [(step, billions[-2]) for step in _OBSERVATION_STEPS.items()]
+            if is_head and role == "draft":
+                steps += [(step, billions["target"]) for step in _OBSERVATION_STEPS.items()]
             quantized_steps = _KEPT_STEPS if precision == KEEP else _QUANTIZED_STEPS
-            steps += [(step, billions[-1]) for step in quantized_steps.items()]
+            steps += [(step, num_billions) for step in quantized_steps.items()]
         for (name, (fixed, rate)), size in steps:
             seconds[name.format(role=role, precision=precision)] = fixed + rate * size
     if request.draft_name is not None:
         seconds["Measuring the draft's acceptance rate"] = _ACCEPTANCE_SECONDS
     return seconds | _FINAL_STEPS
+
+
+def _count_billions(checkpoint: Checkpoint) -> float:
+    """Return the billions of parameters of a model, 0 if it cannot be built."""
+    with contextlib.suppress(ExportError):  # loading the model reports the error
+        return sum(p.numel() for p in tracer.meta_model(checkpoint.config).parameters()) / 1e9
+    return 0.0
 
 
 def check_costs(

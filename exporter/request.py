@@ -10,7 +10,14 @@ from typing import TypeAlias
 
 from specedge.bundle import store
 from specedge.bundle.graph_variants import CACHE_TYPES, COMPUTE_TYPES, INT8_CACHES, OPS, QDQ
-from specedge.bundle.precision import GPTQ, KEEP, PRECISION_CHOICES, QUANTIZED_DTYPES, ROUNDINGS
+from specedge.bundle.precision import (
+    GPTQ,
+    KEEP,
+    NEAREST,
+    PRECISION_CHOICES,
+    QUANTIZED_DTYPES,
+    ROUNDINGS,
+)
 from specedge.errors import ExportError
 from specedge.option_specs import check_integer
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
@@ -180,6 +187,10 @@ class ExportRequest:
     def precision_of(self, role: str) -> str:
         """Return the requested precision of a model, "fp32" by default."""
         return (self.draft_precision if role == "draft" else None) or self.precision or "fp32"
+
+    def rounding_of(self, role: str) -> str:
+        """Return the rounding of a model's weights; int8-block always rounds to nearest."""
+        return NEAREST if self.precision_of(role) == "int8-block" else self.rounding
 
     def adapter_of(self, role: str) -> str | None:
         """Return the name of a model's adapter."""

@@ -336,6 +336,8 @@ def _planned_rounds(rounds: object) -> PlannedRounds:
             "replay",
         )
     k = check_integer("K of a replay", rounds[1], 0, MAX_DRAFT_TOKENS, "replay")
+    if rounds[0] == PLAIN and k:
+        raise OptionError(f"K of '{PLAIN}' rounds in replay must be 0, got {k}", "replay")
     times = check_integer(
         "a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS, "replay"
     )

@@ -145,7 +145,7 @@ def _weights(seed, num_layers):
     return weights
 
 
-def _model(folder, role, weights, num_layers, has_encoder, is_speech):
+def _model(folder, role, weights, num_layers, has_encoder, is_speech, token_ids=None):
     states = tuple(
         state
         for i in range(num_layers)
@@ -154,7 +154,8 @@ def _model(folder, role, weights, num_layers, has_encoder, is_speech):
     )
     bins = NUM_MEL_BINS if is_speech else None
     encoder = m.EncoderEntry(2 * ROWS if is_speech else SOURCE, bins, HIDDEN, ROWS)
-    signatures = m.signatures(states, CAPACITY, VOCAB_SIZE, encoder)
+    columns = weights["head"].shape[1]
+    signatures = m.signatures(states, CAPACITY, columns, encoder)
     graphs = {"decoder": _decoder(weights, num_layers), "open": _opener(weights, num_layers)}
     if has_encoder:
         graphs["encoder"] = _encoder(weights, is_speech)
@@ -166,11 +167,12 @@ def _model(folder, role, weights, num_layers, has_encoder, is_speech):
         graphs,
         17,
         architecture="t5",
-        vocab_size=VOCAB_SIZE,
-        padded_vocab_size=VOCAB_SIZE,
+        vocab_size=len(weights["embedding"]),
+        padded_vocab_size=columns,
         context_length=CONTEXT,
         capacity=CAPACITY,
         states=states,
+        token_ids=token_ids,
         signatures=signatures,
         encoder=encoder,
     )
@@ -205,18 +207,30 @@ def make_tokenizer():
 
 
 def make_encoder_decoder(
-    folder: Path, draft: str | None = "own", is_speech: bool = False, prefix=(FRENCH,)
+    folder: Path,
+    draft: str | None = "own",
+    is_speech: bool = False,
+    prefix=(FRENCH,),
+    vocab_size: int = VOCAB_SIZE,
+    token_ids: tuple[int, ...] | None = None,
 ) -> b.Bundle:
     """Write a bundle whose draft has its own encoder, shares the target's ("shared"), or is None.
 
-    A draft that shares the encoder has half of the target's layers.
+    A draft that shares the encoder has half of the target's layers. One with its own has the first
+    `vocab_size` tokens, or a reduced vocabulary of `token_ids`.
     """
     weights = _weights(0, 2)
     entries = {"target": _model(folder, "target", weights, 2, True, is_speech)}
     if draft == "own":
         other = _weights(0, 2)
         other["head"] = other["head"] + 0.4 * _weights(1, 2)["head"]
-        entries["draft"] = _model(folder, "draft", other, 2, True, is_speech)
+        for name in ("embedding", "encoder"):
+            other[name] = other[name][:vocab_size]
+        other["head"] = other["head"][:, [*(token_ids or range(vocab_size))]]
+        file = None if token_ids is None else "draft/token_ids.bin"
+        entries["draft"] = _model(folder, "draft", other, 2, True, is_speech, file)
+        if file is not None:
+            (folder / file).write_bytes(b.pack_ids(token_ids))
     elif draft == "shared":
         entries["draft"] = _model(folder, "draft", weights, 1, False, is_speech)
     make_tokenizer().save(str(folder / "tokenizer.json"))

@@ -53,22 +53,22 @@ def distribution_of_strings(target_distribution, prompt=(0,), size=3, length=LEN
     return distribution
 
 
-class Continuing:
+class ContinuedText:
     """A decoder whose first round continues a text, with the states of all tokens but the last."""
 
-    def __init__(self, one):
-        self.one = one
+    def __init__(self, decoder):
+        self.decoder = decoder
 
     def rounds(self, text, sampling, seed, left):
-        one, plan = self.one, self.one.plan
+        decoder, plan = self.decoder, self.decoder.plan
         history = History(text[:1], text[1:])
         observer = plan.begin(history)
-        one.target.prefill(text[:-1])
+        decoder.target.prefill(text[:-1])
         observer.begin(history, 0)
-        observer.observe(0, one.target.hidden)
-        one._observer = observer
+        observer.observe(0, decoder.target.hidden)
+        decoder._observer = observer
         numbers = decoding.Uniforms(seed).take(2 * plan.max_draft_tokens + 1)
-        steps = one._round(plan.next(history, left), history, sampling, numbers, left, None, 1)
+        steps = decoder._round(plan.next(history, left), history, sampling, numbers, left, None, 1)
         result = None
         while True:
             try:

@@ -108,9 +108,10 @@ def stale_row(graph: ir.Graph) -> None:
     """Each query sees one row too many: stale, until it is overwritten."""
     for node in [n for n in graph if n.op_type == "LessOrEqual"]:
         add_before(graph, node, 1, 1)
-    for node in attention_nodes(graph):
-        if node.op_type == "GroupQueryAttention":
-            add_before(graph, node, 5, 1)
+    grouped = [n for n in attention_nodes(graph) if n.op_type == "GroupQueryAttention"]
+    for cast in dict.fromkeys(node.inputs[5].producer() for node in grouped):
+        last = cast.inputs[0].producer()  # of the row that a traced graph duplicates, until removed
+        add_before(graph, last if last.op_type == "Add" else cast, 0, 1)
 
 
 def wrong_epsilon(graph: ir.Graph) -> None:

@@ -81,23 +81,23 @@ class Host:
         self.graphs, self.opener = graphs, opener
         self.source_length = {}  # an input of the graphs
         self.reads_hidden = any("hidden" in graph.shapes for graph in graphs)
-        self.reads_text = "text" in graphs[0].shapes
+        self.reads_text = "text_tokens" in graphs[0].shapes
 
     def open(self, source):
         """Set the constant states to those of a source: tokens, or samples of audio [n]."""
         names = [value.name for value in self.opener.get_outputs()]
         (port,) = self.opener.get_inputs()
-        given, length = np.array([source], np.int64), len(source)
+        values, length = np.array([source], np.int64), len(source)
         if port.name == "audio":
-            given, length = np.zeros(port.shape, np.float32), self.bundle.target.encoder.capacity
-            given[0, : len(source)] = source
-        states = self.opener.run(names, {port.name: given})
+            values, length = np.zeros(port.shape, np.float32), self.bundle.target.encoder.capacity
+            values[0, : len(source)] = source
+        states = self.opener.run(names, {port.name: values})
         for name, state in zip(names, states, strict=True):
             for graph in self.graphs:
-                read = _read_as(name)
-                graph.fill(read, state)
+                input_name = _read_as(name)
+                graph.fill(input_name, state)
                 if graph is getattr(self, "target", None):  # a decoder's own names have no role
-                    graph.fill(read.removeprefix("target."), state)
+                    graph.fill(input_name.removeprefix("target."), state)
         self.source_length = {"source_length": np.array([length], np.int64)}
 
     def generate(
@@ -125,9 +125,10 @@ class Host:
         draft_length = target_length = 0
         while piece and len(prompt) - target_length > piece:
             nothing = settings | {"num_draft_tokens": np.array([0], np.int64)}
-            read = tokens[: target_length + piece]
-            self.round(nothing, read, draft_length, target_length, np.zeros(2 * k + 1))
-            draft_length, target_length = target_length, len(read)
+            chunk_end = target_length + piece
+            chunk = tokens[:chunk_end]
+            self.round(nothing, chunk, draft_length, target_length, np.zeros(2 * k + 1))
+            draft_length, target_length = target_length, chunk_end
             if not self.reads_hidden:
                 draft_length = target_length
         while len(tokens) < limit:
@@ -160,17 +161,17 @@ class Fused(Host):
         super().__init__(bundle, num_uniforms // 2, [graph], ends, opener)
 
     def round(self, settings, tokens, draft_length, target_length, numbers):
-        found = self.graphs[0].run(
+        outputs = self.graphs[0].run(
             settings
             | {
-                "text": np.array([tokens], np.int64),
+                "text_tokens": np.array([tokens], np.int64),
                 "tokens": np.array([tokens[draft_length:]], np.int64),
                 "draft_length": np.array([draft_length], np.int64),
                 "target_length": np.array([target_length], np.int64),
                 "uniforms": numbers,
             }
         )
-        return found["next_tokens"].tolist(), int(found["num_accepted"][0])
+        return outputs["next_tokens"].tolist(), int(outputs["num_accepted"][0])
 
 
 class Split(Host):
@@ -188,39 +189,40 @@ class Split(Host):
     def round(self, settings, tokens, draft_length, target_length, numbers):
         k, settings = self.num_draft_tokens, settings | {"seen": settings["seen"].copy()}
         before, drafted, rows = settings["seen"].copy(), [], []
-        fed, place, hidden = tokens[draft_length:], draft_length, {}
+        fed, position, hidden, num_steps = tokens[draft_length:], draft_length, {}, k
         if self.reads_hidden:  # state i and token i + 1
             fed = tokens[draft_length + 1 : target_length + 1]
             hidden = {"hidden": self.hidden[:, : len(fed)]} if fed else {}
             if fed and self.fuse:
                 hidden = {"hidden": self.fuse[0].run(hidden)["fused"]}
-        for i in range(k):
-            if not fed:
-                drafted, rows = [0] * k, [np.zeros_like(settings["seen"], np.float32)] * k
-                break
-            given = {"tokens": np.array([fed]), "draft_length": np.array([place])} | hidden
-            given["text"] = np.array([tokens + drafted])
-            found = self.draft.run(settings | given | {"uniforms": numbers[i : i + 1]})
-            hidden = {"hidden": found["next_hidden"]} if hidden else {}
-            place, fed = place + len(fed), found["token"].tolist()
+            if not settings["num_draft_tokens"][0]:  # at most one step, for the states
+                num_steps = min(len(fed), 1)
+        for i in range(num_steps):
+            inputs = {"tokens": np.array([fed]), "draft_length": np.array([position])} | hidden
+            inputs["text_tokens"] = np.array([tokens + drafted])
+            outputs = self.draft.run(settings | inputs | {"uniforms": numbers[i : i + 1]})
+            hidden = {"hidden": outputs["next_hidden"]} if hidden else {}
+            position, fed = position + len(fed), outputs["token"].tolist()
             drafted += fed
-            rows.append(found["weights"])
+            rows.append(outputs["weights"])
             settings["seen"][0, fed] = True
+        drafted += [0] * (k - num_steps)
+        rows += [np.zeros_like(before, np.float32)] * (k - num_steps)
         missing = tokens[target_length:]
-        given = self.source_length | {
+        inputs = self.source_length | {
             "input_ids": np.array([missing + drafted]),
             "past_length": np.array([target_length]),
             "logits_from": np.array([len(missing) - 1]),
         }
-        found = self.target.run(given)
-        self.hidden = found.get("hidden")
-        given = {
-            "logits": found["logits"],
+        outputs = self.target.run(inputs)
+        self.hidden = outputs.get("hidden")
+        inputs = {
+            "logits": outputs["logits"],
             "tokens": np.array(drafted),
             "weights": np.concatenate(rows),
-            "text": np.array([tokens]),
+            "text_tokens": np.array([tokens]),
             "seen": before,
             "uniforms": numbers[k:],
         }
-        found = self.accept.run(settings | given)
-        return found["next_tokens"].tolist(), int(found["num_accepted"][0])
+        outputs = self.accept.run(settings | inputs)
+        return outputs["next_tokens"].tolist(), int(outputs["num_accepted"][0])

@@ -161,12 +161,12 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (
             (*OUTPUT, "shape"),
             ["B", "X", 64],
-            "a dimension must be at least 1 or one of B, T, R, N, K, got 'X'",
+            "a dimension must be at least 1 or one of B, T, R, N, K, L, got 'X'",
         ),
         (
             (*OUTPUT, "shape"),
             ["B", 0, 64],
-            "a dimension must be at least 1 or one of B, T, R, N, K, got 0",
+            "a dimension must be at least 1 or one of B, T, R, N, K, L, got 0",
         ),
         ((*OUTPUT, "shape"), ["B", "T", 6.5], "must be an integer, got 6.5"),
         ((*OUTPUT, "role"), "state", "ports with role state must name it, and no others"),

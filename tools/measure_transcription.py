@@ -16,8 +16,10 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 import numpy as np
@@ -28,6 +30,7 @@ import specedge
 from harness import table_header, table_row
 from specedge.runtime.audio.transcriber import Transcriber
 from specedge.runtime.audio.wav import read_wav
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.source import Source
 
 SETTINGS = {"plain": {"num_draft_tokens": 0}, "auto": {}}
@@ -40,12 +43,12 @@ model, features, prompt, length, threads = sys.argv[1:]
 features = ctranslate2.StorageView.from_array(numpy.load(features))
 models = {}
 for line in sys.stdin:
-    kind = line.strip()
-    if kind not in models:
-        models[kind] = ctranslate2.models.Whisper(
-            model, device="cpu", compute_type=kind, intra_threads=int(threads))
+    compute_type = line.strip()
+    if compute_type not in models:
+        models[compute_type] = ctranslate2.models.Whisper(
+            model, device="cpu", compute_type=compute_type, intra_threads=int(threads))
     start = time.perf_counter()
-    result = models[kind].generate(
+    result = models[compute_type].generate(
         features, [json.loads(prompt)], beam_size=1, max_length=int(length),
         suppress_blank=True, sampling_temperature=0)
     print(json.dumps([time.perf_counter() - start, result[0].sequences_ids[0]]), flush=True)
@@ -77,9 +80,8 @@ def timed(run: Run) -> Callable[[], tuple[float, Sequence[int]]]:
     return measure
 
 
-def specedge_runs(folder: Path, audio: np.ndarray, threads: int) -> dict[str, Timing]:
+def specedge_runs(name: str, pipeline: Pipeline, audio: np.ndarray) -> dict[str, Timing]:
     """Return the settings of a bundle."""
-    pipeline = specedge.load(folder, threads=threads)
     transcriber = Transcriber(pipeline)
     source = transcriber.source(audio)
     prefix = transcriber.tokens.prefix("en", "transcribe", False)
@@ -97,7 +99,7 @@ def specedge_runs(folder: Path, audio: np.ndarray, threads: int) -> dict[str, Ti
         return generate
 
     return {
-        f"{folder.name}, {name}": Timing(timed(run(options))) for name, options in SETTINGS.items()
+        f"{name}, {setting}": Timing(timed(run(options))) for setting, options in SETTINGS.items()
     }
 
 
@@ -105,37 +107,44 @@ def transformers_run(checkpoint: Path, source: np.ndarray, end: int) -> Timing:
     """Return transformers' model in float32."""
     model = WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
     features = torch.from_numpy(source.copy())[None]
+    options: dict[str, object] = {"return_timestamps": False, "do_sample": False}
+    if model.generation_config.is_multilingual:
+        options |= {"language": "en", "task": "transcribe"}
 
     def run() -> Sequence[int]:
         with torch.inference_mode():
-            tokens = model.generate(features, return_timestamps=False, do_sample=False)[0].tolist()
+            tokens = model.generate(features, **options)[0].tolist()
         return [token for token in tokens if token < end]
 
     return Timing(timed(run))
 
 
+@contextmanager
 def ctranslate2_runs(
     python: str, model: str, features: Path, prompt: list[int], length: int, threads: int
-) -> dict[str, Timing]:
-    """Return CTranslate2 in float32 and with int8 weights, in a process of its own."""
-    worker = subprocess.Popen(
-        [python, "-c", WORKER, model, features, json.dumps(prompt), str(length), str(threads)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    stdin, stdout = worker.stdin, worker.stdout
+) -> Iterator[dict[str, Timing]]:
+    """Yield CTranslate2 in float32 and with int8 weights, in a process of its own."""
+    command = [python, "-c", WORKER, model, features, json.dumps(prompt), str(length), str(threads)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        stdin, stdout = worker.stdin, worker.stdout
 
-    def run(kind: str) -> Callable[[], tuple[float, Sequence[int]]]:
-        def decode() -> tuple[float, Sequence[int]]:
-            stdin.write(f"{kind}\n")
-            stdin.flush()
-            seconds, tokens = json.loads(stdout.readline())
-            return seconds, tokens
+        def run(compute_type: str) -> Callable[[], tuple[float, Sequence[int]]]:
+            def decode() -> tuple[float, Sequence[int]]:
+                if worker.poll() is None:
+                    stdin.write(f"{compute_type}\n")
+                    stdin.flush()
+                if not (line := stdout.readline()):
+                    raise click.ClickException(f"CTranslate2 failed with {compute_type}")
+                seconds, tokens = json.loads(line)
+                return seconds, tokens
 
-        return decode
+            return decode
 
-    return {f"CTranslate2, {kind}": Timing(run(kind)) for kind in ("float32", "int8")}
+        yield {f"CTranslate2, {name}": Timing(run(name)) for name in ("float32", "int8")}
 
 
 @click.command()
@@ -147,7 +156,7 @@ def ctranslate2_runs(
 @click.option("--threads", default=torch.get_num_threads(), show_default=True)
 def main(
     checkpoint: Path,
-    audio: click.File,
+    audio: BinaryIO,
     bundles: tuple[Path, ...],
     ctranslate2: tuple[str, str] | None,
     repeats: int,
@@ -157,21 +166,24 @@ def main(
     torch.set_num_threads(threads)
     samples = read_wav(audio, audio.name)[: 30 * 16_000]
     timings: dict[str, Timing] = {}
-    for folder in bundles:
-        timings |= specedge_runs(folder, samples, threads)
-    pipeline = specedge.load(bundles[0])
-    transcriber = Transcriber(pipeline)
-    source = np.asarray(transcriber.source(samples).values)
-    end = transcriber.tokens.end
-    timings["transformers, float32"] = transformers_run(checkpoint, source, end)
-    with tempfile.TemporaryDirectory() as work:
+    with ExitStack() as stack:
+        pipelines = [
+            stack.enter_context(specedge.load(folder, threads=threads)) for folder in bundles
+        ]
+        for folder, pipeline in zip(bundles, pipelines, strict=True):
+            timings |= specedge_runs(folder.name, pipeline, samples)
+        transcriber, bundle = Transcriber(pipelines[0]), pipelines[0].bundle
+        source = np.asarray(transcriber.source(samples).values)
+        end = transcriber.tokens.end
+        timings["transformers, float32"] = transformers_run(checkpoint, source, end)
         if ctranslate2 is not None:
-            features = Path(work, "features.npy")
+            features = Path(stack.enter_context(tempfile.TemporaryDirectory()), "features.npy")
             np.save(features, source[None])
             prefix = transcriber.tokens.prefix("en", "transcribe", False)
-            prompt = [*pipeline.bundle.decoder_start, *prefix]
-            length = pipeline.bundle.context_length
-            timings |= ctranslate2_runs(*ctranslate2, features, prompt, length, threads)
+            prompt, length = [*bundle.decoder_start, *prefix], bundle.context_length
+            timings |= stack.enter_context(
+                ctranslate2_runs(*ctranslate2, features, prompt, length, threads)
+            )
         for _ in range(repeats + 1):
             for timing in timings.values():
                 timing.measure()

@@ -89,8 +89,9 @@ class Checkpoint:
             CheckpointError: It is not a token of a decoder.
         """
         token = self.raw.get("pard_token")
-        # P-EAGLE's key has the same name.
-        if token is None or self.target is not None or self.role != "draft":
+        if token is None or self.role != "draft":
+            return None
+        if self.target is not None:  # P-EAGLE's key has the same name
             return None
         size = internals.decoder_text_config(self.config).vocab_size
         if self.config.is_encoder_decoder or type(token) is not int or not 0 <= token < size:

@@ -49,7 +49,7 @@ class DraftHeadConfig(ABC):
         """Layer of the head whose state further draft tokens read, as in `HiddenStates.layers`."""
 
     @property
-    def readings(self) -> Sequence[DraftHeadConfig]:
+    def conventions(self) -> Sequence[DraftHeadConfig]:
         """Configs with the hidden states that the head may have been trained for, the usual first.
 
         The export measures which of them has the highest acceptance rates.
@@ -58,8 +58,8 @@ class DraftHeadConfig(ABC):
 
     @property
     @abstractmethod
-    def reading(self) -> str:
-        """Description of the hidden states that are read."""
+    def convention(self) -> str:
+        """Description of the hidden states that it reads."""
 
     @abstractmethod
     def describe(self) -> str:

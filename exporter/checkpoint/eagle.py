@@ -89,11 +89,11 @@ class EagleConfig(DraftHeadConfig):
         trained_for = "" if self.verifier is None else f", trained for {self.verifier}"
         return (
             f"the draft is an EAGLE-3 head of {count} layer{'s' if count > 1 else ''}, with "
-            f"{self.columns} tokens{trained_for}; it reads {self.reading}"
+            f"{self.columns} tokens{trained_for}; it reads {self.convention}"
         )
 
     @property
-    def reading(self) -> str:
+    def convention(self) -> str:
         layers = ", ".join(map(str, self.hidden.layers))
         return f"what enters the target's layers {layers}, counted from 0"
 

@@ -24,11 +24,10 @@ from . import (
     weight_files,
 )
 from .checkpoints import Checkpoint
-from .draft_heads import DraftHeadConfig
 from .eagle import EagleConfig, match_tensors, restore_rotary
 from .encoder_decoder import as_decoder
 from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
-from .mtp import MTP_LAYERS, MtpDraft, split_tensors
+from .mtp import MTP_LAYERS, MtpConfig, MtpDraft, split_tensors
 from .placeholders import WeightSources
 from .quantized_tensors import QuantizedTensor
 
@@ -57,11 +56,14 @@ def load(checkpoint: Checkpoint, progress: Progress) -> LoadedCheckpoint:
     for file_owner in (checkpoint, checkpoint.target):
         if file_owner is not None and file_owner.remote is not None:
             hub.fetch_weights(file_owner.remote, progress)
-    num_tokens = token_ids = None
+    num_tokens: int | None = None
+    token_ids: tuple[int, ...] | None = None
     with quiet(), translate_errors(CheckpointError, f"{where} cannot be loaded: "):
-        if isinstance(config, DraftHeadConfig):
-            load_head = _load_eagle if isinstance(config, EagleConfig) else _load_mtp
-            model, tensors, dtype, token_ids = load_head(where, checkpoint, config)
+        if isinstance(config, EagleConfig | MtpConfig):
+            if isinstance(config, EagleConfig):
+                model, tensors, dtype, token_ids = _load_eagle(where, checkpoint, config)
+            else:
+                model, tensors, dtype = _load_mtp(where, checkpoint, config)
             _set_parameters(model, tensors)
             num_tokens = int(config.layers.vocab_size)
         else:
@@ -139,7 +141,7 @@ def _read_state(
 
 
 def _load_eagle(
-    where: str, checkpoint: Checkpoint, config: Any
+    where: str, checkpoint: Checkpoint, config: EagleConfig
 ) -> tuple[Any, dict[str, torch.Tensor], str, tuple[int, ...] | None]:
     """Build an EAGLE-3 head.
 
@@ -173,28 +175,34 @@ def _load_eagle(
 
 
 def _load_mtp(
-    where: str, checkpoint: Checkpoint, config: Any
-) -> tuple[Any, dict[str, torch.Tensor], str, None]:
-    """Load the decoder layer of an MTP layer; return as `_load_eagle`, without the layer."""
+    where: str, checkpoint: Checkpoint, config: MtpConfig
+) -> tuple[Any, dict[str, torch.Tensor], str]:
+    """Load the decoder layer of an MTP layer.
+
+    Returns:
+        The model, its other tensors by name, and the type of most weights.
+    """
     target = checkpoint.target
     assert target is not None
     whole, dtype = _read_state(where, target, internals.build_decoder(target.config))
-    state, own = split_tensors(where, config, whole)
+    state, head_tensors = split_tensors(where, config, whole)
     decoder, info = _load_decoder(internals.build_decoder(config.layers), state)
 
-    def published(key: object) -> str:
+    def restore_name(key: object) -> str:
         return str(key).replace("model.layers.0.", config.prefix)
 
-    unknown = list(map(published, info["unexpected_keys"]))
+    unknown = list(map(restore_name, info["unexpected_keys"]))
     if unknown:
         raise CheckpointError(
             f"{where}: its MTP layer has tensors of another kind of layer, such as {unknown[0]}; "
             "specify another --draft"
         )
-    info["missing_keys"] = {*map(published, info["missing_keys"])}
-    info["mismatched_keys"] = {(published(key), *sizes) for key, *sizes in info["mismatched_keys"]}
+    info["missing_keys"] = {*map(restore_name, info["missing_keys"])}
+    info["mismatched_keys"] = {
+        (restore_name(key), *sizes) for key, *sizes in info["mismatched_keys"]
+    }
     _check_loaded(where, info)
-    return MtpDraft(config, decoder), own, dtype, None
+    return MtpDraft(config, decoder), head_tensors, dtype
 
 
 def _set_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:

@@ -95,10 +95,10 @@ class MtpConfig(DraftHeadConfig):
         layer = "MTP layer"
         if self.num_layers > 1:
             layer = f"first of {self.num_layers} MTP layers, which drafts all tokens"
-        return f"the draft is the target's {layer}; it reads hidden states {self.reading}"
+        return f"the draft is the target's {layer}; it reads hidden states {self.convention}"
 
     @property
-    def reading(self) -> str:
+    def convention(self) -> str:
         target, own = (
             "after" if is_normalized else "before"
             for is_normalized in (self.reads_normalized, self.returns_normalized)
@@ -120,9 +120,9 @@ class MtpConfig(DraftHeadConfig):
         return 1 + self.returns_normalized
 
     @property
-    def readings(self) -> Sequence[MtpConfig]:
+    def conventions(self) -> Sequence[MtpConfig]:
         # After both norms in transformers' `MtpModel`. vLLM long read DeepSeek-V3's own states
-        # before the norm (its pull request 46075), and MLX the model's (mlx-lm's issue 990).
+        # before the norm (its pull request 47448), and MLX the model's (mlx-lm's issue 990).
         pairs = itertools.product((True, False), repeat=2)
         return [replace(self, reads_normalized=a, returns_normalized=b) for a, b in pairs]
 
@@ -177,7 +177,7 @@ def split_tensors(
         CheckpointError: Tensors are missing, or have other sizes.
     """
     prefix, modules = config.prefix, config.names.modules
-    own: dict[str, torch.Tensor] = {}
+    head_tensors: dict[str, torch.Tensor] = {}
     decoder = {name: tensors[name] for name in _SHARED if name in tensors}
     layer = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if not layer:
@@ -188,12 +188,12 @@ def split_tensors(
     for name, tensor in layer.items():
         inner = name.removeprefix(prefix)
         if (module := modules.get(inner.removesuffix(".weight"))) is not None:
-            own[f"{module}.weight"] = tensor
+            head_tensors[f"{module}.weight"] = tensor
         elif inner not in _COPIES:
             decoder[f"model.layers.0.{inner}"] = tensor
     size = int(config.layers.hidden_size)
     for name, module in modules.items():
-        stored = own.get(f"{module}.weight")
+        stored = head_tensors.get(f"{module}.weight")
         expected = [size, 2 * size] if module == "eh_proj" else [size]
         if stored is None:
             raise CheckpointError(f"{where} lacks weights, such as {prefix}{name}.weight")
@@ -202,8 +202,8 @@ def split_tensors(
                 f"{where}: {prefix}{name}.weight is {list(stored.shape)} in its files and "
                 f"{expected} by its config; use files and config of the same model"
             )
-    decoder["model.norm.weight"] = own.pop("norm.weight")
-    return decoder, own
+    decoder["model.norm.weight"] = head_tensors.pop("norm.weight")
+    return decoder, head_tensors
 
 
 class MtpDraft(DraftHeadModule):

@@ -29,7 +29,7 @@ class BannedTokens:
     nodes: GraphBuilder
     vocab_size: int
     defaults: DecodingDefaults
-    text: ir.Value | None  # [1, L]
+    text_tokens: ir.Value | None  # [1, L]
     prompt_length: ir.Value | None
 
     @classmethod
@@ -42,17 +42,18 @@ class BannedTokens:
         """
         if defaults == DecodingDefaults():
             return None
-        text = prompt_length = None
+        text_tokens = prompt_length = None
         if defaults.no_repeat_ngram_size or defaults.begin_suppress_tokens:
-            text = nodes.input("text", INT, [1, "L"])
+            text_tokens = nodes.input("text_tokens", INT, [1, "L"])
             prompt_length = nodes.input("prompt_length", INT, [1])
-        return cls(nodes, vocab_size, defaults, text, prompt_length)
+        return cls(nodes, vocab_size, defaults, text_tokens, prompt_length)
 
     def append(self, token: ir.Value) -> BannedTokens:
         """Add a token to the text. [1, 1]"""
-        if self.text is None:
+        if self.text_tokens is None:
             return self
-        return replace(self, text=self.nodes("Concat", self.text, token, axis=1))
+        tokens = self.nodes("Concat", self.text_tokens, token, axis=1)
+        return replace(self, text_tokens=tokens)
 
     def mask(self, drafted: ir.Value | None) -> ir.Value:
         """Return the tokens banned after the text, and after each of these draft tokens.
@@ -62,8 +63,8 @@ class BannedTokens:
         masks = []
         if self.defaults.suppress_tokens:
             masks.append(self._columns(self.defaults.suppress_tokens))
-        if self.text is not None:
-            masks += self._masks_by_text(self.text, drafted)
+        if self.text_tokens is not None:
+            masks += self._masks_by_text(self.text_tokens, drafted)
         return reduce(partial(self.nodes, "Or"), masks)
 
     def _masks_by_text(self, text: ir.Value, drafted: ir.Value | None) -> list[ir.Value]:

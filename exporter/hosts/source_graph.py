@@ -31,15 +31,15 @@ def source_graph(bundle: Bundle, ops: Mapping[str, str]) -> ir.Model:
     hidden: dict[tuple[str, ir.Value], ir.Value] = {}
     for role, model in bundle.models.items():
         assert model.encoder is not None
-        read = source if is_speech else _readable_tokens(nodes, bundle, model, source)
+        model_source = source if is_speech else _readable_tokens(nodes, bundle, model, source)
         owner = role if model.has_graph(ENCODER) else "target"
-        if (owner, read) not in hidden:
+        if (owner, model_source) not in hidden:
             file = bundle.models[owner].graph(ENCODER, ops[owner]).file
             encoder = GraphTemplate(bundle.folder, file)
-            outputs = encoder.copy(nodes, f"{role}.encoder", {"source": read})
-            hidden[owner, read] = outputs["hidden"]
+            outputs = encoder.copy(nodes, f"{role}.encoder", {"source": model_source})
+            hidden[owner, model_source] = outputs["hidden"]
         template = GraphTemplate(bundle.folder, model.graph(OPEN, ops[role]).file)
-        states = template.copy(nodes, f"{role}.open", {"hidden": hidden[owner, read]})
+        states = template.copy(nodes, f"{role}.open", {"hidden": hidden[owner, model_source]})
         for state in model.constants:
             name, shape = f"present.{state.name}", list(model.state_shape(state))
             nodes.output(f"{role}.{name}", states[name], FLOAT, shape)

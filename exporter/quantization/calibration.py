@@ -190,7 +190,7 @@ def _feeds(
     if graph == FUSE:
         return [{HIDDEN_STATES: float_model.sampled_states()[None]}]
     encoder = float_model.model.encoder
-    if encoder is not None and encoder.num_mel_bins is not None:
+    if encoder is not None and encoder.reads_speech:
         texts = texts[:1]  # all have the same source
     sources = list(map(float_model.source, texts))
     if graph == OPEN:

@@ -58,8 +58,8 @@ def measure_acceptance(
 
     The rate of a parallel draft, which falls with the position, is that of all tested tokens in
     drafts of `num_draft_tokens` tokens. Rates of a draft that reads hidden states are measured by
-    position, because a wrong reading of its checkpoint shows nowhere else. Rates by confidence are
-    those of drafts that draw one token after another.
+    position, because wrong hidden states show nowhere else. Rates by confidence are those of
+    drafts that draw one token after another.
 
     Args:
         target: Final target.
@@ -79,7 +79,7 @@ def measure_acceptance(
     """
     if {target.model.dtype, draft.model.dtype} != {"float32"}:
         return None
-    if target.model.encoder is not None and target.model.encoder.num_mel_bins is not None:
+    if target.model.encoder is not None and target.model.encoder.reads_speech:
         return None
     vocab_size, context = target.model.vocab_size, target.model.context_length
     if readings is None:
@@ -124,7 +124,7 @@ def measure_acceptance(
             answers = [slice(None)] * len(rows)
         # Prompts are text, except those of an encoder-decoder, whose answers are.
         spans = [slice(n, None) if decoder_prompt else slice(n - k + 1) for n in starts]
-        (agreed, _, of_agreed), (_, overlapping, of_overlapping) = (
+        (agreed, _, greedy_confidences), (_, overlapping, sampled_confidences) = (
             _complete_drafts(rows, span) for span in (answers, spans)
         )
         if not agreed.size or not overlapping.size:
@@ -136,8 +136,8 @@ def measure_acceptance(
         if draft.model.mask_token is None:
             rates = replace(
                 rates,
-                greedy_by_confidence=rates_by_confidence(of_agreed, agreed),
-                sampled_by_confidence=rates_by_confidence(of_overlapping, overlapping),
+                greedy_by_confidence=rates_by_confidence(greedy_confidences, agreed),
+                sampled_by_confidence=rates_by_confidence(sampled_confidences, overlapping),
             )
     progress.note(
         f"draft: acceptance rate {rates.greedy:.0%} greedy, {rates.sampled:.0%} sampled, on a few "

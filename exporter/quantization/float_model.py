@@ -167,7 +167,7 @@ class FloatModel:
         """Return the options of runners of an encoder-decoder."""
         assert self.model.encoder is not None
         sample = sources.states(self.source(np.arange(NUM_TOKENS)))
-        if self.model.encoder.num_mel_bins is not None:
+        if self.model.encoder.reads_speech:
             return {"source": sample, "open_source": lambda tokens: sample}
         return {"source": sample, "open_source": sources.states}
 

@@ -23,7 +23,7 @@ from specedge.bundle.graph_variants import (
     is_qdq,
 )
 from specedge.bundle.manifest import FUSE, FileEntry, ModelEntry
-from specedge.bundle.precision import BLOCK_BITS, GPTQ, KEEP, NEAREST
+from specedge.bundle.precision import BLOCK_BITS, GPTQ, KEEP
 from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ExportError, ParityError
 
@@ -57,7 +57,6 @@ ROTATED_PRECISIONS = ("int8", "int4")  # precisions that a rotation makes more a
 # KL divergence in nats per token above which a target is refused; SmolLM2-135M has 0.0034 in int8
 # and 0.085 in int4.
 MAX_DIVERGENCE = {"int8": 0.2, "int8-block": 0.2, KEEP: 0.2, "int4": 2.0}
-NEAREST_STEP = 6  # one in so many texts is read if weights are rounded to nearest
 Schemes = dict[tuple[int, ...], Scheme]
 
 
@@ -88,7 +87,7 @@ def quantize(
         progress: Receives notes and the durations of steps.
         suffixes: Suffixes of further graph variants, which dequantize weights or have caches of 8
             or 16 bits.
-        rounding: One of `specedge.bundle.precision.ROUNDINGS`; int8-block always rounds to nearest.
+        rounding: One of `specedge.bundle.precision.ROUNDINGS`, which is "nearest" for int8-block.
         bits: Average bits per weight of int4 in layers.
         tensors: The checkpoint's quantized weights, for the precision "keep".
         lazy: Weights by offset in the weights file, which lacks those of a large model.
@@ -174,12 +173,10 @@ def _calibrate(
 ) -> tuple[list[FloatModel], ExcludedWeights, Schemes]:
     """Rotate models and select their schemes; return both, and the weights in no group."""
     first = parts[0].role
-    if precision == "int8-block":
-        rounding = NEAREST
 
     def select(models: list[FloatModel], excluded: ExcludedWeights) -> Schemes:
         with progress.step(f"Calibrating the {first}"):
-            selector = SchemeSelector(precision, rounding, bits, texts, excluded, work)
+            selector = SchemeSelector(precision, rounding, bits, texts.calibration, excluded, work)
             selected = Schemes()
             for model in models:
                 selected |= selector.select(model, selected)
@@ -255,7 +252,7 @@ def _with_cache_scales(
         return parts
     with progress.step(f"Calibrating caches of the {parts[0].role}"):
         return [
-            replace(part, cache_scales=cache_scales.measure_scales(part, texts.calibration))
+            replace(part, cache_scales=cache_scales.measure_scales(part, texts.caches))
             for part in parts
         ]
 
@@ -347,7 +344,7 @@ class SchemeSelector:
     precision: str
     rounding: str
     bits: float
-    texts: CalibrationTexts
+    texts: Sequence[np.ndarray]
     excluded: ExcludedWeights
     folder: Path
 
@@ -396,16 +393,12 @@ class SchemeSelector:
             )
 
         results = calibration.visit_inputs(
-            model, ops, self._texts(), visit, self.excluded, self.rounding == GPTQ,
+            model, ops, self.texts, visit, self.excluded, self.rounding == GPTQ,
             new.keys() | layers.keys(), checks,
         )  # fmt: skip
         if checks:
             rotation_rewriter.check_outputs(model, ops, results)
         return group_schemes
-
-    def _texts(self) -> list[np.ndarray]:
-        """Return the calibration texts, fewer for statistics without Hessians."""
-        return self.texts.calibration[:: 1 if self.rounding == GPTQ else NEAREST_STEP]
 
     def _eight_bit_groups(
         self, all_groups: list[MatrixGroup], model: ModelEntry

@@ -59,9 +59,9 @@ class TargetStates:
 
         There are no states if ONNX Runtime has no kernels for the target on this machine.
         """
-        windows = (*texts.calibration, *texts.evaluation)
-        tokens = ([text[1:] for text in of_use] for of_use in (texts.calibration, texts.evaluation))
-        of_draft = CalibrationTexts(texts.name, *tokens)
+        windows = (*(texts.caches or texts.calibration), *texts.evaluation)
+        uses = (texts.calibration, texts.evaluation, texts.caches)
+        of_draft = CalibrationTexts(texts.name, *([text[1:] for text in use] for use in uses))
         if not self._runner.can_run():
             return None, of_draft
         _, fused = self.run(windows, with_logits=False)

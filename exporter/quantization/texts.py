@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from specedge.bundle.precision import NEAREST
 from specedge.errors import ExportError
 
 from ..libraries import translate_errors
@@ -20,6 +21,7 @@ CALIBRATION_WINDOW, EVALUATION_WINDOW = 256, 344  # tokens per sequence
 NUM_TOKENS = {"calibration": 18 * CALIBRATION_WINDOW, "evaluation": 3 * EVALUATION_WINDOW}
 MAX_PIECES = 36  # maximum sequences, if the context is small
 MIN_TOKENS = 32  # minimum length of a sequence
+NEAREST_STEP = 6  # one in so many sequences calibrates weights that are rounded to nearest
 Turns = list[dict[str, str]]
 Template = Callable[[Turns], str]
 
@@ -30,13 +32,29 @@ class CalibrationTexts:
 
     Attributes:
         name: Name of the text.
-        calibration: Windows to calibrate with.
+        calibration: Windows to calibrate weights with.
         evaluation: Windows to report on.
+        caches: Windows to calibrate the scales of int8 caches with, if any.
     """
 
     name: str
     calibration: list[np.ndarray]
     evaluation: list[np.ndarray]
+    caches: list[np.ndarray] = field(default_factory=list)
+
+    def select(self, rounding: str, has_int8_caches: bool) -> CalibrationTexts:
+        """Return the windows that a model needs.
+
+        Weights that are rounded to nearest are calibrated with one in `NEAREST_STEP`, as they need
+        no Hessians.
+
+        Args:
+            rounding: One of `specedge.bundle.precision.ROUNDINGS`.
+            has_int8_caches: True if its caches are calibrated.
+        """
+        step = NEAREST_STEP if rounding == NEAREST else 1
+        caches = self.calibration if has_int8_caches else []
+        return replace(self, calibration=self.calibration[::step], caches=caches)
 
 
 @dataclass(frozen=True)

@@ -85,12 +85,12 @@ bool read_bundle(Bundle *bundle, const char *folder, char *error, size_t error_s
     return true;
 }
 
-bool find_input(const json_t *graph, const char *role) {
+bool has_input(const json_t *graph, const char *role) {
     size_t i;
     json_t *input;
     json_array_foreach(json_object_get(json_object_get(graph, "signature"), "inputs"), i, input) {
-        const char *found = json_string_value(json_object_get(input, "role"));
-        if (found && !strcmp(found, role)) return true;
+        const char *role_name = json_string_value(json_object_get(input, "role"));
+        if (role_name && !strcmp(role_name, role)) return true;
     }
     return false;
 }

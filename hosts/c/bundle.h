@@ -18,7 +18,7 @@ typedef struct {
 bool read_bundle(Bundle *bundle, const char *folder, char *error, size_t error_size);
 
 /* Return true if a graph has an input with a role. */
-bool find_input(const json_t *graph, const char *role);
+bool has_input(const json_t *graph, const char *role);
 
 /* Return the first graph with a name, and with K draft tokens unless K is 0; NULL if there is none. */
 json_t *find_graph(const Bundle *bundle, const char *name, json_int_t k);

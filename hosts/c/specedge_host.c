@@ -169,7 +169,7 @@ static bool open_round(SpecedgeHost *host, const json_t *graph, const json_t *op
     if (!open_session(host, graph, &host->round)) return false;
     TRY(host, CreateIoBinding(host->round, &host->binding));
     if (open) {
-        if (!find_input(open, "source")) return fail(host, "the bundle reads speech, not text");
+        if (!has_input(open, "source")) return fail(host, "the bundle reads speech, not text");
         opened = json_object_get(json_object_get(open, "signature"), "outputs");
         if (!open_session(host, open, &host->open)) return false;
         TRY(host, CreateIoBinding(host->open, &host->opening));
@@ -177,7 +177,7 @@ static bool open_round(SpecedgeHost *host, const json_t *graph, const json_t *op
     }
     json_array_foreach(inputs, i, input)
         if (!bind_cache(host, input, outputs, opened)) return false;
-    host->reads_text = find_input(graph, "text");
+    host->reads_text = has_input(graph, "text_tokens");
     if (host->reads_text && !bind(host, INPUT, "prompt_length", &host->prompt_length, INT64, 1, 1))
         return false;
     return bind(host, INPUT, "draft_length", &host->draft_length, INT64, 1, 1) &&
@@ -294,7 +294,7 @@ static bool decode(SpecedgeHost *host, SpecedgeRound *round) {
 static bool run(SpecedgeHost *host, int64_t end, int64_t n) {
     host->num_draft_tokens = n;
     int64_t *fed = host->text + host->draft_length;
-    if (host->reads_text && !bind(host, INPUT, "text", host->text, INT64, 2, host->length))
+    if (host->reads_text && !bind(host, INPUT, "text_tokens", host->text, INT64, 2, host->length))
         return false;
     return bind(host, INPUT, "tokens", fed, INT64, 2, end - host->draft_length) &&
            ok(host, host->ort->RunWithBinding(host->round, NULL, host->binding));

@@ -12,7 +12,7 @@ namespace SpecEdge
             "usage: specedge-host BUNDLE [PROMPT] [-n N] [-k K] [--temperature T] [--top-k N] [--top-p P] [--min-p P]\n" +
             "                     [--repetition-penalty R] [--seed S] [--decoder-prefix 5,17]\n" +
             "       specedge-host BUNDLE --ids 5,17,3 ...     token ids in and out\n" +
-            "       specedge-host BUNDLE --audio FILE.wav ... at most 30 s of speech\n" +
+            "       specedge-host BUNDLE --audio FILE.wav ... at most 30 s of speech; the prefix is language, task, <|notimestamps|>\n" +
             "       specedge-host BUNDLE --golden             replay golden.json\n" +
             "Without a prompt each line of the standard input goes on from the text so far.";
 

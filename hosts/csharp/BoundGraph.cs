@@ -19,7 +19,7 @@ namespace SpecEdge
         internal BoundGraph(Bundle bundle, GraphEntry entry, SessionOptions options)
         {
             _entry = entry;
-            _readsText = entry.Inputs.Any(input => input.Role == "text");
+            _readsText = entry.Inputs.Any(input => input.Role == "text_tokens");
             _session = Opened(bundle, entry, options);
             _binding = _session.CreateIoBinding();
         }
@@ -63,7 +63,7 @@ namespace SpecEdge
             if (!_readsText)
                 return null;
             OrtValue value = RoundMemory.Row(text);
-            BindInput("text", value);
+            BindInput("text_tokens", value);
             return value;
         }
 

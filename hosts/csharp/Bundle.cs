@@ -197,11 +197,13 @@ namespace SpecEdge
             return asked != 0 ? asked : NumDraftTokens;
         }
 
-        /// <summary>Validates a prompt.</summary>
-        public void CheckPrompt(IReadOnlyList<long> tokens)
+        /// <summary>Validates a prompt; only an encoder-decoder has a decoder prefix.</summary>
+        public void CheckPrompt(IReadOnlyList<long> tokens, IReadOnlyList<long> decoderPrefix)
         {
             if (NumSamples != 0)
                 throw new ArgumentException("the bundle reads speech; give audio instead of a prompt");
+            if (MaxSourceLength == 0 && decoderPrefix != null)
+                throw new ArgumentException("a decoder prefix is for encoder-decoders; omit it");
             int most = MaxSourceLength != 0 ? MaxSourceLength : ContextLength - 1;
             if (tokens.Count < 1 || tokens.Count > most)
                 throw new ArgumentException($"the prompt has {tokens.Count} tokens, the bundle takes 1 to {most}");

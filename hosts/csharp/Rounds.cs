@@ -333,6 +333,8 @@ namespace SpecEdge
             for (int i = 0; i < _drafted.Length && fed.Count > 0; i++)
             {
                 Draft(fed, i, text.Concat(_drafted.Take(i)));
+                if (_head != null && _memory.Allowed[0] == 0)
+                    break;  // only the target's states had to be read
                 _memory.DraftLength[0] += fed.Count;
                 _drafted[i] = _token[0];
                 _seen[_token[0]] = true;

@@ -23,6 +23,9 @@ namespace SpecEdge
             options = options ?? new GenerationOptions();
             options.Check();
             Bundle.CheckAudio(audio);
+            if (options.DecoderPrefix == null && Bundle.DecoderPrefix.Count == 0)
+                throw new ArgumentException(
+                    "speech needs a decoder prefix: tokens of language and task, then <|notimestamps|>");
             var padded = new float[Bundle.NumSamples];
             audio.CopyTo(padded, 0);
             return Run(Bundle.FirstTokens(options.DecoderPrefix), () => _source.Open(padded), options, cancellation);

@@ -82,10 +82,11 @@ namespace SpecEdge
         {
             options = options ?? new GenerationOptions();
             options.Check();
-            Bundle.CheckPrompt(prompt);
+            Bundle.CheckPrompt(prompt, options.DecoderPrefix);
+            long[] tokens = prompt.ToArray();  // before the caller changes them
             return _source == null
-                ? Run(prompt.ToList(), null, options, cancellation)
-                : Run(Bundle.FirstTokens(options.DecoderPrefix), () => _source.Open(prompt.ToArray()), options, cancellation);
+                ? Run(tokens.ToList(), null, options, cancellation)
+                : Run(Bundle.FirstTokens(options.DecoderPrefix), () => _source.Open(tokens), options, cancellation);
         }
 
         /// <summary>Encodes a text; text that spells a control token is encoded as text.</summary>
@@ -171,17 +172,15 @@ namespace SpecEdge
             _targetLength = Math.Max(_targetLength, end);
         }
 
-        /// <summary>Runs a round for at most `wanted` tokens.</summary>
+        /// <summary>Runs a round for at most `wanted` tokens, of which none follows an end token.</summary>
         private Round Next(int wanted, int most)
         {
             int before = _text.Count;
-            bool greedy = _memory.Temperature[0] == 0;
             _memory.SetLengths(_draftStart, _draftLength, _targetLength);
             // A sampled token's acceptance depends on the draft tokens after it.
-            int room = greedy ? wanted - 1 : Bundle.ContextLength - before;
+            int room = _memory.Temperature[0] == 0 ? wanted - 1 : Bundle.ContextLength - before;
             _memory.Allowed[0] = Math.Min(Math.Min(NumDraftTokens, most), room);
             _round.Run(_text);
-            // Tokens beyond the limit or an end token are dropped.
             int accepted = (int)_memory.NumAccepted[0];
             List<long> tokens = _memory.NextTokens.Take(Math.Min(accepted + 1, wanted)).ToList();
             int end = tokens.FindIndex(Bundle.EndTokens.Contains);

@@ -32,7 +32,11 @@ namespace SpecEdge
                             isKnown = true;
                         }
                         if (name == "data" && isKnown)
+                        {
+                            // Programs that write to pipes do not know the size.
+                            size = Math.Min(size, reader.BaseStream.Length - reader.BaseStream.Position);
                             return Samples(reader.ReadBytes((int)Math.Min(size, int.MaxValue / 2)));
+                        }
                         reader.BaseStream.Position = end;
                     }
                 }
@@ -57,7 +61,7 @@ namespace SpecEdge
             return samples;
         }
 
-        private static InvalidDataException Refused(string path, string what) => new InvalidDataException(
-            $"{path} {what}; convert it: ffmpeg -i INPUT -ac 1 -ar {Rate} -c:a pcm_s16le OUTPUT.wav");
+        private static InvalidDataException Refused(string path, string problem) => new InvalidDataException(
+            $"{path} {problem}; convert it: ffmpeg -i INPUT -ac 1 -ar {Rate} -c:a pcm_s16le OUTPUT.wav");
     }
 }

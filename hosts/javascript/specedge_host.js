@@ -24,7 +24,7 @@ export class SpecedgeHost {
   #session;
   #k; // draft tokens per round
   #caches; // names of input and output, and the current tensor
-  #readsText; // the round has inputs text and prompt_length
+  #readsText; // the round has inputs text_tokens and prompt_length
   #tokens = []; // tokens of the last text
   #promptLength = 0;
   #draftLength = 0; // valid rows of the draft's caches, and of the target's below
@@ -51,7 +51,7 @@ export class SpecedgeHost {
     if (!files[round.file]) throw new Error(`bundle.json does not list the graph ${round.file}`);
     host.#k = round.num_draft_tokens;
     host.#caches = cachesOf(round.signature);
-    host.#readsText = round.signature.inputs.some(({ role }) => role === 'text');
+    host.#readsText = round.signature.inputs.some(({ role }) => role === 'text_tokens');
     host.#text = await Text.open(join(folder, tokenizer));
     // Flash attention is not batch-invariant on Arm; kernels read this when they are created.
     if (process.arch === 'arm64') process.env.ORT_GQA_DISABLE_FLASH_ATTENTION ??= '1';
@@ -184,7 +184,7 @@ export class SpecedgeHost {
     for (const cache of written) fetches[cache.output] = cache.tensor;
     if (this.#opener) feeds.source_length = ints([this.#source.length]);
     if (this.#readsText) {
-      feeds.text = ints(this.#tokens, [1, this.#tokens.length]);
+      feeds.text_tokens = ints(this.#tokens, [1, this.#tokens.length]);
       feeds.prompt_length = ints([this.#promptLength]);
     }
     const found = await this.#session.run(feeds, fetches);

@@ -119,6 +119,7 @@ class DraftHead(DraftModel):
         count, first = min(max_tokens, num_free + 1), None
         if count and observed.next_row < num_read:
             first = yield from self._read_chunks(num_read)
+            # A chain asks for one token at a time, and continues from the state that a pass returns
             if self.drafts_on_device and count > 1 and history.length == history.num_committed:
                 model = cast(DraftingModel, self.model)
                 inputs = first.tokens, count, history, sampling, uniforms, first.hidden

@@ -228,15 +228,18 @@ class Planner:
         costs, chosen = self.last_costs, choice.num_draft_tokens
         assert costs is not None
         seconds = [verify + draft for verify, draft in zip(costs.verify, costs.draft, strict=True)]
+        reading = choice.seconds - choice.catch_up_seconds - seconds[chosen]
         k = min(2 * chosen + 1, self.max_draft_tokens, max_model_tokens)
-        while k > chosen and seconds[k] > self._max_seconds(costs):
+        while k > chosen and seconds[k] + reading > self._max_seconds(costs):
             k -= 1
         if k < 2:
             return chosen, 0.0
         token_seconds = (seconds[k] - seconds[1]) / (k - 1)
         rate = self.estimate(MODEL).rates(chosen + 1)[-1]
         confidence = token_seconds / choice.seconds_per_token / rate
-        steps = min(CONFIDENCE_STEPS, max(1, round(CONFIDENCE_STEPS * confidence)))
+        steps = max(1, round(CONFIDENCE_STEPS * confidence))
+        if steps >= CONFIDENCE_STEPS:  # a further token does not pay
+            return chosen, 0.0
         return k, steps / CONFIDENCE_STEPS
 
     def record(self, choice: RoundChoice, sources: Sequence[str], num_accepted: int) -> None:

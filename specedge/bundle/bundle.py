@@ -240,9 +240,8 @@ class Bundle:
 
     @property
     def reads_speech(self) -> bool:
-        """True if the source of the texts is a spectrogram."""
-        encoder = self.target.encoder
-        return encoder is not None and encoder.source_shape is not None
+        """True if the source of the texts is a log-mel spectrogram."""
+        return self.target.encoder is not None and self.target.encoder.reads_speech
 
     @property
     def target(self) -> ModelEntry:

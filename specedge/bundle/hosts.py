@@ -67,8 +67,8 @@ class HostFiles:
         names = {graph.name for graph in self.graphs}
         if len({(graph.name, graph.num_draft_tokens) for graph in self.graphs}) < len(self.graphs):
             raise ValueError("graphs must not repeat a graph")
-        of_rounds = names - TEXT_GRAPHS - {"open"}
-        if of_rounds not in ({"round"}, {"draft", "accept"}, {"draft", "accept", "fuse"}):
+        round_graphs = names - TEXT_GRAPHS - {"open"}
+        if round_graphs not in ({"round"}, {"draft", "accept"}, {"draft", "accept", "fuse"}):
             raise ValueError(
                 "graphs must have either round or both draft and accept, and fuse only with these"
             )

@@ -136,6 +136,11 @@ class EncoderEntry:
             raise ValueError("capacity must be at least max_length where the source is tokens")
 
     @property
+    def reads_speech(self) -> bool:
+        """True if the source is a log-mel spectrogram."""
+        return self.num_mel_bins is not None
+
+    @property
     def source_shape(self) -> tuple[int, int] | None:
         """Shape of spectrograms, [mel bins, frames]; None if the source is tokens."""
         return None if self.num_mel_bins is None else (self.num_mel_bins, self.max_length)
@@ -399,7 +404,7 @@ class ModelEntry:
             return
         if graph.name in (ENCODER, OPEN) and self.encoder is None:
             raise ValueError(f"graphs has '{graph.name}', and the model has no encoder")
-        if graph.name == FEATURES and (self.encoder is None or self.encoder.num_mel_bins is None):
+        if graph.name == FEATURES and not (self.encoder and self.encoder.reads_speech):
             raise ValueError(f"graphs has '{FEATURES}', and the model reads no spectrograms")
         expected = self.format_signatures(graph.ops)[signature_name(graph.name)]
         if graph.name == BATCHED:
@@ -644,7 +649,7 @@ def signatures(
         ports = encoder.signatures
         result["hidden_states"] = Signature(ports["source"], ports["hidden"])
         result["constant_states"] = Signature(ports["hidden"], tuple(constants))
-        if encoder.num_mel_bins is not None:
+        if encoder.reads_speech:
             result["log_mel"] = Signature(ports["audio"], ports["source"])
     return result
 

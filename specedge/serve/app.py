@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
-from specedge.bundle.manifest import FEATURES
 from specedge.runtime.audio.transcriber import Transcriber
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.tokenizer import decode
@@ -163,8 +162,7 @@ class _Server:
         )
         self._bodies = BodyReader(settings.max_body, settings.body_timeout)
         self._recordings = BodyReader(MAX_AUDIO, settings.body_timeout, MULTIPART)
-        reads_speech = pipeline.bundle.target.has_graph(FEATURES)
-        self._transcriber = Transcriber(pipeline) if reads_speech else None
+        self._transcriber = Transcriber(pipeline) if pipeline.bundle.reads_speech else None
         self._parser_pool = ThreadPoolExecutor(PARSER_THREADS)
         # Compiling a grammar may take seconds and must not block the parser threads.
         self._compiler_pool = ThreadPoolExecutor(self._jobs.capacity)

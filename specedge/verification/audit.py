@@ -373,7 +373,7 @@ def _prompts(
     for i, text in enumerate(BUILT_IN):
         if not (tokens := encode(tokenizer, text)[:most]):
             continue
-        if encoder is not None and encoder.source_shape is not None:
+        if encoder is not None and encoder.reads_speech:
             noise = np.random.default_rng(i).standard_normal(encoder.source_shape)
             add(f"noise {i}", Source(noise), tokens)
         else:

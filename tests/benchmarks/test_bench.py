@@ -178,11 +178,12 @@ def test_alpha_is_distribution_overlap_at_each_position(pipeline):
 def test_alpha_is_measured_within_draft_context(context_length, places):
     distribution = hashed_distribution(1, 5)
     draft = TableModel(distribution, 5, context_length)
-    facts = SimpleNamespace(
-        context_length=context_length, vocab_size=5, encoder=None, mask_token=None, acceptance=None
-    )
+    entry = SimpleNamespace(
+        context_length=context_length, vocab_size=5, encoder=None, mask_token=None, acceptance=None,
+        reads_hidden=False,
+    )  # fmt: skip
     pair = SimpleNamespace(
-        bundle=SimpleNamespace(draft=facts, readings=lambda: None),
+        bundle=SimpleNamespace(draft=entry, readings=lambda: None),
         target=TableModel(distribution, 5),
         draft=draft,
     )

@@ -1,13 +1,18 @@
 """Exports of a target with its own MTP layer as draft model."""
 
+import numpy as np
 import pytest
 
 import specedge
+from cases import slow
 from checkpoints import VOCAB_SIZE, make_checkpoint, make_tokenizer
 from mtp_checkpoints import CONFIGS, NUM_LAYERS, SIZE, make_mtp_checkpoint
 from quantized import check_greedy
 from specedge.errors import CheckpointError, ExportError
 from specedge.exporter import Progress, export
+from specedge.exporter.quantization import hidden_state_conventions
+from specedge.exporter.quantization.target_states import TargetStates
+from specedge.exporter.quantization.texts import MAX_PIECES, NEAREST_STEP, CalibrationTexts
 
 K = 4
 PROMPT = "def parse(self):"
@@ -17,11 +22,18 @@ class Exported:
     def __init__(self, folder, kind, **options):
         self.target = make_mtp_checkpoint(folder / "target", kind, vocab_size=VOCAB_SIZE)
         make_tokenizer(self.target)
-        self.progress = Progress()
-        self.bundle = export(
-            "mtp", self.target, folder / "bundle",
-            **{"num_draft_tokens": K, "progress": self.progress, "precision": "fp32"} | options,
-        )  # fmt: skip
+        self.progress, self.rates = Progress(), []
+        measure = hidden_state_conventions.measure_conventions
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                hidden_state_conventions,
+                "measure_conventions",
+                lambda *args: self.rates.extend(measure(*args)) or self.rates,
+            )
+            self.bundle = export(
+                "mtp", self.target, folder / "bundle",
+                **{"num_draft_tokens": K, "progress": self.progress, "precision": "fp32"} | options,
+            )  # fmt: skip
         self.pipeline = specedge.load(self.bundle.folder)
 
 
@@ -30,15 +42,25 @@ def exported(request, tmp_path_factory):
     return Exported(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def test_the_draft_reads_states_of_the_last_layer(exported):
-    """Before or after the final norm: the layer is not trained."""
-    target, draft = exported.bundle.target, exported.bundle.draft
-    assert target.hidden.layers in {(NUM_LAYERS,), (NUM_LAYERS + 1,)}
+def test_the_draft_reads_the_states_with_the_highest_rates(exported):
+    """Those of the last layer, before or after the final norm: the layer is not trained."""
+    target, draft, rates = exported.bundle.target, exported.bundle.draft, exported.rates
+    layers = [rate.config.hidden.layers for rate in rates]
+    assert sorted(layers) == 2 * [(NUM_LAYERS,)] + 2 * [(NUM_LAYERS + 1,)]
+    accepted = [rate.first * (1 + rate.second) for rate in rates]
+    assert target.hidden.layers == layers[np.argmax(accepted)]
+    (note,) = (n for n in exported.progress.notes if "by the hidden states that it reads" in n)
+    assert note.endswith("; ".join(rate.describe() for rate in rates))
     assert draft.hidden.layers == target.hidden.layers
     assert draft.hidden.size == draft.hidden.draft_size == target.hidden.size == SIZE
     assert len(draft.layers) == 1
     assert not draft.has_graph("fuse")
     assert any("MTP layer" in note for note in exported.progress.notes)
+
+
+def test_all_steps_are_predicted(exported):
+    progress = exported.progress
+    assert [*progress.seconds] == [step for step in progress.predicted if step in progress.seconds]
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
@@ -50,6 +72,37 @@ def test_greedy_text_equals_plain_decoding(exported, k):
 def test_int8_text_equals_plain_decoding(tmp_path, kind):
     exported = Exported(tmp_path, kind, precision="int8", ops="onnx")
     check_greedy(exported.pipeline, PROMPT, 24, K)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "int8", "rounding": "nearest", "ops": "onnx"},
+        slow({"precision": "int8-block", "cache": "int8"}),
+    ],
+    ids=["nearest", "int8-block and caches"],
+)
+def test_windows_that_are_not_calibrated_with_are_not_read(tmp_path, monkeypatch, options):
+    """Windows of each use, and those that the target runs over for the hidden states."""
+    read, selected = [], []
+    select, run = CalibrationTexts.select, TargetStates.run
+
+    def record_select(texts, *args):
+        selected.append(select(texts, *args))
+        return selected[-1]
+
+    def record_run(states, texts, with_logits=True):
+        if not with_logits:
+            read.append(len(texts))
+        return run(states, texts, with_logits)
+
+    monkeypatch.setattr(CalibrationTexts, "select", record_select)
+    monkeypatch.setattr(TargetStates, "run", record_run)
+    Exported(tmp_path, "mimo", **options)
+    *_, texts = selected
+    assert len(texts.calibration) == MAX_PIECES / NEAREST_STEP
+    assert len(texts.caches) == (MAX_PIECES if "cache" in options else 0)
+    assert read == [len(texts.caches or texts.calibration) + len(texts.evaluation)]
 
 
 def test_a_reduced_vocabulary_preserves_the_text(tmp_path):

@@ -81,7 +81,7 @@ def _speech(folder, layout):
     from encoder_decoder_bundles import make_encoder_decoder
     from specedge.exporter import embed
 
-    make_encoder_decoder(folder, is_speech=True)
+    make_encoder_decoder(folder, is_speech=True, prefix=())
     embed(folder, layout=layout)
     return folder
 

@@ -119,11 +119,15 @@ def check_heads(run, bundle):
                 assert done.stdout == joined(expected), done.stderr
 
 
-def write_wav(path, samples, rate=16_000):
-    """Write 16-bit samples with a chunk before them, as programs do."""
+def write_wav(path, samples, rate=16_000, size=None):
+    """Write 16-bit samples with a chunk before them, as programs do.
+
+    `size` is that of the header; programs that write to pipes do not know it.
+    """
     data = np.asarray(samples, "<i2").tobytes()
+    size = len(data) if size is None else size
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
-    body = b"WAVE" + form + b"LIST\3\0\0\0abc\0" + struct.pack("<4sI", b"data", len(data)) + data
+    body = b"WAVE" + form + b"LIST\3\0\0\0abc\0" + struct.pack("<4sI", b"data", size) + data
     path.write_bytes(struct.pack("<4sI", b"RIFF", len(body)) + body)
     return path
 
@@ -147,15 +151,18 @@ def check_speech(run, bundle, folder):
                 audio[0, :length] = read_wav(file, path.name)
             source = Source(features.run(None, {"audio": audio})[0][0])
             for prefix in ([3], [4, 20]):
-                done = run(bundle, "--audio", path, "-n", 33, "--decoder-prefix",
-                           ",".join(map(str, prefix)))  # fmt: skip
+                arguments = "-n", 33, "--decoder-prefix", ",".join(map(str, prefix))
+                done = run(bundle, "--audio", path, *arguments)
                 settings = {"decoder_prefix": prefix}
                 expected = generated(pipeline, source, 33, settings).tokens
                 assert done.stdout == joined(expected), done.stderr
+        streamed = write_wav(folder / "streamed.wav", samples, size=2**32 - 1)
+        assert run(bundle, "--audio", streamed, *arguments).stdout == done.stdout
+    check_refused(run(bundle, "--audio", path), "speech needs a decoder prefix: tokens of language")
     other = write_wav(folder / "other.wav", [0, 1], rate=8_000)
     check_refused(run(bundle, "--audio", other), "1 channels of 16 bits at 8000 Hz")
     longer = write_wav(folder / "longer.wav", np.zeros(10_241))
-    check_refused(run(bundle, "--audio", longer), "the bundle takes 1 to 10240")
+    check_refused(run(bundle, "--audio", longer, *arguments), "the bundle takes 1 to 10240")
     other.write_bytes(other.read_bytes()[:30])
     check_refused(run(bundle, "--audio", other), "is damaged")
     check_refused(run(bundle, "--ids", "5,6"), "give audio instead of a prompt")

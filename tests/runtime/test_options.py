@@ -77,6 +77,7 @@ INVALID = [
     ({"num_draft_tokens": 2.0}, "num_draft_tokens must be an integer"),
     ({"num_draft_tokens": "many"}, "'auto' or an integer"),
     ({"num_draft_tokens": 2, "replay": [["model", 1, 1]]}, "omit the option"),
+    ({"replay": [["plain", 2, 3]]}, "K of .plain. rounds in replay must be 0, got 2"),
     *(({"replay": value}, "replay") for value in (
         [], "model", [["model", 1]], [["model", -1, 1]], [["model", 65, 1]], [["model", 1, 0]],
         [[1, 1, 1]], [["model", 1.5, 1]], [["model", 1, 2**20], ["model", 1, 1]], {"model": 1})),

@@ -18,18 +18,23 @@ namespace SpecEdge
         private static int Main(string[] arguments)
         {
             _folder = arguments[0];
-            var checks = new List<Action>
+            Bundle bundle = Bundle.Read(_folder);
+            var checks = new List<Action> { PromptIsCopiedInTheCall };
+            if (bundle.MaxSourceLength == 0)  // a prompt is not the source of a text
+                checks.Add(TurnsThatShareAnyPrefixEqualNewTexts);
+            if (bundle.IdsOnly == null)
             {
-                SecondPromptGoesOnFromTheCaches, PromptThatPartsFromTheTextIsReadFromThere,
-                CancellingEndsAfterARoundAndLeavesTheSessionUsable, TextThatIsLeftEarlyLeavesTheSessionUsable,
-                TextThatAnotherWasBegunAfterEnds, DisposedSessionRefuses, DisposalFreesModelsAndCaches,
-                RoundsLeaveNoMemoryBehind,
-                HalfACharacterIsHeldBack, TextBehindATokenOfNulIsKept, TextThatHasNoUtf8IsRefused,
-                JsonIsReadStrictly, RandomNumbersAreSplitMix64, SettingsOutOfRangeAreRefused,
-            };
-            AddChecksOfAsync(checks);
-            if (Bundle.Read(_folder).IdsOnly != null)  // the others need text
-                checks = new List<Action> { TurnsThatShareAnyPrefixEqualNewTexts };
+                checks.AddRange(new Action[]
+                {
+                    SecondPromptGoesOnFromTheCaches, PromptThatPartsFromTheTextIsReadFromThere,
+                    CancellingEndsAfterARoundAndLeavesTheSessionUsable, TextThatIsLeftEarlyLeavesTheSessionUsable,
+                    TextThatAnotherWasBegunAfterEnds, DisposedSessionRefuses, DisposalFreesModelsAndCaches,
+                    RoundsLeaveNoMemoryBehind,
+                    HalfACharacterIsHeldBack, TextBehindATokenOfNulIsKept, TextThatHasNoUtf8IsRefused,
+                    JsonIsReadStrictly, RandomNumbersAreSplitMix64, SettingsOutOfRangeAreRefused,
+                });
+                AddChecksOfAsync(checks);
+            }
             int failed = 0;
             foreach (Action check in checks)
             {
@@ -81,29 +86,41 @@ namespace SpecEdge
             }
         }
 
+        private static void PromptIsCopiedInTheCall()
+        {
+            long[] prompt = { 5, 8, 13, 21 };
+            using (var session = new SpeculativeSession(_folder))
+            using (var fresh = new SpeculativeSession(_folder))
+            {
+                long[] expected = Written(fresh, prompt);
+                IEnumerable<Round> rounds = session.Rounds(prompt, new GenerationOptions { MaxNewTokens = 24 });
+                Array.Clear(prompt, 0, prompt.Length);
+                Require(rounds.SelectMany(round => round.Tokens).SequenceEqual(expected), "the prompt was read later");
+            }
+        }
+
         private static void TurnsThatShareAnyPrefixEqualNewTexts()
         {
             var options = new GenerationOptions { MaxNewTokens = 12, Temperature = 0.8f, Seed = 5 };
-            long[] prompt = { 5, 8, 13, 21, 34, 9 }, text;
+            long[] prompt = { 5, 8, 13, 21, 34, 9 };
             using (var session = new SpeculativeSession(_folder))
+            using (var other = new SpeculativeSession(_folder))
             {
                 Written(session, prompt, options);
-                text = session.Tokens.ToArray();
-            }
-            for (int shared = 1; shared <= text.Length; shared++)
-                foreach (long[] added in new[] { new long[0], new long[] { 7, 11 } })
-                {
-                    long[] other = text.Take(shared).Concat(added).ToArray();
-                    using (var session = new SpeculativeSession(_folder))
-                    using (var fresh = new SpeculativeSession(_folder))
+                long[] text = session.Tokens.ToArray();
+                for (int shared = 1; shared <= text.Length; shared++)
+                    foreach (long[] added in new[] { new long[0], new long[] { 7, 11 } })
                     {
+                        long[] turn = text.Take(shared).Concat(added).ToArray();
                         Written(session, prompt, options);
-                        long[] found = Written(session, other, options);
-                        int available = Math.Min(Math.Min(shared, other.Length - 1), text.Length - 1);
+                        long[] tokens = Written(session, turn, options);
+                        int available = Math.Min(Math.Min(shared, turn.Length - 1), text.Length - 1);
                         Require(session.NumReused >= available - 1, $"{session.NumReused} of {available} tokens are reused");
-                        Require(found.SequenceEqual(Written(fresh, other, options)), $"other tokens after {shared} shared ones");
+                        Written(other, new long[] { 7 });
+                        Require(tokens.SequenceEqual(Written(other, turn, options)), $"other tokens after {shared} shared ones");
+                        Require(other.NumReused == 0, "a text that begins with another token shares nothing");
                     }
-                }
+            }
         }
 
         private static void CancellingEndsAfterARoundAndLeavesTheSessionUsable()

@@ -179,11 +179,12 @@ class GreedyDraftGraph(DraftGraph):
         drafted: list[int] = []
         while len(drafted) < count:
             bound = self._run(drafted[-1:] or tokens, hidden)
-            hidden = self._next_hidden(bound)
             new = self._session.buffers.fetch(bound.arrays["drafted"])[0].tolist()
             new = new[: count - len(drafted)]
             self._cache.extend(new[:-1])
             drafted += new
+            if len(drafted) < count:
+                hidden = self._next_hidden(bound)
         return Draft(drafted)
 
 
@@ -258,7 +259,6 @@ class SampledDraftGraph(DraftGraph):
             self._fetch_unread()
             inputs = self._inputs(history.then(drafted), sampling, uniforms[at:])
             bound = self._run(drafted[-1:] or tokens, hidden, inputs)
-            hidden = self._next_hidden(bound)
             rows = self._session.buffers.fetch(bound.arrays["drawn"])[: count - at]
             if rows[:, _NON_FINITE].any():
                 self._cache.truncate(start)
@@ -268,6 +268,8 @@ class SampledDraftGraph(DraftGraph):
                 drafted.append(token)
                 probs.append(distribution)
             self._cache.extend(drafted[at:-1])
+            if len(drafted) < count:
+                hidden = self._next_hidden(bound)
         return Draft(drafted, None if sampling.greedy else probs)
 
     def _fetch_unread(self) -> None:

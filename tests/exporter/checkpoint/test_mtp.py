@@ -135,7 +135,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_readings_differ_from_the_reference(checkpoint, fault):
+def test_wrong_tensors_differ_from_the_reference(checkpoint, fault):
     draft = checkpoint.draft(change=FAULTS[fault])
     assert not torch.allclose(found(draft, checkpoint.model), checkpoint.expected(), rtol=1e-3)
 

@@ -11,6 +11,7 @@ import pytest
 
 from specedge.exporter.graph.banned_tokens import BannedTokens
 from specedge.exporter.graph.nodes import GraphBuilder
+from specedge.runtime.backend.ort import inference_session
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits_processors import process_logits
 from specedge.sampling_options import DecodingDefaults, Sampling
@@ -28,7 +29,7 @@ def open_masks(defaults):
     for name, mask in masks.items():
         nodes.output(name, nodes("Identity", mask), ir.DataType.BOOL, [None, VOCAB_SIZE])
     data = ir.serde.serialize_model(ir.Model(nodes.graph, ir_version=10)).SerializeToString()
-    return ort.InferenceSession(data, providers=["CPUExecutionProvider"])
+    return inference_session(data, ort.SessionOptions(), ["CPUExecutionProvider"])
 
 
 def expected(sampling, prompt_length, text):
@@ -53,7 +54,7 @@ def test_masks_are_those_of_the_runtime_for_every_text_and_draft(defaults):
             alone, rows = session.run(
                 None,
                 {
-                    "text": np.array([text]),
+                    "text_tokens": np.array([text]),
                     "prompt_length": np.array([prompt_length]),
                     "drafted": np.array(drafted)[:, None],
                 },

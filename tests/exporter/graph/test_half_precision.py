@@ -60,13 +60,40 @@ def test_overflowing_squares_are_summed_in_float32(square):
     assert run(model, x=np.array([400, 300], np.float16)) == pytest.approx([1.131, 0.8485], 1e-3)
 
 
-def test_tables_are_cast_instead_of_their_rows():
-    """ONNX Runtime folds the cast of a table, so that all readers share it."""
+def test_inline_tables_are_converted_instead_of_their_rows():
     body = "t = Constant <value = float[3] {0.5, 1.5, 2.5}> ()  e = Gather(t, ids)  y = Add(e, e)"
     model = narrowed(body, "int64[n] ids")
     wide = ir.DataType.FLOAT
     assert kinds(model) == [("Gather", HALF), ("Add", HALF), ("Cast", wide)]
     assert run(model, ids=np.array([2, 0])).tolist() == [5, 1]
+
+
+def test_casts_of_external_tables_are_folded_when_a_graph_is_loaded(tmp_path):
+    """All readers thus share one table in 16 bits."""
+    table = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32)
+    (tmp_path / "weights.bin").write_bytes(table.tobytes())
+    model = ir.from_onnx_text(
+        '<ir_version: 10, opset_import: ["": 24]> g (int64[n] ids, float[50, 8] t) => '
+        "(float[n, 8] y) { e = Gather(t, ids)  y = Add(e, e) }"
+    )
+    value = model.graph.inputs.pop()
+    value.const_value = ir.ExternalTensor(
+        "weights.bin", 0, table.nbytes, ir.DataType.FLOAT,
+        shape=ir.Shape(table.shape), name="t", base_dir=tmp_path,
+    )  # fmt: skip
+    model.graph.register_initializer(value)
+    ShapeInferencePass()(model)
+    convert_graph(model, HALF)
+    assert kinds(model)[:2] == [("Cast", HALF), ("Gather", HALF)]
+    ir.save(model, tmp_path / "model.onnx")
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    open_session(tmp_path / "model.onnx", options)
+    optimized = ir.load(tmp_path / "optimized.onnx").graph
+    (gather,) = (node for node in optimized if node.op_type == "Gather")
+    assert np.array_equal(gather.inputs[0].const_value.numpy(), table.astype(np.float16))
+    shapes = [node.inputs[0].shape for node in optimized if node.op_type == "Cast"]
+    assert table.shape not in shapes
 
 
 def test_constants_stay_finite():

@@ -45,7 +45,8 @@ def elsewhere(host):
     names = [value.name for value in graph.session.get_outputs()]
 
     def run(given):
-        found = dict(zip(names, graph.session.run(names, given | others), strict=True))
+        inputs = {name: given[name] for name in graph.shapes.keys() - others.keys()}
+        found = dict(zip(names, graph.session.run(names, inputs | others), strict=True))
         others.update({read: found[written] for written, read in graph.writes.items()})
         return {name: found[name] for name in graph.results}
 

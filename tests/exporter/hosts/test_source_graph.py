@@ -30,6 +30,7 @@ DEFAULTS = {
     "no_repeat_ngram_size": 2,
 }
 LENGTH = 40
+ODD_TOKENS = tuple(range(1, 40, 2))
 
 
 def rewrite(bundle, **fields):
@@ -117,6 +118,26 @@ def test_tokens_banned_by_the_generation_config_are_not_generated(tmp_path, layo
     assert texts_of(bundle) != before
     bundle = embed(bundle.folder, layout=layout)
     check(bundle, samplings=(*SAMPLINGS, {"temperature": 1.0, "top_p": 0.9, "seed": 1}))
+
+
+@pytest.mark.parametrize("layout", ["fused", "split"])
+@pytest.mark.parametrize(
+    "vocabulary",
+    [
+        {"vocab_size": 25},
+        {"token_ids": (PAD, *ODD_TOKENS)},
+        {"token_ids": ODD_TOKENS},
+    ],
+    ids=["smaller", "reduced", "reduced, without token 0"],
+)
+def test_draft_with_fewer_tokens_does_not_propose_banned_ones(tmp_path, layout, vocabulary):
+    bundle = make_encoder_decoder(tmp_path / "bundle", **vocabulary)
+    before = texts_of(bundle)
+    bundle = rewrite(bundle, decoding_defaults=DecodingDefaults(**DEFAULTS))
+    assert texts_of(bundle) != before
+    (accepted,) = check(embed(bundle.folder, layout=layout)).values()
+    assert 0 in accepted
+    assert max(accepted) > 1
 
 
 def test_plain_round_does_not_generate_banned_tokens(tmp_path):

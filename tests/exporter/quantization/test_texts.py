@@ -4,6 +4,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from checkpoints import make_tokenizer
+from specedge.bundle.precision import GPTQ, NEAREST
 from specedge.errors import ExportError
 from specedge.exporter.quantization import texts
 
@@ -47,6 +48,18 @@ def test_pieces_start_with_the_tokenizer_prefix(tokenizer):
 def test_pieces_fit_the_context(tokenizer):
     found = cut(tokenizer, context=96)
     assert max(map(len, (*found.calibration, *found.evaluation))) == 96
+
+
+@pytest.mark.parametrize("has_int8_caches", [False, True])
+def test_weights_rounded_to_nearest_need_fewer_windows_than_hessians_and_caches(
+    tokenizer, has_int8_caches
+):
+    found = cut(tokenizer)
+    for rounding, number in ((GPTQ, 18), (NEAREST, 3)):
+        selected = found.select(rounding, has_int8_caches)
+        assert len(selected.calibration) == number
+        assert len(selected.caches) == 18 * has_int8_caches
+        assert selected.evaluation == found.evaluation
 
 
 def test_a_prefix_leaves_room_for_text_in_a_context_of_two_tokens(tokenizer):

@@ -181,7 +181,7 @@ def test_only_prompt_passes_count_as_prefill_time():
 class AtOnce(TableModel):
     has_draft_graphs = True
 
-    def draft(self, tokens, count, history, sampling, uniforms):
+    def draft(self, tokens, count, history, sampling, uniforms, hidden=None):
         return Draft([1] * count) if count > 1 else None
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import virtual
-from exact import Continuing, distribution_of_strings, joint_distribution
+from cases import exhaustive
+from exact import ContinuedText, distribution_of_strings, joint_distribution
 from fakes import HeadTable, StatesTable, TableModel, hashed_distribution, of_rows, quarters
 from specedge.bundle.manifest import CONFIDENCE_BOUNDS, MeasuredAcceptance
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
@@ -21,6 +22,7 @@ from specedge.sampling_options import Sampling
 from virtual import table
 
 PROMPT = (0, 1)
+OTHER_SEEDS = ((3, 4), (7, 8))
 RATES = tuple(np.linspace(0.1, 1, len(CONFIDENCE_BOUNDS) + 1))
 ACCEPTANCE = MeasuredAcceptance(0.6, 0.6, RATES, RATES)
 
@@ -40,7 +42,7 @@ def decoder_of(drafter, target, k, is_block):
     plan = EachRule(drafter, k, is_block)
     if drafter.observer is None:
         return SpeculativeDecoder(TableModel(target), plan, Stopwatch())
-    return Continuing(SpeculativeDecoder(StatesTable(target), plan, Stopwatch()))
+    return ContinuedText(SpeculativeDecoder(StatesTable(target), plan, Stopwatch()))
 
 
 class EachRule(FixedPlan):
@@ -51,10 +53,11 @@ class EachRule(FixedPlan):
         self._round_plan = RoundPlan("model", drafter, k, is_block)
 
 
-@pytest.mark.slow(after_first=True)
-@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize(
+    ("k", "seeds"),
+    [(2, (5, 6)), exhaustive(3, (5, 6)), *(exhaustive(k, s) for s in OTHER_SEEDS for k in (2, 3))],
+)
 @pytest.mark.parametrize("is_block", [False, True])
-@pytest.mark.parametrize("seeds", [(5, 6), (3, 4), (7, 8)])
 @pytest.mark.parametrize("make_drafter", [confident, confident_head])
 def test_drafts_that_end_early_keep_the_joint_distribution(
     k, is_block, seeds, make_drafter, monkeypatch

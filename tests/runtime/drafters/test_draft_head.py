@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from exact import Continuing, distribution_of_strings, joint_distribution
+from exact import ContinuedText, distribution_of_strings, joint_distribution
 from fakes import (
     DraftingHeadTable,
     HeadTable,
@@ -141,7 +141,7 @@ def test_every_string_has_exactly_the_targets_joint_probability(k, monkeypatch):
     target, draft = quarters(2, True), quarters(4, False)
 
     def make():
-        return Continuing(decoder(head(of_rows(draft)), k, target))
+        return ContinuedText(decoder(head(of_rows(draft)), k, target))
 
     found = joint_distribution(make, monkeypatch, PROMPT[:3])
     assert found == distribution_of_strings(target, PROMPT[:3])

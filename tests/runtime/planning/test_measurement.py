@@ -78,7 +78,7 @@ class Launched(Scripted):
 
     has_draft_graphs = True
 
-    def draft(self, tokens, count, history, sampling, uniforms):
+    def draft(self, tokens, count, history, sampling, uniforms, hidden=None):
         if count < 3:
             return None
         self.extend([*tokens, *range(count - 1)])

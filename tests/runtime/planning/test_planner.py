@@ -123,14 +123,16 @@ def test_a_rejected_first_draft_does_not_end_the_use_of_an_accurate_drafter():
 
 
 def test_a_draft_is_longer_if_later_tokens_are_accepted():
-    def min_confidence(is_accepted):
+    def early_end(is_accepted, number):
         planner = Planner(table(0.2, prior={"model": 0.6}), temperature=0.0)
         choice = planner.choose([DraftOption("model", max_model_tokens=9)], 50)
-        for _ in range(20):
+        for _ in range(number):
             planner.estimate("model").record(choice.num_draft_tokens, is_accepted)
-        return planner.early_end(choice, 9)[1]
+        return choice.num_draft_tokens, *planner.early_end(choice, 9)
 
-    assert min_confidence(False) > min_confidence(True)
+    assert early_end(False, 2)[2] > early_end(True, 20)[2] > 0
+    chosen, *never = early_end(False, 20)
+    assert never == [chosen, 0.0]
 
 
 @pytest.mark.parametrize("alpha", [0.6, 0.9])

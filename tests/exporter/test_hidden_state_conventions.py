@@ -19,7 +19,7 @@ from specedge.errors import CheckpointError
 from specedge.exporter import Progress, bundle_export, export
 from specedge.exporter.quantization import texts
 from specedge.exporter.quantization.draft_acceptance import first_windows
-from specedge.exporter.quantization.head_readings import NUM_TOKENS, draft_two
+from specedge.exporter.quantization.hidden_state_conventions import NUM_TOKENS, draft_two
 from specedge.exporter.tracing.hidden_states import HiddenStateRecorder
 
 K = 3
@@ -82,7 +82,7 @@ def normalize(rows):
 @pytest.mark.parametrize(
     ("is_normalized", "precision"), [(False, "fp32"), slow(True, "fp32"), slow(False, "int8")]
 )
-def test_export_keeps_the_reading_with_the_highest_acceptance(tmp_path, is_normalized, precision):
+def test_export_keeps_the_convention_with_the_highest_rates(tmp_path, is_normalized, precision):
     target, progress = make_target(tmp_path / "target"), Progress()
     fit_layer(target, is_normalized)
     bundle = export(
@@ -97,12 +97,15 @@ def test_export_keeps_the_reading_with_the_highest_acceptance(tmp_path, is_norma
     assert any(note.endswith(f"it reads hidden states {chosen}") for note in progress.notes)
     assert not any("ignored" in note for note in progress.notes)
     (rates,) = (note for note in progress.notes if "by the hidden states that it reads" in note)
-    readings = re.findall(r"(\d+)% and (\d+)% (\w+) the target's final norm and (\w+) its", rates)
-    by_reading = {(read, own): (int(a), int(b)) for a, b, read, own in readings}
+    pattern = r"(\d+)% and (\d+)% (\w+) the target's final norm and (\w+) its"
+    by_convention = {
+        (read, returned): (int(first), int(second))
+        for first, second, read, returned in re.findall(pattern, rates)
+    }
     other = "before" if is_normalized else "after"
-    assert len(by_reading) == 4
-    assert by_reading[where, where][0] > 1.2 * by_reading[other, where][0]
-    assert by_reading[where, where][1] > by_reading[where, other][1]
+    assert len(by_convention) == 4
+    assert by_convention[where, where][0] > 1.2 * by_convention[other, where][0]
+    assert by_convention[where, where][1] > by_convention[where, other][1]
     check_greedy(load(bundle.folder), "def parse(self):", 24, K)
 
 

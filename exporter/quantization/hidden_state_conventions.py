@@ -1,8 +1,8 @@
 """Acceptance rates of a draft head for each of the hidden states that it may have been trained for.
 
 Published sources disagree whether some heads read hidden states before or after a norm. A wrong
-reading shows in acceptance rates alone, so they are measured in PyTorch, in one pass of the target
-over a few texts. T tokens, C columns of the head, V vocabulary entries; F channels of hidden
+convention shows in acceptance rates alone, so they are measured in PyTorch, in one pass of the
+target over a few texts. T tokens, C columns of the head, V vocabulary entries; F channels of hidden
 states, H of those that the head's passes read.
 """
 
@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from specedge.errors import ExportError
+
+from .. import internals
 from ..checkpoint.draft_heads import DraftHeadConfig
 from ..checkpoint.loader import LoadedCheckpoint
 from ..libraries import quiet
@@ -30,7 +33,7 @@ NUM_TOKENS = 64  # of each text
 
 
 @dataclass(frozen=True)
-class MeasuredReading:
+class MeasuredConvention:
     """Acceptance rates at temperature 1 of first draft tokens, and of second ones after them."""
 
     config: DraftHeadConfig
@@ -43,53 +46,53 @@ class MeasuredReading:
         return self.first * (1 + self.second)
 
     def describe(self) -> str:
-        """Describe the reading and its rates."""
-        return f"{self.first:.0%} and {self.second:.0%} {self.config.reading}"
+        """Describe the convention and its rates."""
+        return f"{self.first:.0%} and {self.second:.0%} {self.config.convention}"
 
 
-def measure_readings(
+def measure_conventions(
     target: LoadedCheckpoint,
     draft: LoadedCheckpoint,
-    readings: Sequence[DraftHeadConfig],
+    conventions: Sequence[DraftHeadConfig],
     source: TextSource,
     tokenizer: Path,
     num_tokens: int,
     context_length: int,
-) -> list[MeasuredReading]:
-    """Measure the acceptance rates of each reading on a few short texts.
+) -> list[MeasuredConvention]:
+    """Measure the acceptance rates of each convention on a few short texts.
 
     Args:
         target: The target.
         draft: The draft head.
-        readings: Its readings.
+        conventions: Its configs with the hidden states that it may have been trained for.
         source: Texts, of which the calibration documents are used.
         tokenizer: Path of tokenizer.json.
         num_tokens: Number of the tokenizer's ids.
         context_length: Context length of both models.
 
     Returns:
-        The readings in the same order, none if the texts are too short.
+        The rates in the same order, none if the texts are too short.
     """
     model: Any = target.model
     num_tokens = min(num_tokens, model.get_input_embeddings().num_embeddings)
     encoder = TextEncoder(Tokenizer.from_file(str(tokenizer)), num_tokens)
     texts = first_windows(encoder, source.calibration, min(NUM_TOKENS, context_length))
-    layers = sorted({layer for reading in readings for layer in reading.hidden.layers})
-    acceptance: list[list[np.ndarray]] = [[] for _ in readings]
+    layers = sorted({layer for convention in conventions for layer in convention.hidden.layers})
+    acceptance: list[list[np.ndarray]] = [[] for _ in conventions]
     for text in texts:
         tokens = torch.from_numpy(text)[None]
         with _running(target, layers) as recorder:
             logits = model(input_ids=tokens, use_cache=False).logits[0].numpy()
         states = dict(zip(layers, recorder.take(), strict=True))
-        for reading, rows in zip(readings, acceptance, strict=True):
-            hidden = torch.cat([states[layer] for layer in reading.hidden.layers], -1)
-            first, second = draft_two(draft, reading.returned_layer, tokens, hidden)
-            _, first_rates = acceptance_by_row(first[:-1], logits[1:-1], draft.token_ids)
-            _, second_rates = acceptance_by_row(second, logits[2:], draft.token_ids)
+        for convention, rows in zip(conventions, acceptance, strict=True):
+            hidden = torch.cat([states[layer] for layer in convention.hidden.layers], -1)
+            first, second = draft_two(draft, convention.returned_layer, tokens, hidden)
+            first_rates = acceptance_by_row(first[:-1], logits[1:-1], draft.token_ids)[1]
+            second_rates = acceptance_by_row(second, logits[2:], draft.token_ids)[1]
             rows.append(np.stack((first_rates, second_rates), 1))
     return [
-        MeasuredReading(reading, *map(float, rates_by_position(np.concatenate(rows))[0]))
-        for reading, rows in zip(readings, acceptance, strict=True)
+        MeasuredConvention(convention, *map(float, rates_by_position(np.concatenate(rows))[0]))
+        for convention, rows in zip(conventions, acceptance, strict=True)
         if rows
     ]
 
@@ -145,6 +148,7 @@ def draft_two(
 def _running(loaded: LoadedCheckpoint, layers: Sequence[int]) -> Iterator[HiddenStateRecorder]:
     """Run a model in float32 and record hidden states while the context lasts."""
     model, recorder = loaded.model, HiddenStateRecorder(loaded.model, layers)
-    reading = loaded.sources.materialized(model)
-    with torch.no_grad(), quiet(), eager_functions(model), reading, recorder.recorded():
+    weights = loaded.sources.materialized(model)
+    failure = internals.translate_internal_errors(ExportError, "a model cannot be run in PyTorch")
+    with failure, torch.no_grad(), quiet(), eager_functions(model), weights, recorder.recorded():
         yield recorder
