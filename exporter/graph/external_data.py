@@ -102,10 +102,11 @@ class WeightsFile:
             location = self._put(value)
             if is_required:
                 self._required.add(location)
-            if location in stored:
+            shape = ir.Shape(_tensor(value).shape)
+            # Equal vectors stay separate, so that layers differ in nothing but their weights.
+            if location in stored and len(shape) > 1:
                 value.replace_all_uses_with(stored[location])
             else:
-                shape = ir.Shape(_tensor(value).shape)
                 stored[location] = _externalize(
                     graph, value, view_tensor(location, shape, value.name)
                 )

@@ -261,8 +261,11 @@ def _trace_first_layers(
             should_fold=lambda node: False if reads_stored_matrix(node) else None,
         )
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(graph_model)
+        # Equal weights stay separate, so that layers differ in nothing but their weights.
+        hide_weights(graph_model.graph, weights.__contains__)
         passes.DeduplicateInitializersPass()(graph_model)
         passes.CommonSubexpressionEliminationPass()(graph_model)
+        restore_weights(graph_model.graph, weights)
         return graph_model
 
     num_first, num_layers = layers.num_representative, len(layers.kinds)

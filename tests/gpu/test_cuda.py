@@ -200,7 +200,7 @@ def test_draft_uses_passes_if_one_call_is_not_faster(cuda, pairs, planted, monke
 
 
 def test_failing_draft_graph_falls_back_to_passes_with_note(cuda, pairs, planted, monkeypatch):
-    def fail(self, step):
+    def fail(self, step, hidden):
         raise SpecEdgeError("a pass of draft failed in ONNX Runtime: no kernel")
 
     monkeypatch.setattr(DraftGraph, "measure", fail)

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from served import MODEL, serving
-from specedge.bundle.manifest import ModelEntry
+from specedge.bundle import Bundle
 from specedge.errors import OptionError
 from specedge.runtime.audio.transcription import Segment, Transcription
 from specedge.serve import app
@@ -43,10 +43,7 @@ class TableTranscriber:
 @pytest.fixture(scope="module")
 def port(pipeline):
     with pytest.MonkeyPatch.context() as patch:
-        has_graph = ModelEntry.has_graph
-        patch.setattr(
-            ModelEntry, "has_graph", lambda self, name: name == "features" or has_graph(self, name)
-        )
+        patch.setattr(Bundle, "reads_speech", True)
         patch.setattr(app, "Transcriber", TableTranscriber)
         with serving(pipeline, timeout=3) as found:
             yield found
@@ -198,7 +195,7 @@ def test_work_ends_when_the_client_disconnects(port):
 
 
 def test_models_of_text_do_not_transcribe(pipeline, monkeypatch):
-    monkeypatch.setattr(ModelEntry, "has_graph", lambda self, name: False)
+    monkeypatch.setattr(Bundle, "reads_speech", False)
     with serving(pipeline) as port:
         response, body = post(port, form(wav()))
         assert response.status == 400

@@ -85,6 +85,19 @@ def test_graph_of_copied_layers_is_the_graph_of_traced_ones(name, ops):
     assert len(copied) == len(expected)
 
 
+def test_equal_weights_of_layers_stay_separate():
+    """Otherwise the layer that has them differs from those of its kind in its nodes' inputs."""
+    model = model_with("llama")
+    layer = model.model.layers[2]
+    layer.post_attention_layernorm.weight.data.copy_(layer.input_layernorm.weight)
+    shape, layers = observed(model)
+    names = {str(name) for name in traced(model, shape, layers, "gqa").initializers}
+    parameters = (name for name, _ in model.named_parameters())
+    norms = {f"model.{name}" for name in parameters if name.endswith("layernorm.weight")}
+    assert len(norms) == 8
+    assert norms <= names
+
+
 def test_only_first_layers_of_each_kind_are_traced(monkeypatch):
     model, counts = model_with("gemma3_text", 6), []
     translate = tracer.translate
