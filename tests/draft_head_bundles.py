@@ -87,55 +87,31 @@ def _weights(seed):
     }
 
 
-def _beginning(g, weights):
-    """Return the embedding of the tokens with their positions, and the causal mask."""
-    length = g.op("Slice", g.op("Shape", "input_ids"), *(g.constant([i], np.int64) for i in (1, 2)))
-    rows = g.constant(range(CAPACITY), np.int64)
-    steps = g.op("Slice", rows, g.constant([0], np.int64), length)
-    positions = g.op("Add", steps, "past_length")
-    tokens = g.op("Gather", g.constant(weights["embedding"]), "input_ids")
-    x = g.op("Add", tokens, g.op("Gather", g.constant(weights["positions"]), positions))
-    column = g.op("Unsqueeze", positions, g.constant([1], np.int64))
-    return x, g.op("LessOrEqual", rows, column)
-
-
 def _layer(g, x, matrices, index, causal, output=None):
     q, k, v, o = (g.constant(matrix) for matrix in matrices)
-    states = {}
-    for name, matrix in (("key", k), ("value", v)):
-        states[name] = g.op(
-            "TensorScatter", f"past_key_values.{index}.{name}", g.heads(x, matrix), "past_length",
-            output=f"present.{index}.{name}",
-        )  # fmt: skip
-    mixed = g.attend(g.heads(x, q), states["key"], states["value"], causal)
+    mixed = g.attend_to_cache(x, q, k, v, index, causal)
     return g.op("Tanh", g.op("Add", x, g.op("MatMul", mixed, o)), output=output)
-
-
-def _logits(g, x, head):
-    end = g.constant([CAPACITY], np.int64)
-    last = g.op("Slice", x, "logits_from", end, g.constant([1], np.int64))
-    g.op("MatMul", last, g.constant(head), output="logits")
 
 
 def _target(weights, layers):
     g = Graph()
-    x, causal = _beginning(g, weights)
+    x, causal = g.embed(weights, CAPACITY)
     inputs = [x]
     for i in range(2):
         inputs.append(_layer(g, inputs[-1], weights["layers"][i], i, causal))
     chosen = [inputs[layer] for layer in layers]
     g.op("Concat", *chosen, output="hidden", axis=-1)
-    _logits(g, inputs[-1], weights["head"])
+    g.write_logits(inputs[-1], weights["head"], CAPACITY)
     return g
 
 
 def _head(weights, token_ids):
     g = Graph()
-    x, causal = _beginning(g, weights)
+    x, causal = g.embed(weights, CAPACITY)
     x = g.op("Add", x, g.op("Mul", "hidden", g.constant(0.4)))
     _layer(g, x, weights["layers"][2], 0, causal, output="next_hidden")
     head = weights["head"] if token_ids is None else weights["head"][:, [*token_ids]]
-    _logits(g, "next_hidden", head)
+    g.write_logits("next_hidden", head, CAPACITY)
     return g
 
 

@@ -49,6 +49,33 @@ class Graph:
         rows = self.op("Transpose", context, perm=[0, 2, 1, 3])
         return self.op("Reshape", rows, self.constant([1, -1, HIDDEN], np.int64))
 
+    def embed(self, weights, capacity):
+        """Return the embeddings of the tokens with their positions, and the causal mask."""
+        bounds = (self.constant([i], np.int64) for i in (1, 2))
+        length = self.op("Slice", self.op("Shape", "input_ids"), *bounds)
+        rows = self.constant(range(capacity), np.int64)
+        steps = self.op("Slice", rows, self.constant([0], np.int64), length)
+        positions = self.op("Add", steps, "past_length")
+        tokens = self.op("Gather", self.constant(weights["embedding"]), "input_ids")
+        places = self.op("Gather", self.constant(weights["positions"]), positions)
+        column = self.op("Unsqueeze", positions, self.constant([1], np.int64))
+        return self.op("Add", tokens, places), self.op("LessOrEqual", rows, column)
+
+    def attend_to_cache(self, x, queries, keys, values, index, causal):
+        """Add rows to the caches of a layer, and attend to them."""
+        states = {}
+        for name, matrix in (("key", keys), ("value", values)):
+            states[name] = self.op(
+                "TensorScatter", f"past_key_values.{index}.{name}", self.heads(x, matrix),
+                "past_length", output=f"present.{index}.{name}",
+            )  # fmt: skip
+        return self.attend(self.heads(x, queries), states["key"], states["value"], causal)
+
+    def write_logits(self, x, head, capacity):
+        end = self.constant([capacity], np.int64)
+        last = self.op("Slice", x, "logits_from", end, self.constant([1], np.int64))
+        self.op("MatMul", last, self.constant(head), output="logits")
+
     def save(self, path, signature):
         dtypes = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
 
@@ -70,31 +97,16 @@ class Graph:
 
 def _decoder(weights, num_layers):
     g = Graph()
-    length = g.op("Slice", g.op("Shape", "input_ids"), *(g.constant([i], np.int64) for i in (1, 2)))
-    rows = g.constant(range(CAPACITY), np.int64)
-    steps = g.op("Slice", rows, g.constant([0], np.int64), length)
-    positions = g.op("Add", steps, "past_length")
-    tokens = g.op("Gather", g.constant(weights["embedding"]), "input_ids")
-    x = g.op("Add", tokens, g.op("Gather", g.constant(weights["positions"]), positions))
-    column = g.op("Unsqueeze", positions, g.constant([1], np.int64))
-    causal = g.op("LessOrEqual", rows, column)
+    x, causal = g.embed(weights, CAPACITY)
     reads = g.op("Less", g.constant(range(ROWS), np.int64), "source_length")
     for i in range(num_layers):
         q, k, v, o, cross_q, cross_o = (g.constant(w) for w in weights[i])
-        states = {}
-        for name, matrix in (("key", k), ("value", v)):
-            states[name] = g.op(
-                "TensorScatter", f"past_key_values.{i}.{name}", g.heads(x, matrix), "past_length",
-                output=f"present.{i}.{name}",
-            )  # fmt: skip
-        mixed = g.attend(g.heads(x, q), states["key"], states["value"], causal)
+        mixed = g.attend_to_cache(x, q, k, v, i, causal)
         x = g.op("Add", x, g.op("MatMul", mixed, o))
         cross = [f"past_key_values.{i}.cross.{name}" for name in ("key", "value")]
         read = g.attend(g.heads(x, cross_q), *cross, reads)
         x = g.op("Tanh", g.op("Add", x, g.op("MatMul", read, cross_o)))
-    end = g.constant([CAPACITY], np.int64)
-    last = g.op("Slice", x, "logits_from", end, g.constant([1], np.int64))
-    g.op("MatMul", last, g.constant(weights["head"]), output="logits")
+    g.write_logits(x, weights["head"], CAPACITY)
     return g
 
 

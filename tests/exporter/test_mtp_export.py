@@ -43,7 +43,7 @@ def exported(request, tmp_path_factory):
 
 
 def test_the_draft_reads_the_states_with_the_highest_rates(exported):
-    """Those of the last layer, before or after the final norm: the layer is not trained."""
+    """The layer is not trained, so the states may be those before or after the final norm."""
     target, draft, rates = exported.bundle.target, exported.bundle.draft, exported.rates
     layers = [rate.config.hidden.layers for rate in rates]
     assert sorted(layers) == 2 * [(NUM_LAYERS,)] + 2 * [(NUM_LAYERS + 1,)]
