@@ -30,14 +30,15 @@ from .cost_table import CostTable, Measurement, assumed_costs
 FORMAT = 11
 MAX_FILE_SIZE = 2**20
 MAX_TABLES = 8  # stored tables of a cache key; older ones are deleted
+MAX_LOWERED = 3  # of them are lowered by busy loads; then a seed reproduces its text also if busy
 KEEP_VARIABLE = "SPECEDGE_KEEP_COSTS"  # set: no load replaces a stored table
 
-PROVISIONAL = "provisional"  # measured while busy: the next undisturbed measurement replaces it
+PROVISIONAL = "provisional"  # measured while busy: the next loads lower or replace its costs
 CONFIRMED = "confirmed"  # replaced by `specedge tune` only
 CONTRADICTED = "contradicted"  # round times of a request disagree: the next load replaces it
 STATES = (PROVISIONAL, CONFIRMED, CONTRADICTED)
 REASONS = {
-    PROVISIONAL: "other programs used the processor during the first measurement",
+    PROVISIONAL: "other programs used the processor during an earlier measurement",
     CONTRADICTED: "they disagreed with the round times of an earlier request",
 }
 
@@ -154,8 +155,9 @@ class PassCosts:
     def complete(self, measure: Callable[[], Measurement]) -> None:
         """Measure and store costs unless a confirmed table is stored already.
 
-        A busy measurement does not replace a provisional table, which is as reliable. The first
-        process to replace a table wins. A table that cannot be stored is used by this process only.
+        A busy measurement lowers the costs of a provisional table, a few times, and one without
+        other load replaces it. The first process to replace a table wins. A table that cannot be
+        stored is used by this process only.
         """
         stored = self._stored
         if self.is_measured and (
@@ -163,13 +165,17 @@ class PassCosts:
         ):
             return
         measured = measure()
+        costs = measured.costs
         if stored is not None and stored.state == PROVISIONAL and measured.busy:
-            return
-        self.table = measured.costs
+            costs = stored.costs.minimum(costs)
+            num_stored = 0 if self._next_path is None else number_of(self._next_path)
+            if costs == stored.costs or num_stored > MAX_LOWERED:
+                return
+        self.table = costs
         if self._key is not None and self._next_path is not None:
             state = PROVISIONAL if measured.busy else CONFIRMED
             was_contradicted = stored is not None and stored.was_contradicted
-            file = CostFile(FORMAT, self._key, measured.costs, state, was_contradicted)
+            file = CostFile(FORMAT, self._key, costs, state, was_contradicted)
             with contextlib.suppress(OSError):
                 self._stored = write_first(self._next_path, file)
                 self.table = self._stored.costs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -37,6 +37,33 @@ class ModeCosts:
     host: float
     token: float
     acceptance: dict[str, float]
+
+    def minimum(self, other: ModeCosts) -> ModeCosts:
+        """Return the lower one of each cost, for the same passes.
+
+        Drafts and tokens are compared together with the host work that was subtracted from them.
+        """
+        host, work, other_work = min(self.host, other.host), self.work, other.work
+        lower_work = min(work, other_work)
+        return replace(
+            self,
+            target=_minimum(self.target, other.target),
+            draft=tuple(
+                tuple(
+                    min(work + seconds, other_work + others) - lower_work
+                    for seconds, others in zip(*rows, strict=True)
+                )
+                for rows in zip(self.draft, other.draft, strict=True)
+            ),
+            prefill=tuple(map(min, self.prefill, other.prefill)),
+            host=host,
+            token=lower_work - host,
+        )
+
+    @property
+    def work(self) -> float:
+        """Host work of a plain round."""
+        return self.host + self.token
 
 
 @dataclass(frozen=True)
@@ -78,6 +105,16 @@ class CostTable:
     def max_draft_tokens(self) -> int:
         """Largest K whose verify pass was timed."""
         return self.rows[-1] - 1
+
+    def minimum(self, other: CostTable) -> CostTable:
+        """Return the lower one of each cost; of tables with other passes, the one with lower costs.
+
+        Other load only adds time, so of two disturbed measurements the lower one is more accurate.
+        """
+        if (self.lengths, self.rows) != (other.lengths, other.rows):
+            return min(self, other, key=lambda table: table.greedy.target)
+        greedy, sampled = self.greedy.minimum(other.greedy), self.sampled.minimum(other.sampled)
+        return replace(self, greedy=greedy, sampled=sampled)
 
     def mode(self, greedy: bool) -> ModeCosts:
         """Return the costs of a mode."""
@@ -191,6 +228,12 @@ def interpolate(xs: Sequence[int], values: Sequence[float], x: float) -> float:
         slope = max(slope, 0.0)
         left = right
     return values[left] + slope * (x - xs[left])
+
+
+def _minimum(
+    rows: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
+) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(map(min, row, other)) for row, other in zip(rows, others, strict=True))
 
 
 def _check(mode: ModeCosts, num_lengths: int, num_rows: int) -> None:

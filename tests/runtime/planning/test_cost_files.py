@@ -136,6 +136,27 @@ def test_costs_are_interpolated():
     assert costs.at(0, greedy=False).plain == pytest.approx(1.0)
 
 
+def test_the_lower_costs_of_two_measurements():
+    def measured(target, draft, prefill, host, token):
+        mode = ModeCosts(((target, 9.0),), ((draft,),), (prefill,), host, token, {"model": 0.5})
+        greedy = dataclasses.replace(mode, token=0.0)
+        return CostTable("load", (64,), (1, 2), greedy, mode, threads=2, invariant_length=18)
+
+    first, second = measured(5.0, 2.0, 0.3, 0.25, 0.5), measured(4.0, 3.0, 0.2, 0.25, 0.75)
+    assert first.minimum(second) == measured(4.0, 2.0, 0.2, 0.25, 0.5)
+    # Drafts are times of rounds, of which host work was subtracted.
+    disturbed = measured(5.0, 0.5, 0.3, 8.0, 0.0)
+    assert second.minimum(disturbed) == disturbed.minimum(second) == second
+    other = dataclasses.replace(second, lengths=(32,))
+    assert first.minimum(other) == other.minimum(first) == other
+
+
+def test_the_lower_costs_without_a_draft_model():
+    mode = dataclasses.replace(table(0.1).greedy, draft=(), prefill=())
+    costs = dataclasses.replace(table(0.1), greedy=mode, sampled=mode)
+    assert costs.minimum(costs) == costs
+
+
 @pytest.mark.parametrize(
     "change", [{"origin": "guess"}, {"lengths": (5, 5)}, {"lengths": ()}, {"rows": (2, 3)}]
 )

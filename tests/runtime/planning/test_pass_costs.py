@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ from specedge.runtime.backend.sessions import Device
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_files import PassCosts
-from specedge.runtime.planning.cost_table import Measurement
+from specedge.runtime.planning.cost_table import CostTable, Measurement
 from specedge.runtime.requests import loader
 from virtual import table, untuned
 
@@ -88,11 +90,43 @@ def test_costs_measured_beside_other_work_are_replaced_by_the_next_load(key, rep
     assert (third.table, third.note) == (untuned(0.1), None)
 
 
-def test_a_busy_measurement_does_not_replace_another(key, replaced_costs):
-    load(key, busy(0.5))
-    again = load(key, busy(0.1))
+def test_busy_measurements_lower_costs_until_one_is_quiet(key, replaced_costs):
+    earlier = load(key, busy(0.5)).fingerprint
+    again = load(key, busy(0.7))
     assert (again.table, again.note) == (untuned(0.5), None)
+    again = load(key, busy(0.1))
+    assert again.table == PassCosts(key).table == untuned(0.1)
+    assert "other programs used the processor" in again.note
+    assert again.restore(earlier)
+    assert again.table == untuned(0.5)
+    assert load(key, quiet(0.2)).table == load(key, fail).table == untuned(0.2)
+
+
+@pytest.mark.parametrize(("unit", "is_lower"), [(1.1, False), (0.9, True)])
+def test_busy_measurements_of_other_passes_are_not_combined(key, replaced_costs, unit, is_lower):
+    load(key, busy(0.5))
+    other = replace(table(0.1, rows=9, unit=unit), origin="load")
+    costs = load(key, lambda: Measurement(other, busy=True))
+    assert costs.table == (other if is_lower else untuned(0.5))
+    assert load(key, lambda: Measurement(other, busy=False)).table == other
+
+
+def test_busy_measurements_lower_costs_a_few_times(key, replaced_costs):
+    """Then a seed reproduces its text, and an interrupted run finds its table."""
+    first = load(key, busy(0.9)).fingerprint
+    lower = (0.8, 0.7, 0.6, 0.5, 0.4)
+    tables = [load(key, busy(draft)).table for draft in lower]
+    assert tables == [*map(untuned, lower[:3]), *[untuned(0.6)] * 2]
+    assert PassCosts(key).restore(first)
     assert load(key, quiet(0.2)).table == untuned(0.2)
+
+
+def test_processes_that_lower_costs_at_once_agree(key, replaced_costs):
+    load(key, busy(0.5))
+    early, late = PassCosts(key), PassCosts(key)
+    early.complete(busy(0.2))
+    late.complete(busy(0.1))
+    assert early.table == late.table == PassCosts(key).table == untuned(0.2)
 
 
 def test_equal_costs_are_confirmed_without_a_note(key, replaced_costs):
@@ -104,8 +138,8 @@ def test_equal_costs_are_confirmed_without_a_note(key, replaced_costs):
 @pytest.mark.parametrize("first", [quiet(0.5), busy(0.5)])
 def test_contradicted_costs_are_measured_again_once(key, replaced_costs, first):
     load(key, first).contradict()
-    again = load(key, busy(0.1))
-    assert again.table == untuned(0.1)
+    again = load(key, busy(0.7))
+    assert again.table == untuned(0.7)
     assert "round times of an earlier request" in again.note
     again = load(key, quiet(0.2))
     again.contradict()
@@ -174,7 +208,7 @@ def test_only_the_latest_tables_are_stored(key):
 
 
 def test_a_load_beside_a_busy_process_is_repeated_if_it_was_disturbed(replaced_costs, monkeypatch):
-    """Whichever loads are disturbed, the first reliable table is used from then on."""
+    """The first reliable table is used, and until then the lower costs of those measured."""
     pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
     import specedge
 
@@ -191,11 +225,12 @@ def test_a_load_beside_a_busy_process_is_repeated_if_it_was_disturbed(replaced_c
     finally:
         sibling.kill()
         sibling.wait()
-    reliable = [i for i, measurement in enumerate(measured) if not measurement.busy]
-    assert len(measured) == (1 if 0 in reliable else 2)
-    for i in range(2):
-        used = min([r for r in reliable if r <= i], default=0)
-        assert tables[i].greedy.target == measured[used].costs.greedy.target
+    assert len(measured) == (2 if measured[0].busy else 1)
+    costs = [measurement.costs for measurement in measured]
+    expected = [*accumulate(costs, CostTable.minimum)] if measured[-1].busy else costs
+    for table_, costs in zip(tables, [*expected, *expected], strict=False):
+        assert table_.greedy.target == costs.greedy.target
+        assert table_.greedy.draft == costs.greedy.draft
 
 
 def test_a_pipeline_without_bundle_assumes_costs_and_stores_none():
