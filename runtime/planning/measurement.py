@@ -6,7 +6,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, product
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -26,7 +28,7 @@ from .plans import FixedPlan
 
 LENGTH = 64  # cache length at load
 SECONDS, MIN_SWEEPS = 0.12, 2  # time limit at load
-PATIENCE = 3  # factor of the time limit while other programs use the cores
+PATIENCE = 3  # sweeps, and factor of the time limit, while other programs use the cores
 SLOW_SECONDS = 0.5  # if the passes of the self-test took longer, they are not timed again
 PASS_LENGTHS = (1, 2, 3, 5, 9)  # in addition to the longest; kernels use tiles of a few rows
 # K of timed rounds with the draft model. Those of multi-step graphs are timed at K + 1 = each row:
@@ -36,8 +38,10 @@ NUM_ROUNDS = 1  # timed rounds for each K and mode in a sweep, after one warm-up
 PREFILL_LENGTH = 64  # tokens of the draft model's timed prefill
 MIN_CONTEXT = 10  # context length that these rounds need
 GRID_RATIO = 1.1  # ratio of neighboring values on the grid that costs are rounded to
-BUSY_RATIO = 1.5  # ratio of a pass's median to its minimum that indicates other load
+BUSY_RATIO = 1.5  # ratio of a time's median to its minimum that indicates other load
+BUSY_SHARE = 0.25  # share of the time that threads wait for a core that indicates other load
 MIN_SECONDS = 1e-7  # lower bound of a draft pass, against noise
+TASKS = Path("/proc/self/task")  # threads of this process, on Linux
 MODES = {"greedy": Sampling(), "sampled": Sampling(1.0)}
 
 Progress = Callable[[float], None]  # called with the completed share of the work
@@ -58,10 +62,12 @@ def measure(
     """Time the passes and the host work of a bundle. Both caches are empty afterwards.
 
     Target passes are timed alone, and complete rounds in the decoding loop, with and without the
-    draft model: a target pass takes longer after draft passes, and the difference is attributed to
-    the draft. Each sweep times everything once, so that other load affects all costs alike. A cost
-    is the minimum over sweeps, rounded to a grid, since the first passes of a process take up to
-    twice as long.
+    draft model. Each sweep times everything once, so that other load affects all costs alike. A
+    cost is the minimum over sweeps, rounded to a grid: other load only adds time, and the first
+    passes of a process take up to twice as long.
+
+    The cost of a draft is the time of its round without the target pass. A target pass takes longer
+    after draft passes, which is attributed to the draft.
 
     Args:
         target: Target model.
@@ -93,16 +99,20 @@ def measure(
         _Timings(target, drafter, context_length, length, rows, ks)
         for length in sorted({max(1, min(length, max_tokens - num_new)) for length in lengths})
     ]
-    begin, sweeps, share = time.perf_counter(), 0, 0.0
+    begin, waited, sweeps, share = time.perf_counter(), _seconds_waited(), 0, 0.0
     while share < 1:
         for timing in timings:
             timing.sweep(samples if is_slow else None)
         sweeps += 1
+        elapsed = time.perf_counter() - begin
         is_busy = fmean(timing.disturbance for timing in timings) > BUSY_RATIO
-        patience = PATIENCE if sweeps >= MIN_SWEEPS and is_busy else 1
-        share = (time.perf_counter() - begin) / (patience * seconds)
-        share = 1.0 if is_slow else min(share, sweeps / MIN_SWEEPS)
-        on_progress(min(share, 1.0))
+        is_busy |= _seconds_waited() - waited > BUSY_SHARE * elapsed
+        is_patient = is_busy and sweeps >= MIN_SWEEPS
+        limit, num_sweeps = PATIENCE * seconds, PATIENCE
+        if not is_patient:
+            limit, num_sweeps = seconds, MIN_SWEEPS
+        share = 1.0 if is_slow else min(elapsed / limit, sweeps / num_sweeps, 1.0)
+        on_progress(share)
     target.truncate(0)
     if drafter is not None:
         drafter.model.truncate(0)
@@ -190,35 +200,62 @@ class _Timings:
 
     @property
     def target(self) -> list[float]:
-        """Seconds of target passes, monotonic in the pass length. [rows]"""
-        fastest = [*map(min, zip(*self.passes, strict=True))]
-        plain = min(total - rest for mode in MODES for total, rest, _ in self.rounds[mode, 0])
-        return list(accumulate([min(fastest[0], plain), *fastest[1:]], max))
+        """Seconds of target passes, monotonic in the pass length. [rows]
+
+        A pass takes at most as long as those of rounds, and as longer passes.
+        """
+        fastest = dict(zip(self.rows, map(min, zip(*self.passes, strict=True)), strict=True))
+        for k in self.ks:
+            if k + 1 in fastest:
+                fastest[k + 1] = min(fastest[k + 1], *self._verify(k))
+        return _ascending([fastest[t] for t in self.rows])
 
     @property
     def disturbance(self) -> float:
-        """Mean ratio of a pass's median to its minimum, over the passes timed more than once.
+        """Mean ratio of the median to the minimum, over passes and drafts timed more than once.
 
         Passes of plain rounds count, too: those of slow models are not timed again otherwise.
         """
         columns = [list(column) for column in zip(*self.passes, strict=True)]
-        columns[0] += [total - rest for mode in MODES for total, rest, _ in self.rounds[mode, 0]]
+        columns[0] += self._verify(0)
+        for mode, k in product(MODES, self.ks[1:]):
+            columns.append([rest for _, rest, _ in self.rounds[mode, k]])
         return fmean(median(column) / min(column) for column in columns if len(column) > 1)
 
-    def host(self, mode: str) -> float:
-        """Return the seconds of a plain round without its target pass."""
-        return min(rest for _, rest, _ in self.rounds[mode, 0])
+    def _verify(self, k: int) -> list[float]:
+        """Return the seconds of the target passes of rounds with K draft tokens."""
+        return [total - rest for mode in MODES for total, rest, _ in self.rounds[mode, k]]
+
+    @property
+    def host(self) -> float:
+        """Seconds of a plain round without its target pass, at most those of other rounds."""
+        return min(rest for times in self.rounds.values() for _, rest, _ in times)
+
+    def token(self, mode: str) -> float:
+        """Return the seconds of host work per new token, in addition to `host`."""
+        rounds = (times for k in self.ks for times in self.rounds[mode, k])
+        return min((rest - self.host) / count for _, rest, count in rounds)
 
     def drafting(self, mode: str, k: int, token: float) -> float:
-        """Return the seconds of K draft tokens, given the host cost per new token."""
-        total = min(total - token * count for total, _, count in self.rounds[mode, k])
-        return total - interpolate(self.rows, self.target, k + 1) - self.host("greedy")
+        """Return the seconds of K draft tokens, given the host cost per new token.
+
+        Greedy drafts take at most as long as sampled ones. The seconds include the slowdown of the
+        target pass by the draft. It is the difference of two disturbed times, each of which may be
+        longer than the draft, so it is relative to the second fastest pass without a draft, and at
+        most as long as the draft.
+        """
+        modes = MODES if mode == "greedy" else (mode,)
+        rest = min(rest - token * count for m in modes for _, rest, count in self.rounds[m, k])
+        seconds = rest - self.host
+        second_fastest = [sorted(column)[:2][-1] for column in zip(*self.passes, strict=True)]
+        slowdown = min(self._verify(k)) - interpolate(self.rows, second_fastest, k + 1)
+        return seconds + min(max(slowdown, 0.0), seconds)
 
 
 def _mode_costs(mode: str, timings: Sequence[_Timings], times_launches: bool) -> ModeCosts:
     """Return the costs of a mode, rounded to the grid."""
-    host = fmean(timing.host("greedy") for timing in timings)
-    token = max(0.0, fmean(timing.host(mode) for timing in timings) - host)
+    host = fmean(timing.host for timing in timings)
+    token = 0.0 if mode == "greedy" else fmean(timing.token(mode) for timing in timings)
     draft, prefill = [], []
     for timing in timings:
         ks = timing.ks[1:]
@@ -241,18 +278,22 @@ def _costs_of_launches(
     ks: Sequence[int], times: Sequence[float], all_ks: Sequence[int]
 ) -> tuple[float, ...]:
     """Return the rounded cost of each K in `all_ks`, between those that were timed."""
-    ascending = [*accumulate((max(seconds, MIN_SECONDS) for seconds in times), max)]
+    ascending = _ascending([max(seconds, MIN_SECONDS) for seconds in times])
     return _rounded([interpolate(ks, ascending, k) for k in all_ks])
 
 
 def _costs_of_passes(
     ks: Sequence[int], times: Sequence[float], all_ks: Sequence[int]
 ) -> tuple[float, ...]:
-    """Return the rounded cost of each K in `all_ks`, a line through one or two timed K."""
+    """Return the rounded cost of each K in `all_ks`, a line through one or two timed K.
+
+    A later pass takes at most as long as the first one, which reads more tokens.
+    """
     low, high = ks[0], ks[-1]
-    later = (times[-1] - times[0]) / (high - low) if high > low else times[0] / high
-    later = on_grid(max(later, MIN_SECONDS))
-    first = on_grid(max(times[0] - (low - 1) * later, later))
+    mean = max(times[0] / low, MIN_SECONDS)
+    later = (times[-1] - times[0]) / (high - low) if high > low else mean
+    later = on_grid(max(min(later, mean), MIN_SECONDS))
+    first = on_grid(low * mean - (low - 1) * later)
     return tuple(first + later * (k - 1) for k in all_ks)
 
 
@@ -269,6 +310,23 @@ def _fill_draft(drafter: DraftModel, length: int) -> None:
         observed.start = max(0, length - MAX_CONTEXT // 2)
         length = observed.num_rows = length - observed.start
     _fill(drafter.model, length)
+
+
+def _ascending(times: Sequence[float]) -> list[float]:
+    """Return each time, or a shorter one after it: other load only adds time."""
+    return [*accumulate(reversed(times), min)][::-1]
+
+
+def _seconds_waited() -> float:
+    """Return the seconds that the threads of this process have waited for a core.
+
+    0 without the scheduler statistics of Linux (`/proc/PID/schedstat`).
+    """
+    nanoseconds = 0
+    for path in TASKS.glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # a thread that has ended
+            nanoseconds += int(path.read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def on_grid(seconds: float) -> float:

@@ -1,5 +1,6 @@
 """Measurement of pass costs with a scripted clock."""
 
+import random
 import time
 from types import SimpleNamespace
 
@@ -48,9 +49,10 @@ class Scripted:
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(monkeypatch, tmp_path):
     found = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: found.now)
+    monkeypatch.setattr(measurement, "TASKS", tmp_path)
     return found
 
 
@@ -129,6 +131,138 @@ def test_fast_models_are_timed_in_sweeps(clock):
     costs = measure(target, *others, 4, samples={1: 9e-3, 2: 9e-3, 5: 9e-3}).costs
     assert costs.greedy.target[0][0] == on_grid(1e-3)
     assert target.passes.count(5) >= measurement.MIN_SWEEPS
+
+
+def test_a_disturbed_pass_costs_at_most_as_much_as_a_longer_one(clock):
+    disturbed = scripted(clock, target=lambda t: 10 + t + 9 * (t == 3))
+    costs = measure(*disturbed, 16).costs
+    assert costs.rows[2:4] == (3, 5)
+    assert costs.greedy.target[0][2] == costs.greedy.target[0][3] == on_grid(11) + on_grid(4)
+
+
+def test_passes_of_rounds_lower_the_cost_of_a_disturbed_pass(clock):
+    """Passes over 2 tokens are disturbed unless a draft pass precedes them."""
+    drafted = []
+    target = lambda t: 10 + t + 9 * (t == 2 and not drafted) + (drafted.clear() or 0)  # noqa: E731
+    draft = lambda t: drafted.append(t) or 2 + t / 10  # noqa: E731
+    costs = measure(*scripted(clock, target, draft), 1).costs
+    assert costs.rows == (1, 2)
+    assert costs.greedy.target[0] == pytest.approx([on_grid(11), on_grid(11) + on_grid(1)])
+
+
+def test_disturbed_target_passes_hardly_affect_the_cost_of_a_draft(clock):
+    """A target pass takes 12 to 21 seconds; a draft pass takes 1."""
+    ratios = []
+    for seed in range(40):
+        rng = random.Random(seed)
+        noise = lambda t: 12 + t / 10 + rng.uniform(0, 9)  # noqa: E731, B023
+        costs = measure(*scripted(clock, noise, lambda t: 1.0), 16).costs
+        ratios += [mode.draft[0][0] for mode in (costs.greedy, costs.sampled)]
+    assert min(ratios) >= 0.95
+    assert sum(ratio <= 1.3 for ratio in ratios) >= 0.9 * len(ratios)
+    assert max(ratios) <= 2.1
+
+
+def test_a_disturbed_greedy_draft_costs_at_most_as_much_as_a_sampled_one(clock, monkeypatch):
+    modes = []
+    rounds = measurement.SpeculativeDecoder.rounds
+    monkeypatch.setattr(
+        measurement.SpeculativeDecoder,
+        "rounds",
+        lambda self, tokens, sampling, *limits: (
+            modes.append(sampling.greedy) or rounds(self, tokens, sampling, *limits)
+        ),
+    )
+    draft = lambda t: 2 + t / 10 + 5 * modes[-1]  # noqa: E731
+    costs = measure(*scripted(clock, draft=draft), 16).costs
+    assert (
+        costs.greedy.draft
+        == costs.sampled.draft
+        == measure(*scripted(clock), 16).costs.greedy.draft
+    )
+
+
+def test_disturbed_plain_rounds_hardly_affect_host_work(clock, monkeypatch):
+    """Sampled plain rounds take 30 seconds of host work, others none."""
+    plan, ks = measurement.FixedPlan, []
+    rounds = measurement.SpeculativeDecoder.rounds
+    monkeypatch.setattr(measurement, "FixedPlan", lambda *a: ks.append(a[1]) or plan(*a))
+
+    def disturbed(self, tokens, sampling, *limits):
+        for round_ in rounds(self, tokens, sampling, *limits):
+            clock.now += 30 * (ks[-1] == 0 and not sampling.greedy)
+            yield round_
+
+    monkeypatch.setattr(measurement.SpeculativeDecoder, "rounds", disturbed)
+    costs = measure(*scripted(clock), 16).costs
+    assert costs.sampled.token <= 2.3
+    assert costs.greedy.draft == measure(*scripted(clock), 16).costs.greedy.draft
+
+
+def test_a_later_token_costs_at_most_as_much_as_the_first(clock, monkeypatch):
+    """Rounds of more than one token are disturbed."""
+    plan, ks = measurement.FixedPlan, []
+    monkeypatch.setattr(measurement, "FixedPlan", lambda *a: ks.append(a[1]) or plan(*a))
+    draft = lambda t: 2 + t / 10 + 9 * (ks[-1] > 1)  # noqa: E731
+    costs = measure(*scripted(clock, draft=draft), 16).costs
+    assert costs.greedy.draft[0] == pytest.approx([on_grid(2.2) * k for k in (1, 2, 4, 8, 16)])
+
+
+def test_host_work_is_not_a_cost_of_drafts(clock, monkeypatch):
+    """Reading the clock takes half a second; a draft reads it twice."""
+
+    def read():
+        clock.now += 0.5
+        return clock.now
+
+    monkeypatch.setattr(time, "perf_counter", read)
+    costs = measure(*scripted(clock), 16).costs
+    assert costs.greedy.host > 1
+    assert costs.greedy.draft[0][0] == pytest.approx(2.2 + 2 * 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("slowdown", "attributed"), [(0.5, 0.5), (50, 2.2)])
+def test_a_target_pass_that_takes_longer_after_a_draft_is_a_cost_of_it(clock, slowdown, attributed):
+    drafted = []
+    target = lambda t: 10 + t + bool(drafted) * slowdown + (drafted.clear() or 0)  # noqa: E731
+    draft = lambda t: drafted.append(t) or 2 + t / 10  # noqa: E731
+    costs = measure(*scripted(clock, target, draft), 16).costs
+    assert costs.greedy.draft[0][0] == pytest.approx(2.2 + attributed, rel=0.05)
+    assert costs.greedy.target == measure(*scripted(clock), 16).costs.greedy.target
+
+
+def waited(tmp_path, share, clock):
+    """Let two threads of the process wait for a core for a share of the time."""
+    for thread in ("7", "8"):
+        (tmp_path / thread).mkdir()
+
+    class Statistics:
+        def glob(self, pattern):
+            for path in tmp_path.glob("*"):
+                (path / "schedstat").write_text(f"9 {round(share / 2 * clock.now * 1e9)} 3\n")
+            (tmp_path / "7" / "ended").touch()
+            return [*tmp_path.glob(pattern), tmp_path / "9" / "schedstat"]
+
+    return Statistics()
+
+
+@pytest.mark.parametrize(("share", "busy"), [(0.3, True), (0.2, False)])
+@pytest.mark.parametrize("samples", [None, {1: 11.0, 2: 12.0, 5: 15.0, 18: 28.0}])
+def test_threads_that_wait_for_a_core_are_reported(
+    clock, tmp_path, monkeypatch, share, busy, samples
+):
+    monkeypatch.setattr(measurement, "TASKS", waited(tmp_path, share, clock))
+    clock.now = 1000.0  # before the measurement
+    target, *others = scripted(clock)
+    assert measure(target, *others, 16, samples=samples).busy == busy
+    num_sweeps = measurement.PATIENCE if busy else measurement.MIN_SWEEPS
+    assert target.passes.count(17) == (0 if samples else num_sweeps)
+
+
+def test_a_disturbed_draft_is_reported(clock):
+    turn = iter(range(10**6))
+    disturbed = scripted(clock, draft=lambda t: 1 + 9 * (next(turn) % 60 > 30))
+    assert measure(*disturbed, 4).busy
 
 
 def test_busy_cores_are_reported(clock):
