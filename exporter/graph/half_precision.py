@@ -1,8 +1,9 @@
 """Conversion of a float32 graph to 16-bit arithmetic, or to 16-bit caches, with the same weights.
 
 Caches and all values derived from tokens get the 16-bit type. Values that depend only on positions
-stay in float32, as 16 bits represent few positions exactly, and so do sums of squares, which
-overflow; they are cast where they meet 16-bit values. Logits and hidden states are cast to float32.
+stay in float32, as 16 bits represent few positions exactly, and so do squares and their sums, which
+overflow; they are cast where they meet 16-bit values. Other sums have kernels that accumulate in
+float32. Logits and hidden states are cast to float32.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .nodes import GqaInput, add_constant, cache_outputs, hidden_states_node, op
 _WIDE = ir.DataType.FLOAT
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Operators of decomposed norms. Kernels of fused norms accumulate in float32.
-_SUMS = {"Pow", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare"}
+_SUMS = {"Pow", "ReduceL2", "ReduceMean", "ReduceSumSquare"}
 # Operators between caches and attention, which have 16-bit kernels.
 _CACHE_OPS = {
     "Attention", "Expand", "GroupQueryAttention", "Reshape", "Slice", "TensorScatter", "Transpose",

@@ -50,14 +50,25 @@ def test_position_dependent_values_are_computed_in_float32():
     assert found[0] == pytest.approx(np.cos(2049), abs=1e-3)
 
 
+@pytest.mark.parametrize("mean", ["ReduceMean", "ReduceSum"])
 @pytest.mark.parametrize("square", ["two = Constant <value_float = 2.0> () s = Pow(x, two)",
                                     "s = Mul(x, x)"])  # fmt: skip
-def test_overflowing_squares_are_summed_in_float32(square):
-    body = f"{square} m = ReduceMean(s)  r = Sqrt(m)  y = Div(x, r)"
+def test_overflowing_squares_are_summed_in_float32(square, mean):
+    body = f"{square} m = {mean}(s)  r = Sqrt(m)  y = Div(x, r)"
     model = narrowed(body, "float[n] x")
     assert ("Sqrt", ir.DataType.FLOAT) in kinds(model)
     assert ("Div", HALF) in kinds(model)
-    assert run(model, x=np.array([400, 300], np.float16)) == pytest.approx([1.131, 0.8485], 1e-3)
+    length = {"ReduceMean": 2**-0.5, "ReduceSum": 1}[mean] * 500
+    expected = np.array([400, 300]) / length
+    assert run(model, x=np.array([400, 300], np.float16)) == pytest.approx(expected, 1e-3)
+
+
+def test_sums_of_activations_are_not_cast():
+    """Kernels accumulate them in float32: 16 bits would lose ones after 2,048."""
+    model = narrowed("s = ReduceSum(x)  y = Add(s, s)", "float[n] x")
+    assert kinds(model) == [("ReduceSum", HALF), ("Add", HALF), ("Cast", ir.DataType.FLOAT)]
+    x = np.array([2048, *[1] * 64, -2048], np.float16)
+    assert run(model, x=x) == [128]
 
 
 def test_inline_tables_are_converted_instead_of_their_rows():

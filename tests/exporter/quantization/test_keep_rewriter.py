@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from onnx import TensorProto, helper
 
-from ggml_rows import random_rows
+from ggml_rows import random_rows, random_weights
 from kept_rows import match_rows
 from specedge.exporter.checkpoint import ggml_types
 from specedge.exporter.checkpoint.lazy_tensors import LazyTensor, as_lazy, lazy_rows
@@ -20,6 +20,7 @@ from specedge.exporter.checkpoint.quantized_tensors import (
     IntegerBlocks,
     QuantizedTensor,
 )
+from specedge.exporter.graph.half_precision import convert_graph
 from specedge.exporter.quantization import rounding
 from specedge.exporter.quantization.block_sources import CheckpointMatrix, find_matrix
 from specedge.exporter.quantization.dequantize_rewriter import DequantizeRewriter
@@ -34,11 +35,14 @@ K, N, V = 256, 24, 40
 
 
 def quantized(name, num_rows=N, label="", size=K):
-    rows = random_rows(name, num_rows, size)
+    return packed_tensor(name, random_rows(name, num_rows, size), f"{name}{label}", size)
+
+
+def packed_tensor(name, rows, label, size=K):
     return QuantizedTensor(
-        f"{name}{label}",
+        label,
         name,
-        (num_rows, size),
+        (len(rows), size),
         rows.nbytes,
         ggml_types.LAYOUTS.get(name),
         lambda at: gguf.quants.dequantize(rows[at], Kind[name]),
@@ -164,6 +168,27 @@ def test_matmuls_and_lookups_match_dequantized_weights(name, tmp_path):
     layouts = {ggml_types.LAYOUTS[name], ggml_types.LAYOUTS["Q8_0"]}
     assert ops.count("MatMulNBits") == len(layouts)
     assert_outputs_agree(tmp_path, 3e-6)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q2_K", "Q4_K"])
+@pytest.mark.parametrize("massive", [(1, -1), (2622, -1573)])
+def test_offsets_in_float16_are_as_accurate_as_weights(massive, name, tmp_path):
+    """Compare with float64, also with two massive activations like those of LLaMA2-7B."""
+    rows = np.random.default_rng(0).standard_normal((V, K)).astype(np.float32)
+    rows[:, [5, 99]] = massive
+    packed = gguf.quants.quantize(rows, Kind.Q8_0)
+    table = packed_tensor("Q8_0", packed, "table")
+    matrix = packed_tensor(name, random_weights(name, N, K, 0), "matrix")
+    path = write_float(tmp_path / "float", table, [values(matrix)])
+    model, _ = rewrite(path, tmp_path / "kept", [table, matrix])
+    convert_graph(model, ir.DataType.FLOAT16)
+    ir.save(model, tmp_path / "kept" / "decoder.onnx")
+    ids = np.arange(V)
+    x = values(table).astype(np.float16).astype(np.float64)
+    expected = x @ values(matrix).astype(np.float64).T
+    error = run(tmp_path / "kept", ids)[0][0].astype(np.float64) - expected
+    # Scales and results have 11 bits.
+    assert np.sqrt(np.mean(error**2)) <= 2**-11 * np.sqrt(np.mean(expected**2))
 
 
 def test_products_of_one_input_have_offsets_of_different_block_sizes(tmp_path):
