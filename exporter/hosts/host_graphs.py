@@ -13,6 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime
 
+from specedge import constant_folding
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.bundle.graph_scan import weights_of
 from specedge.bundle.graph_variants import attention_ops
@@ -43,7 +44,7 @@ _STATE = re.compile(r"(?P<model>draft|target)(\.[0-9]+)?\.(past_key_values|prese
 LAYOUTS = ("auto", "fused", "split")
 GOLDEN = "golden.json"
 # Threads that spin after a run would occupy the cores of the next session's run.
-SESSION_OPTIONS = {"session.force_spinning_stop": "1"}
+SESSION_OPTIONS = {"session.force_spinning_stop": "1", **constant_folding.WITHOUT_LIMIT}
 # On CPUs without VNNI products of signed and unsigned bytes saturate without this option.
 INT8_OPTIONS = SESSION_OPTIONS | {UNSIGNED_OPTION: "1"}
 Golden = Callable[[Bundle, Sequence[int]], str]

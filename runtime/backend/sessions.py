@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specedge import constant_folding
 from specedge.attention_kernels import batch_invariant_attention
 from specedge.bundle.graph_variants import QDQ
 from specedge.bundle.precision import HALF_DTYPES, OLDEST_ONNXRUNTIME
@@ -172,6 +173,8 @@ class Device:
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
+        for entry in constant_folding.WITHOUT_LIMIT.items():
+            options.add_session_config_entry(*entry)
         if self.supports_engines:
             compiler = tensorrt_rtx if self.type == "rtx" else tensorrt
             return compiler.open_session(ort, path, self.index)
