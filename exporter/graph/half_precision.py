@@ -2,13 +2,14 @@
 
 Caches and all values derived from tokens get the 16-bit type. Values that depend only on positions
 stay in float32, as 16 bits represent few positions exactly, and so do squares and their sums, which
-overflow; they are cast where they meet 16-bit values. Other sums have kernels that accumulate in
-float32. Logits and hidden states are cast to float32.
+overflow, and operators without the type; they are cast where they meet 16-bit values. Other sums
+have kernels that accumulate in float32. Logits and hidden states are cast to float32.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import onnx.defs
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
@@ -34,7 +35,7 @@ _FOLDED = {"Cast", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze"}
 def convert_graph(model: ir.Model, dtype: ir.DataType) -> None:
     """Convert a model's graph to a 16-bit type, in place."""
     graph, casts = model.graph, _start(model.graph, dtype)
-    hidden = hidden_states_node(graph)
+    hidden, opset = hidden_states_node(graph), graph.opset_imports[""]
     lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
     for value in dict.fromkeys(map(_follow_embedding, lookups)):
         if value.dtype == _WIDE:
@@ -46,7 +47,7 @@ def convert_graph(model: ir.Model, dtype: ir.DataType) -> None:
         for output in node.outputs:
             if output.dtype is None and output.name:  # others are omitted
                 output.dtype = _infer_type(node)
-        _retype(node, casts, node is not hidden)
+        _retype(node, casts, node is not hidden and _has_type(node, dtype, opset))
     _finish(model, dtype)
 
 
@@ -157,6 +158,21 @@ def _infer_type(node: ir.Node) -> ir.DataType | None:
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())
     return next((x.dtype for x in node.inputs if x is not None), None)
+
+
+def _has_type(node: ir.Node, dtype: ir.DataType, opset: int) -> bool:
+    """Return True if ONNX defines a node's operator for the type: not TopK before opset 24.
+
+    Operators of ONNX Runtime, also in ONNX's domain, have both 16-bit types.
+    """
+    try:
+        schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
+    except onnx.defs.SchemaError:
+        return True
+    allowed = {x.type_param_str: x.allowed_type_strs for x in schema.type_constraints}
+    types = {x.type_str for x, value in zip(schema.inputs, node.inputs, strict=False)
+             if value is not None and _is_float(value)}  # fmt: skip
+    return all(f"tensor({dtype.name.lower()})" in allowed.get(name, ()) for name in types)
 
 
 def _retype(node: ir.Node, casts: _CastCache, is_able: bool = True) -> None:

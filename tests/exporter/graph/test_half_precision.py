@@ -1,6 +1,7 @@
 """Conversion of float32 graphs to half precision, except where it would overflow."""
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -12,9 +13,10 @@ from specedge.exporter.verification.subgraph import open_session
 HALF = ir.DataType.FLOAT16
 
 
-def narrowed(body, inputs, kind=HALF):
+def narrowed(body, inputs, kind=HALF, opset=24):
     """A graph whose first output is logits, from text."""
-    text = f'<ir_version: 10, opset_import: ["": 24]> g ({inputs}) => (float[n] y) {{ {body} }}'
+    header = f'<ir_version: 10, opset_import: ["": {opset}]>'
+    text = f"{header} g ({inputs}) => (float[n] y) {{ {body} }}"
     model = ir.from_onnx_text(text)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     ShapeInferencePass()(model)
@@ -69,6 +71,15 @@ def test_sums_of_activations_are_not_cast():
     assert kinds(model) == [("ReduceSum", HALF), ("Add", HALF), ("Cast", ir.DataType.FLOAT)]
     x = np.array([2048, *[1] * 64, -2048], np.float16)
     assert run(model, x=x) == [128]
+
+
+@pytest.mark.parametrize(("opset", "kind"), [(20, ir.DataType.FLOAT), (24, ir.DataType.BFLOAT16)])
+def test_operators_without_the_type_stay_in_float32(opset, kind):
+    """The router of a mixture of experts, in a graph that ONNX Runtime 1.23 loads."""
+    body = "k = Constant <value = int64[1] {2}> ()  v, i = TopK(x, k)  y = Mul(v, v)"
+    model = narrowed(body, "float[n] x", ir.DataType.BFLOAT16, opset)
+    assert ("TopK", kind) in kinds(model)
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
 
 
 def test_inline_tables_are_converted_instead_of_their_rows():
