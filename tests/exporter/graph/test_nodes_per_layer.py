@@ -10,12 +10,17 @@ from architectures import ARCHITECTURES
 from cases import exhaustive, slow
 from checkpoints import make_config, make_model, make_tokenizer, save
 from comparing import traced
+from specedge.bundle.graph_variants import attention_ops
 from specedge.exporter import export
 from specedge.exporter.graph import graphs
 from specedge.exporter.quantization.float_model import convert_types
 
 OPS = "gqa-fp16"
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze")  # without a kernel
+# Operators over weights, whose results would store them twice: casts, transpositions of tied
+# embeddings, and the layout of int8 weights for MatMulNBits.
+OVER_WEIGHTS = {"Cast", "Transpose"}
+OVER_INT8 = {*OVER_WEIGHTS, "BitwiseXor", "Expand", "Pad", "Reshape"}
 FILES = ("decoder", "step", "verify")  # `scored` has the nodes of `decoder` in each layer
 NODES = {  # of a layer, and of a fixed-shape pass outside of layers
     "llama": (10, 6),  # five products, attention, two norms, SiLU, product of gate and up
@@ -29,41 +34,70 @@ NODES = {  # of a layer, and of a fixed-shape pass outside of layers
     "mixtral": (20, 6),
     "qwen3_moe": (21, 6),
 }
+NODES_IN_BFLOAT16 = {"llama": (10, 6), "gpt2": (9, 9), "mixtral": (23, 6)}
+# Heads are split and transposed, caches and the mask are computed, and the last row is repeated.
+NODES_IN_STANDARD_ONNX = {
+    "llama": (24, 11),
+    "qwen3": (26, 11),
+    "gemma3_text": (27, 18),
+    "gpt2": (23, 11),
+}
 POSITIONS = 6  # number of tokens, and the last one's position, in passes of any length
 ROWS = 2  # of the last two terms of the residual stream, as not all rows have logits
 
 
-def count_nodes(name, num_layers, folder):
-    """Count the nodes of each file, except views and nodes over constants, which are folded."""
+def count_nodes(name, ops, num_layers, folder):
+    """Count the nodes of each file in a graph variant."""
     config = ARCHITECTURES[name][1]()
     config.num_hidden_layers = num_layers
     if types := getattr(config, "layer_types", None):
         config.layer_types = (types[:2] * num_layers)[:num_layers]
     folder.mkdir()
-    files = [x for x in traced(make_model(config), folder, "gqa").files.values() if x.name in FILES]
-    model = ir.load(folder / "source-gqa.onnx")
-    convert_types(model, OPS)
-    graphs.write_graphs(model, folder, files, OPS)
-    return {x.name: count_launches(ir.load(folder / x.file_name(OPS)).graph) for x in files}
+    source = attention_ops(ops)
+    runner = traced(make_model(config), folder, source)
+    files = [file for file in runner.files.values() if file.name in FILES]
+    (decoder,) = (file for file in files if file.name == "decoder")
+    model = ir.load(folder / decoder.source.file_name(source))
+    convert_types(model, ops)
+    graphs.write_graphs(model, folder, files, ops)
+    return {x.name: count_launches(ir.load(folder / x.file_name(ops)).graph) for x in files}
 
 
-def count_launches(graph):
+def count_launches(graph, over_weights=OVER_WEIGHTS):
+    """Count nodes, except views, and except those over weights that are folded at load."""
+    weights = {x for x in graph.initializers.values() if is_stored(x)}
     constants = {*graph.initializers.values()}
     for node in graph:
-        if {*filter(None, node.inputs)} <= constants:
+        inputs = {*filter(None, node.inputs)}
+        if node.op_type in over_weights and inputs <= constants and inputs & weights:
+            weights |= {*node.outputs}
             constants |= {*node.outputs}
     nodes = [node for node in graph if node.op_type not in VIEWS]
     return sum(not {*node.outputs} <= constants for node in nodes)
 
 
+def is_stored(value):
+    return isinstance(value.const_value, ir.ExternalTensor)
+
+
 BY_DEFAULT = ("llama", "qwen3", "gpt2")
+CASES = {(name, OPS): nodes for name, nodes in NODES.items()}
+CASES |= {(name, "gqa-bf16"): nodes for name, nodes in NODES_IN_BFLOAT16.items()}
+CASES |= {(name, "onnx-fp16"): nodes for name, nodes in NODES_IN_STANDARD_ONNX.items()}
+CASES["llama", "onnx-bf16"] = NODES_IN_STANDARD_ONNX["llama"]
 
 
-@pytest.mark.parametrize("name", [x if x in BY_DEFAULT else slow(x) for x in NODES])
-def test_graph_has_no_more_nodes(name, tmp_path):
-    two, four = (count_nodes(name, n, tmp_path / str(n)) for n in (2, 4))
+def case(name, ops):
+    if name == "llama" or (name in BY_DEFAULT and ops == OPS):
+        return name, ops
+    return slow(name, ops) if ops == OPS else exhaustive(name, ops)
+
+
+@pytest.mark.parametrize(("name", "ops"), [case(*key) for key in CASES])
+def test_graph_has_no_more_nodes(name, ops, tmp_path):
+    two, four = (count_nodes(name, ops, n, tmp_path / str(n)) for n in (2, 4))
     layers = {file: (four[file] - two[file]) / 2 for file in FILES}
-    num_nodes, outside = NODES[name]
+    num_nodes, outside = CASES[name, ops]
     assert layers == dict.fromkeys(FILES, num_nodes)
     others = {file: two[file] - 2 * num_nodes for file in FILES}
     assert others == dict.fromkeys(FILES, outside) | {"decoder": outside + POSITIONS + ROWS}
@@ -99,7 +133,8 @@ def test_layer_of_any_weights_has_no_more_nodes(bundle):
     (bundle, num_nodes), graph_nodes = bundle, {}
     for role, model in bundle.models.items():
         for graph in (x for x in model.graphs if x.ops == OPS):
-            graph_nodes[role, graph.name] = count_launches(ir.load(bundle.path(graph.file)).graph)
+            stored = ir.load(bundle.path(graph.file)).graph
+            graph_nodes[role, graph.name] = count_launches(stored, OVER_INT8)
     for file in (*FILES, "scored"):
         assert graph_nodes["target", file] - graph_nodes["draft", file] == num_nodes
     draft, num_steps = bundle.draft, bundle.num_draft_tokens - 1
