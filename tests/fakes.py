@@ -282,7 +282,7 @@ class DraftingHeadTable(HeadTable):
         super().__init__(*args, **options)
         self.launches: list[tuple[int, int]] = []
 
-    def draft(self, tokens, count, history, sampling, uniforms, hidden=None):
+    def draft(self, tokens, request, hidden=None):
         if self.refuses:
             return None
 
@@ -290,8 +290,8 @@ class DraftingHeadTable(HeadTable):
             states = self.hidden[-1:] if drafted else hidden
             return self.forward(drafted[-1:] or tokens, 1, states)[-1]
 
-        self.launches.append((len(tokens), count))
-        return draw_draft(next_row, history, count, sampling, uniforms)
+        self.launches.append((len(tokens), request.max_tokens))
+        return draw_draft(next_row, request)
 
 
 @functools.cache

@@ -182,17 +182,18 @@ def _pass(model: Any, length: int) -> dict[str, Any]:
 
 def _draft_call(model: Any, sampling: Any) -> dict[str, float] | None:
     """Time a draft of K tokens in one call; None if the bundle drafts by passes."""
+    from specedge.runtime.decoding.verification import DraftRequest
     from specedge.runtime.sampling.history import History
 
     model.truncate(0)
     model.prefill([0] * PAST)
-    arguments = [0], K, History([0]), sampling, np.full(K, 0.5)
-    if model.draft(*arguments) is None:
+    request = DraftRequest(History([0]), K, sampling, np.full(K, 0.5))
+    if model.draft([0], request) is None:
         return None
 
     def run() -> None:
         model.truncate(PAST)
-        model.draft(*arguments)
+        model.draft([0], request)
 
     times = milliseconds(run, PASS_REPEATS)
     model.truncate(0)

@@ -18,7 +18,7 @@ from specedge.errors import SpecEdgeError
 from specedge.sampling_options import Sampling
 
 from ..decoding.observed_states import ObservedStates
-from ..decoding.verification import Draft, draw_draft
+from ..decoding.verification import Draft, DraftRequest, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits, Row
@@ -262,8 +262,8 @@ class OrtModel:
         """Return True if a draft graph gives the same tokens as passes; empties the cache."""
         numbers = np.linspace(0.05, 0.95, call.num_steps)
         for sampling in call.examples:
-            text = History([0])
-            draft = call.draft([0], len(numbers), text, sampling, numbers, self._example)
+            request = DraftRequest(History([0]), len(numbers), sampling, numbers)
+            draft = call.draft([0], request, self._example)
             self.truncate(0)
             if draft is None or draft.tokens != self._drafted(numbers, sampling):
                 return False
@@ -293,23 +293,18 @@ class OrtModel:
                 hidden = self.hidden[-1:].copy()
             return self.forward(drafted[-1:] or [0], 1, hidden)[-1]
 
-        draft = draw_draft(next_row, History([0]), len(uniforms), sampling, uniforms)
+        draft = draw_draft(next_row, DraftRequest(History([0]), len(uniforms), sampling, uniforms))
         self.truncate(0)
         return draft.tokens
 
     def draft(
-        self,
-        tokens: Sequence[int],
-        count: int,
-        history: History,
-        sampling: Sampling,
-        uniforms: Floats,
-        hidden: Array | None = None,
+        self, tokens: Sequence[int], request: DraftRequest, hidden: Array | None = None
     ) -> Draft | None:
         """Draft by a multi-step graph; None if passes are faster or no graph applies."""
+        history, sampling = request.history, request.sampling
         for call in self._draft_graphs:
-            if call.supports(history, sampling) and call.is_faster(count, sampling):
-                return call.draft(tokens, count, history, sampling, uniforms, hidden)
+            if call.supports(history, sampling) and call.is_faster(request.max_tokens, sampling):
+                return call.draft(tokens, request, hidden)
         return None
 
     def prefill(self, tokens: Sequence[int], hidden: Array | None = None) -> None:

@@ -7,17 +7,15 @@ from contextlib import suppress
 from specedge.errors import OptionError
 from specedge.sampling_options import Sampling, TokenConstraint
 
-from ..sampling.distribution import Distribution, Floats
+from ..sampling.distribution import Distribution
 from ..sampling.history import History
 from .protocols import Drafter, ModelDrafter, Operations, draft_sources
-from .verification import Draft
+from .verification import Draft, DraftRequest
 
 GRAMMAR = "grammar"  # source of forced tokens in statistics
 
 
-def propose(
-    drafter: Drafter, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-) -> Operations[Draft]:
+def propose(drafter: Drafter, request: DraftRequest) -> Operations[Draft]:
     """Return the operations of a drafter's proposal, under the grammar if there is one.
 
     Where the grammar allows a single token, that token is drafted, and the drafter is called for
@@ -26,32 +24,30 @@ def propose(
     is not sampled from the target's own row, so dropping the draft token would change the
     distribution.
     """
-    if sampling.constraint is None:
-        return (yield from _propose(drafter, history, max_tokens, sampling, uniforms))
-    draft = _ConstrainedDraft(history, sampling, sampling.constraint)
+    constraint = request.sampling.constraint
+    if constraint is None:
+        return (yield from _propose(drafter, request))
+    draft = _ConstrainedDraft(request.history, request.sampling, constraint)
     was_called = False
     with suppress(OptionError):  # the grammar cannot be applied from here on
-        while not draft.is_complete and draft.length < max_tokens:
+        while not draft.is_complete and draft.length < request.max_tokens:
             if draft.add_forced():
                 was_called = False
             elif was_called:
                 break
             else:
-                rest = uniforms[draft.length :]
-                count = max_tokens - draft.length
-                part = yield from _propose(drafter, draft.text, count, sampling, rest)
+                part = yield from _propose(drafter, request.after(draft.tokens))
                 if not draft.add(part, draft_sources(drafter, part)):
                     drafter.truncate(draft.text.length)  # its cache may include the proposal
                 was_called = True
     return Draft(draft.tokens, draft.probs, draft.sources)
 
 
-def _propose(
-    drafter: Drafter, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-) -> Operations[Draft]:
+def _propose(drafter: Drafter, request: DraftRequest) -> Operations[Draft]:
     if isinstance(drafter, ModelDrafter):
-        return (yield from drafter.draft(history, max_tokens, sampling, uniforms))
-    return drafter.propose(history, max_tokens, sampling, uniforms)
+        return (yield from drafter.draft(request))
+    arguments = request.history, request.max_tokens, request.sampling, request.uniforms
+    return drafter.propose(*arguments)
 
 
 class _ConstrainedDraft:

@@ -32,7 +32,7 @@ from .protocols import (
 )
 from .random_numbers import Uniforms
 from .timing import Stopwatch
-from .verification import Draft, verify
+from .verification import Draft, DraftRequest, verify
 
 
 @dataclass(eq=False)
@@ -205,7 +205,10 @@ class SpeculativeDecoder:
         drafter, draft = round_plan.drafter, Draft([])
         if limit := min(k, most):
             with self.stopwatch.part("sampling"):
-                draft = yield from propose(drafter, history, limit, sampling, draft_uniforms)
+                request = DraftRequest(
+                    history, limit, sampling, draft_uniforms, round_plan.min_confidence
+                )
+                draft = yield from propose(drafter, request)
         tokens = [*history.last(num_unread), *draft.tokens]
         logits = yield Feed(self.target, tokens, len(draft.tokens) + 1)
         if self._observer is not None:

@@ -21,7 +21,7 @@ from ..sampling.logits import Logits
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.source import Source
 from .observed_states import Array, ObservedStates
-from .verification import Draft
+from .verification import Draft, DraftRequest
 
 T = TypeVar("T")
 
@@ -126,15 +126,9 @@ class DraftingModel(LanguageModel, Protocol):
         """True if it drafts on its device for some requests."""
 
     def draft(
-        self,
-        tokens: Sequence[int],
-        count: int,
-        history: History,
-        sampling: Sampling,
-        uniforms: Floats,
-        hidden: Array | None = None,
+        self, tokens: Sequence[int], request: DraftRequest, hidden: Array | None = None
     ) -> Draft | None:
-        """Append the last tokens of a text and return a draft of `count` tokens after them.
+        """Append the last tokens of a text and return a draft of `max_tokens` tokens after them.
 
         The draft equals that of single passes; its last token is not appended. A draft head reads a
         `hidden` state with each token [T, H]. Returns None, without effect, if single passes are
@@ -224,10 +218,7 @@ class DeviceDraft(NamedTuple):
 
     model: DraftingModel
     tokens: Sequence[int]
-    max_tokens: int
-    history: History
-    sampling: Sampling
-    uniforms: Floats
+    request: DraftRequest
     hidden: Array | None = None
 
     def run(self) -> Draft | None:
@@ -337,15 +328,13 @@ class ModelDrafter(Drafter):
     """Base class of drafters that run passes."""
 
     @abstractmethod
-    def draft(
-        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-    ) -> Operations[Draft]:
+    def draft(self, request: DraftRequest) -> Operations[Draft]:
         """Return the operations of a proposal, and the proposal as their result."""
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        return run_operations(self.draft(history, max_tokens, sampling, uniforms))
+        return run_operations(self.draft(DraftRequest(history, max_tokens, sampling, uniforms)))
 
 
 def draft_sources(drafter: Drafter, draft: Draft) -> tuple[str, ...]:

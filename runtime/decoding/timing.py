@@ -9,10 +9,6 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import cast
 
-from specedge.sampling_options import Sampling
-
-from ..sampling.distribution import Floats
-from ..sampling.history import History
 from ..sampling.logits import Logits
 from ..sampling.source import Source
 from .observed_states import Array, ObservedStates
@@ -25,7 +21,7 @@ from .protocols import (
     LanguageModel,
     SourceModel,
 )
-from .verification import Draft
+from .verification import Draft, DraftRequest
 
 
 class Stopwatch:
@@ -176,20 +172,13 @@ class TimedModel:
         return min(self._prompt_pass_seconds, fmean(self._other_pass_seconds))
 
     def draft(
-        self,
-        tokens: Sequence[int],
-        count: int,
-        history: History,
-        sampling: Sampling,
-        uniforms: Floats,
-        hidden: Array | None = None,
+        self, tokens: Sequence[int], request: DraftRequest, hidden: Array | None = None
     ) -> Draft | None:
-        """Draft on the device if the model supports it, which counts as `count` passes."""
+        """Draft on the device if the model supports it, which counts as a pass for each token."""
         with self._stopwatch.part(self._part):
-            model = cast(DraftingModel, self.model)
-            draft = model.draft(tokens, count, history, sampling, uniforms, hidden)
+            draft = cast(DraftingModel, self.model).draft(tokens, request, hidden)
         if draft is not None:
-            self.num_passes += count
+            self.num_passes += request.max_tokens
         return draft
 
     def prefill(self, tokens: Sequence[int], hidden: Array | None = None) -> None:

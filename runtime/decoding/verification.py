@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +23,36 @@ from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History
 from ..sampling.logits import Logits, Row
 from ..sampling.probabilities import greedy_token, row_distribution
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """Request for a draft.
+
+    Attributes:
+        history: Text to continue.
+        max_tokens: Maximum number of draft tokens.
+        sampling: Sampling options.
+        uniforms: Uniform random numbers, one for each token. [max_tokens or more]
+        min_confidence: Predicted probability that all tokens are accepted, below which a draft
+            model or head ends the draft; 0 for drafts of `max_tokens` tokens.
+    """
+
+    history: History
+    max_tokens: int
+    sampling: Sampling
+    uniforms: Floats
+    min_confidence: float = 0.0
+
+    def after(self, tokens: Sequence[int]) -> DraftRequest:
+        """Return the request for the rest of the draft after its first tokens."""
+        length = len(tokens)
+        return replace(
+            self,
+            history=self.history.then(tokens),
+            max_tokens=self.max_tokens - length,
+            uniforms=self.uniforms[length:],
+        )
 
 
 @dataclass(frozen=True)
@@ -225,11 +255,7 @@ def draw(
 
 
 def draft_rows(
-    history: History,
-    max_tokens: int,
-    sampling: Sampling,
-    uniforms: Floats,
-    is_last: Callable[[Row], bool] = lambda row: False,
+    request: DraftRequest, is_last: Callable[[Row], bool] = lambda row: False
 ) -> Generator[list[int], Any, Draft]:
     """Draw a draft token by token; yield the tokens so far to be sent the row after them.
 
@@ -237,24 +263,21 @@ def draft_rows(
     grammar forces needs no row.
 
     Args:
-        history: Text before the draft.
-        max_tokens: Maximum number of tokens.
-        sampling: Sampling options.
-        uniforms: Uniform random numbers, one for each token. [max_tokens or more]
+        request: The request.
         is_last: Function that is called with the row of each token that was drawn from one, and
             returns True to end the draft after that token, which is tested like the others.
     """
     tokens: list[int] = []
     probs: list[Distribution | None] = []
-    constraint = sampling.constraint
+    sampling, constraint = request.sampling, request.sampling.constraint
     with suppress(OptionError):
-        for i in range(max_tokens):
-            text = history.then(tokens)
+        for i in range(request.max_tokens):
+            text = request.history.then(tokens)
             token = None if constraint is None else constraint.forced(text)
             distribution = row = None
             if token is None:
                 row = yield tokens
-                token, distribution = draw(row, sampling, text, float(uniforms[i]))
+                token, distribution = draw(row, sampling, text, float(request.uniforms[i]))
             tokens.append(token)
             probs.append(distribution)
             if constraint is not None and token in sampling.end_tokens:
@@ -264,15 +287,9 @@ def draft_rows(
     return Draft(tokens, probs)
 
 
-def draw_draft(
-    next_row: Callable[[list[int]], Row],
-    history: History,
-    max_tokens: int,
-    sampling: Sampling,
-    uniforms: Floats,
-) -> Draft:
+def draw_draft(next_row: Callable[[list[int]], Row], request: DraftRequest) -> Draft:
     """Draw a draft from rows of logits that `next_row` returns for the tokens so far."""
-    rows, row = draft_rows(history, max_tokens, sampling, uniforms), None
+    rows, row = draft_rows(request), None
     while True:
         try:
             row = next_row(rows.send(row))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specedge.request import DrafterName
-from specedge.sampling_options import Sampling
 
 from ..decoding.constrained_draft import propose
 from ..decoding.protocols import Drafter, ModelDrafter, Operations, StateObserver, draft_sources
-from ..decoding.verification import Draft
-from ..sampling.distribution import Distribution, Floats
-from ..sampling.history import History
+from ..decoding.verification import Draft, DraftRequest
+from ..sampling.distribution import Distribution
 from .draft_model import ParallelDraftModel
 
 
@@ -30,23 +30,21 @@ class Chain(ModelDrafter):
     def observer(self) -> StateObserver | None:
         return self.drafters[-1].observer
 
-    def draft(
-        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-    ) -> Operations[Draft]:
+    def draft(self, request: DraftRequest) -> Operations[Draft]:
+        request, sampling = replace(request, min_confidence=0.0), request.sampling
         tokens: list[int] = []
         probs: list[Distribution | None] = []
         sources: list[str] = []
         has_grown = True
-        while has_grown and len(tokens) < max_tokens:
+        while has_grown and len(tokens) < request.max_tokens:
             for drafter in self.drafters:
-                if len(tokens) == max_tokens:
+                rest = request.after(tokens)
+                if not rest.max_tokens:
                     break
                 is_last = drafter is self.drafters[-1]
-                takes_one_pass = isinstance(drafter, ParallelDraftModel)
-                limit = 1 if is_last and not takes_one_pass else max_tokens - len(tokens)
-                text = history.then(tokens)
-                rest = uniforms[len(tokens) :]
-                part = yield from propose(drafter, text, limit, sampling, rest)
+                if is_last and not isinstance(drafter, ParallelDraftModel):
+                    rest = replace(rest, max_tokens=1)
+                part = yield from propose(drafter, rest)
                 tokens += part.tokens
                 probs += part.probs or [None] * len(part.tokens)
                 sources += draft_sources(drafter, part)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
 from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.token_readings import TokenReadings
-from specedge.sampling_options import Sampling
 
 from ..decoding.observed_states import Array, ObservedStates
 from ..decoding.protocols import (
@@ -22,8 +22,7 @@ from ..decoding.protocols import (
     Operations,
     StateObserver,
 )
-from ..decoding.verification import Draft, draft_rows
-from ..sampling.distribution import Floats
+from ..decoding.verification import Draft, DraftRequest, draft_rows
 from ..sampling.history import History, common_prefix_length
 from ..sampling.logits import Row
 from .draft_model import DraftModel, ParallelDraftModel
@@ -102,33 +101,26 @@ class DraftHead(DraftModel):
             yield (yield from self._read_chunks(end))
             observed.num_rows = end - start
 
-    def draft(
-        self,
-        history: History,
-        max_tokens: int,
-        sampling: Sampling,
-        uniforms: Floats,
-        min_confidence: float = 0.0,
-    ) -> Operations[Draft]:
-        observed, num_read = self._observed, history.num_committed - 1
+    def draft(self, request: DraftRequest) -> Operations[Draft]:
+        observed, history = self._observed, request.history
+        num_read = history.num_committed - 1
         has_state = self._is_observing and observed.first < observed.end == num_read
         if not has_state or history.num_committed == history.num_prompt_tokens:
             return Draft([])
         start = self._first_row(num_read)
         num_free = start + self.context_length - (history.length - 1)
-        count, first = min(max_tokens, num_free + 1), None
+        count, first = min(request.max_tokens, num_free + 1), None
+        request = replace(request, max_tokens=count)
         if count and observed.next_row < num_read:
             first = yield from self._read_chunks(num_read)
             # A chain asks for one token at a time, and continues from the state that a pass returns
             if self.drafts_on_device and count > 1 and history.length == history.num_committed:
                 model = cast(DraftingModel, self.model)
-                inputs = first.tokens, count, history, sampling, uniforms, first.hidden
-                draft = yield DeviceDraft(model, *inputs)
+                draft = yield DeviceDraft(model, first.tokens, request, first.hidden)
                 if draft is not None:
                     observed.num_rows = num_read - start
                     return cast(Draft, draft)
-        is_last = self.end_of_draft(sampling, min_confidence)
-        rows, row = draft_rows(history, count, sampling, uniforms, is_last), None
+        rows, row = draft_rows(request, self.end_of_draft(request)), None
         while True:
             try:
                 drafted = rows.send(row)

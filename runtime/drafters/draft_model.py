@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +13,6 @@ import numpy as np
 from specedge.bundle.manifest import CONFIDENCE_BOUNDS, MeasuredAcceptance
 from specedge.bundle.token_readings import TokenReadings
 from specedge.request import DrafterName
-from specedge.sampling_options import Sampling
 
 from ..decoding.protocols import (
     DeviceDraft,
@@ -21,11 +21,9 @@ from ..decoding.protocols import (
     LanguageModel,
     ModelDrafter,
     Operations,
-    StateObserver,
     open_source,
 )
-from ..decoding.verification import Draft, draft_rows, draw_draft
-from ..sampling.distribution import Floats
+from ..decoding.verification import Draft, DraftRequest, draft_rows, draw_draft
 from ..sampling.history import History
 from ..sampling.logits import Row
 from ..sampling.source import Source
@@ -70,31 +68,23 @@ class DraftModel(ModelDrafter):
         self._start = 0  # position in the text of the first cached token
         self._is_new_text = True  # the cache may hold another text
 
-    def draft(
-        self,
-        history: History,
-        max_tokens: int,
-        sampling: Sampling,
-        uniforms: Floats,
-        min_confidence: float = 0.0,
-    ) -> Operations[Draft]:
+    def draft(self, request: DraftRequest) -> Operations[Draft]:
         """Draft until the predicted probability that all tokens are accepted is below a minimum.
 
         Drafts of the device have `max_tokens` tokens.
         """
-        if not max_tokens:
+        if not request.max_tokens:
             return Draft([])
+        history = request.history
         unread, limit = yield from self._catch_up(history)
-        if sampling.constraint is not None:  # it may force tokens of long readings
+        if request.sampling.constraint is not None:  # it may force tokens of long readings
             limit = (limit - 1) // self.reading.longest + 1
-        count = min(max_tokens, limit)
+        request = replace(request, max_tokens=min(request.max_tokens, limit))
         if self.drafts_on_device:
-            model = cast(DraftingModel, self.model)
-            draft = yield DeviceDraft(model, unread, count, history, sampling, uniforms)
+            draft = yield DeviceDraft(cast(DraftingModel, self.model), unread, request)
             if draft is not None:
                 return cast(Draft, draft)
-        is_last = self.end_of_draft(sampling, min_confidence)
-        rows, row, num_fed = draft_rows(history, count, sampling, uniforms, is_last), None, 0
+        rows, row, num_fed = draft_rows(request, self.end_of_draft(request)), None, 0
         while True:
             try:
                 drafted = rows.send(row)
@@ -120,14 +110,15 @@ class DraftModel(ModelDrafter):
         measured = self.acceptance
         return measured.greedy_by_confidence if greedy else measured.sampled_by_confidence
 
-    def end_of_draft(self, sampling: Sampling, min_confidence: float) -> Callable[[Row], bool]:
+    def end_of_draft(self, request: DraftRequest) -> Callable[[Row], bool]:
         """Return the function that ends a draft after the token of a row (`draft_rows`).
 
         The confidence is the product of the rates in the bundle by the largest probability of each
         token's row, so the draft's length is a function of the text and the tokens that were drawn,
         all of which are tested (docs/exactness.md).
         """
-        rates = self.confidence_rates(sampling.greedy) if min_confidence else ()
+        minimum = request.min_confidence
+        rates = self.confidence_rates(request.sampling.greedy) if minimum else ()
         confidence = 1.0
 
         def is_last(row: Row) -> bool:
@@ -135,7 +126,7 @@ class DraftModel(ModelDrafter):
             if not rates:
                 return False
             confidence *= rates[bisect_left(CONFIDENCE_BOUNDS, largest_probability(row))]
-            return confidence < min_confidence
+            return confidence < minimum
 
         return is_last
 
@@ -222,56 +213,18 @@ class ParallelDraftModel(DraftModel):
     def confidence_rates(self, greedy: bool) -> Sequence[float]:
         return ()  # all tokens are drafted in any case
 
-    def draft(
-        self,
-        history: History,
-        max_tokens: int,
-        sampling: Sampling,
-        uniforms: Floats,
-        min_confidence: float = 0.0,
-    ) -> Operations[Draft]:
-        if not max_tokens:
+    def draft(self, request: DraftRequest) -> Operations[Draft]:
+        if not request.max_tokens:
             return Draft([])
-        unread, limit = yield from self._catch_up(history)
+        unread, limit = yield from self._catch_up(request.history)
         # The pass is as long as if the request did not end: logits may depend on its length.
-        num_rows = min(len(uniforms), limit)
+        num_rows = min(len(request.uniforms), limit)
         length = self.model.length + len(unread)
         masks = [self.mask_token] * (num_rows - 1)
         logits = yield Feed(self.model, [*unread, *masks], num_rows)
         self.model.truncate(length)
-        return draw_draft(
-            lambda drafted: logits[len(drafted)],
-            history,
-            min(max_tokens, num_rows),
-            sampling,
-            uniforms,
-        )
-
-
-class ConfidentDraft(ModelDrafter):
-    """Draft of a draft model or head in one round, which ends where it is not confident."""
-
-    name = DrafterName.MODEL
-    is_sampled = True
-
-    def __init__(self, drafter: DraftModel, min_confidence: float) -> None:
-        self._drafter, self._min_confidence = drafter, min_confidence
-
-    @property
-    def observer(self) -> StateObserver | None:
-        return self._drafter.observer
-
-    def draft(
-        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
-    ) -> Operations[Draft]:
-        return (
-            yield from self._drafter.draft(
-                history, max_tokens, sampling, uniforms, self._min_confidence
-            )
-        )
-
-    def truncate(self, length: int) -> None:
-        self._drafter.truncate(length)
+        request = replace(request, max_tokens=min(request.max_tokens, num_rows))
+        return draw_draft(lambda drafted: logits[len(drafted)], request)
 
 
 def largest_probability(row: Row) -> float:

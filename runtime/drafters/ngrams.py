@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from specedge.sampling_options import Sampling
 
 from ..decoding.protocols import Drafter
-from ..decoding.verification import Draft, draw_draft
+from ..decoding.verification import Draft, DraftRequest, draw_draft
 from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
 from ..sampling.logits import Row
@@ -158,4 +158,4 @@ class NGramDrafter(Drafter):
             with np.errstate(divide="ignore"):
                 return Row(np.log(distribution.row(self._tables.vocab_size).astype(np.float32)))
 
-        return draw_draft(next_row, history, max_tokens, sampling, uniforms)
+        return draw_draft(next_row, DraftRequest(history, max_tokens, sampling, uniforms))

@@ -16,7 +16,7 @@ from specedge.sampling_options import Sampling
 from ..decoding.protocols import Drafter, Plan, Round, RoundPlan, StateObserver
 from ..drafters.chain import Chain
 from ..drafters.draft_head import DraftHead
-from ..drafters.draft_model import ConfidentDraft, DraftModel, ParallelDraftModel
+from ..drafters.draft_model import DraftModel, ParallelDraftModel
 from ..drafters.suffix import Prediction, Suffix, count_accepted
 from ..sampling.history import History
 from .cost_table import CostTable
@@ -423,6 +423,4 @@ def _planned(round_: Round) -> tuple[str, int, list[str | float]]:
 
 
 def _round_plan(name: str, drafter: Drafter, k: int, min_confidence: float = 0.0) -> RoundPlan:
-    if min_confidence and isinstance(drafter, DraftModel):
-        drafter = ConfidentDraft(drafter, min_confidence)
     return RoundPlan(name, drafter, k, k > 1 and drafter.is_sampled, min_confidence)

@@ -18,7 +18,7 @@ from specedge.runtime.backend.cuda.draft_graphs import (
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.decoding.verification import draw_draft
+from specedge.runtime.decoding.verification import DraftRequest, draw_draft
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
@@ -56,12 +56,12 @@ def open_loop(bundle, model, name):
     return SampledDraftGraph(session, model.cache, model.ids)
 
 
-def by_passes(model, tokens, count, history, sampling, numbers, states):
+def by_passes(model, tokens, request, states):
     def next_row(drafted):
         hidden = model.hidden[-1:].copy() if drafted else states
         return model.forward(drafted[-1:] or tokens, 1, hidden)[-1]
 
-    return draw_draft(next_row, history, count, sampling, numbers)
+    return draw_draft(next_row, request)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -78,8 +78,9 @@ def test_draft_loop_equals_passes_that_recycle_hidden_states(bundle, models, sam
                 model.truncate(0)
                 model.prefill(TEXT[:20], STATES[:20])
             end = 20 + num_fed
-            args = TEXT[20:end], count, History(TEXT[:end]), sampling
-            args = *args, np.random.default_rng(count).random(count), STATES[20:end]
+            numbers = np.random.default_rng(count).random(count)
+            request = DraftRequest(History(TEXT[:end]), count, sampling, numbers)
+            args = TEXT[20:end], request, STATES[20:end]
             found, expected = loop.draft(*args), by_passes(passes, *args)
             assert found.tokens == expected.tokens
             tokens.update(found.tokens)
@@ -99,7 +100,8 @@ def test_last_hidden_state_is_that_of_the_last_pass(bundle, models, name):
     passes, cached = models
     loop = open_loop(bundle, cached, name)
     sampling = SAMPLINGS[name == SAMPLED]
-    args = TEXT[:2], K, History(TEXT[:2]), sampling, np.full(K, 0.4), STATES[:2]
+    request = DraftRequest(History(TEXT[:2]), K, sampling, np.full(K, 0.4))
+    args = TEXT[:2], request, STATES[:2]
     assert loop.draft(*args).tokens == by_passes(passes, *args).tokens
     assert np.array_equal(loop._next_hidden(loop._passes[2]), passes.hidden)
 

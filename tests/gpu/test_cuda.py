@@ -23,6 +23,7 @@ from specedge.runtime.backend.cuda.draft_graphs import (
 )
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
+from specedge.runtime.decoding.verification import DraftRequest
 from specedge.runtime.requests import loader
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
@@ -139,8 +140,8 @@ def test_accepted_draft_fetches_no_distribution_row(cuda, pipeline, planted):
     draft = pipeline.draft
     draft.truncate(0)
     with cuda.counted() as counts:
-        asked = History([5]), Sampling(temperature=1.0), np.full(K, 0.5)
-        made = draft.draft([5], K, *asked)
+        request = DraftRequest(History([5]), K, Sampling(temperature=1.0), np.full(K, 0.5))
+        made = draft.draft([5], request)
         assert all(made.distribution(i).of(1) > 0.6 for i in range(K))
     assert made.tokens == [1] * K
     assert (counts["graph_launches"], counts["d2h"], counts["blocking"]) == (1, 1, 2)
@@ -150,7 +151,8 @@ def test_accepted_draft_fetches_no_distribution_row(cuda, pipeline, planted):
 def test_sampling_inputs_are_on_the_device(cuda, pipeline):
     sampling = Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, repetition_penalty=1.5)
     pipeline.draft.truncate(0)
-    pipeline.draft.draft([5], 2, History([5, 7]), sampling, np.array([0.25, 0.75]))
+    request = DraftRequest(History([5, 7]), 2, sampling, np.array([0.25, 0.75]))
+    pipeline.draft.draft([5], request)
     (sampled,) = (
         call for call in pipeline.draft._draft_graphs if isinstance(call, SampledDraftGraph)
     )
@@ -279,7 +281,8 @@ def test_draft_graph_reads_a_single_token_together_with_the_one_before(cuda, pip
         draft.truncate(0)
         if before:
             draft.forward(before)
-        draft.draft([9], K, History([*before, 9]), Sampling(), np.full(K, 0.5))
+        request = DraftRequest(History([*before, 9]), K, Sampling(), np.full(K, 0.5))
+        draft.draft([9], request)
         arrays = call._passes[len(tokens)].arrays
         assert arrays["tokens"].value.numpy().tolist() == [tokens]
         assert arrays["past_length"].value.numpy().tolist() == [positions]

@@ -20,7 +20,7 @@ from specedge.runtime.backend.cuda.draft_graphs import SampledDraftGraph
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.decoding.verification import draw_draft
+from specedge.runtime.decoding.verification import DraftRequest, draw_draft
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
@@ -124,17 +124,18 @@ def test_one_call_draft_equals_draft_by_passes(pairs, name):
     sampled, ties = SampledDraftGraph(session, model.cache, None), 0
     for i, options in enumerate(SAMPLINGS * 8):
         text = History(list(range(40 + i, 60 + i)))
-        asked = text, Sampling(temperature=1.0, **options), np.random.default_rng(i).random(K)
+        numbers = np.random.default_rng(i).random(K)
+        request = DraftRequest(text, K, Sampling(temperature=1.0, **options), numbers)
         model.reuse([])
         model.prefill(text.tokens[:-1])
-        drawn = sampled.draft(text.last(1), K, *asked)
+        drawn = sampled.draft(text.last(1), request)
         weights = [one.row(bundle.draft.num_columns) for one in drawn.probs]
         model.truncate(text.length - 1)
 
         def next_row(drafted, text=text):
             return model.forward(drafted[-1:] or text.last(1))[-1]
 
-        wanted = draw_draft(next_row, text, K, *asked[1:])
+        wanted = draw_draft(next_row, request)
         for row, one, *tokens in zip(
             weights, wanted.probs, drawn.tokens, wanted.tokens, strict=True
         ):

@@ -21,7 +21,7 @@ import numpy as np
 from specedge.bundle.gpu_signatures import NUM_SUMMARY_FIELDS, num_best, step_output
 from specedge.sampling_options import Sampling
 
-from ...decoding.verification import Draft
+from ...decoding.verification import Draft, DraftRequest
 from ...sampling.distribution import Distribution, Floats, Ids
 from ...sampling.history import History
 from ...sampling.logits_processors import text_columns
@@ -64,19 +64,13 @@ class DraftGraph(ABC):
 
     @abstractmethod
     def draft(
-        self,
-        tokens: Sequence[int],
-        count: int,
-        history: History,
-        sampling: Sampling,
-        uniforms: Floats,
-        hidden: Array | None = None,
+        self, tokens: Sequence[int], request: DraftRequest, hidden: Array | None = None
     ) -> Draft | None:
-        """Draft `count` tokens after `tokens`, the last of a text.
+        """Draft `max_tokens` tokens after `tokens`, the last of a text.
 
         They are 1 or 2, or of a draft head any number, each with a `hidden` state [T, H]. The cache
-        then contains all tokens but the last draft token. Steps beyond `count` also run, and their
-        rows are stale. Returns None, without effect, on failure.
+        then contains all tokens but the last draft token. Steps beyond `max_tokens` also run, and
+        their rows are stale. Returns None, without effect, on failure.
         """
 
     def is_faster(self, count: int, sampling: Sampling) -> bool:
@@ -143,7 +137,8 @@ class DraftGraph(ABC):
         self.warm_up()
         numbers = np.full(self.num_steps, 0.5)
         for sampling in self.examples:
-            call = partial(self.draft, [0], 1, History([0]), sampling, numbers, hidden)
+            request = DraftRequest(History([0]), 1, sampling, numbers)
+            call = partial(self.draft, [0], request, hidden)
             seconds = [self._median(method) for method in (call, partial(step, sampling))]
             self._costs[self._cost_class(sampling)] = seconds[0] / seconds[1]
         return min(self._costs.values()) < self.num_steps
@@ -168,15 +163,9 @@ class GreedyDraftGraph(DraftGraph):
         return sampling.greedy and not sampling.edits
 
     def draft(
-        self,
-        tokens: Sequence[int],
-        count: int,
-        history: History,
-        sampling: Sampling,
-        uniforms: Floats,
-        hidden: Array | None = None,
+        self, tokens: Sequence[int], request: DraftRequest, hidden: Array | None = None
     ) -> Draft:
-        drafted: list[int] = []
+        drafted, count = list[int](), request.max_tokens
         while len(drafted) < count:
             bound = self._run(drafted[-1:] or tokens, hidden)
             new = self._session.buffers.fetch(bound.arrays["drafted"])[0].tolist()
@@ -244,20 +233,14 @@ class SampledDraftGraph(DraftGraph):
         return sampling.edits or not few
 
     def draft(
-        self,
-        tokens: Sequence[int],
-        count: int,
-        history: History,
-        sampling: Sampling,
-        uniforms: Floats,
-        hidden: Array | None = None,
+        self, tokens: Sequence[int], request: DraftRequest, hidden: Array | None = None
     ) -> Draft | None:
-        """Draft `count` tokens; None if logits are not finite."""
-        start = self._cache.length
+        """Draft `max_tokens` tokens; None if logits are not finite."""
+        start, count = self._cache.length, request.max_tokens
         drafted, probs = list[int](), list[Distribution]()
         while (at := len(drafted)) < count:
             self._fetch_unread()
-            inputs = self._inputs(history.then(drafted), sampling, uniforms[at:])
+            inputs = self._inputs(request.after(drafted))
             bound = self._run(drafted[-1:] or tokens, hidden, inputs)
             rows = self._session.buffers.fetch(bound.arrays["drawn"])[: count - at]
             if rows[:, _NON_FINITE].any():
@@ -270,7 +253,7 @@ class SampledDraftGraph(DraftGraph):
             self._cache.extend(drafted[at:-1])
             if len(drafted) < count:
                 hidden = self._next_hidden(bound)
-        return Draft(drafted, None if sampling.greedy else probs)
+        return Draft(drafted, None if request.sampling.greedy else probs)
 
     def _fetch_unread(self) -> None:
         """Fetch weights that are still referenced, before the next call overwrites them."""
@@ -279,8 +262,9 @@ class SampledDraftGraph(DraftGraph):
                 _ = distribution.weights
         self._unread.clear()
 
-    def _inputs(self, text: History, sampling: Sampling, uniforms: Floats) -> Mapping[str, Any]:
+    def _inputs(self, request: DraftRequest) -> Mapping[str, Any]:
         """Return the graph's inputs by role, with options clipped to float32."""
+        sampling = request.sampling
         penalty = sampling.repetition_penalty
         inputs: dict[str, Any] = {
             "temperature": [0 if sampling.greedy else _clip(sampling.temperature)],
@@ -288,11 +272,11 @@ class SampledDraftGraph(DraftGraph):
             "top_p": [sampling.top_p],
             "min_p": [sampling.min_p],
             "repetition_penalty": [_clip(penalty)],
-            "uniforms": np.resize(uniforms, self.num_steps),
+            "uniforms": np.resize(request.uniforms, self.num_steps),
         }
         if penalty != 1:
             inputs["seen"] = np.zeros(self._size, bool)
-            inputs["seen"][text_columns(text, self._size, self._ids)[0]] = True
+            inputs["seen"][text_columns(request.history, self._size, self._ids)[0]] = True
         return inputs
 
     def _read(self, row: Floats, all_weights: Any) -> tuple[int, Distribution]:

@@ -8,6 +8,7 @@ from specedge.bundle.gpu_signatures import UNROLLED
 from specedge.runtime.backend.cuda.draft_graphs import GreedyDraftGraph
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sessions import Device
+from specedge.runtime.decoding.verification import DraftRequest
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
@@ -22,7 +23,8 @@ def unrolled(bundle, cached):
 
 
 def drafted(unrolled, tokens, count):
-    draft = unrolled.draft(tokens, count, History(tokens), Sampling(), np.zeros(count))
+    request = DraftRequest(History(tokens), count, Sampling(), np.zeros(count))
+    draft = unrolled.draft(tokens, request)
     assert draft.probs is None
     return draft.tokens
 

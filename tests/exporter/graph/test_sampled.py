@@ -2,6 +2,8 @@
 tokens, and the distributions that the accept rule needs.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from specedge.runtime.backend.cuda.draft_graphs import (
 )
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.decoding.verification import draw_draft
+from specedge.runtime.decoding.verification import DraftRequest, draw_draft
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling, TimestampRules
 
@@ -45,11 +47,11 @@ def sampled(session, cached):
     return SampledDraftGraph(session, cached.cache, None)
 
 
-def by_passes(model, tokens, count, history, sampling, uniforms):
+def by_passes(model, tokens, request):
     def next_row(drafted):
         return model.forward(drafted[-1:] or tokens)[-1]
 
-    return draw_draft(next_row, history, count, sampling, uniforms)
+    return draw_draft(next_row, request)
 
 
 @pytest.mark.parametrize("options", SAMPLINGS, ids=str)
@@ -64,7 +66,7 @@ def test_sampled_draft_loop_equals_single_passes(passes, cached, sampled, option
         tokens = TEXT[length : length + num_fed]
         history = History(TEXT[: length + num_fed])
         numbers = np.random.default_rng(i).random(count)
-        asked = tokens, count, history, sampling, numbers
+        asked = tokens, DraftRequest(history, count, sampling, numbers)
         assert sampled.supports(history, sampling)
         found, wanted = sampled.draft(*asked), by_passes(passes, *asked)
         assert found.tokens == wanted.tokens
@@ -87,8 +89,9 @@ def test_sampled_draft_loop_equals_single_passes(passes, cached, sampled, option
 def test_full_distribution_is_fetched_on_demand(sampled):
     def kinds(**options):
         sampled._cache.truncate(0)
-        asked = History([5]), Sampling(temperature=1.0, **options), np.full(2, 0.5)
-        return [type(one) is DeviceDistribution for one in sampled.draft([5], 2, *asked).probs]
+        sampling = Sampling(temperature=1.0, **options)
+        request = DraftRequest(History([5]), 2, sampling, np.full(2, 0.5))
+        return [type(one) is DeviceDistribution for one in sampled.draft([5], request).probs]
 
     most = num_best(sampled._size)
     assert kinds() == kinds(top_k=most + 1) == [True, True]
@@ -104,7 +107,8 @@ def test_distribution_fetched_late_belongs_to_its_call(sampled, monkeypatch):
     sampling = Sampling(temperature=1.0)
 
     def draft(over, token):
-        return over.draft([token], 1, History([token]), sampling, np.array([0.5])).distribution(0)
+        request = DraftRequest(History([token]), 1, sampling, np.array([0.5]))
+        return over.draft([token], request).distribution(0)
 
     first, other = draft(sampled, 5), DraftGraph.over(sampled, sampled._cache)
     dropped = draft(sampled, 6)
@@ -154,10 +158,10 @@ def test_non_finite_logits_fall_back_to_passes(sampled, monkeypatch):
         return found
 
     monkeypatch.setattr(type(buffers), "fetch", damaged)
-    asked = [5], 1, History([5]), Sampling(temperature=1.0), np.array([0.5])
-    assert sampled.draft(*asked) is not None  # the second step was not asked for
+    request = DraftRequest(History([5]), 1, Sampling(temperature=1.0), np.array([0.5]))
+    assert sampled.draft([5], request) is not None  # the second step was not asked for
     sampled._cache.truncate(0)
-    assert sampled.draft([5], 2, *asked[2:]) is None
+    assert sampled.draft([5], replace(request, max_tokens=2)) is None
     assert sampled._cache.length == 0
 
 

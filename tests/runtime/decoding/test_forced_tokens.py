@@ -8,6 +8,7 @@ from specedge import Draft
 from specedge.errors import OptionError
 from specedge.runtime.decoding.constrained_draft import GRAMMAR, propose
 from specedge.runtime.decoding.protocols import Drafter, run_operations
+from specedge.runtime.decoding.verification import DraftRequest
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
 from specedge.runtime.drafters.registry import RandomDrafter
@@ -58,8 +59,8 @@ def run(grammar, drafter, k, temperature=0.0, seed=0, count=24):
 
 def drafted(drafter, grammar, most, temperature=0.0, new=()):
     sampling = Sampling(temperature, end_tokens=(END,), constraint=constraint(*grammar))
-    operations = propose(drafter, History(PROMPT, new), most, sampling, [0.5] * most)
-    return run_operations(operations)
+    request = DraftRequest(History(PROMPT, new), most, sampling, [0.5] * most)
+    return run_operations(propose(drafter, request))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

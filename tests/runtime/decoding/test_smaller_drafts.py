@@ -181,7 +181,8 @@ def test_only_prompt_passes_count_as_prefill_time():
 class AtOnce(TableModel):
     has_draft_graphs = True
 
-    def draft(self, tokens, count, history, sampling, uniforms, hidden=None):
+    def draft(self, tokens, request, hidden=None):
+        count = request.max_tokens
         return Draft([1] * count) if count > 1 else None
 
 

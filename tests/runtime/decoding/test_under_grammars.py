@@ -1,5 +1,6 @@
 """Speculative decoding under grammars equals plain masked decoding."""
 
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import product
@@ -15,7 +16,7 @@ from specedge.bundle.manifest import MeasuredAcceptance
 from specedge.runtime.decoding import decoding
 from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.drafters.chain import Chain
-from specedge.runtime.drafters.draft_model import ConfidentDraft, DraftModel, ParallelDraftModel
+from specedge.runtime.drafters.draft_model import DraftModel, ParallelDraftModel
 from specedge.runtime.drafters.registry import RandomDrafter
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.sampling_options import Sampling
@@ -155,10 +156,15 @@ def test_unmasked_drafts_preserve_masked_distribution(
     assert joint_distribution(make, monkeypatch) == expected(target, texts)
 
 
+class EndsEarly(DraftModel):
+    def draft(self, request):
+        return super().draft(replace(request, min_confidence=0.5))
+
+
 def ends_early(model):
     rates = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     acceptance = MeasuredAcceptance(0.6, 0.6, rates, rates)
-    return ConfidentDraft(DraftModel(model, acceptance=acceptance), 0.5)
+    return EndsEarly(model, acceptance=acceptance)
 
 
 def continued(model):

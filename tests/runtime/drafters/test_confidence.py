@@ -9,11 +9,11 @@ from exact import ContinuedText, distribution_of_strings, joint_distribution
 from fakes import HeadTable, StatesTable, TableModel, hashed_distribution, of_rows, quarters
 from specedge.bundle.manifest import CONFIDENCE_BOUNDS, MeasuredAcceptance
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.protocols import RoundPlan
+from specedge.runtime.decoding.protocols import ModelDrafter, RoundPlan, run_operations
 from specedge.runtime.decoding.timing import Stopwatch
-from specedge.runtime.decoding.verification import Draft
+from specedge.runtime.decoding.verification import Draft, DraftRequest
 from specedge.runtime.drafters.draft_head import DraftHead
-from specedge.runtime.drafters.draft_model import ConfidentDraft, DraftModel, largest_probability
+from specedge.runtime.drafters.draft_model import DraftModel, largest_probability
 from specedge.runtime.planning.planner import Planner
 from specedge.runtime.planning.plans import AutoPlan, FixedPlan, ReplayPlan, summarize_rounds
 from specedge.runtime.sampling.history import History
@@ -27,14 +27,12 @@ RATES = tuple(np.linspace(0.1, 1, len(CONFIDENCE_BOUNDS) + 1))
 ACCEPTANCE = MeasuredAcceptance(0.6, 0.6, RATES, RATES)
 
 
-def confident(distribution, min_confidence=0.5):
-    model = DraftModel(TableModel(distribution), acceptance=ACCEPTANCE)
-    return ConfidentDraft(model, min_confidence)
+def confident(distribution):
+    return DraftModel(TableModel(distribution), acceptance=ACCEPTANCE)
 
 
-def confident_head(distribution, min_confidence=0.5):
-    model = HeadTable(of_rows(distribution))
-    return ConfidentDraft(DraftHead(model, acceptance=ACCEPTANCE), min_confidence)
+def confident_head(distribution):
+    return DraftHead(HeadTable(of_rows(distribution)), acceptance=ACCEPTANCE)
 
 
 def decoder_of(drafter, target, k, is_block):
@@ -50,7 +48,7 @@ class EachRule(FixedPlan):
 
     def __init__(self, drafter, k, is_block):
         super().__init__(drafter, k)
-        self._round_plan = RoundPlan("model", drafter, k, is_block)
+        self._round_plan = RoundPlan("model", drafter, k, is_block, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +69,29 @@ def test_drafts_that_end_early_keep_the_joint_distribution(
     assert lengths >= {1, 2}
 
 
-class Recording(ConfidentDraft):
+class Wrapped(ModelDrafter):
+    """A drafter around another one."""
+
+    name = "model"
+    is_sampled = True
+
+    def __init__(self, drafter):
+        self.drafter, self.truncate = drafter, drafter.truncate
+
+    @property
+    def observer(self):
+        return self.drafter.observer
+
+
+class Recording(Wrapped):
     """Records the lengths of drafts."""
 
     def __init__(self, drafter, lengths):
-        super().__init__(drafter._drafter, drafter._min_confidence)
+        super().__init__(drafter)
         self.lengths = lengths
 
-    def draft(self, *arguments):
-        draft = yield from super().draft(*arguments)
+    def draft(self, request):
+        draft = yield from self.drafter.draft(request)
         self.lengths.add(len(draft.tokens))
         return draft
 
@@ -94,11 +106,11 @@ def unequal(seed):
     return distribution
 
 
-class DroppedToken(ConfidentDraft):
+class DroppedToken(Wrapped):
     """Drops a token that was drawn because of its own probability."""
 
-    def draft(self, *arguments):
-        draft = yield from super().draft(*arguments)
+    def draft(self, request):
+        draft = yield from self.drafter.draft(request)
         for i in range(len(draft.tokens)):
             if draft.prob(i) < 0.3:
                 return Draft(draft.tokens[:i], draft.probs[:i])
@@ -113,7 +125,7 @@ def test_a_token_dropped_for_its_own_probability_changes_the_distribution(
     target, draft = quarters(9, True), unequal(10)
 
     def make():
-        return decoder_of(DroppedToken(make_drafter(draft)._drafter, 0.5), target, 2, is_block)
+        return decoder_of(DroppedToken(make_drafter(draft)), target, 2, is_block)
 
     assert joint_distribution(make, monkeypatch, PROMPT) != distribution_of_strings(target, PROMPT)
 
@@ -123,8 +135,8 @@ def test_confidence_is_the_product_of_the_rates_of_drawn_tokens():
         return [0.9, 0.05, 0.05] if len(text) < 4 else [0.4, 0.3, 0.3]
 
     def count(min_confidence, k=8):
-        drafter = confident(rows, min_confidence)
-        return len(drafter.propose(History((0, 1)), k, Sampling(), np.zeros(k)).tokens)
+        request = DraftRequest(History((0, 1)), k, Sampling(), np.zeros(k), min_confidence)
+        return len(run_operations(confident(rows).draft(request)).tokens)
 
     assert largest_probability(Row(np.log([0.9, 0.05, 0.05]))) == pytest.approx(0.9)
     high, low = RATES[5], RATES[2]
@@ -186,5 +198,5 @@ def test_a_shorter_request_is_a_prefix_of_a_longer_one_without_blocks():
 
 def test_without_rates_drafts_have_k_tokens():
     plain = DraftModel(TableModel(unequal(10)))
-    draft = ConfidentDraft(plain, 0.9).propose(History((0, 1)), 5, Sampling(), np.zeros(5))
-    assert len(draft.tokens) == 5
+    request = DraftRequest(History((0, 1)), 5, Sampling(), np.zeros(5), 0.9)
+    assert len(run_operations(plain.draft(request)).tokens) == 5

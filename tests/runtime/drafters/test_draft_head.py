@@ -25,7 +25,7 @@ from specedge.runtime.decoding.near_ties import NearTieResolver
 from specedge.runtime.decoding.protocols import RoundPlan
 from specedge.runtime.decoding.random_numbers import GumbelNoise
 from specedge.runtime.decoding.timing import Stopwatch, TimedModel
-from specedge.runtime.decoding.verification import draw_draft
+from specedge.runtime.decoding.verification import DraftRequest, draw_draft
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_head import DraftHead
 from specedge.runtime.drafters.suffix import Suffix, SuffixBeforeModel
@@ -71,7 +71,7 @@ def recompute(draft, text, num_committed, uniforms, sampling=SAMPLED, start=0, h
         return HeadTable(head).forward([token for _, token in rows], 1, states)[-1]
 
     history = History(PROMPT, text[len(PROMPT) :])
-    return draw_draft(next_row, history, len(draft.tokens), sampling, uniforms)
+    return draw_draft(next_row, DraftRequest(history, len(draft.tokens), sampling, uniforms))
 
 
 class Recording(DraftHead):
@@ -81,10 +81,10 @@ class Recording(DraftHead):
         super().__init__(*args, **limits)
         self.drafts = []
 
-    def draft(self, history, max_tokens, sampling, uniforms):
-        before = [*history.tokens], history.num_committed
-        draft = yield from super().draft(history, max_tokens, sampling, uniforms)
-        self.drafts.append((draft, *before, uniforms))
+    def draft(self, request):
+        before = [*request.history.tokens], request.history.num_committed
+        draft = yield from super().draft(request)
+        self.drafts.append((draft, *before, request.uniforms))
         return draft
 
 
@@ -264,9 +264,9 @@ class Alternating(FixedPlan):
 class Starts(Recording):
     """A head that records the position of its first row, by number of committed tokens."""
 
-    def draft(self, history, max_tokens, sampling, uniforms):
-        draft = yield from super().draft(history, max_tokens, sampling, uniforms)
-        self.starts[history.num_committed] = self.model.observed.start
+    def draft(self, request):
+        draft = yield from super().draft(request)
+        self.starts[request.history.num_committed] = self.model.observed.start
         return draft
 
 

@@ -80,7 +80,8 @@ class Launched(Scripted):
 
     has_draft_graphs = True
 
-    def draft(self, tokens, count, history, sampling, uniforms, hidden=None):
+    def draft(self, tokens, request, hidden=None):
+        count = request.max_tokens
         if count < 3:
             return None
         self.extend([*tokens, *range(count - 1)])
