@@ -15,7 +15,6 @@ import torch
 from specedge.bundle import pack_ids
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.manifest import (
-    FUSE,
     CheckpointSource,
     FileEntry,
     ModelEntry,
@@ -41,7 +40,7 @@ from .graph.rewrites import remove_transposes
 from .libraries import first_line
 from .progress import Progress
 from .request import FULL, ExportRequest
-from .tracing import encoder_graphs, fuse_graph, geometry, tracer
+from .tracing import geometry, tracer, uncached_graphs
 from .tracing.geometry import Geometry
 from .tracing.module_patches import freeze_rotary, patched_modules
 from .tracing.tracer import ObservedLayers
@@ -320,16 +319,10 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
                 raise ExportError(reason)
     patched = patched_modules(part.model, part.shape.context_length, part.shape.capacity)
     with part.progress.step(f"Tracing the {part.role}"), patched:
-        traced = tracer.trace(part.model, part.shape, ops, part.layers, part.loaded.sources)
-        if isinstance(part.model, SourceConditionedDecoder):
-            names = [file.name for file in part.other_files]
-            encoder = encoder_graphs.trace_encoder(
-                part.model, part.shape, part.loaded.sources, names
-            )
-            traced = replace(traced, others=encoder)
-        if isinstance(part.model, DraftHeadModule) and part.shape.has_fuse:
-            fused = fuse_graph.trace_fuse(part.model, part.loaded.sources)
-            traced = replace(traced, others={FUSE: fused})
+        sources = part.loaded.sources
+        traced = tracer.trace(part.model, part.shape, ops, part.layers, sources)
+        names = [file.name for file in part.other_files]
+        others = uncached_graphs.trace_others(part.model, part.shape, sources, names)
     with part.progress.step(f"Writing the {part.role}"):
         for whole, files in ((traced.model, part.files), (traced.first, part.first_layers.files)):
             if whole is not None:
@@ -339,10 +332,10 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
                 ir.save(whole, stored.folder / files[0].source.file_name(ops))
                 graphs.write_graphs(whole, stored.folder, files, ops)
         for file in part.other_files:
-            _rewrite(traced.others[file.name], stored, joins_products=False)
+            _rewrite(others[file.name], stored, joins_products=False)
             # ONNX Runtime reads the weights of graphs without caches from the file.
-            stored.attach(traced.others[file.name], is_required=True)
-            save_graph(traced.others[file.name], stored.folder / file.file_name(ops))
+            stored.attach(others[file.name], is_required=True)
+            save_graph(others[file.name], stored.folder / file.file_name(ops))
     return traced.first is not None
 
 

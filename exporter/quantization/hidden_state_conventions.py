@@ -23,9 +23,8 @@ from specedge.errors import ExportError
 from .. import internals
 from ..checkpoint.draft_heads import DraftHeadConfig
 from ..checkpoint.loader import LoadedCheckpoint
-from ..libraries import quiet
-from ..tracing.families import eager_functions
 from ..tracing.hidden_states import HiddenStateRecorder
+from ..verification.exact_model import eager_passes
 from .draft_acceptance import acceptance_by_row, first_windows, rates_by_position
 from .texts import TextEncoder, TextSource
 
@@ -148,7 +147,6 @@ def draft_two(
 def _running(loaded: LoadedCheckpoint, layers: Sequence[int]) -> Iterator[HiddenStateRecorder]:
     """Run a model in float32 and record hidden states while the context lasts."""
     model, recorder = loaded.model, HiddenStateRecorder(loaded.model, layers)
-    weights = loaded.sources.materialized(model)
     failure = internals.translate_internal_errors(ExportError, "a model cannot be run in PyTorch")
-    with failure, torch.no_grad(), quiet(), eager_functions(model), weights, recorder.recorded():
+    with failure, eager_passes(model, loaded.sources), recorder.recorded():
         yield recorder

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -145,14 +145,10 @@ class ObservedLayers:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """Graph of a model, and of its first `num_representative` layers if it has more.
-
-    `others` are graphs without caches, by name.
-    """
+    """Graph of a model, and of its first `num_representative` layers if it has more."""
 
     model: ir.Model
     first: ir.Model | None = None
-    others: Mapping[str, ir.Model] = field(default_factory=dict)
 
 
 def observe(model: torch.nn.Module, geometry: Geometry) -> ObservedLayers:
@@ -284,7 +280,7 @@ def _clone(model: ir.Model) -> ir.Model:
 
 
 def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgram:
-    """Translate a model with PyTorch's exporter, before any optimization."""
+    """Translate a model with explicit caches."""
     names, constants = geometry.cache_names(), geometry.constant_names()
     inputs = example_inputs(geometry, torch.device("cpu"))
     length = torch.export.Dim("T", min=1)
@@ -293,15 +289,32 @@ def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgr
     if geometry.reads_hidden:
         more_names.append(HIDDEN_STATES)
         more_shapes.append({1: length})
-    program = torch.onnx.export(
+    return export_program(
         whole,
         inputs,
-        input_names=["input_ids", "past_length", *names, *more_names],
-        output_names=[
+        ["input_ids", "past_length", *names, *more_names],
+        [
             *("logits", *(f"{HIDDEN_STATES}.{i}" for i in range(len(whole.hidden_layers)))),
             *(n.replace("past_key_values", "present") for n in names),
         ],
-        dynamic_shapes=({1: length}, None, [None] * len(names), *more_shapes)[: len(inputs)],
+        ({1: length}, None, [None] * len(names), *more_shapes)[: len(inputs)],
+    )
+
+
+def export_program(
+    module: torch.nn.Module,
+    inputs: tuple[Any, ...],
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    dynamic_shapes: tuple[Any, ...],
+) -> torch.onnx.ONNXProgram:
+    """Translate a module with PyTorch's exporter, before any optimization."""
+    program = torch.onnx.export(
+        module,
+        inputs,
+        input_names=input_names,
+        output_names=output_names,
+        dynamic_shapes=dynamic_shapes,
         dynamo=True,
         opset_version=OPSET,
         verbose=False,

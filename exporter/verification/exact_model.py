@@ -17,7 +17,10 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..checkpoint.placeholders import WeightSources
 from ..internals import tree_any, tree_map
+from ..libraries import quiet
+from ..tracing.families import eager_functions
 
 _LARGEST = float(np.finfo(np.float32).max)  # masks may contain larger float64 values
 _MAX_SIZE = 2.0**100  # of perturbed values; masks contain larger and infinite ones
@@ -128,6 +131,25 @@ def _to_float32_argument(x: Any) -> Any:
     if isinstance(x, float) and abs(x) > _LARGEST:
         return x if math.isinf(x) else math.copysign(_LARGEST, x)
     return torch.float32 if x is torch.float64 else x
+
+
+@contextlib.contextmanager
+def eager_passes(
+    model: torch.nn.Module, sources: WeightSources, exact: bool | None = None
+) -> Iterator[None]:
+    """Run passes of a model in PyTorch, with the values of its placeholders.
+
+    Args:
+        model: Model, whose large matrices may be placeholders.
+        sources: Their values.
+        exact: True to compute in float64, False in float32 with random rounding; None in float32.
+    """
+    mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if exact is not None:
+        mode = exact_arithmetic(model) if exact else RoundingNoiseMode()
+    weights = sources.materialized(model, torch.float64 if exact else torch.float32)
+    with torch.no_grad(), quiet(), eager_functions(model), weights, mode:
+        yield
 
 
 @contextlib.contextmanager

@@ -17,9 +17,8 @@ from specedge.bundle.manifest import HiddenStates
 
 from ..checkpoint.draft_heads import DraftHeadModule
 from ..checkpoint.placeholders import WeightSources
-from ..libraries import quiet
 from .exact_graph import ExactGraph
-from .exact_model import ROUNDINGS, RoundingNoiseMode, exact_arithmetic
+from .exact_model import ROUNDINGS, eager_passes
 from .row_errors import STRUCTURE, ErrorCheck, float32_error_bounds, row_errors
 from .subgraph import open_session
 
@@ -109,7 +108,5 @@ def _fuse(
     model: DraftHeadModule, sources: WeightSources, hidden: torch.Tensor, exact: bool
 ) -> np.ndarray:
     """Run PyTorch, exactly or with random rounding. [B, T, F] -> [B, T, H]"""
-    mode = exact_arithmetic(model) if exact else RoundingNoiseMode()
-    reading = sources.materialized(model, torch.float64 if exact else torch.float32)
-    with torch.no_grad(), quiet(), reading, mode:
+    with eager_passes(model, sources, exact):
         return model.fuse(hidden).numpy()

@@ -11,8 +11,7 @@ T tokens per pass, V vocabulary entries, n positions; H heads of D in the caches
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,12 +26,10 @@ from specedge.errors import ParityError
 from .. import internals
 from ..checkpoint.placeholders import WeightSources
 from ..internals import DynamicLayer
-from ..libraries import quiet
 from ..progress import Advance
-from ..tracing.families import eager_functions
 from ..tracing.geometry import Geometry
 from ..tracing.hidden_states import HiddenStateRecorder
-from .exact_model import ROUNDINGS, RoundingNoiseMode, exact_arithmetic
+from .exact_model import ROUNDINGS, eager_passes
 from .fused_states import FusedStates
 from .row_errors import ErrorCheck, float32_error_bounds, row_errors
 
@@ -234,7 +231,7 @@ def _compute_segment(
     hidden: list[np.ndarray] = []
     choices: RoutingRecorder | None = None
     if exact:
-        with _arithmetic(model, sources, exact=True) as choices:
+        with eager_passes(model, sources, exact=True), RoutingRecorder() as choices:
             caches, hidden = _run_passes(
                 model, tokens, start, history, geometry, choices, logits.append, fused=fused
             )
@@ -250,7 +247,7 @@ def _compute_segment(
         logits_errors.append(off.max(0))
         pytorch_errors.append(off[0] if exact else off.max(0))
 
-    with _arithmetic(model, sources, exact=False) as rounded:
+    with eager_passes(model, sources, exact=False), RoutingRecorder() as rounded:
         rounded_caches, rounded_hidden = _run_passes(
             model, tokens, start, history, geometry, rounded, compare, ROUNDINGS, fused
         )
@@ -280,25 +277,6 @@ def _compute_segment(
         choices.num_experts,
     )
     return reference, near_routing_ties(choices, rounded, len(tokens))
-
-
-@contextlib.contextmanager
-def _arithmetic(
-    model: torch.nn.Module, sources: WeightSources, exact: bool
-) -> Iterator[RoutingRecorder]:
-    """Compute exactly, or in float32 with random rounding, and record routing."""
-    dtype = torch.float64 if exact else torch.float32
-    mode = exact_arithmetic(model) if exact else RoundingNoiseMode()
-    reading = sources.materialized(model, dtype)
-    with (
-        torch.no_grad(),
-        quiet(),
-        eager_functions(model),
-        reading,
-        mode,
-        RoutingRecorder() as choices,
-    ):
-        yield choices
 
 
 def _run_passes(

@@ -18,11 +18,9 @@ from specedge.bundle.manifest import ENCODER, OPEN
 
 from ..checkpoint.encoder_decoder import SourceConditionedDecoder
 from ..checkpoint.placeholders import WeightSources
-from ..libraries import quiet
-from ..tracing.families import eager_functions
 from ..tracing.geometry import Geometry
 from .exact_graph import ExactGraph
-from .exact_model import ROUNDINGS, RoundingNoiseMode, exact_arithmetic
+from .exact_model import ROUNDINGS, eager_passes
 from .row_errors import STRUCTURE, ErrorCheck, float32_error_bounds, row_errors
 from .subgraph import NOISE, open_session, unpacked_options
 
@@ -89,7 +87,7 @@ def compute_source_states(
     assert geometry.encoder is not None
     length = max(1, 2 * min(geometry.encoder.max_length, NUM_TOKENS) // 3)
     source = random_source(model, length, num_tokens)
-    with torch.no_grad(), quiet(), eager_functions(model), sources.materialized(model):
+    with eager_passes(model, sources):
         hidden = model.encode(source)
         states = [state.numpy() for state in model.open(hidden)]
     random = np.random.default_rng(0)
@@ -110,7 +108,7 @@ def encoder_digest(
     entry = geometry.encoder
     assert entry is not None
     source = random_source(model, min(entry.max_length, NUM_HASHED_TOKENS), num_tokens)
-    with torch.no_grad(), quiet(), eager_functions(model), sources.materialized(model):
+    with eager_passes(model, sources):
         hidden = model.encode(source).float().contiguous().numpy()
     parts = model.weights_digest(sources), repr(entry), hashlib.sha256(hidden).hexdigest()
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()
@@ -208,12 +206,9 @@ def _run(
     model: SourceConditionedDecoder, sources: WeightSources, source: torch.Tensor, exact: bool
 ) -> dict[str, np.ndarray]:
     """Run PyTorch over sources, exactly or with random rounding. -> [B, N, F], [B, H, N, D] each"""
-    dtype = torch.float64 if exact else torch.float32
-    mode = exact_arithmetic(model) if exact else RoundingNoiseMode()
     if exact and source.is_floating_point():
         source = source.double()
-    reading = sources.materialized(model, dtype)
-    with torch.no_grad(), quiet(), eager_functions(model), reading, mode:
+    with eager_passes(model, sources, exact):
         hidden = model.encode(source)
         states = model.open(hidden)
     layers = range(len(states) // 2)

@@ -20,7 +20,7 @@ from specedge.exporter import Progress, export
 from specedge.exporter import model_export as exporting
 from specedge.exporter.checkpoint.eagle import EagleDraft
 from specedge.exporter.hosts import host_graphs
-from specedge.exporter.tracing import fuse_graph
+from specedge.exporter.tracing import uncached_graphs
 from specedge.exporter.verification.subgraph import open_session
 
 SPEC = HeadSpec(SAFEAILAB, vocab_size=512, columns=100)
@@ -208,7 +208,7 @@ def _other_states(monkeypatch):
 
 def _unnormalized_fuse(monkeypatch):
     """Omit the norm before `fc` from the graph."""
-    trace = fuse_graph.trace_fuse
+    trace = uncached_graphs.trace_fuse
 
     def wrong(model, sources):
         norm, model.input_norm = model.input_norm, None
@@ -217,7 +217,7 @@ def _unnormalized_fuse(monkeypatch):
         finally:
             model.input_norm = norm
 
-    monkeypatch.setattr(fuse_graph, "trace_fuse", wrong)
+    monkeypatch.setattr(uncached_graphs, "trace_fuse", wrong)
 
 
 @pytest.mark.slow

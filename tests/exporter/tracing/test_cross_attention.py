@@ -21,10 +21,10 @@ from specedge.exporter import Progress, export, internals, model_export
 from specedge.exporter.checkpoint import checkpoints, loader
 from specedge.exporter.graph.nodes import add_constant
 from specedge.exporter.tokenizers import pair
-from specedge.exporter.tracing import encoder_graphs, geometry
+from specedge.exporter.tracing import geometry, uncached_graphs
 from specedge.exporter.verification.source_states import encoder_digest
 
-TRACE_ENCODER = encoder_graphs.trace_encoder  # which tests replace
+TRACE_ENCODER = uncached_graphs.trace_encoder  # which tests replace
 BY_DEFAULT = ("t5", "whisper")
 
 
@@ -110,7 +110,7 @@ class DeepEncoderDecoder(DeepModel):
     def verify_all(self, folder, change=lambda graph: None, change_encoder=lambda graphs: None):
         graphs = {name: graph.clone() for name, graph in self.encoder.items()}
         change_encoder({name: graph.graph for name, graph in graphs.items()})
-        with mock.patch.object(encoder_graphs, "trace_encoder", return_value=graphs):
+        with mock.patch.object(uncached_graphs, "trace_encoder", return_value=graphs):
             report = self.verify(folder, "gqa", change, change_first=change)
         model_export._verify_others(self._moved(folder), ["gqa"], None)
         return report

@@ -1,4 +1,4 @@
-"""Graphs of an encoder, and of the cross-attention states that the decoder reads.
+"""Graphs without caches: of an encoder, of the cross-attention states, and of fused hidden states.
 
 N tokens of a source, of which spectrograms have a fixed number; F hidden size; E rows of a state.
 """
@@ -11,15 +11,15 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from specedge.bundle.manifest import ENCODER, OPEN
+from specedge.bundle.manifest import ENCODER, FUSE, OPEN
 
+from ..checkpoint.draft_heads import DraftHeadModule
 from ..checkpoint.encoder_decoder import SourceConditionedDecoder
 from ..checkpoint.placeholders import WeightSources
 from ..libraries import quiet
-from .attention import OPSET
 from .families import eager_attention
 from .geometry import Geometry
-from .tracer import optimize
+from .tracer import export_program, optimize
 
 EXAMPLE_LENGTH = 5
 
@@ -48,6 +48,38 @@ class TraceableStates(torch.nn.Module):
         if isinstance(missing, int) and not missing:
             return tuple(states)
         return tuple(torch.nn.functional.pad(state, (0, 0, 0, missing)) for state in states)
+
+
+class TraceableFusion(torch.nn.Module):
+    """Norms and product of a draft model over hidden states of its target. [B, T, F] -> [B, T, H]
+
+    F channels of the target's concatenated hidden states, H of those that the draft reads.
+    """
+
+    def __init__(self, model: DraftHeadModule) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.fuse(hidden).float()
+
+
+def trace_others(
+    model: torch.nn.Module, geometry: Geometry, sources: WeightSources, names: Sequence[str]
+) -> dict[str, ir.Model]:
+    """Trace the graphs without caches that have these names."""
+    if isinstance(model, SourceConditionedDecoder):
+        return trace_encoder(model, geometry, sources, names)
+    if isinstance(model, DraftHeadModule) and names:
+        return {FUSE: trace_fuse(model, sources)}
+    return {}
+
+
+def trace_fuse(model: DraftHeadModule, sources: WeightSources) -> ir.Model:
+    """Trace the graph that fuses hidden states of a target."""
+    example = torch.zeros(1, EXAMPLE_LENGTH, model.hidden.size)
+    axes = {1: torch.export.Dim("T", min=1)}
+    return trace_module(TraceableFusion(model), example, "hidden", ["fused"], axes, sources)
 
 
 def trace_encoder(
@@ -86,16 +118,5 @@ def trace_module(
     `axes` are the dynamic dimensions of the input.
     """
     with quiet(), torch.no_grad():
-        program = torch.onnx.export(
-            module,
-            (example,),
-            input_names=[input_name],
-            output_names=output_names,
-            dynamic_shapes=(axes,),
-            dynamo=True,
-            opset_version=OPSET,
-            verbose=False,
-            optimize=False,
-        )
-        assert program is not None
+        program = export_program(module, (example,), [input_name], output_names, (axes,))
         return optimize(program, module.model, sources)
