@@ -93,9 +93,6 @@ def _range(part: str) -> Iterator[int]:
 @click.option("--html", metavar="FILE", help="Write a self-contained HTML page with plots.")
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 def bench(
-    bundle: str | None,
-    device: str,
-    draft_device: str | None,
     sets: tuple[str, ...],
     prompts: str | None,
     form: str | None,
@@ -104,8 +101,6 @@ def bench(
     max_new_tokens: int,
     seed: int,
     repeats: int,
-    threads: int | None,
-    ops: str,
     as_json: bool,
     csv: str | None,
     html: str | None,
@@ -120,6 +115,7 @@ def bench(
     from specedge.cli import bench_output, bench_page, plots
     from specedge.runtime.drafters.registry import NEEDS_MODEL
 
+    models = options.pop_model_options(distribution)
     request = distribution | {"max_new_tokens": max_new_tokens, "seed": seed}
     with options.usage_errors():
         for name in drafters or _DRAFTERS:
@@ -130,7 +126,7 @@ def bench(
         plots.require_matplotlib()
     _check_outputs(named, prompts, overwrite)
     prompt_inputs = _read(sets, prompts, form)
-    pipeline = options.load_pipeline(bundle, device, threads, ops, draft_device)
+    pipeline = options.load_pipeline(**models)
     without_model = pipeline.bundle.draft is None
     names = drafters or [n for n in _DRAFTERS if not (without_model and n in NEEDS_MODEL)]
     for name in names:
@@ -139,8 +135,8 @@ def bench(
     ks = lengths or range(1, min(_DEFAULT_MAX_K, pipeline.max_planned_tokens) + 1)
     with options.usage_errors(), terminal.progress_reports("measuring") as show:
         measured = measure(pipeline, tokens, settings(names, ks), repeats, show, **request)
-    devices = " and ".join(dict.fromkeys((device, draft_device or device)))
-    conditions = _conditions(pipeline, devices, threads, repeats, request)
+    devices = " and ".join(dict.fromkeys(filter(None, (models["device"], models["draft_device"]))))
+    conditions = _conditions(pipeline, devices, models["threads"], repeats, request)
     report = _report(pipeline, tokens, measured, request, conditions)
     click.echo(
         bench_output.json_text(report) if as_json else sanitize(bench_output.table_text(report))

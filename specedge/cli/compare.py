@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 )
 @click.option("--chat", is_flag=True, help="Apply the chat template to PROMPT.")
 @click.option("--system", metavar="TEXT", help="System message, with --chat.")
-@options.device
-@options.draft_device
-@options.threads
-@options.ops
+@options.execution
 @options.as_json
 def compare(
     prompt: str,

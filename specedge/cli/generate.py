@@ -57,10 +57,7 @@ if TYPE_CHECKING:
     type=click.IntRange(1),
     help="Number of Ray actors.  [default: as many as fit]",
 )
-@options.device
-@options.draft_device
-@options.threads
-@options.ops
+@options.execution
 @options.as_json
 def generate(
     prompt: str | None,

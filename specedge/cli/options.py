@@ -64,30 +64,22 @@ MODEL_OPTIONS = ("bundle", "device", "draft_device", "threads", "ops")  # of `lo
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def load_pipeline(
-    bundle: str | None,
-    device: str = "cpu",
-    threads: int | None = None,
-    ops: str = "auto",
-    draft_device: str | None = None,
-    slots: int = 1,
-    max_length: int | None = None,
-    with_notes: bool = True,
-) -> Pipeline:
-    """Load a bundle with one thread pool for all sessions of the process, and print its notes."""
+def execution(function: F) -> F:
+    """Add the options of devices, threads and graph variant as keyword arguments."""
+    for option in (ops, threads, draft_device, device):
+        function = option(function)
+    return function
+
+
+def load_pipeline(bundle: str | None, with_notes: bool = True, **arguments: Any) -> Pipeline:
+    """Load a bundle with one thread pool for all sessions of the process, and print its notes.
+
+    Further arguments are those of `loader.load`.
+    """
     from specedge.runtime.requests import loader
 
     with hidden_panics():
-        pipeline = loader.load(
-            bundle,
-            device,
-            threads,
-            share_threads=True,
-            ops=ops,
-            draft_device=draft_device,
-            slots=slots,
-            max_length=max_length,
-        )
+        pipeline = loader.load(bundle, share_threads=True, **arguments)
     if with_notes:
         print_notes(pipeline)
     return pipeline

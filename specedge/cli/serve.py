@@ -141,12 +141,8 @@ KEY = "SPECEDGE_API_KEY"
     help="Sampling defaults: auto uses the model's generation config, none the defaults of "
     "OpenAI's API.",
 )
-@options.device
-@options.draft_device
-@options.threads
-@options.ops
+@options.execution
 def serve(
-    bundle: str | None,
     host: str,
     port: int,
     model_names: tuple[str, ...],
@@ -158,10 +154,6 @@ def serve(
     max_length: int | None,
     grace: int,
     allow_host: tuple[str, ...],
-    device: str,
-    draft_device: str | None,
-    threads: int | None,
-    ops: str,
     **settings: Any,
 ) -> None:
     """Run an OpenAI-compatible server.
@@ -174,7 +166,7 @@ def serve(
         raise MissingExtraError(
             f"{error.name} is not installed: pip install 'specedge[serve]'"
         ) from error
-    key = os.environ.get(KEY) or None
+    models, key = options.pop_model_options(settings), os.environ.get(KEY) or None
     variables = _template_variables(chat_template_kwargs, reasoning_effort)
     if access_log:
         logging.basicConfig(format="%(asctime)s %(message)s")
@@ -188,12 +180,13 @@ def serve(
                 f"{host}; set ${KEY}, or specify the host names that clients use with "
                 "--allowed-host"
             )
+        bundle = models["bundle"]
         if bundle is None:
             bundle = os.environ.get(store.VARIABLE) or None
         last_exported = store.last_exported() if bundle is None else None
-        folder = os.fspath(store.embedded_folder()) if bundle is None else bundle
+        models["bundle"] = os.fspath(store.embedded_folder()) if bundle is None else bundle
         pipeline = options.load_pipeline(
-            folder, device, threads, ops, draft_device, slots, max_length, with_notes=False
+            **models, slots=slots, max_length=max_length, with_notes=False
         )
         if chat_template is not None:
             pipeline.use_chat_template(_read_template(Path(chat_template)))
@@ -209,7 +202,7 @@ def serve(
         url = server.base_url(listening)
 
         def ready() -> None:
-            click.echo(sanitize_line(_started(url, model_name, pipeline, ops)), err=True)
+            click.echo(sanitize_line(_started(url, model_name, pipeline, models["ops"])), err=True)
             options.print_notes(pipeline)
             defaults = app.model_defaults(pipeline.bundle.default_sampling)
             if defaults and server_settings.generation_config == "auto":

@@ -44,10 +44,7 @@ FORMATS = ("text", "srt", "vtt", "json")
 @options.request_option("seed")
 @options.request_option("num_draft_tokens")
 @options.request_option("drafter")
-@options.device
-@options.draft_device
-@options.threads
-@options.ops
+@options.execution
 def transcribe(
     file: str, language: str | None, task: str, no_timestamps: bool, form: str, **request: Any
 ) -> None:

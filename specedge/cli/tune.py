@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,19 +20,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @options.bundle
-@options.device
-@options.draft_device
-@options.threads
-@options.ops
+@options.execution
 @options.as_json
-def tune(
-    bundle: str | None,
-    device: str,
-    draft_device: str | None,
-    threads: int | None,
-    ops: str,
-    as_json: bool,
-) -> None:
+def tune(as_json: bool, threads: int | None, **models: Any) -> None:
     """Measure pass costs for the planner.
 
     The costs are used by '--num-draft-tokens auto' on this machine.
@@ -41,9 +31,10 @@ def tune(
 
     from specedge.benchmarks import tune as tuning
 
-    on_cpu = {device, draft_device or device} == {"cpu"}
-    fewer = tuning.fastest_threads(bundle, ops) if threads is None and on_cpu else None
-    pipeline = options.load_pipeline(bundle, device, threads or fewer, ops, draft_device)
+    device, fewer = models["device"], None
+    if threads is None and {device, models["draft_device"] or device} == {"cpu"}:
+        fewer = tuning.fastest_threads(models["bundle"], models["ops"])
+    pipeline = options.load_pipeline(**models, threads=threads or fewer)
     pipeline.costs.check_writable()  # fail before measuring
     with progress_bar("measuring", 1.0, TaskProgressColumn()) as (update, _):
         tuned = tuning.measure(pipeline, lambda share: update(completed=share))

@@ -43,18 +43,14 @@ if TYPE_CHECKING:
 @options.ops
 @options.as_json
 def verify(
-    bundle: str | None,
-    device: str,
-    draft_device: str | None,
     minutes: float | None,
     strict: bool,
     prompts: str | None,
     form: str | None,
     special_tokens: bool,
     self_test: bool,
-    threads: int | None,
-    ops: str,
     as_json: bool,
+    **models: Any,
 ) -> None:
     """Audit a bundle on this machine.
 
@@ -74,10 +70,10 @@ def verify(
 
     def settings_for(bundle: Bundle) -> ExecutionSettings:
         """Return devices and graph variants that share one thread pool."""
-        on = devices_of(bundle, device, threads, True, ops, draft_device)
-        return ExecutionSettings(on["target"], ops, on["draft"])
+        on = devices_of(bundle, share_threads=True, **models)
+        return ExecutionSettings(on["target"], models["ops"], on["draft"])
 
-    folder = store.find_bundle(bundle)
+    folder = store.find_bundle(models.pop("bundle"))
     if self_test:
         manifest = Bundle.read(folder)
         _test_self(manifest, settings_for(manifest), minutes or 5.0, as_json)
