@@ -180,17 +180,11 @@ class ResponsesShaper:
     def _finish_item(self, status: str) -> Iterator[str]:
         """Yield the events at the end of the last item."""
         item, last = self._items[-1], self._last
-        if item.is_reasoning:
+        if item.name is None:
             location = self._content_location
-            yield self._event("response.reasoning_text.done", **location, text=item.text)
-            part = _content_part(item, item.text)
-            yield self._event("response.content_part.done", **location, part=part)
-        elif item.name is None:
-            location = self._content_location
-            logprobs = self._logprobs_of(self._items, last)
-            text = {"text": item.text, "logprobs": logprobs}
-            yield self._event("response.output_text.done", **location, **text)
-            part = _content_part(item, item.text, logprobs)
+            part = _content_part(item, item.text, self._logprobs_of(self._items, last))
+            text = {key: part[key] for key in ("text", "logprobs") if key in part}
+            yield self._event(f"response.{part['type']}.done", **location, **text)
             yield self._event("response.content_part.done", **location, part=part)
         else:
             yield self._event(
