@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
-from typing import cast
+from typing import Any, cast
 
 from ..sampling.logits import Logits
 from ..sampling.source import Source
-from .observed_states import Array, ObservedStates
+from .observed_states import Array
 from .protocols import (
-    BatchedModel,
     DraftHeadModel,
     DraftingModel,
     Feed,
-    HiddenStateModel,
     LanguageModel,
     SourceModel,
 )
@@ -82,7 +79,8 @@ class _Part:
 class TimedModel:
     """Language model whose passes are counted and timed as one part of a request.
 
-    A pass of the target that includes prompt tokens counts as "prefill".
+    A pass of the target that includes prompt tokens counts as "prefill". Other attributes are those
+    of the model.
 
     Attributes:
         is_draft: True for a draft model.
@@ -97,34 +95,12 @@ class TimedModel:
         self._prompt_pass_seconds = self._prompt_pass_share = 0.0
         self._other_pass_seconds: list[float] = []
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
     @property
     def length(self) -> int:
         return self.model.length
-
-    @property
-    def batch(self) -> BatchedModel | None:
-        """Batched model that may run its passes together with those of other texts."""
-        return getattr(self.model, "batch", None)
-
-    @property
-    def has_draft_graphs(self) -> bool:
-        """True if the model drafts on its device for some requests."""
-        return getattr(self.model, "has_draft_graphs", False)
-
-    @property
-    def chunk_length(self) -> int:
-        """Number of tokens of a pass without logits."""
-        return getattr(self.model, "chunk_length", sys.maxsize)
-
-    @property
-    def hidden(self) -> Array:
-        """Hidden states of the last pass."""
-        return cast(HiddenStateModel, self.model).hidden
-
-    @property
-    def observed(self) -> ObservedStates:
-        """Observed hidden states of a draft head."""
-        return cast(DraftHeadModel, self.model).observed
 
     def forward(
         self, tokens: Sequence[int], num_rows: int | None = None, hidden: Array | None = None
@@ -189,17 +165,6 @@ class TimedModel:
         with self._stopwatch.part(self._part_of(len(hidden), 0)):
             return cast(DraftHeadModel, self.model).fuse(hidden)
 
-    @property
-    def source(self) -> Source | None:
-        """Source that is open in an encoder-decoder."""
-        return cast(SourceModel, self.model).source
-
     def open(self, source: Source) -> None:
         with self._stopwatch.part(self._part_of(0, 0)):
             cast(SourceModel, self.model).open(source)
-
-    def reuse(self, tokens: Sequence[int]) -> int:
-        return self.model.reuse(tokens)
-
-    def truncate(self, length: int) -> None:
-        self.model.truncate(length)

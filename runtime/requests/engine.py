@@ -88,7 +88,7 @@ class Job:
         """Batched model of its pass; None if the operation is run alone."""
         operation = self.operation
         if isinstance(operation, Feed) and isinstance(operation.model, TimedModel):
-            return operation.model.batch
+            return getattr(operation.model, "batch", None)
         return None
 
     def take(self) -> Round | None:

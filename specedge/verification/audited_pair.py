@@ -250,28 +250,17 @@ class SubstituteDraft:
     """Draft model for a bundle without one: the target with perturbed logits.
 
     Its distributions overlap the target's by about half, so that the accept rule and the residual
-    distribution are both tested.
+    distribution are both tested. Other attributes are those of the target.
     """
+
+    batch, has_draft_graphs = None, False  # which would return the target's logits
 
     def __init__(self, target: CachedModel) -> None:
         self._target = target
         self._offsets = np.zeros(0, np.float32)
-        self.prefill, self.reuse = target.prefill, target.reuse
-        self.truncate, self.cache_rows = target.truncate, target.cache_rows
 
-    @property
-    def source(self) -> Source | None:
-        return self._target.source
-
-    def open(self, source: Source) -> None:
-        self._target.open(source)
-
-    def forget(self) -> None:
-        self._target.forget()
-
-    @property
-    def length(self) -> int:
-        return self._target.length
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         rows = self._target.forward(tokens, num_rows).array()

@@ -19,13 +19,11 @@ from specedge.errors import ContextLengthError, PromptError
 from specedge.request import PLAIN
 from specedge.runtime.backend.ort import onnxruntime
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.observed_states import Array, ObservedStates
+from specedge.runtime.decoding.observed_states import Array
 from specedge.runtime.decoding.protocols import (
     Drafter,
-    DraftHeadModel,
     Feed,
     LanguageModel,
-    SourceModel,
 )
 from specedge.runtime.decoding.random_numbers import uniforms
 from specedge.runtime.decoding.timing import Stopwatch
@@ -37,7 +35,6 @@ from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
-from specedge.runtime.sampling.source import Source
 from specedge.runtime.text.bad_words import apply_defaults
 from specedge.runtime.text.tokenizer import decode
 from specedge.sampling_options import Sampling
@@ -204,37 +201,20 @@ class _NoDrafts(Drafter):
 
 
 class _Listener:
-    """Draft model that records its rows, and an accept rule that computes margins from them."""
+    """Draft model that records its rows, and an accept rule that computes margins from them.
+
+    Other attributes are those of the wrapped model.
+    """
+
+    has_draft_graphs = False  # which return no rows
 
     def __init__(self, model: LanguageModel | None, k: int, seed: int, vocab_size: int) -> None:
         self._model, self._k, self._seed, self._vocab_size = model, k, seed, vocab_size
         self._rows: list[Row] = []
         self.margins: list[float] = []
-        if model is not None:
-            self.prefill, self.reuse, self.truncate = model.prefill, model.reuse, model.truncate
 
-    @property
-    def length(self) -> int:
-        assert self._model is not None
-        return self._model.length
-
-    @property
-    def source(self) -> Source | None:
-        return cast(SourceModel, self._model).source
-
-    def open(self, source: Source) -> None:
-        cast(SourceModel, self._model).open(source)
-
-    @property
-    def observed(self) -> ObservedStates | None:
-        return getattr(self._model, "observed", None)
-
-    @property
-    def hidden(self) -> Array:
-        return cast(DraftHeadModel, self._model).hidden
-
-    def fuse(self, hidden: Array) -> Array:
-        return cast(DraftHeadModel, self._model).fuse(hidden)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
     def forward(
         self, tokens: Sequence[int], num_rows: int | None = None, hidden: Array | None = None
