@@ -43,27 +43,17 @@ class ModeCosts:
 
         Drafts and tokens are compared together with the host work that was subtracted from them.
         """
-        host, work, other_work = min(self.host, other.host), self.work, other.work
+        host = min(self.host, other.host)
+        work, other_work = self.host + self.token, other.host + other.token
         lower_work = min(work, other_work)
         return replace(
             self,
             target=_minimum(self.target, other.target),
-            draft=tuple(
-                tuple(
-                    min(work + seconds, other_work + others) - lower_work
-                    for seconds, others in zip(*rows, strict=True)
-                )
-                for rows in zip(self.draft, other.draft, strict=True)
-            ),
+            draft=_minimum(self.draft, other.draft, work - lower_work, other_work - lower_work),
             prefill=tuple(map(min, self.prefill, other.prefill)),
             host=host,
-            token=lower_work - host,
+            token=min(self.token + (self.host - host), other.token + (other.host - host)),
         )
-
-    @property
-    def work(self) -> float:
-        """Host work of a plain round."""
-        return self.host + self.token
 
 
 @dataclass(frozen=True)
@@ -107,12 +97,15 @@ class CostTable:
         return self.rows[-1] - 1
 
     def minimum(self, other: CostTable) -> CostTable:
-        """Return the lower one of each cost; of tables with other passes, the one with lower costs.
+        """Return the lower one of each cost, or the faster one of two tables of different passes.
 
-        Other load only adds time, so of two disturbed measurements the lower one is more accurate.
+        Contention only adds time, so the lower one of two disturbed costs is more accurate. Tables
+        of different passes are compared by the pass over one token.
         """
-        if (self.lengths, self.rows) != (other.lengths, other.rows):
-            return min(self, other, key=lambda table: table.greedy.target)
+        tables = self, other
+        passes, others = ((t.lengths, t.rows, len(t.greedy.draft)) for t in tables)
+        if passes != others:
+            return min(tables, key=lambda table: table.greedy.target[0][0])
         greedy, sampled = self.greedy.minimum(other.greedy), self.sampled.minimum(other.sampled)
         return replace(self, greedy=greedy, sampled=sampled)
 
@@ -164,7 +157,7 @@ class CostTable:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measured costs; `busy` if other programs used so much CPU time that they are unreliable."""
+    """Measured costs; `busy` if contention makes them unreliable."""
 
     costs: CostTable
     busy: bool
@@ -231,9 +224,15 @@ def interpolate(xs: Sequence[int], values: Sequence[float], x: float) -> float:
 
 
 def _minimum(
-    rows: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
+    rows: Sequence[Sequence[float]],
+    others: Sequence[Sequence[float]],
+    offset: float = 0.0,
+    other_offset: float = 0.0,
 ) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(map(min, row, other)) for row, other in zip(rows, others, strict=True))
+    return tuple(
+        tuple(min(a + offset, b + other_offset) for a, b in zip(row, other, strict=True))
+        for row, other in zip(rows, others, strict=True)
+    )
 
 
 def _check(mode: ModeCosts, num_lengths: int, num_rows: int) -> None:

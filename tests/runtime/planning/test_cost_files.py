@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import random
 
 import pytest
 
@@ -10,6 +11,7 @@ from specedge.runtime.backend.sessions import Device
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_files import CostFile
 from specedge.runtime.planning.cost_table import CostTable, ModeCosts
+from specedge.runtime.planning.measurement import on_grid
 from virtual import table
 
 pytestmark = pytest.mark.usefixtures("own_costs")
@@ -151,10 +153,30 @@ def test_the_lower_costs_of_two_measurements():
     assert first.minimum(other) == other.minimum(first) == other
 
 
+def rounded(unit):
+    """A table with costs on the grid, as they are measured."""
+    passes, host, token = (on_grid(x * unit) for x in (5e-3, 1.3e-4, 3e-5))
+    draft = tuple(on_grid(9e-4 * unit) + k * on_grid(8e-4 * unit) for k in range(2))
+    mode = ModeCosts(((passes,) * 3,), (draft,), (on_grid(1e-4 * unit),), host, token, {})
+    return CostTable("load", (64,), (1, 2, 3), dataclasses.replace(mode, token=0.0), mode, 0)
+
+
+def test_slower_measurements_leave_costs_equal():
+    rng = random.Random(0)
+    for _ in range(100):
+        unit = rng.uniform(0.2, 5)
+        costs, slower = rounded(unit), rounded(unit * rng.uniform(1.2, 3))
+        assert costs.minimum(slower) == slower.minimum(costs) == costs
+
+
 def test_the_lower_costs_without_a_draft_model():
-    mode = dataclasses.replace(table(0.1).greedy, draft=(), prefill=())
-    costs = dataclasses.replace(table(0.1), greedy=mode, sampled=mode)
-    assert costs.minimum(costs) == costs
+    costs = rounded(1.0)
+    mode = dataclasses.replace(costs.greedy, draft=(), prefill=())
+    without = dataclasses.replace(costs, greedy=mode, sampled=mode)
+    assert without.minimum(without) == without
+    # Draft passes are timed if enough pass lengths are batch-invariant.
+    slower = rounded(2.0)
+    assert without.minimum(slower) == slower.minimum(without) == without
 
 
 @pytest.mark.parametrize(
