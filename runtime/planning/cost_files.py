@@ -30,15 +30,15 @@ from .cost_table import CostTable, Measurement, assumed_costs
 FORMAT = 11
 MAX_FILE_SIZE = 2**20
 MAX_TABLES = 8  # stored tables of a cache key; older ones are deleted
-MAX_LOWERED = 3  # of them are lowered by busy loads; then a seed reproduces its text also if busy
+MAX_BUSY = 4  # busy measurements whose lowest costs are confirmed; under a CPU quota, all are busy
 KEEP_VARIABLE = "SPECEDGE_KEEP_COSTS"  # set: no load replaces a stored table
 
-PROVISIONAL = "provisional"  # measured while busy: the next loads lower or replace its costs
+PROVISIONAL = "provisional"  # measured under contention: the next load lowers or replaces costs
 CONFIRMED = "confirmed"  # replaced by `specedge tune` only
 CONTRADICTED = "contradicted"  # round times of a request disagree: the next load replaces it
 STATES = (PROVISIONAL, CONFIRMED, CONTRADICTED)
 REASONS = {
-    PROVISIONAL: "other programs used the processor during an earlier measurement",
+    PROVISIONAL: "the process waited for a core during an earlier measurement",
     CONTRADICTED: "they disagreed with the round times of an earlier request",
 }
 
@@ -94,6 +94,7 @@ class CostFile:
         state: One of STATES.
         was_contradicted: True if the table or an earlier one was contradicted by a request. This
             happens once: a table that was measured for this reason is not contradicted again.
+        num_busy: Number of busy measurements whose lowest costs the table has.
     """
 
     format: int
@@ -101,6 +102,7 @@ class CostFile:
     costs: CostTable
     state: str
     was_contradicted: bool
+    num_busy: int = 0
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
@@ -155,9 +157,9 @@ class PassCosts:
     def complete(self, measure: Callable[[], Measurement]) -> None:
         """Measure and store costs unless a confirmed table is stored already.
 
-        A busy measurement lowers the costs of a provisional table, a few times, and one without
-        other load replaces it. The first process to replace a table wins. A table that cannot be
-        stored is used by this process only.
+        A busy measurement lowers the costs of a provisional table, the last of MAX_BUSY confirms
+        it, and one without contention replaces it. The first process to replace a table wins. A
+        table that cannot be stored is used by this process only.
         """
         stored = self._stored
         if self.is_measured and (
@@ -165,17 +167,14 @@ class PassCosts:
         ):
             return
         measured = measure()
-        costs = measured.costs
+        costs, num_busy = measured.costs, int(measured.busy)
         if stored is not None and stored.state == PROVISIONAL and measured.busy:
-            costs = stored.costs.minimum(costs)
-            num_stored = 0 if self._next_path is None else number_of(self._next_path)
-            if costs == stored.costs or num_stored > MAX_LOWERED:
-                return
+            costs, num_busy = stored.costs.minimum(costs), stored.num_busy + 1
         self.table = costs
         if self._key is not None and self._next_path is not None:
-            state = PROVISIONAL if measured.busy else CONFIRMED
+            state = PROVISIONAL if 0 < num_busy < MAX_BUSY else CONFIRMED
             was_contradicted = stored is not None and stored.was_contradicted
-            file = CostFile(FORMAT, self._key, costs, state, was_contradicted)
+            file = CostFile(FORMAT, self._key, costs, state, was_contradicted, num_busy)
             with contextlib.suppress(OSError):
                 self._stored = write_first(self._next_path, file)
                 self.table = self._stored.costs
