@@ -93,7 +93,8 @@ def measure(
         # One K shows the cost of a pass for each token, but not of one pass for all.
         is_parallel = isinstance(drafter, ParallelDraftModel)
         candidates += DRAFT_LENGTHS_IF_SLOW if is_slow and not is_parallel else DRAFT_LENGTHS
-    ks = [k for k in candidates if k < rows[-1] and 1 + (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
+    ks = sorted({min(k, rows[-1] - 1) for k in candidates})
+    ks = [k for k in ks if 1 + (1 + NUM_ROUNDS) * (k + 1) < max_tokens]
     num_new = max(longest, 1 + (1 + NUM_ROUNDS) * (ks[-1] + 1))
     timings = [
         _Timings(target, drafter, context_length, length, rows, ks)

@@ -127,6 +127,13 @@ def test_passes_timed_by_the_self_test_are_not_repeated(clock):
     assert len(target.passes) == 8
 
 
+def test_drafts_of_slow_models_are_timed_for_two_invariant_pass_lengths(clock):
+    target, *others = scripted(clock)
+    costs = measure(target, *others, 16, samples={1: 11.0, 2: 12.0}).costs
+    assert costs.rows == (1, 2)
+    assert costs.greedy.draft == ((on_grid(2.2),),)
+
+
 def test_fast_models_are_timed_in_sweeps(clock):
     target, *others = scripted(clock, target=lambda t: 1e-3, draft=lambda t: 1e-4)
     costs = measure(target, *others, 4, samples={1: 9e-3, 2: 9e-3, 5: 9e-3}).costs
