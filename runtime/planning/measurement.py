@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, median_high
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ from .cost_table import CostTable, Measurement, ModeCosts, interpolate
 from .plans import FixedPlan
 
 LENGTH = 64  # cache length at load
-SECONDS, MIN_SWEEPS = 0.12, 2  # time limit at load
-PATIENCE = 3  # sweeps, and factor of the time limit, while other programs use the cores
+SECONDS = 0.12  # time limit at load
+MIN_SWEEPS, BUSY_SWEEPS = 2, 3  # minimum without and with contention
+BUSY_FACTOR = 3  # factor of the time limit with contention
 SLOW_SECONDS = 0.5  # if the passes of the self-test took longer, they are not timed again
 PASS_LENGTHS = (1, 2, 3, 5, 9)  # in addition to the longest; kernels use tiles of a few rows
 # K of timed rounds with the draft model. Those of multi-step graphs are timed at K + 1 = each row:
@@ -38,8 +39,8 @@ NUM_ROUNDS = 1  # timed rounds for each K and mode in a sweep, after one warm-up
 PREFILL_LENGTH = 64  # tokens of the draft model's timed prefill
 MIN_CONTEXT = 10  # context length that these rounds need
 GRID_RATIO = 1.1  # ratio of neighboring values on the grid that costs are rounded to
-BUSY_RATIO = 1.5  # ratio of a time's median to its minimum that indicates other load
-BUSY_SHARE = 0.25  # share of the time that threads wait for a core that indicates other load
+BUSY_RATIO = 1.5  # mean ratio of medians to minima that indicates contention
+BUSY_SHARE = 0.25  # ratio of time waited for cores, over all threads, to elapsed time that does
 MIN_SECONDS = 1e-7  # lower bound of a draft pass, against noise
 TASKS = Path("/proc/self/task")  # threads of this process, on Linux
 MODES = {"greedy": Sampling(), "sampled": Sampling(1.0)}
@@ -62,8 +63,8 @@ def measure(
     """Time the passes and the host work of a bundle. Both caches are empty afterwards.
 
     Target passes are timed alone, and complete rounds in the decoding loop, with and without the
-    draft model. Each sweep times everything once, so that other load affects all costs alike. A
-    cost is the minimum over sweeps, rounded to a grid: other load only adds time, and the first
+    draft model. Each sweep times everything once, so that contention affects all costs alike. A
+    cost is the minimum over sweeps, rounded to a grid: contention only adds time, and the first
     passes of a process take up to twice as long.
 
     The cost of a draft is the time of its round without the target pass. A target pass takes longer
@@ -108,10 +109,8 @@ def measure(
         elapsed = time.perf_counter() - begin
         is_busy = fmean(timing.disturbance for timing in timings) > BUSY_RATIO
         is_busy |= _seconds_waited() - waited > BUSY_SHARE * elapsed
-        is_patient = is_busy and sweeps >= MIN_SWEEPS
-        limit, num_sweeps = PATIENCE * seconds, PATIENCE
-        if not is_patient:
-            limit, num_sweeps = seconds, MIN_SWEEPS
+        num_sweeps = BUSY_SWEEPS if is_busy else MIN_SWEEPS
+        limit = seconds * (BUSY_FACTOR if is_busy else 1)
         share = 1.0 if is_slow else min(elapsed / limit, sweeps / num_sweeps, 1.0)
         on_progress(share)
     target.truncate(0)
@@ -126,9 +125,9 @@ class _Timings:
     """Timings at one cache length.
 
     Attributes:
-        passes: Seconds of target passes. [sweeps][rows]
-        rounds: Seconds of each round, seconds without its target pass, and its number of new
-            tokens, by mode and K.
+        passes: Seconds of target passes without a draft, by pass length.
+        verify: Seconds of target passes after a draft, by pass length.
+        rounds: Seconds of rounds without the target pass, and numbers of new tokens, by mode and K.
         prefill: Seconds per token of draft model prefill. [sweeps]
     """
 
@@ -143,14 +142,15 @@ class _Timings:
     ) -> None:
         self._target, self._drafter, self._context_length = target, drafter, context_length
         self.length, self.rows, self.ks = length, rows, ks
-        self.passes: list[list[float]] = []
-        self.rounds: defaultdict[tuple[str, int], list[tuple[float, float, int]]]
-        self.rounds = defaultdict(list)
+        self.passes: dict[int, list[float]] = {t: [] for t in rows}
+        self.verify: defaultdict[int, list[float]] = defaultdict(list)
+        self.rounds: defaultdict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
         self.prefill: list[float] = []
 
     def sweep(self, passes: Mapping[int, float] | None) -> None:
         """Time everything once, except target passes whose seconds are passed in."""
-        self.passes.append([passes[t] for t in self.rows] if passes else self._time_passes())
+        for length, seconds in (passes or self._time_passes()).items():
+            self.passes[length].append(seconds)
         for mode, k in product(MODES, self.ks):
             self._time_rounds(mode, k)
         if self._drafter is not None:
@@ -166,15 +166,15 @@ class _Timings:
                 self._drafter.model.prefill(tokens)
             self.prefill.append((time.perf_counter() - begin) / count)
 
-    def _time_passes(self) -> list[float]:
-        """Time a pass of each length, after a warm-up pass."""
-        times = []
+    def _time_passes(self) -> dict[int, float]:
+        """Time a pass of each length, after a warm-up pass over one token."""
+        times = {}
         for length in (1, *self.rows):
             _fill(self._target, self.length)
             begin = time.perf_counter()
             self._target.forward([0] * length)[0].largest(1)
-            times.append(time.perf_counter() - begin)
-        return times[1:]
+            times[length] = time.perf_counter() - begin
+        return times
 
     def _time_rounds(self, mode: str, k: int) -> None:
         """Time a few rounds in the decoding loop, after a warm-up round.
@@ -196,60 +196,44 @@ class _Timings:
             begin, before = time.perf_counter(), stopwatch.seconds["verify"]
             tokens = next(rounds).tokens
             duration = time.perf_counter() - begin
-            pass_seconds = stopwatch.seconds["verify"] - before
-            self.rounds[mode, k].append((duration, duration - pass_seconds, len(tokens)))
+            seconds = stopwatch.seconds["verify"] - before
+            (self.verify if k else self.passes)[k + 1].append(seconds)
+            self.rounds[mode, k].append((duration - seconds, len(tokens)))
 
     @property
     def target(self) -> list[float]:
-        """Seconds of target passes, monotonic in the pass length. [rows]
-
-        A pass takes at most as long as those of rounds, and as longer passes.
-        """
-        fastest = dict(zip(self.rows, map(min, zip(*self.passes, strict=True)), strict=True))
-        for k in self.ks:
-            if k + 1 in fastest:
-                fastest[k + 1] = min(fastest[k + 1], *self._verify(k))
-        return _ascending([fastest[t] for t in self.rows])
+        """Seconds of target passes, ascending. [rows]"""
+        return _ascending([*map(min, self.passes.values())])
 
     @property
     def disturbance(self) -> float:
-        """Mean ratio of the median to the minimum, over passes and drafts timed more than once.
-
-        Passes of plain rounds count, too: those of slow models are not timed again otherwise.
-        """
-        columns = [list(column) for column in zip(*self.passes, strict=True)]
-        columns[0] += self._verify(0)
-        for mode, k in product(MODES, self.ks[1:]):
-            columns.append([rest for _, rest, _ in self.rounds[mode, k]])
-        return fmean(median(column) / min(column) for column in columns if len(column) > 1)
-
-    def _verify(self, k: int) -> list[float]:
-        """Return the seconds of the target passes of rounds with K draft tokens."""
-        return [total - rest for mode in MODES for total, rest, _ in self.rounds[mode, k]]
+        """Mean ratio of the median to the minimum, over passes and drafts timed more than once."""
+        times = [*self.passes.values()]
+        times += [[rest for rest, _ in self.rounds[mode, k]] for mode in MODES for k in self.ks[1:]]
+        return fmean(median(seconds) / min(seconds) for seconds in times if len(seconds) > 1)
 
     @property
     def host(self) -> float:
         """Seconds of a plain round without its target pass, at most those of other rounds."""
-        return min(rest for times in self.rounds.values() for _, rest, _ in times)
+        return min(rest for times in self.rounds.values() for rest, _ in times)
 
     def token(self, mode: str) -> float:
         """Return the seconds of host work per new token, in addition to `host`."""
         rounds = (times for k in self.ks for times in self.rounds[mode, k])
-        return min((rest - self.host) / count for _, rest, count in rounds)
+        return min((rest - self.host) / count for rest, count in rounds)
 
     def drafting(self, mode: str, k: int, token: float) -> float:
         """Return the seconds of K draft tokens, given the host cost per new token.
 
-        Greedy drafts take at most as long as sampled ones. The seconds include the slowdown of the
-        target pass by the draft. It is the difference of two disturbed times, each of which may be
-        longer than the draft, so it is relative to the second fastest pass without a draft, and at
-        most as long as the draft.
+        Greedy drafts take at most as long as sampled ones. The slowdown of the target pass by the
+        draft is included, relative to the median pass without a draft (of two, the slower one) and
+        at most as long as the draft, since contention may add more to either pass.
         """
         modes = MODES if mode == "greedy" else (mode,)
-        rest = min(rest - token * count for m in modes for _, rest, count in self.rounds[m, k])
+        rest = min(rest - token * count for m in modes for rest, count in self.rounds[m, k])
         seconds = rest - self.host
-        second_fastest = [sorted(column)[:2][-1] for column in zip(*self.passes, strict=True)]
-        slowdown = min(self._verify(k)) - interpolate(self.rows, second_fastest, k + 1)
+        passes = [*map(median_high, self.passes.values())]
+        slowdown = min(self.verify[k + 1]) - interpolate(self.rows, passes, k + 1)
         return seconds + min(max(slowdown, 0.0), seconds)
 
 
@@ -314,14 +298,19 @@ def _fill_draft(drafter: DraftModel, length: int) -> None:
 
 
 def _ascending(times: Sequence[float]) -> list[float]:
-    """Return each time, or a shorter one after it: other load only adds time."""
+    """Return the minimum of each time and those after it, of longer passes.
+
+    This assumes that a pass takes at most as long as a longer one; kernels may differ by a few
+    percent.
+    """
     return [*accumulate(reversed(times), min)][::-1]
 
 
 def _seconds_waited() -> float:
-    """Return the seconds that the threads of this process have waited for a core.
+    """Return the seconds that this process has waited for a core, the sum over its threads.
 
-    0 without the scheduler statistics of Linux (`/proc/PID/schedstat`).
+    Waiting for a CPU quota counts. 0 without the scheduler statistics of Linux
+    (`/proc/PID/schedstat`).
     """
     nanoseconds = 0
     for path in TASKS.glob("*/schedstat"):

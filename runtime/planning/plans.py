@@ -358,7 +358,7 @@ class ReplayPlan:
 class RoundTimes:
     """Ratios of measured to predicted times of a request's rounds, by drafter.
 
-    Only the ratio between drafters is judged: a busy machine slows all rounds down alike, which
+    Only the ratio between drafters is judged: contention slows all rounds down alike, which
     changes no choice. Times are recorded during a request and judged after it; no choice depends on
     them.
     """

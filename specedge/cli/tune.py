@@ -45,9 +45,7 @@ def tune(as_json: bool, threads: int | None, **models: Any) -> None:
         many = "threads are" if fewer > 1 else "thread is"
         click.echo(f"{fewer} {many} fastest, and now the default", err=True)
     if tuned.busy:
-        click.echo(
-            "note: the processor was busy with other programs; repeat on an idle machine", err=True
-        )
+        click.echo("note: the process waited for a core; repeat on an idle machine", err=True)
     click.echo(f"wrote {path}", err=True)
     if as_json:
         from specedge.strict_json import to_plain

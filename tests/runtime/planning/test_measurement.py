@@ -56,6 +56,28 @@ def clock(monkeypatch, tmp_path):
     return found
 
 
+@pytest.fixture
+def timed_rounds(clock, monkeypatch):
+    """K and mode of the rounds that are timed, and the host work that is added to each."""
+    current = SimpleNamespace(k=0, is_greedy=True, host_seconds=lambda: 0.0)
+
+    class Plan(measurement.FixedPlan):
+        def __init__(self, drafter, k):
+            current.k = k
+            super().__init__(drafter, k)
+
+    class Decoder(measurement.SpeculativeDecoder):
+        def rounds(self, tokens, sampling, *limits):
+            current.is_greedy = sampling.greedy
+            for round_ in super().rounds(tokens, sampling, *limits):
+                clock.now += current.host_seconds()
+                yield round_
+
+    monkeypatch.setattr(measurement, "FixedPlan", Plan)
+    monkeypatch.setattr(measurement, "SpeculativeDecoder", Decoder)
+    return current
+
+
 def scripted(clock, target=lambda t: 10 + t, draft=lambda t: 2 + t / 10):
     """Target, drafter and context length."""
     return Scripted(clock, target), DraftModel(Scripted(clock, draft)), 256
@@ -148,71 +170,53 @@ def test_a_disturbed_pass_costs_at_most_as_much_as_a_longer_one(clock):
     assert costs.greedy.target[0][2] == costs.greedy.target[0][3] == on_grid(11) + on_grid(4)
 
 
-def test_passes_of_rounds_lower_the_cost_of_a_disturbed_pass(clock):
-    """Passes over 2 tokens are disturbed unless a draft pass precedes them."""
-    drafted = []
-    target = lambda t: 10 + t + 9 * (t == 2 and not drafted) + (drafted.clear() or 0)  # noqa: E731
-    draft = lambda t: drafted.append(t) or 2 + t / 10  # noqa: E731
-    costs = measure(*scripted(clock, target, draft), 1).costs
-    assert costs.rows == (1, 2)
-    assert costs.greedy.target[0] == pytest.approx([on_grid(11), on_grid(11) + on_grid(1)])
+class Disturbed(Scripted):
+    """Model whose passes are delayed at random, by up to `max_delay` seconds."""
+
+    def __init__(self, clock, seconds, max_delay, seed):
+        rng = random.Random(seed)
+        super().__init__(clock, lambda t: seconds(t) + rng.uniform(0, max_delay))
+
+
+@pytest.fixture
+def calm_draft(clock):
+    """Costs of drafts without disturbances."""
+    return measure(*scripted(clock), 16).costs.greedy.draft
 
 
 def test_disturbed_target_passes_hardly_affect_the_cost_of_a_draft(clock):
     """A target pass takes 12 to 21 seconds; a draft pass takes 1."""
     ratios = []
     for seed in range(40):
-        rng = random.Random(seed)
-        noise = lambda t: 12 + t / 10 + rng.uniform(0, 9)  # noqa: E731, B023
-        costs = measure(*scripted(clock, noise, lambda t: 1.0), 16).costs
+        target = Disturbed(clock, lambda t: 12 + t / 10, 9, seed)
+        drafter = DraftModel(Scripted(clock, lambda t: 1.0))
+        costs = measure(target, drafter, 256, 16).costs
         ratios += [mode.draft[0][0] for mode in (costs.greedy, costs.sampled)]
     assert min(ratios) >= 0.95
     assert sum(ratio <= 1.3 for ratio in ratios) >= 0.9 * len(ratios)
     assert max(ratios) <= 2.1
 
 
-def test_a_disturbed_greedy_draft_costs_at_most_as_much_as_a_sampled_one(clock, monkeypatch):
-    modes = []
-    rounds = measurement.SpeculativeDecoder.rounds
-    monkeypatch.setattr(
-        measurement.SpeculativeDecoder,
-        "rounds",
-        lambda self, tokens, sampling, *limits: (
-            modes.append(sampling.greedy) or rounds(self, tokens, sampling, *limits)
-        ),
-    )
-    draft = lambda t: 2 + t / 10 + 5 * modes[-1]  # noqa: E731
-    costs = measure(*scripted(clock, draft=draft), 16).costs
-    assert (
-        costs.greedy.draft
-        == costs.sampled.draft
-        == measure(*scripted(clock), 16).costs.greedy.draft
-    )
+def test_a_disturbed_greedy_draft_costs_at_most_as_much_as_a_sampled_one(
+    clock, timed_rounds, calm_draft
+):
+    disturbed = scripted(clock, draft=lambda t: 2 + t / 10 + 5 * timed_rounds.is_greedy)
+    costs = measure(*disturbed, 16).costs
+    assert costs.greedy.draft == costs.sampled.draft == calm_draft
 
 
-def test_disturbed_plain_rounds_hardly_affect_host_work(clock, monkeypatch):
+def test_disturbed_plain_rounds_hardly_affect_host_work(clock, timed_rounds, calm_draft):
     """Sampled plain rounds take 30 seconds of host work, others none."""
-    plan, ks = measurement.FixedPlan, []
-    rounds = measurement.SpeculativeDecoder.rounds
-    monkeypatch.setattr(measurement, "FixedPlan", lambda *a: ks.append(a[1]) or plan(*a))
-
-    def disturbed(self, tokens, sampling, *limits):
-        for round_ in rounds(self, tokens, sampling, *limits):
-            clock.now += 30 * (ks[-1] == 0 and not sampling.greedy)
-            yield round_
-
-    monkeypatch.setattr(measurement.SpeculativeDecoder, "rounds", disturbed)
+    timed_rounds.host_seconds = lambda: 30 * (timed_rounds.k == 0 and not timed_rounds.is_greedy)
     costs = measure(*scripted(clock), 16).costs
     assert costs.sampled.token <= 2.3
-    assert costs.greedy.draft == measure(*scripted(clock), 16).costs.greedy.draft
+    assert costs.greedy.draft == calm_draft
 
 
-def test_a_later_token_costs_at_most_as_much_as_the_first(clock, monkeypatch):
+def test_a_later_token_costs_at_most_as_much_as_the_first(clock, timed_rounds):
     """Rounds of more than one token are disturbed."""
-    plan, ks = measurement.FixedPlan, []
-    monkeypatch.setattr(measurement, "FixedPlan", lambda *a: ks.append(a[1]) or plan(*a))
-    draft = lambda t: 2 + t / 10 + 9 * (ks[-1] > 1)  # noqa: E731
-    costs = measure(*scripted(clock, draft=draft), 16).costs
+    disturbed = scripted(clock, draft=lambda t: 2 + t / 10 + 9 * (timed_rounds.k > 1))
+    costs = measure(*disturbed, 16).costs
     assert costs.greedy.draft[0] == pytest.approx([on_grid(2.2) * k for k in (1, 2, 4, 8, 16)])
 
 
@@ -231,9 +235,19 @@ def test_host_work_is_not_a_cost_of_drafts(clock, monkeypatch):
 
 @pytest.mark.parametrize(("slowdown", "attributed"), [(0.5, 0.5), (50, 2.2)])
 def test_a_target_pass_that_takes_longer_after_a_draft_is_a_cost_of_it(clock, slowdown, attributed):
-    drafted = []
-    target = lambda t: 10 + t + bool(drafted) * slowdown + (drafted.clear() or 0)  # noqa: E731
-    draft = lambda t: drafted.append(t) or 2 + t / 10  # noqa: E731
+    follows_draft = False
+
+    def draft(t):
+        nonlocal follows_draft
+        follows_draft = True
+        return 2 + t / 10
+
+    def target(t):
+        nonlocal follows_draft
+        seconds = 10 + t + slowdown * follows_draft
+        follows_draft = False
+        return seconds
+
     costs = measure(*scripted(clock, target, draft), 16).costs
     assert costs.greedy.draft[0][0] == pytest.approx(2.2 + attributed, rel=0.05)
     assert costs.greedy.target == measure(*scripted(clock), 16).costs.greedy.target
@@ -263,7 +277,7 @@ def test_threads_that_wait_for_a_core_are_reported(
     clock.now = 1000.0  # before the measurement
     target, *others = scripted(clock)
     assert measure(target, *others, 16, samples=samples).busy == busy
-    num_sweeps = measurement.PATIENCE if busy else measurement.MIN_SWEEPS
+    num_sweeps = measurement.BUSY_SWEEPS if busy else measurement.MIN_SWEEPS
     assert target.passes.count(17) == (0 if samples else num_sweeps)
 
 
