@@ -70,7 +70,7 @@ def trace_others(
     """Trace the graphs without caches that have these names."""
     if isinstance(model, SourceConditionedDecoder):
         return trace_encoder(model, geometry, sources, names)
-    if isinstance(model, DraftHeadModule) and names:
+    if isinstance(model, DraftHeadModule) and FUSE in names:
         return {FUSE: trace_fuse(model, sources)}
     return {}
 

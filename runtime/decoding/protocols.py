@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from specedge.request import PLAIN
 from specedge.sampling_options import Sampling
@@ -117,7 +117,6 @@ class SourceModel(LanguageModel, Protocol):
         """Compute the constant states again when a source is opened next."""
 
 
-@runtime_checkable
 class DraftingModel(LanguageModel, Protocol):
     """Model that may draft on its device, without host work between tokens."""
 
@@ -388,7 +387,7 @@ class RoundPlan:
     The drafter may propose fewer tokens; the round takes 2K + 1 uniforms in any case. `name` is
     the drafter's in statistics, PLAIN if K = 0. With `is_block`, the draft is verified as a block
     if the sampling options allow it. Both are known before a token is drafted, on which the accept
-    rule must not depend. `min_confidence` is that of the drafter, 0 if it does not end drafts.
+    rule must not depend. `min_confidence` is that of the draft's request.
     """
 
     name: str

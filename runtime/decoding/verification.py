@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -47,11 +47,12 @@ class DraftRequest:
     def after(self, tokens: Sequence[int]) -> DraftRequest:
         """Return the request for the rest of the draft after its first tokens."""
         length = len(tokens)
-        return replace(
-            self,
-            history=self.history.then(tokens),
-            max_tokens=self.max_tokens - length,
-            uniforms=self.uniforms[length:],
+        return DraftRequest(
+            self.history.then(tokens),
+            self.max_tokens - length,
+            self.sampling,
+            self.uniforms[length:],
+            self.min_confidence,
         )
 
 
@@ -263,7 +264,7 @@ def draft_rows(
     grammar forces needs no row.
 
     Args:
-        request: The request.
+        request: Text, options and random numbers of the draft.
         is_last: Function that is called with the row of each token that was drawn from one, and
             returns True to end the draft after that token, which is tested like the others.
     """

@@ -31,7 +31,7 @@ class Chain(ModelDrafter):
         return self.drafters[-1].observer
 
     def draft(self, request: DraftRequest) -> Operations[Draft]:
-        request, sampling = replace(request, min_confidence=0.0), request.sampling
+        sampling = request.sampling
         tokens: list[int] = []
         probs: list[Distribution | None] = []
         sources: list[str] = []

@@ -79,7 +79,8 @@ class DraftModel(ModelDrafter):
         unread, limit = yield from self._catch_up(history)
         if request.sampling.constraint is not None:  # it may force tokens of long readings
             limit = (limit - 1) // self.reading.longest + 1
-        request = replace(request, max_tokens=min(request.max_tokens, limit))
+        if limit < request.max_tokens:
+            request = replace(request, max_tokens=limit)
         if self.drafts_on_device:
             draft = yield DeviceDraft(cast(DraftingModel, self.model), unread, request)
             if draft is not None:
@@ -223,7 +224,8 @@ class ParallelDraftModel(DraftModel):
         masks = [self.mask_token] * (num_rows - 1)
         logits = yield Feed(self.model, [*unread, *masks], num_rows)
         self.model.truncate(length)
-        request = replace(request, max_tokens=min(request.max_tokens, num_rows))
+        if num_rows < request.max_tokens:
+            request = replace(request, max_tokens=num_rows)
         return draw_draft(lambda drafted: logits[len(drafted)], request)
 
 

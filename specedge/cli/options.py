@@ -60,7 +60,6 @@ prompt_format = click.option(
     type=click.Choice(["text", "jsonl"]),
     help="Format of --prompts.  [default: jsonl for .jsonl files, else text]",
 )
-MODEL_OPTIONS = ("bundle", "device", "draft_device", "threads", "ops")  # of `load_pipeline`
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -87,7 +86,8 @@ def load_pipeline(bundle: str | None, with_notes: bool = True, **arguments: Any)
 
 def pop_model_options(arguments: dict[str, Any]) -> dict[str, Any]:
     """Remove the arguments of a command that are options of `load_pipeline`, and return them."""
-    return {name: arguments.pop(name) for name in MODEL_OPTIONS}
+    names = ("bundle", "device", "draft_device", "threads", "ops")
+    return {name: arguments.pop(name) for name in names}
 
 
 def print_notes(pipeline: Pipeline) -> None:

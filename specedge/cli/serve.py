@@ -166,7 +166,8 @@ def serve(
         raise MissingExtraError(
             f"{error.name} is not installed: pip install 'specedge[serve]'"
         ) from error
-    models, key = options.pop_model_options(settings), os.environ.get(KEY) or None
+    models = options.pop_model_options(settings)
+    key = os.environ.get(KEY) or None
     variables = _template_variables(chat_template_kwargs, reasoning_effort)
     if access_log:
         logging.basicConfig(format="%(asctime)s %(message)s")

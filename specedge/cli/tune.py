@@ -31,7 +31,8 @@ def tune(as_json: bool, threads: int | None, **models: Any) -> None:
 
     from specedge.benchmarks import tune as tuning
 
-    device, fewer = models["device"], None
+    device = models["device"]
+    fewer = None
     if threads is None and {device, models["draft_device"] or device} == {"cpu"}:
         fewer = tuning.fastest_threads(models["bundle"], models["ops"])
     pipeline = options.load_pipeline(**models, threads=threads or fewer)

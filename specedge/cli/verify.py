@@ -50,6 +50,7 @@ def verify(
     special_tokens: bool,
     self_test: bool,
     as_json: bool,
+    bundle: str | None,
     **models: Any,
 ) -> None:
     """Audit a bundle on this machine.
@@ -73,7 +74,7 @@ def verify(
         on = devices_of(bundle, share_threads=True, **models)
         return ExecutionSettings(on["target"], models["ops"], on["draft"])
 
-    folder = store.find_bundle(models.pop("bundle"))
+    folder = store.find_bundle(bundle)
     if self_test:
         manifest = Bundle.read(folder)
         _test_self(manifest, settings_for(manifest), minutes or 5.0, as_json)
