@@ -26,7 +26,7 @@ SOURCES = ([9, 8, 7, 6, 1], [5], [11, 30, 12, 5] * 7 + [1])
 SAMPLINGS = ({}, {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.2, "seed": 3})
 DEFAULTS = {
     "suppress_tokens": (PAD, 17, 23),
-    "begin_suppress_tokens": (9, 12, 30),
+    "begin_suppress_tokens": (9, 17, 30),
     "no_repeat_ngram_size": 2,
 }
 LENGTH = 40
@@ -105,7 +105,11 @@ def test_plain_round_generates_the_text_of_the_target(tmp_path):
 def texts_of(bundle):
     with specedge.load(bundle.folder) as pipeline:
         sampled = {"temperature": 1.0, "seed": 1}
-        return [pipeline.generate(s, LENGTH, **x).tokens for s in SOURCES for x in ({}, sampled)]
+        return [
+            pipeline.generate(source, LENGTH, num_draft_tokens=0, **sampling).tokens
+            for source in SOURCES
+            for sampling in ({}, sampled)
+        ]
 
 
 @pytest.mark.parametrize("layout", ["fused", "split"])
