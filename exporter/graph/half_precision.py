@@ -1,15 +1,18 @@
 """Conversion of a float32 graph to 16-bit arithmetic, or to 16-bit caches, with the same weights.
 
-Caches and all values derived from tokens get the 16-bit type. Values that depend only on positions
-stay in float32, as 16 bits represent few positions exactly, and so do squares and their sums, which
-overflow, and operators without the type; they are cast where they meet 16-bit values. Other sums
-have kernels that accumulate in float32. Logits and hidden states are cast to float32.
+Caches and all values derived from tokens get the 16-bit type. The following stay in float32, and
+are cast where they meet 16-bit values:
+
+* values that depend only on positions, as 16 bits represent few positions exactly;
+* values that may overflow: squares and their sums, and sums over blocks of quantized weights;
+* results of operators that have no bfloat16 kernel in ONNX Runtime's CUDA provider.
+
+Logits and hidden states are cast to float32.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import onnx.defs
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
@@ -23,6 +26,13 @@ _WIDE = ir.DataType.FLOAT
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Operators of decomposed norms. Kernels of fused norms accumulate in float32.
 _SUMS = {"Pow", "ReduceL2", "ReduceMean", "ReduceSumSquare"}
+# Operators without a bfloat16 CUDA kernel for opset 20 or 24 (ONNX Runtime 1.31.1).
+_WITHOUT_BFLOAT16 = {
+    "ArgMax", "Ceil", "Clip", "Cos", "CumSum", "Einsum", "Elu", "Equal", "Floor", "Greater",
+    "GreaterOrEqual", "HardSigmoid", "HardSwish", "LeakyRelu", "Less", "LessOrEqual", "Log",
+    "LogSoftmax", "Mish", "OneHot", "PRelu", "Pad", "Reciprocal", "ReduceLogSumExp", "ReduceMax",
+    "ReduceMin", "ReduceProd", "Round", "Selu", "Sin", "Softplus", "Softsign", "TopK",
+}  # fmt: skip
 # Operators between caches and attention, which have 16-bit kernels.
 _CACHE_OPS = {
     "Attention", "Expand", "GroupQueryAttention", "Reshape", "Slice", "TensorScatter", "Transpose",
@@ -35,7 +45,8 @@ _FOLDED = {"Cast", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze"}
 def convert_graph(model: ir.Model, dtype: ir.DataType) -> None:
     """Convert a model's graph to a 16-bit type, in place."""
     graph, casts = model.graph, _start(model.graph, dtype)
-    hidden, opset = hidden_states_node(graph), graph.opset_imports[""]
+    hidden = hidden_states_node(graph)
+    unsupported = _WITHOUT_BFLOAT16 if dtype == ir.DataType.BFLOAT16 else ()
     lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
     for value in dict.fromkeys(map(_follow_embedding, lookups)):
         if value.dtype == _WIDE:
@@ -47,7 +58,7 @@ def convert_graph(model: ir.Model, dtype: ir.DataType) -> None:
         for output in node.outputs:
             if output.dtype is None and output.name:  # others are omitted
                 output.dtype = _infer_type(node)
-        _retype(node, casts, node is not hidden and _has_type(node, dtype, opset))
+        _retype(node, casts, node is not hidden and node.op_type not in unsupported)
     _finish(model, dtype)
 
 
@@ -160,27 +171,20 @@ def _infer_type(node: ir.Node) -> ir.DataType | None:
     return next((x.dtype for x in node.inputs if x is not None), None)
 
 
-def _has_type(node: ir.Node, dtype: ir.DataType, opset: int) -> bool:
-    """Return True if ONNX defines a node's operator for the type: not TopK before opset 24.
-
-    Operators of ONNX Runtime, also in ONNX's domain, have both 16-bit types.
-    """
-    try:
-        schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
-    except onnx.defs.SchemaError:
-        return True
-    allowed = {x.type_param_str: x.allowed_type_strs for x in schema.type_constraints}
-    types = {x.type_str for x, value in zip(schema.inputs, node.inputs, strict=False)
-             if value is not None and _is_float(value)}  # fmt: skip
-    return all(f"tensor({dtype.name.lower()})" in allowed.get(name, ()) for name in types)
+def _may_overflow(node: ir.Node) -> bool:
+    """Return True for squares, their sums, and sums over the blocks to which rows are reshaped."""
+    if node.op_type == "Mul":
+        return node.inputs[0] is node.inputs[1]
+    if node.op_type == "ReduceSum":
+        return producer(node.inputs[0], "Reshape") is not None
+    return node.op_type in _SUMS
 
 
 def _retype(node: ir.Node, casts: _CastCache, is_able: bool = True) -> None:
     """Cast a node's floats to one type: 16-bit if an input has it and the node supports it."""
     floats = [(i, x) for i, x in enumerate(node.inputs) if x is not None and _is_float(x)]
     read = {x.dtype for _, x in floats if not _is_constant(x)}
-    squares = node.op_type == "Mul" and node.inputs[0] is node.inputs[1]
-    if not is_able or read <= {_WIDE} or node.op_type in _SUMS or squares:
+    if not is_able or read <= {_WIDE} or _may_overflow(node):
         for i, value in floats:
             if value.dtype == casts.dtype and not _is_constant(value):
                 node.replace_input_with(i, casts.wide(value))

@@ -65,21 +65,44 @@ def test_overflowing_squares_are_summed_in_float32(square, mean):
     assert run(model, x=np.array([400, 300], np.float16)) == pytest.approx(expected, 1e-3)
 
 
-def test_sums_of_activations_are_not_cast():
-    """Kernels accumulate them in float32: 16 bits would lose ones after 2,048."""
+def test_sums_over_blocks_are_multiplied_in_float32():
+    """The sum of 32 activations may exceed 65,504."""
+    body = """b = Constant <value = int64[2] {2, 32}> ()  a = Constant <value = int64[1] {-1}> ()
+              w = Constant <value = float[2, 2] {0.5, 0.25, 0.0, 1.0}> ()
+              s = Reshape(x, b)  t = ReduceSum <keepdims = 0> (s, a)  y = MatMul(t, w)"""
+    model = narrowed(body, "float[64] x")
+    wide = ir.DataType.FLOAT
+    assert {("ReduceSum", wide), ("MatMul", wide)} <= {*kinds(model)}
+    x = np.repeat([3000, 1], 32).astype(np.float16)
+    assert run(model, x=x).tolist() == [48000, 24032]
+
+
+def test_other_sums_of_activations_are_not_cast():
+    """A router's sum of probabilities."""
     model = narrowed("s = ReduceSum(x)  y = Add(s, s)", "float[n] x")
     assert kinds(model) == [("ReduceSum", HALF), ("Add", HALF), ("Cast", ir.DataType.FLOAT)]
-    x = np.array([2048, *[1] * 64, -2048], np.float16)
-    assert run(model, x=x) == [128]
 
 
-@pytest.mark.parametrize(("opset", "kind"), [(20, ir.DataType.FLOAT), (24, ir.DataType.BFLOAT16)])
-def test_operators_without_the_type_stay_in_float32(opset, kind):
-    """The router of a mixture of experts, in a graph that ONNX Runtime 1.23 loads."""
-    body = "k = Constant <value = int64[1] {2}> ()  v, i = TopK(x, k)  y = Mul(v, v)"
-    model = narrowed(body, "float[n] x", ir.DataType.BFLOAT16, opset)
-    assert ("TopK", kind) in kinds(model)
+@pytest.mark.parametrize("opset", [20, 24])
+@pytest.mark.parametrize("body", ["k = Constant <value = int64[1] {2}> ()  v, i = TopK(x, k)",
+                                  "s = Reciprocal(x)  v = Log(s)"])  # fmt: skip
+def test_operators_without_bfloat16_kernel_stay_in_float32(body, opset):
+    """Routers of mixtures of experts, also in graphs that ONNX Runtime 1.23 loads."""
+    model = narrowed(f"{body}  y = Mul(v, x)", "float[n] x", ir.DataType.BFLOAT16, opset)
+    operators = [(op, kind) for op, kind in kinds(model) if op in ("TopK", "Reciprocal", "Log")]
+    assert operators
+    assert {kind for _, kind in operators} == {ir.DataType.FLOAT}
+    assert ("Mul", ir.DataType.BFLOAT16) in kinds(model)
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
+
+
+def test_comparisons_without_bfloat16_kernel_stay_in_float32():
+    body = "z = Constant <value_float = 0.0> ()  b = Greater(x, z)  y = Where(b, x, z)"
+    model = narrowed(body, "float[n] x", ir.DataType.BFLOAT16, 20)
+    (greater,) = (node for node in model.graph if node.op_type == "Greater")
+    assert [value.dtype for value in greater.inputs] == [ir.DataType.FLOAT] * 2
+    assert greater.outputs[0].dtype == ir.DataType.BOOL
+    assert ("Where", ir.DataType.BFLOAT16) in kinds(model)
 
 
 def test_inline_tables_are_converted_instead_of_their_rows():
