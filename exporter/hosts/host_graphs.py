@@ -13,7 +13,6 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime
 
-from specedge import constant_folding
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.bundle.graph_scan import weights_of
 from specedge.bundle.graph_variants import attention_ops
@@ -22,6 +21,7 @@ from specedge.bundle.integrity import file_entry
 from specedge.bundle.manifest import FUSE, ModelEntry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
 from specedge.bundle.signature import Port, Signature
+from specedge.constant_folding import FOLDING_LIMIT
 from specedge.destination import destination
 from specedge.errors import ExportError
 from specedge.int8_products import UNSIGNED_OPTION
@@ -44,7 +44,7 @@ _STATE = re.compile(r"(?P<model>draft|target)(\.[0-9]+)?\.(past_key_values|prese
 LAYOUTS = ("auto", "fused", "split")
 GOLDEN = "golden.json"
 # Threads that spin after a run would occupy the cores of the next session's run.
-SESSION_OPTIONS = {"session.force_spinning_stop": "1", **constant_folding.WITHOUT_LIMIT}
+SESSION_OPTIONS = dict([("session.force_spinning_stop", "1"), FOLDING_LIMIT])
 # On CPUs without VNNI products of signed and unsigned bytes saturate without this option.
 INT8_OPTIONS = SESSION_OPTIONS | {UNSIGNED_OPTION: "1"}
 Golden = Callable[[Bundle, Sequence[int]], str]

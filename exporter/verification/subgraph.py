@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from specedge import constant_folding, int8_products
+from specedge import int8_products
 from specedge.attention_kernels import batch_invariant_attention
+from specedge.constant_folding import FOLDING_LIMIT
 from specedge.cpu_count import default_threads
 from specedge.errors import ExportError
 
@@ -144,8 +145,7 @@ def _open(
     model: Path | bytes, options: ort.SessionOptions, disabled: Sequence[str] = ()
 ) -> ort.InferenceSession:
     options.log_severity_level = 4
-    for entry in constant_folding.WITHOUT_LIMIT.items():
-        options.add_session_config_entry(*entry)
+    options.add_session_config_entry(*FOLDING_LIMIT)
     options.intra_op_num_threads = default_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     arguments: dict[str, Any] = {"providers": ["CPUExecutionProvider"], "enable_fallback": False}

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specedge import constant_folding
 from specedge.attention_kernels import batch_invariant_attention
 from specedge.bundle.graph_variants import QDQ
 from specedge.bundle.precision import HALF_DTYPES, OLDEST_ONNXRUNTIME
+from specedge.constant_folding import FOLDING_LIMIT
 from specedge.cpu_count import cpu_count, default_threads
 from specedge.diagnosis import plug_in
 from specedge.errors import BundleError, DeviceError
@@ -173,8 +173,7 @@ class Device:
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
-        for entry in constant_folding.WITHOUT_LIMIT.items():
-            options.add_session_config_entry(*entry)
+        options.add_session_config_entry(*FOLDING_LIMIT)
         if self.supports_engines:
             compiler = tensorrt_rtx if self.type == "rtx" else tensorrt
             return compiler.open_session(ort, path, self.index)
