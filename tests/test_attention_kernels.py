@@ -1,4 +1,4 @@
-"""Flash attention, which is not batch-invariant on Arm, is disabled while sessions are created."""
+"""Kernels of attention that are not batch-invariant: flash attention on Arm, and wide heads."""
 
 import os
 import platform
@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import specedge
-from specedge.attention_kernels import VARIABLE, batch_invariant_attention
+from specedge.attention_kernels import VARIABLE, batch_invariant_attention, pass_boundaries
 from specedge.bundle import store
 from specedge.runtime.backend import sessions
 
@@ -66,3 +66,12 @@ def test_variable_stays_until_the_last_concurrent_session_is_created():
     leave.set()
     thread.join()
     assert VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("head_size", "boundaries"),
+    [(64, ()), (128, ()), (192, (63,)), (256, (63,)), (512, (31, 63))],
+)
+def test_boundaries_of_wide_heads(head_size, boundaries):
+    """At 256 channels, as measured with Gemma 3; the others follow from MLAS's block sizes."""
+    assert pass_boundaries(head_size) == boundaries

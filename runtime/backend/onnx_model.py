@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from specedge.attention_kernels import pass_boundaries
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
 from specedge.bundle.graph_variants import has_compute_type
@@ -68,6 +69,9 @@ class OrtModel:
         self.ids = None if ids is None else np.array(ids, np.intp)
         parity = model.parity[self.ops]
         self.invariant_lengths = parity.invariant_lengths if device.is_cpu else ()
+        sizes = (state.shape[-1] for state in model.states)
+        head_size = max(size for size in sizes if isinstance(size, int))
+        self.pass_boundaries = pass_boundaries(head_size) if device.is_cpu else ()
         self.float32_error = parity.logits_error
         self.num_experts = model.num_experts
         dtype = model.weights_dtype

@@ -196,12 +196,16 @@ class SpeculativeDecoder:
         the verify pass yields the last one. When sampling, K tokens are drafted unless the text
         would exceed `max_length`: the last token must not come from another row than in a longer
         request, in block verification a token's acceptance depends on the tokens after it, and the
-        plan's choices depend on the lengths of drafts.
+        plan's choices depend on the lengths of drafts. A draft also ends where the target's kernels
+        sum in another order (`pass_boundaries`).
         """
         k, is_block = round_plan.num_draft_tokens, round_plan.is_block and sampling.allows_blocks
         most = num_left - 1 if sampling.chooses else self.max_length - history.length
         draft_uniforms, accept_uniforms = numbers[:k], numbers[k : 2 * k]
         last_uniform = float(numbers[-1])
+        for boundary in getattr(self.target, "pass_boundaries", ()):
+            if history.length <= boundary:
+                most = min(most, boundary - history.length)
         drafter, draft = round_plan.drafter, Draft([])
         if limit := min(k, most):
             with self.stopwatch.part("sampling"):

@@ -37,6 +37,34 @@ def test_the_first_pass_of_prompt_and_draft_keeps_the_text(k, temperature):
     assert len(passes) == num_rounds
 
 
+class SplitModel(TableModel):
+    """Model whose kernels sum in another order from a cache length on."""
+
+    pass_boundaries = (15,)
+
+    def forward(self, tokens, num_rows=None):
+        for boundary in self.pass_boundaries:
+            assert not self.length < boundary < self.length + len(tokens)
+        return super().forward(tokens, num_rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("max_first_length", [1, 64])
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_no_pass_crosses_a_boundary_of_the_kernels(k, max_first_length, temperature):
+    texts = []
+    for length in (0, k):
+        target, draft = SplitModel(TARGET), DraftModel(TableModel(TARGET))
+        decoder = SpeculativeDecoder(
+            target, FixedPlan(draft, length), Stopwatch(), max_first_length=max_first_length
+        )
+        rounds = list(decoder.rounds(PROMPT, Sampling(temperature), 7, 24))
+        texts.append([token for one in rounds for token in one.tokens])
+        assert max(target.passes[1:]) == 1 + length
+    if not temperature:
+        assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("longest", [1, 10, 11, 13, 14, 19])
 @pytest.mark.parametrize("k", [0, 3])
 def test_first_pass_includes_whole_prompt_remainder_or_none(k, longest):
