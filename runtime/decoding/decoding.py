@@ -165,7 +165,8 @@ class SpeculativeDecoder:
         Returns:
             Their number.
         """
-        if num_unread + num_draft_tokens > self.max_first_length:
+        has_boundary = any(len(prompt) - num_unread < end < len(prompt) for end in self._boundaries)
+        if has_boundary or num_unread + num_draft_tokens > self.max_first_length:
             if num_unread > 1:
                 yield Feed(self.target, prompt[-num_unread:-1], 0)
                 if self._observer is not None:
@@ -174,6 +175,11 @@ class SpeculativeDecoder:
         if self.resolver:
             self.resolver.begin(self.target.length)
         return num_unread
+
+    @property
+    def _boundaries(self) -> tuple[int, ...]:
+        """Cache lengths that no pass of the target crosses, as its kernels change there."""
+        return getattr(self.target, "pass_boundaries", ())
 
     def _observe(self, observer: StateObserver) -> None:
         """Let a drafter observe the hidden states of the target's last pass."""
@@ -196,16 +202,15 @@ class SpeculativeDecoder:
         the verify pass yields the last one. When sampling, K tokens are drafted unless the text
         would exceed `max_length`: the last token must not come from another row than in a longer
         request, in block verification a token's acceptance depends on the tokens after it, and the
-        plan's choices depend on the lengths of drafts. A draft also ends where the target's kernels
-        sum in another order (`pass_boundaries`).
+        plan's choices depend on the lengths of drafts.
         """
         k, is_block = round_plan.num_draft_tokens, round_plan.is_block and sampling.allows_blocks
         most = num_left - 1 if sampling.chooses else self.max_length - history.length
         draft_uniforms, accept_uniforms = numbers[:k], numbers[k : 2 * k]
         last_uniform = float(numbers[-1])
-        for boundary in getattr(self.target, "pass_boundaries", ()):
-            if history.length <= boundary:
-                most = min(most, boundary - history.length)
+        most = min(
+            [most, *(end - history.length for end in self._boundaries if end >= history.length)]
+        )
         drafter, draft = round_plan.drafter, Draft([])
         if limit := min(k, most):
             with self.stopwatch.part("sampling"):
