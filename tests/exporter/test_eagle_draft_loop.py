@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-import specedge
 from checkpoints import make_checkpoint, make_tokenizer
+from draft_calls import pipelines_by_draft
 from eagle_heads import SAFEAILAB, HeadSpec, write_head
 from specedge.bundle.gpu_signatures import ONE_CALL, SAMPLED, UNROLLED, one_call
 from specedge.exporter import export
@@ -138,15 +138,8 @@ def test_graphs_that_repeat_single_tokens_draft_the_same(bundle):
 @pytest.fixture(scope="module")
 def pipelines(bundle):
     """One that drafts by passes and one that does in one call, on the CPU."""
-    pair = [specedge.load(bundle.folder, ops=OPS) for _ in range(2)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftGraph, "_median", lambda self, run: 1.0)
-        one = pair[1]
-        assert one.draft.unroll(one.bundle, one.bundle.draft, Device()) is None
-    assert len(one.draft._draft_graphs) == len(ONE_CALL)
-    yield pair
-    for pipeline in pair:
-        pipeline.close()
+    with pipelines_by_draft(bundle.folder, OPS) as pipelines:
+        yield pipelines
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)

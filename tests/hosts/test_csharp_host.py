@@ -64,20 +64,20 @@ def test_golden_transcripts_are_reproduced(host, bundle):
     )
 
 
-@pytest.mark.parametrize("name", ["encoder_decoder", "split_encoder_decoder"])
-def test_texts_of_encoder_decoders_equal_specedge_output(host, name, request):
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("encoder_decoder", check_sources),
+        ("split_encoder_decoder", check_sources),
+        ("eagle_head", check_heads),
+        ("mtp_head", check_heads),
+    ],
+)
+def test_texts_of_encoder_decoders_and_heads_equal_specedge_output(host, name, check, request):
     bundle = request.getfixturevalue(name)
     done = host.run(bundle, "--golden")
     assert done.returncode == 0, done.stdout + done.stderr
-    check_sources(host.run, bundle)
-
-
-@pytest.mark.parametrize("name", ["eagle_head", "mtp_head"])
-def test_texts_of_draft_heads_equal_specedge_output(host, name, request):
-    bundle = request.getfixturevalue(name)
-    done = host.run(bundle, "--golden")
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_heads(host.run, bundle)
+    check(host.run, bundle)
 
 
 @each_platform

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import specedge
-from specedge.bundle.gpu_signatures import ONE_CALL, SAMPLED, num_best
+from draft_calls import pipelines_by_draft
+from specedge.bundle.gpu_signatures import SAMPLED, num_best
 from specedge.runtime.backend.cuda.draft_graphs import (
     DeviceDistribution,
     DraftGraph,
@@ -191,15 +191,8 @@ def test_settings_not_measurable_with_small_head_use_passes(sampled, monkeypatch
 @pytest.fixture(scope="module")
 def pipelines(bundle):
     """One that drafts by passes and one that does in one call, on the CPU."""
-    made = [specedge.load(bundle.folder, ops=OPS) for _ in range(2)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftGraph, "_median", lambda self, run: 1.0)
-        one = made[1]
-        assert one.draft.unroll(one.bundle, one.bundle.draft, Device()) is None
-    assert len(one.draft._draft_graphs) == len(ONE_CALL)
-    yield made
-    for pipeline in made:
-        pipeline.close()
+    with pipelines_by_draft(bundle.folder, OPS) as pipelines:
+        yield pipelines
 
 
 @pytest.mark.parametrize("options", [SAMPLINGS[0], SAMPLINGS[-1]], ids=str)
