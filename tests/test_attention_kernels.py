@@ -10,6 +10,7 @@ import pytest
 import specedge
 from specedge.attention_kernels import VARIABLE, batch_invariant_attention, pass_boundaries
 from specedge.bundle import store
+from specedge.bundle.manifest import State
 from specedge.runtime.backend import sessions
 
 
@@ -73,5 +74,16 @@ def test_variable_stays_until_the_last_concurrent_session_is_created():
     [(64, ()), (128, ()), (192, (63,)), (256, (63,)), (512, (31, 63))],
 )
 def test_boundaries_of_wide_heads(head_size, boundaries):
-    """At 256 channels, as measured with Gemma 3; the others follow from MLAS's block sizes."""
-    assert pass_boundaries(head_size) == boundaries
+    state = State("0.key", "rows", "float32", ("B", 1, "S", head_size))
+    assert pass_boundaries([state], "gqa") == boundaries
+    assert pass_boundaries([state], "onnx") == ()
+
+
+def test_wide_heads_use_no_flash_attention(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for head_size, value in ((128, None), (192, "1")):
+        state = State("0.key", "rows", "float32", ("B", 1, "S", head_size))
+        with batch_invariant_attention([state]), batch_invariant_attention():
+            assert os.environ.get(VARIABLE) == value
+        assert VARIABLE not in os.environ

@@ -6,10 +6,12 @@ T tokens per pass, V vocabulary entries, n positions; H heads of D in the caches
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
+from specedge.attention_kernels import pass_boundaries
 from specedge.bundle.graph_variants import attention_ops, has_single_rows
 from specedge.bundle.manifest import PREFILL_LENGTH, chunk_length
 
@@ -177,25 +179,36 @@ def _window_actions(
         for start in (starts if every_pass else starts[:1])
     }
     wide_from = min(first_rows.values())
+    boundaries = pass_boundaries(runner.geometry.states, runner.ops)
+
+    def split(start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the first row and the end of the passes that the runtime takes for some rows."""
+        inner = (row for boundary in boundaries if start < (row := boundary - past) < end)
+        return itertools.pairwise((start, *inner, end))
+
     expected: dict[str, np.ndarray] = {}
 
     def compare(length: int, first: int, name: str, actual: np.ndarray) -> None:
         rows = expected[name][..., first:, :][..., : actual.shape[-2], :]
         invariance[length] &= np.array_equal(actual, rows)
 
-    keep_logits = functools.partial(expected.__setitem__, "logits")
-    actions: list[Action] = [
-        FillNoise(past, end),  # later rows have noise from the segments
-        PassAction("decoder", tokens, past, wide_from, packed=True, then=keep_logits),
-        ReadRows(past, end, then=expected.__setitem__),
-    ]
+    def keep_logits(logits: np.ndarray) -> None:
+        expected["logits"] = np.concatenate([expected.get("logits", logits[:0]), logits])
+
+    actions: list[Action] = [FillNoise(past, end)]  # later rows have noise from the segments
+    for start, stop in split(0, len(tokens)):
+        row = min(max(start, wide_from), stop)
+        part = tokens[start:stop]
+        actions.append(PassAction("decoder", part, past + start, row - start, True, keep_logits))
+    actions.append(ReadRows(past, end, then=expected.__setitem__))
     for length, starts in starts_of.items():
         actions.append(FillNoise(past + starts[0], end))
-        for start in starts:
-            row = first_rows.get((length, start), start + length)
-            after = functools.partial(compare, length, row - wide_from, "logits")
-            part = tokens[start:][:length]
-            actions.append(PassAction("decoder", part, past + start, row - start, True, after))
+        for first in starts:
+            for start, stop in split(first, first + length):
+                row = min(max(start, first_rows.get((length, first), stop)), stop)
+                after = functools.partial(compare, length, row - wide_from, "logits")
+                part = tokens[start:stop]
+                actions.append(PassAction("decoder", part, past + start, row - start, True, after))
         same_rows = functools.partial(compare, length, starts[0])
         actions.append(ReadRows(past + starts[0], end, then=same_rows))
     return actions

@@ -14,6 +14,7 @@ import onnx
 import onnxruntime as ort
 import torch
 
+from specedge.attention_kernels import batch_invariant_attention
 from specedge.bundle.graph_variants import cache_dtype
 from specedge.errors import ExportError
 
@@ -320,7 +321,9 @@ class Runner:
     def _load(
         self, name: str, options: ort.SessionOptions, part: bytes | None = None
     ) -> ort.InferenceSession:
-        with translate_errors(ExportError, f"ONNX Runtime cannot load {self.path(name).name}: "):
+        prefix = f"ONNX Runtime cannot load {self.path(name).name}: "
+        states = self.geometry.states
+        with translate_errors(ExportError, prefix), batch_invariant_attention(states):
             return open_session(part or self.path(name), options)
 
 

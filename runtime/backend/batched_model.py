@@ -82,6 +82,9 @@ class SlotModel(Protocol):
     cache: KeyValueCache
     ids: Ids | None
 
+    def longest_pass(self, length: int) -> int:
+        """Return the length of the next pass over up to `length` tokens."""
+
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         """Run a pass of this slot alone."""
 
@@ -120,7 +123,8 @@ class OrtBatchedModel:
         """Append tokens to the caches of several slots in one pass.
 
         A slot whose context is almost full runs a pass of its own if it is beside a longer feed,
-        since attention needs room for a block of equally many rows per sequence.
+        since attention needs room for a block of equally many rows per sequence. So does one whose
+        pass has to be split.
 
         Args:
             feeds: Models of different slots, each with its new tokens, and the number of trailing
@@ -131,7 +135,11 @@ class OrtBatchedModel:
         """
         block_length = 1 + max(len(tokens) for _, tokens, _ in feeds)
         last = self.capacity - block_length
-        together = [i for i, (model, _, _) in enumerate(feeds) if model.cache.length <= last]
+        together = [
+            i
+            for i, (model, tokens, _) in enumerate(feeds)
+            if model.cache.length <= last and model.longest_pass(len(tokens)) == len(tokens)
+        ]
         if len(together) < 2:
             together = []
         shared = self._run([feeds[i] for i in together], block_length) if together else []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specedge.attention_kernels import pass_boundaries
 from specedge.bundle import Bundle
 from specedge.bundle.batched_signature import BATCHED
 from specedge.bundle.manifest import PREFILL_LENGTH, ModelEntry
@@ -114,7 +115,9 @@ def run_single_passes(model: OrtModel, entry: ModelEntry, longest: int) -> list[
 
     Mixtures of experts also get texts of equal tokens, which select the same experts.
     """
-    pasts = [past for past in PASTS if past + longest <= entry.context_length]
+    boundaries = pass_boundaries(entry.states, model.ops)
+    pasts = [*PASTS, *(end - longest for end in boundaries)]
+    pasts = [past for past in pasts if 0 <= past <= entry.context_length - longest]
     references = []
     for i, (step, past) in enumerate(itertools.product(token_steps(entry), pasts)):
         tokens = [(3 * i + step * j) % model.vocab_size for j in range(past + longest)]
@@ -192,7 +195,8 @@ def _feeds(
             array[0, :, :past] = rows[:, :past]
         model.cache.extend(text.tokens[:past])
         if length:
-            feeds.append((model, text.tokens[past : past + abs(length)], max(length, 0)))
+            num_tokens = model.longest_pass(abs(length))
+            feeds.append((model, text.tokens[past : past + num_tokens], max(length, 0)))
             expected.append(text.logits[max(length, 1)][: max(length, 0)])
     return feeds, expected
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from specedge.attention_kernels import batch_invariant_attention
 from specedge.bundle import MANIFEST, Bundle
 from specedge.bundle.batched_signature import BATCHED
 from specedge.bundle.gpu_signatures import SCORED
@@ -74,7 +76,9 @@ class ModelSession:
         check_graph(bundle, entry.file)
         self._need = partial(model_memory, bundle, model, self.ops)
         self._enough_memory = partial(enough_memory, self._need, device.name)
-        with self._enough_memory():
+        # As in a host, the setting is the same for both models of a pair.
+        states = chain.from_iterable(other.states for other in bundle.models.values())
+        with self._enough_memory(), batch_invariant_attention(states):
             self._session = device.open(self._engine(bundle, entry, device) or path)
         self.buffers = device.buffers(self._session)
         _check_contract(self._session, entry, self._signature, path)

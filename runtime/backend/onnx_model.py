@@ -19,6 +19,7 @@ from specedge.errors import SpecEdgeError
 from specedge.sampling_options import Sampling
 
 from ..decoding.observed_states import ObservedStates
+from ..decoding.protocols import Feed
 from ..decoding.verification import Draft, DraftRequest, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
@@ -69,9 +70,7 @@ class OrtModel:
         self.ids = None if ids is None else np.array(ids, np.intp)
         parity = model.parity[self.ops]
         self.invariant_lengths = parity.invariant_lengths if device.is_cpu else ()
-        sizes = (state.shape[-1] for state in model.states)
-        head_size = max(size for size in sizes if isinstance(size, int))
-        self.pass_boundaries = pass_boundaries(head_size) if device.is_cpu else ()
+        self._boundaries = pass_boundaries(model.states, self.ops) if device.is_cpu else ()
         self.float32_error = parity.logits_error
         self.num_experts = model.num_experts
         dtype = model.weights_dtype
@@ -169,6 +168,8 @@ class OrtModel:
     ) -> Logits:
         length = len(tokens)
         num_logits = length if num_rows is None else num_rows
+        if self.longest_pass(length) < length:
+            return Logits(self._run_parts(tokens, num_logits, hidden), self.ids)
         padded, rows = (max(n, self._session.min_length) for n in (length, num_logits))
         is_short = padded <= self._longest
         if is_short and self.observed is None and self.mask_token is None:
@@ -181,6 +182,35 @@ class OrtModel:
         self._run_pass(self._session, bound, tokens, hidden)
         end = length - (padded - rows)
         return self._scores(bound, end - num_logits, end)
+
+    def longest_pass(self, length: int) -> int:
+        """Return the length of the next pass over up to `length` tokens, until a boundary.
+
+        Rows of a pass that crossed it would not be bitwise equal to those of shorter passes.
+        """
+        return min([length, *(end - self.length for end in self._boundaries if end > self.length)])
+
+    def _run_parts(self, tokens: Sequence[int], num_rows: int, hidden: Array | None) -> Array:
+        """Run a pass in two parts, the first until a boundary; return logits of the last rows."""
+        end, rows, states = self.longest_pass(len(tokens)), [], []
+        num_left = len(tokens) - end
+        for part, count in (
+            (slice(end), num_rows - num_left),
+            (slice(end, None), min(num_rows, num_left)),
+        ):
+            part_hidden = None if hidden is None else hidden[part]
+            logits = Feed(self, tokens[part], max(0, count), part_hidden).run()
+            if logits is not None:
+                rows.append(logits.array().copy())
+            if self._returns_hidden:
+                states.append(self.hidden.copy())
+        if states:
+            self.set_hidden(np.concatenate(states))
+        return np.concatenate(rows) if rows else np.zeros((0, self._num_columns), np.float32)
+
+    @property
+    def _returns_hidden(self) -> bool:
+        return self._session.model.hidden is not None
 
     def _run_pass(
         self,
@@ -315,6 +345,9 @@ class OrtModel:
         for start in range(0, len(tokens), self.chunk_length):
             part = slice(start, start + self.chunk_length)
             chunk, states = tokens[part], None if hidden is None else hidden[part]
+            if self.longest_pass(len(chunk)) < len(chunk):
+                self._run_parts(chunk, 0, states)
+                continue
             length = max(len(chunk), self._session.min_length)
             # One row of unused logits: ONNX Runtime 1.28 cannot multiply an empty matrix.
             bound = self._session.bind(self.cache, length, 1)

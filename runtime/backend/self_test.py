@@ -14,6 +14,7 @@ from functools import cache
 import numpy as np
 
 from specedge import int8_products
+from specedge.attention_kernels import pass_boundaries
 from specedge.bundle.graph_variants import attention_ops, has_compute_type, is_qdq
 from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
@@ -103,7 +104,9 @@ def _varying_at_any_total(
 ) -> list[int]:
     """Return the lengths whose rows differ from those of the longest pass, ascending."""
     steps = token_steps(entry)
-    varying = _varying_lengths(model, lengths, seconds, steps)
+    pasts = {0, *(end - lengths[-1] // 2 for end in pass_boundaries(entry.states, model.ops))}
+    pasts = {past for past in pasts if 0 <= past <= entry.context_length - lengths[-1]}
+    varying = _varying_lengths(model, lengths, seconds, steps, pasts)
     # The cause may be the total instead of the length: test shorter passes at all residues.
     for length in [t for t in lengths if varying and t < min(varying)]:
         pair = [length, lengths[-1]]

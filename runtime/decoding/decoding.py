@@ -165,8 +165,7 @@ class SpeculativeDecoder:
         Returns:
             Their number.
         """
-        has_boundary = any(len(prompt) - num_unread < end < len(prompt) for end in self._boundaries)
-        if has_boundary or num_unread + num_draft_tokens > self.max_first_length:
+        if num_unread + num_draft_tokens > self.max_first_length:
             if num_unread > 1:
                 yield Feed(self.target, prompt[-num_unread:-1], 0)
                 if self._observer is not None:
@@ -175,11 +174,6 @@ class SpeculativeDecoder:
         if self.resolver:
             self.resolver.begin(self.target.length)
         return num_unread
-
-    @property
-    def _boundaries(self) -> tuple[int, ...]:
-        """Cache lengths that no pass of the target crosses, as its kernels change there."""
-        return getattr(self.target, "pass_boundaries", ())
 
     def _observe(self, observer: StateObserver) -> None:
         """Let a drafter observe the hidden states of the target's last pass."""
@@ -208,9 +202,6 @@ class SpeculativeDecoder:
         most = num_left - 1 if sampling.chooses else self.max_length - history.length
         draft_uniforms, accept_uniforms = numbers[:k], numbers[k : 2 * k]
         last_uniform = float(numbers[-1])
-        most = min(
-            [most, *(end - history.length for end in self._boundaries if end >= history.length)]
-        )
         drafter, draft = round_plan.drafter, Draft([])
         if limit := min(k, most):
             with self.stopwatch.part("sampling"):

@@ -75,10 +75,6 @@ class FixedShapeModel(OrtModel):
         super()._drop()
         del self._sessions, self._prefill
 
-    @property
-    def _returns_hidden(self) -> bool:
-        return self._session.model.hidden is not None
-
     def _run(self, tokens: Sequence[int], hidden: Array | None = None) -> BoundPass:
         """Run the shortest graph that fits all tokens; only the longest has no logits."""
         candidates = [length for length in self._sessions if length >= len(tokens)]

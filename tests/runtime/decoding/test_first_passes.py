@@ -37,32 +37,6 @@ def test_the_first_pass_of_prompt_and_draft_keeps_the_text(k, temperature):
     assert len(passes) == num_rounds
 
 
-class SplitModel(TableModel):
-    """Model whose logits change for passes that end beyond 16 rows; a single token takes two."""
-
-    pass_boundaries = (15,)
-
-    def forward(self, tokens, num_rows=None):
-        is_long = self.length + max(len(tokens), 2) > 16
-        self.distribution = hashed_distribution(3 if is_long else 1, 6)
-        return super().forward(tokens, num_rows)
-
-
-@pytest.mark.parametrize("length", range(12, 19))
-@pytest.mark.parametrize("num_unread", [1, 2, 4, 12])
-def test_greedy_text_is_equal_at_each_k_where_kernels_change(length, num_unread):
-    prompt, texts, passes = [i % 6 for i in range(length)], [], []
-    for k in (0, 1, 4, 8):
-        target, draft = SplitModel(TARGET), DraftModel(TableModel(TARGET))
-        target.prefill(prompt[: length - num_unread])
-        decoder = SpeculativeDecoder(target, FixedPlan(draft, k), Stopwatch(), max_first_length=16)
-        rounds = list(decoder.rounds(prompt, Sampling(), 7, 24))
-        texts.append([token for one in rounds for token in one.tokens])
-        passes.append(target.passes)
-    assert texts == texts[:1] * 4
-    assert max(passes[-1][1:]) == 9  # drafts of K tokens beyond the boundary
-
-
 @pytest.mark.parametrize("longest", [1, 10, 11, 13, 14, 19])
 @pytest.mark.parametrize("k", [0, 3])
 def test_first_pass_includes_whole_prompt_remainder_or_none(k, longest):
