@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import onnxruntime as ort
 
 from specedge.runtime.decoding.random_numbers import uniforms
 
-HIDDEN = ("hidden", "fused")  # outputs with hidden states of all tokens that were fed
+PER_TOKEN = ("hidden", "fused", "logits")  # outputs with a row for each token, or for the last ones
 DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
 
 
@@ -33,7 +34,7 @@ class Graph:
             if "present." in value.name:
                 self.writes[value.name] = _read_as(value.name)
                 place = self.buffers[self.writes[value.name]]
-            elif value.name in HIDDEN:  # as many rows as tokens were fed
+            elif value.name in PER_TOKEN:
                 self.allocated.append(value.name)
                 self.binding.bind_output(value.name)
                 continue
@@ -80,6 +81,7 @@ class Host:
         self.bundle, self.num_draft_tokens, self.ends = bundle, num_draft_tokens, {*ends}
         self.graphs, self.opener = graphs, opener
         self.source_length = {}  # an input of the graphs
+        self.boundaries = bundle.hosts.pass_boundaries if bundle.hosts else ()
         self.reads_hidden = any("hidden" in graph.shapes for graph in graphs)
         self.reads_text = "text_tokens" in graphs[0].shapes
 
@@ -99,6 +101,11 @@ class Host:
                 if graph is getattr(self, "target", None):  # a decoder's own names have no role
                     graph.fill(input_name.removeprefix("target."), state)
         self.source_length = {"source_length": np.array([length], np.int64)}
+
+    def parts(self, length, count):
+        """The runs that process `count` tokens after `length` rows of a cache: start and end."""
+        inner = (end - length for end in self.boundaries if length < end < length + count)
+        return pairwise((0, *inner, count))
 
     def generate(
         self, prompt, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
@@ -161,16 +168,15 @@ class Fused(Host):
         super().__init__(bundle, num_uniforms // 2, [graph], ends, opener)
 
     def round(self, settings, tokens, draft_length, target_length, numbers):
-        outputs = self.graphs[0].run(
-            settings
-            | {
+        for start, end in self.parts(draft_length, len(tokens) - draft_length):
+            inputs = {
                 "text_tokens": np.array([tokens], np.int64),
-                "tokens": np.array([tokens[draft_length:]], np.int64),
-                "draft_length": np.array([draft_length], np.int64),
-                "target_length": np.array([target_length], np.int64),
+                "tokens": np.array([tokens[draft_length:][start:end]], np.int64),
+                "draft_length": np.array([draft_length + start], np.int64),
+                "target_length": np.array([target_length + start], np.int64),
                 "uniforms": numbers,
             }
-        )
+            outputs = self.graphs[0].run(settings | inputs)
         return outputs["next_tokens"].tolist(), int(outputs["num_accepted"][0])
 
 
@@ -198,9 +204,12 @@ class Split(Host):
             if not settings["num_draft_tokens"][0]:  # at most one step, for the states
                 num_steps = min(len(fed), 1)
         for i in range(num_steps):
-            inputs = {"tokens": np.array([fed]), "draft_length": np.array([position])} | hidden
-            inputs["text_tokens"] = np.array([tokens + drafted])
-            outputs = self.draft.run(settings | inputs | {"uniforms": numbers[i : i + 1]})
+            for start, end in self.parts(position, len(fed)):
+                inputs = {name: states[:, start:end] for name, states in hidden.items()}
+                inputs["tokens"] = np.array([fed[start:end]])
+                inputs["draft_length"] = np.array([position + start])
+                inputs["text_tokens"] = np.array([tokens + drafted])
+                outputs = self.draft.run(settings | inputs | {"uniforms": numbers[i : i + 1]})
             hidden = {"hidden": outputs["next_hidden"]} if hidden else {}
             position, fed = position + len(fed), outputs["token"].tolist()
             drafted += fed
@@ -209,15 +218,10 @@ class Split(Host):
         drafted += [0] * (k - num_steps)
         rows += [np.zeros_like(before, np.float32)] * (k - num_steps)
         missing = tokens[target_length:]
-        inputs = self.source_length | {
-            "input_ids": np.array([missing + drafted]),
-            "past_length": np.array([target_length]),
-            "logits_from": np.array([len(missing) - 1]),
-        }
-        outputs = self.target.run(inputs)
+        outputs = self.verify(missing + drafted, target_length, len(missing) - 1)
         self.hidden = outputs.get("hidden")
         inputs = {
-            "logits": outputs["logits"],
+            "logits": outputs["logits"][:, -k - 1 :],
             "tokens": np.array(drafted),
             "weights": np.concatenate(rows),
             "text_tokens": np.array([tokens]),
@@ -226,3 +230,17 @@ class Split(Host):
         }
         outputs = self.accept.run(settings | inputs)
         return outputs["next_tokens"].tolist(), int(outputs["num_accepted"][0])
+
+    def verify(self, tokens, length, first):
+        """Outputs of the target for tokens after `length` rows, with logits of at least the rows
+        from `first` on.
+        """
+        outputs = []
+        for start, end in self.parts(length, len(tokens)):
+            inputs = self.source_length | {
+                "input_ids": np.array([tokens[start:end]]),
+                "past_length": np.array([length + start]),
+                "logits_from": np.array([min(max(first - start, 0), end - start - 1)]),
+            }
+            outputs.append(self.target.run(inputs))
+        return {name: np.concatenate([x[name] for x in outputs], 1) for name in outputs[0]}

@@ -13,6 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime
 
+from specedge.attention_kernels import pass_boundaries
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.bundle.graph_scan import weights_of
 from specedge.bundle.graph_variants import attention_ops
@@ -78,7 +79,7 @@ def embed(
         num_draft_tokens: K of each fused round graph, by default the bundle's number.
         layout: "fused" for one graph per round, "split" for separate graphs of draft steps and of
             the accept rule, for any K; "auto" for fused graphs unless they would copy large caches
-            or packed weights in each draft step, or the draft reads hidden states.
+            or packed weights in each draft step, the draft reads hidden states, or a head is wide.
         golden: Returns golden transcripts of a bundle for these K, such as
             `specedge.verification.transcripts.transcripts`; None for no transcripts.
 
@@ -144,7 +145,12 @@ def _embed(
         )
     if layout not in LAYOUTS:
         raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
-    obstacle = None if bundle.draft is None else check_fused(bundle)
+    boundaries = {
+        end
+        for role, name in ops.items()
+        for end in pass_boundaries(bundle.models[role].states, name)
+    }
+    obstacle = None if bundle.draft is None else check_fused(bundle, boundaries)
     if obstacle and layout == "fused":
         raise ExportError(f"{obstacle}; use --layout split")
     if bundle.draft is None:
@@ -188,6 +194,7 @@ def _embed(
         INT8_OPTIONS if has_integers else SESSION_OPTIONS,
         onnxruntime.__version__,
         OLDEST_ONNXRUNTIME[compute],
+        tuple(sorted(boundaries)),
     )
     other_files = {GOLDEN: golden(bundle, ks)} if golden else {}
     return _write(bundle, hosts, host_graphs, other_files)

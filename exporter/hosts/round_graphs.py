@@ -8,7 +8,7 @@ K draft tokens, V entries of the target's vocabulary, R rows, F and H channels o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -166,9 +166,18 @@ def draft_step(
     return DraftStep(token, row.weights, sampling.append(token), outputs)
 
 
-def check_fused(bundle: Bundle) -> str | None:
-    """Return the reason why a round cannot, or should not, be one graph; None otherwise."""
+def check_fused(bundle: Bundle, boundaries: Collection[int]) -> str | None:
+    """Return the reason why a round cannot, or should not, be one graph; None otherwise.
+
+    `boundaries` are cache lengths that no pass of the models may cross.
+    """
     draft = bundle.draft_model
+    if boundaries:
+        return (
+            f"{bundle.target.source.id} or {draft.source.id} has attention heads of more than 128 "
+            f"channels, so that no pass may cross {max(boundaries)} cached tokens, as passes of "
+            "fused rounds would"
+        )
     if draft.reads_hidden:
         return (
             f"{draft.source.id} reads the target's hidden states, which fused rounds do not return"

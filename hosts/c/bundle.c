@@ -2,6 +2,7 @@
 
 #include <ctype.h>
 #include <openssl/evp.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -42,6 +43,7 @@ static bool read_manifest(Bundle *bundle, const char *path, char *error, size_t 
     json_t *hosts = json_object_get(manifest, "hosts");
     json_int_t format = json_integer_value(json_object_get(manifest, "format"));
     json_t *target = json_object_get(json_object_get(manifest, "models"), "target");
+    bundle->pass_boundaries = json_object_get(hosts, "pass_boundaries");
     bundle->ids_only = json_string_value(json_object_get(hosts, "ids_only"));
     bundle->encoder = json_object_get(target, "encoder");
     bundle->decoder_start = json_object_get(manifest, "decoder_start");
@@ -93,6 +95,14 @@ bool has_input(const json_t *graph, const char *role) {
         if (role_name && !strcmp(role_name, role)) return true;
     }
     return false;
+}
+
+json_int_t next_boundary(const Bundle *bundle, json_int_t length) {
+    size_t i;
+    json_t *boundary;
+    json_array_foreach(bundle->pass_boundaries, i, boundary)
+        if (json_integer_value(boundary) > length) return json_integer_value(boundary);
+    return INT64_MAX;
 }
 
 json_t *find_graph(const Bundle *bundle, const char *name, json_int_t k) {

@@ -144,9 +144,6 @@ int main(int argc, char **argv) {
     SpecedgeSettings settings = {.max_new_tokens = 64, .top_p = 1, .repetition_penalty = 1};
     const char *ids = NULL;
     bool is_golden = false;
-#ifdef __aarch64__
-    setenv("ORT_GQA_DISABLE_FLASH_ATTENTION", "1", 0); /* it is not batch-invariant on Arm */
-#endif
     int64_t k = 0;
     for (int option; (option = getopt_long(argc, argv, "n:k:", OPTIONS, NULL)) != -1;) {
         switch (option) {

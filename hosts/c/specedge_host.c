@@ -202,6 +202,11 @@ static bool open_graphs(SpecedgeHost *host, bool has_text) {
     if (!round)
         return fail(host, "%s has no round.onnx of K = %lld draft tokens (0: any); run specedge "
                     "embed --layout fused -k K", host->folder, (long long)host->k);
+    bool is_invariant = !json_array_size(host->bundle.pass_boundaries); /* flash attention */
+#ifdef __aarch64__
+    is_invariant = false;
+#endif
+    if (!is_invariant) setenv("ORT_GQA_DISABLE_FLASH_ATTENTION", "1", 0);
     host->text = calloc(host->bundle.context_length, sizeof *host->text);
     host->seen = calloc(host->bundle.vocab_size, sizeof *host->seen);
     host->source = calloc(host->bundle.max_source_length + 1, sizeof *host->source);
@@ -376,7 +381,9 @@ bool specedge_generate(SpecedgeHost *host, const int64_t *prompt, int64_t num_to
     int64_t limit = host->length + least(s->max_new_tokens, room);
     uint64_t used = 0;
     for (bool is_over = false; !is_over && host->length < limit;) {
-        int64_t first = host->length, wanted = limit - first, end = host->draft_length + PIECE;
+        int64_t first = host->length, wanted = limit - first;
+        int64_t end = least(host->draft_length + PIECE,
+                            next_boundary(&host->bundle, host->draft_length));
         SpecedgeRound round = {0};
         if (end < first) { /* a piece of a long prompt */
             if (!run(host, end, 0)) return false;

@@ -91,6 +91,7 @@ namespace SpecEdge
             Golden = hosts["golden"].IsNull ? null : hosts["golden"].Text;
             OldestOnnxRuntime = hosts["oldest_onnxruntime"].Text;
             SessionOptions = hosts["session_options"].Members.ToDictionary(pair => pair.Key, pair => pair.Value.Text);
+            PassBoundaries = Tokens(hosts, "pass_boundaries");
             Graphs = hosts["graphs"].Items.Select(graph => new GraphEntry(
                 graph["name"].Text,
                 graph["num_draft_tokens"].IsNull ? 0 : (int)graph["num_draft_tokens"].Integer,
@@ -145,6 +146,9 @@ namespace SpecEdge
 
         public string OldestOnnxRuntime { get; }
         public IReadOnlyDictionary<string, string> SessionOptions { get; }
+
+        /// <summary>Cache lengths that no run may cross, ascending; empty for most models.</summary>
+        public IReadOnlyList<long> PassBoundaries { get; }
 
         /// <summary>`round` for one or more K, or `draft`, `accept` and optionally `fuse`; optionally `encode` and `decode`.</summary>
         public IReadOnlyList<GraphEntry> Graphs { get; }
@@ -237,6 +241,10 @@ namespace SpecEdge
             foreach (long token in tokens.Where(token => token < 0 || token >= VocabSize))
                 throw new ArgumentException($"token ids are from 0 to {VocabSize - 1}, got {token}");
         }
+
+        /// <summary>Returns the ends of the runs that process tokens after some rows of a cache without crossing a boundary.</summary>
+        internal IEnumerable<int> RunEnds(long length, int count) =>
+            PassBoundaries.Where(end => length < end && end < length + count).Select(end => (int)(end - length)).Append(count);
 
         /// <summary>Throws if the bundle has no tokenizer graphs.</summary>
         public void RequireText()

@@ -3,6 +3,7 @@ using System;
 using System.Collections.Generic;
 using System.IO;
 using System.Linq;
+using System.Runtime.InteropServices;
 using System.Text.RegularExpressions;
 using Microsoft.ML.OnnxRuntime;
 
@@ -21,6 +22,8 @@ namespace SpecEdge
             if (version < Version.Parse(bundle.OldestOnnxRuntime))
                 throw new InvalidDataException(
                     $"the bundle needs ONNX Runtime {bundle.OldestOnnxRuntime} or later, this is {name}");
+            if (bundle.PassBoundaries.Count > 0 || RuntimeInformation.ProcessArchitecture == Architecture.Arm64)
+                DisableFlashAttention();
             var options = new SessionOptions { LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR };
             foreach (KeyValuePair<string, string> entry in bundle.SessionOptions)
                 if (entry.Key != SlowBytes || !HasVnni())
@@ -49,6 +52,20 @@ namespace SpecEdge
                     "set SPECEDGE_EXTENSIONS to the path of libortextensions, or add its NuGet package", e);
             }
         }
+
+        /// <summary>Disables a kernel that is not batch-invariant, unless the process's environment has the variable.</summary>
+        private static void DisableFlashAttention()
+        {
+            const string variable = "ORT_GQA_DISABLE_FLASH_ATTENTION";
+            if (Environment.GetEnvironmentVariable(variable) != null)
+                return;
+            Environment.SetEnvironmentVariable(variable, "1");
+            if (!RuntimeInformation.IsOSPlatform(OSPlatform.Windows))
+                SetEnvironmentVariable(variable, "1", 0);  // .NET's own does not reach native code there
+        }
+
+        [DllImport("libc", EntryPoint = "setenv")]
+        private static extern int SetEnvironmentVariable(string name, string value, int overwrite);
 
         private static bool HasVnni()
         {

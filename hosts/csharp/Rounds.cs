@@ -110,6 +110,10 @@ namespace SpecEdge
             return OrtValue.CreateTensorValueFromMemory(row, new long[] { 1, row.Length });
         }
 
+        /// <summary>Creates a tensor over rows of an array.</summary>
+        internal static OrtValue Rows(float[] memory, int start, int count, int columns) => OrtValue.CreateTensorValueFromMemory(
+            OrtMemoryInfo.DefaultInstance, new Memory<float>(memory, start * columns, count * columns), new long[] { 1, count, columns });
+
         public void Dispose()
         {
             foreach (OrtValue value in _inputs.Values.Concat(_caches.Values).Concat(_kept))
@@ -172,11 +176,13 @@ namespace SpecEdge
     /// <summary>`round.onnx`: one run.</summary>
     internal sealed class FusedRound : IRound
     {
+        private readonly Bundle _bundle;
         private readonly RoundMemory _memory;
         private readonly BoundGraph _round;
 
         internal FusedRound(Bundle bundle, RoundMemory memory, SessionOptions options)
         {
+            _bundle = bundle;
             _memory = memory;
             _round = new BoundGraph(bundle, bundle.Graph("round", memory.NumDraftTokens), options);
             _round.BindCaches(cache => memory.Cache(cache, ""));
@@ -199,12 +205,18 @@ namespace SpecEdge
 
         private void Feed(List<long> text, int end)
         {
-            int start = (int)_memory.DraftLength[0];
-            using (OrtValue tokens = RoundMemory.Row(text.GetRange(start, end - start)))
-            using (_round.BindText(text))
+            int first = (int)_memory.DraftLength[0], start = 0;
+            foreach (int stop in _bundle.RunEnds(first, end - first))
             {
-                _round.BindInput("tokens", tokens);
-                _round.Run();
+                if (start > 0)
+                    _memory.DraftLength[0] = _memory.TargetLength[0] = first + start;
+                using (OrtValue tokens = RoundMemory.Row(text.GetRange(first + start, stop - start)))
+                using (_round.BindText(text))
+                {
+                    _round.BindInput("tokens", tokens);
+                    _round.Run();
+                }
+                start = stop;
             }
         }
     }
@@ -222,29 +234,28 @@ namespace SpecEdge
             _channels = target.Columns("hidden");
             _ownChannels = draft.Columns("next_hidden");
             _returned = new float[_ownChannels];
-            draft.BindOutput("next_hidden", memory.Keep(Rows(_returned, 1, _ownChannels)));
+            draft.BindOutput("next_hidden", memory.Keep(RoundMemory.Rows(_returned, 0, 1, _ownChannels)));
             if (bundle.Graph("fuse") != null)
                 _fuse = new BoundGraph(bundle, bundle.Graph("fuse"), options);
         }
 
-        /// <summary>Creates an output for the states of a run of the target; Keep replaces the previous ones.</summary>
-        internal OrtValue NewStates(int count)
-        {
-            _newStates = new float[count * _channels];
-            return Rows(_newStates, count, _channels);
-        }
+        /// <summary>Allocates states of the target; Keep replaces the previous ones.</summary>
+        internal void Allocate(int count) => _newStates = new float[count * _channels];
+
+        /// <summary>Creates an output for some of the allocated states.</summary>
+        internal OrtValue Output(int start, int count) => RoundMemory.Rows(_newStates, start, count, _channels);
 
         internal void Keep() => _states = _newStates;
 
-        /// <summary>Creates an input with the first states of the last run, or with the state after the head's last row.</summary>
-        internal OrtValue Input(int count, bool isFirst)
+        /// <summary>Creates an input with some of the kept states, or with the state after the head's last row.</summary>
+        internal OrtValue Input(int start, int count, bool isFirst)
         {
             if (!isFirst)
-                return Rows((float[])_returned.Clone(), 1, _ownChannels);
-            OrtValue states = Rows(_states, count, _channels);
+                return RoundMemory.Rows((float[])_returned.Clone(), 0, 1, _ownChannels);
+            OrtValue states = RoundMemory.Rows(_states, start, count, _channels);
             if (_fuse == null)
                 return states;
-            OrtValue fused = Rows(new float[count * _ownChannels], count, _ownChannels);
+            OrtValue fused = RoundMemory.Rows(new float[count * _ownChannels], 0, count, _ownChannels);
             using (states)
             {
                 _fuse.BindInput("hidden", states);
@@ -255,14 +266,12 @@ namespace SpecEdge
         }
 
         public void Dispose() => _fuse?.Dispose();
-
-        private static OrtValue Rows(float[] memory, int count, int channels) => OrtValue.CreateTensorValueFromMemory(
-            OrtMemoryInfo.DefaultInstance, new Memory<float>(memory, 0, count * channels), new long[] { 1, count, channels });
     }
 
     /// <summary>`draft.onnx` K times, the target's decoder, and `accept.onnx`.</summary>
     internal sealed class SplitRound : IRound
     {
+        private readonly Bundle _bundle;
         private readonly RoundMemory _memory;
         private readonly BoundGraph _draft, _target, _accept;
         private readonly HeadStates _head;  // of a draft that reads hidden states, or null
@@ -270,11 +279,13 @@ namespace SpecEdge
         private readonly double[] _uniform = new double[1];
         private readonly long[] _token = new long[1], _drafted, _from = new long[1];
         private readonly OrtValue[] _weights;  // one row per drafted token
-        private readonly OrtValue _lastLogits, _logits;
+        private readonly float[] _logits;
+        private readonly int _columns;
 
         internal SplitRound(Bundle bundle, RoundMemory memory, SessionOptions options)
         {
             int k = memory.NumDraftTokens, v = bundle.VocabSize;
+            _bundle = bundle;
             _memory = memory;
             _seen = new bool[v];
             _drafted = new long[k];
@@ -296,17 +307,15 @@ namespace SpecEdge
             _target.BindInput("past_length", memory.Inputs["target_length"]);
             _target.BindInputs(memory.Inputs);
             _target.BindInput("logits_from", memory.Keep(OrtValue.CreateTensorValueFromMemory(_from, one)));
-            int columns = _target.Columns("logits");
-            var logits = new float[(k + 1) * columns];
-            _logits = memory.Keep(OrtValue.CreateTensorValueFromMemory(logits, new long[] { 1, k + 1, columns }));
-            _lastLogits = memory.Keep(OrtValue.CreateTensorValueFromMemory(logits, new long[] { 1, 1, columns }));
+            _columns = _target.Columns("logits");
+            _logits = new float[(k + 1) * _columns];
 
             if (bundle.ReadsHidden)
                 _head = new HeadStates(bundle, memory, _draft, _target, options);
 
             _accept = new BoundGraph(bundle, bundle.Graph("accept"), options);
             _accept.BindInputs(memory.Inputs);
-            _accept.BindInput("logits", _logits);
+            _accept.BindInput("logits", memory.Keep(RoundMemory.Rows(_logits, 0, k + 1, _columns)));
             _accept.BindInput("tokens", memory.Keep(OrtValue.CreateTensorValueFromMemory(_drafted, new long[] { k })));
             _accept.BindInput("weights", memory.Keep(OrtValue.CreateTensorValueFromMemory(weights, new long[] { k, v })));
             _accept.BindInput("uniforms", memory.Keep(OrtValue.CreateTensorValueFromMemory(
@@ -321,7 +330,7 @@ namespace SpecEdge
             if (fed.Count > 0)
                 Draft(fed, 0, text);
             if (_memory.TargetLength[0] < end)
-                Verify(Range(text, _memory.TargetLength[0], end), 1, _lastLogits);
+                Verify(Range(text, _memory.TargetLength[0], end), 1);
             _head?.Keep();
         }
 
@@ -335,14 +344,13 @@ namespace SpecEdge
                 Draft(fed, i, text.Concat(_drafted.Take(i)));
                 if (_head != null && _memory.Allowed[0] == 0)
                     break;  // only the target's states had to be read
-                _memory.DraftLength[0] += fed.Count;
                 _drafted[i] = _token[0];
                 _seen[_token[0]] = true;
                 fed = new List<long> { _token[0] };
             }
             List<long> verified = Range(text, _memory.TargetLength[0], text.Count);
             verified.AddRange(_drafted);
-            Verify(verified, _drafted.Length + 1, _logits);
+            Verify(verified, _drafted.Length + 1);
             using (_accept.BindText(text))
                 _accept.Run();
             _head?.Keep();
@@ -365,30 +373,45 @@ namespace SpecEdge
         private void Draft(List<long> fed, int i, IEnumerable<long> text)
         {
             _uniform[0] = _memory.Uniforms[i];
-            using (OrtValue tokens = RoundMemory.Row(fed))
-            using (OrtValue hidden = _head?.Input(fed.Count, i == 0))
-            using (_draft.BindText(text))
+            int start = 0;
+            foreach (int end in _bundle.RunEnds(_memory.DraftLength[0], fed.Count))
             {
-                _draft.BindInput("tokens", tokens);
-                if (hidden != null)
-                    _draft.BindInput("hidden", hidden);
-                _draft.BindOutput("weights", _weights[i]);
-                _draft.Run();
+                using (OrtValue tokens = RoundMemory.Row(fed.GetRange(start, end - start)))
+                using (OrtValue hidden = _head?.Input(start, end - start, i == 0))
+                using (_draft.BindText(text))
+                {
+                    _draft.BindInput("tokens", tokens);
+                    if (hidden != null)
+                        _draft.BindInput("hidden", hidden);
+                    _draft.BindOutput("weights", _weights[i]);
+                    _draft.Run();
+                }
+                _memory.DraftLength[0] += end - start;
+                start = end;
             }
         }
 
         /// <summary>Runs the target and computes the logits of the last rows.</summary>
-        private void Verify(List<long> fed, int rows, OrtValue logits)
+        private void Verify(List<long> fed, int rows)
         {
-            _from[0] = fed.Count - rows;
-            using (OrtValue tokens = RoundMemory.Row(fed))
-            using (OrtValue hidden = _head?.NewStates(fed.Count))
+            int start = 0, first = fed.Count - rows;
+            _head?.Allocate(fed.Count);
+            foreach (int end in _bundle.RunEnds(_memory.TargetLength[0], fed.Count))
             {
-                _target.BindInput("tokens", tokens);
-                if (hidden != null)
-                    _target.BindOutput("hidden", hidden);
-                _target.BindOutput("logits", logits);
-                _target.Run();
+                int from = Math.Max(start, Math.Min(first, end - 1));  // each run has logits of a row, which the next may replace
+                _from[0] = from - start;
+                using (OrtValue tokens = RoundMemory.Row(fed.GetRange(start, end - start)))
+                using (OrtValue logits = RoundMemory.Rows(_logits, Math.Max(0, from - first), end - from, _columns))
+                using (OrtValue hidden = _head?.Output(start, end - start))
+                {
+                    _target.BindInput("tokens", tokens);
+                    if (hidden != null)
+                        _target.BindOutput("hidden", hidden);
+                    _target.BindOutput("logits", logits);
+                    _target.Run();
+                }
+                _memory.TargetLength[0] += end - start;
+                start = end;
             }
         }
 

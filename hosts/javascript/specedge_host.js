@@ -23,6 +23,7 @@ export class SpecedgeHost {
   #text;
   #session;
   #k; // draft tokens per round
+  #boundaries; // cache lengths that no run may cross
   #caches; // names of input and output, and the current tensor
   #readsText; // the round has inputs text_tokens and prompt_length
   #tokens = []; // tokens of the last text
@@ -53,8 +54,11 @@ export class SpecedgeHost {
     host.#caches = cachesOf(round.signature);
     host.#readsText = round.signature.inputs.some(({ role }) => role === 'text_tokens');
     host.#text = await Text.open(join(folder, tokenizer));
-    // Flash attention is not batch-invariant on Arm; kernels read this when they are created.
-    if (process.arch === 'arm64') process.env.ORT_GQA_DISABLE_FLASH_ATTENTION ??= '1';
+    host.#boundaries = hosts.pass_boundaries ?? [];
+    // Flash attention is not batch-invariant there; kernels read this when they are created.
+    if (process.arch === 'arm64' || host.#boundaries.length) {
+      process.env.ORT_GQA_DISABLE_FLASH_ATTENTION ??= '1';
+    }
     // Fatal: errors are thrown.
     const options = { logSeverityLevel: 4, extra: hosts.session_options };
     host.#session = await ort.InferenceSession.create(join(folder, round.file), options);
@@ -140,7 +144,8 @@ export class SpecedgeHost {
     for (let isLast = false; !isLast && tokens.length < limit; ) {
       signal?.throwIfAborted();
       const [length, wanted] = [tokens.length, limit - tokens.length];
-      const piece = this.#draftLength + PIECE;
+      const boundary = this.#boundaries.find((end) => end > this.#draftLength);
+      const piece = Math.min(this.#draftLength + PIECE, boundary ?? Infinity);
       if (piece < length) {
         await this.#run(piece, 0, () => 0, settings);
         this.#draftLength = this.#targetLength = piece;

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ..option_specs import check_integer
 from ..sampling_options import MAX_DRAFT_TOKENS
+from ..strict_json import OPTIONAL
 from .graph_variants import GRAPH_VARIANTS
 from .reports import check_single_line
 from .signature import Signature
@@ -49,6 +51,7 @@ class HostFiles:
         session_options: Configuration entries for each session.
         onnxruntime: Version of ONNX Runtime at export.
         oldest_onnxruntime: Oldest version that runs the graphs.
+        pass_boundaries: Cache lengths, ascending, that no pass may cross.
     """
 
     ops: str
@@ -58,12 +61,15 @@ class HostFiles:
     session_options: dict[str, str]
     onnxruntime: str
     oldest_onnxruntime: str
+    pass_boundaries: tuple[int, ...] = field(default=(), metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         if self.ops not in GRAPH_VARIANTS:
             raise ValueError(f"ops must be one of {', '.join(GRAPH_VARIANTS)}, got '{self.ops}'")
         for name in ("ids_only", "onnxruntime", "oldest_onnxruntime"):
             check_single_line(name, getattr(self, name))
+        if any(a >= b for a, b in pairwise((0, *self.pass_boundaries))):
+            raise ValueError("pass_boundaries must be at least 1 and ascend")
         names = {graph.name for graph in self.graphs}
         if len({(graph.name, graph.num_draft_tokens) for graph in self.graphs}) < len(self.graphs):
             raise ValueError("graphs must not repeat a graph")

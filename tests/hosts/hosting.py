@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specedge.attention_kernels import VARIABLE
 from specedge.bundle.integrity import file_entry
 
 TOOLS = "SPECEDGE_HOST_TOOLS"
+KEEP_FLASH = (VARIABLE, "0")
 REQUESTS = {
     "greedy": ("class Stack:\n    def push(", {}),
     "drawn": ("Ein Café, 漢字 und 😀:\n", {"temperature": 0.8, "top_k": 20, "seed": 11}),
@@ -70,6 +72,17 @@ def changed(bundle: Path, output: Path, change) -> Path:
     change(manifest)
     (output / "bundle.json").write_text(json.dumps(manifest), "utf-8")
     return output
+
+
+def with_boundaries(bundle: Path, output: Path) -> Path:
+    """A copy of a bundle whose runs are cut, as with wide heads, which changes no bit here.
+
+    Without flash attention, which hosts disable unless `KEEP_FLASH` is in their environment, bits
+    would change.
+    """
+    return changed(
+        bundle, output, lambda manifest: manifest["hosts"].update(pass_boundaries=[3, 9, 10, 20])
+    )
 
 
 def options(settings):

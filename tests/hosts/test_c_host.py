@@ -11,6 +11,7 @@ import damages
 import pytest
 from c_builds import SOURCES, compile_host, run
 from hosting import (
+    KEEP_FLASH,
     REQUESTS,
     changed,
     check_refused,
@@ -21,11 +22,12 @@ from hosting import (
     libraries,
     options,
     with_another_transcript,
+    with_boundaries,
 )
 
 pytestmark = [pytest.mark.hosts]
 
-HOST_LINES = 370
+HOST_LINES = 375
 TURNS = r"""
 #include "specedge_host.h"
 #include <dlfcn.h>
@@ -111,6 +113,13 @@ def test_token_ids_equal_specedge_output_without_extensions(
     done = run(program, fused_bundle, *arguments, SPECEDGE_EXTENSIONS="")
     wanted = generated(pipeline, [60, 61, 62, 63], 33, settings).tokens
     assert done.stdout == joined(wanted), done.stderr
+
+
+def test_prompts_are_cut_at_boundaries(program, fused_bundle, pipeline, tmp_path, monkeypatch):
+    monkeypatch.setenv(*KEEP_FLASH)
+    bundle = with_boundaries(fused_bundle, tmp_path / "bundle")
+    done = run(program, bundle, "--ids", ",".join(map(str, range(60, 90))), "-n", 20)
+    assert done.stdout == joined(generated(pipeline, [*range(60, 90)], 20, {}).tokens), done.stderr
 
 
 def test_number_of_draft_tokens_is_configurable(program, pipeline, small_rounds):

@@ -16,6 +16,7 @@ import damages
 import pytest
 from csharp_builds import SOURCES, build
 from hosting import (
+    KEEP_FLASH,
     REQUESTS,
     changed,
     check_heads,
@@ -28,6 +29,7 @@ from hosting import (
     joined,
     options,
     with_another_transcript,
+    with_boundaries,
 )
 
 from cases import exhaustive
@@ -129,6 +131,22 @@ def test_token_ids_equal_specedge_output(host, bundle, pipeline, settings):
     assert done.returncode == 0, done.stderr
     wanted = generated(pipeline, ids, 33, settings).tokens
     assert done.stdout == ",".join(map(str, wanted)) + "\n"
+
+
+@pytest.mark.parametrize("prompt", ["def f(", "import os\n" * 5])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
+def test_runs_are_cut_at_boundaries(host, split_bundle, pipeline, tmp_path, prompt, settings):
+    bundle = with_boundaries(split_bundle, tmp_path / "bundle")
+    host = replace(host, environment=host.environment | dict([KEEP_FLASH]))
+    done = host.run(bundle, prompt, "-n", 33, *options(settings))
+    assert done.stdout == generated(pipeline, prompt, 33, settings).text + "\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["eagle_head", "mtp_head"])
+def test_runs_of_draft_heads_are_cut_at_boundaries(host, name, request, tmp_path):
+    bundle = request.getfixturevalue(name)
+    cut = with_boundaries(bundle, tmp_path / "bundle")
+    check_heads(lambda _, *arguments: host.run(cut, *arguments), bundle)
 
 
 def test_number_of_draft_tokens_of_split_round_is_configurable(host, split_bundle, pipeline):

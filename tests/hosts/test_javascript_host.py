@@ -14,6 +14,7 @@ from random import Random
 import damages
 import pytest
 from hosting import (
+    KEEP_FLASH,
     REQUESTS,
     changed,
     check_refused,
@@ -24,6 +25,7 @@ from hosting import (
     joined,
     options,
     with_another_transcript,
+    with_boundaries,
 )
 
 from specedge.runtime.text.detokenizer import Detokenizer
@@ -200,6 +202,13 @@ def test_token_ids_equal_specedge_output(program, fused_bundle, pipeline, settin
     done = run(program, fused_bundle, "--ids", "60,61,62,63", "-n", 33, *options(settings))
     wanted = generated(pipeline, [60, 61, 62, 63], 33, settings).tokens
     assert done.stdout == joined(wanted), done.stderr
+
+
+def test_prompts_are_cut_at_boundaries(program, fused_bundle, pipeline, tmp_path, monkeypatch):
+    monkeypatch.setenv(*KEEP_FLASH)
+    bundle = with_boundaries(fused_bundle, tmp_path / "bundle")
+    done = run(program, bundle, "--ids", ",".join(map(str, range(60, 90))), "-n", 20)
+    assert done.stdout == joined(generated(pipeline, [*range(60, 90)], 20, {}).tokens), done.stderr
 
 
 def test_number_of_draft_tokens_is_configurable(program, pipeline, small_rounds):

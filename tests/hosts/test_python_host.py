@@ -32,7 +32,8 @@ target, ops = manifest["models"]["target"], manifest["hosts"]["ops"]
 graphs = {(g["name"], g["num_draft_tokens"]): g["file"] for g in manifest["hosts"]["graphs"]}
 decoders = {g["ops"]: g["file"] for g in target["graphs"] if g["name"] == "decoder"}
 sizes = SimpleNamespace(vocab_size=target["vocab_size"])
-bundle = SimpleNamespace(context_length=target["context_length"], target=sizes)
+ends = SimpleNamespace(pass_boundaries=manifest["hosts"].get("pass_boundaries", ()))
+bundle = SimpleNamespace(context_length=target["context_length"], target=sizes, hosts=ends)
 ends = manifest["end_tokens"]
 first = manifest.get("decoder_start", []) + manifest.get("decoder_prefix", [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -80,6 +81,14 @@ def test_split_rounds_generate_the_text_of_the_decoder(bundle, pipeline, k, samp
 def test_a_prompt_in_pieces_gives_the_same_text(bundle, pipeline, sampling):
     for piece in (1, 7, 33):
         check(bundle, pipeline, 4, PROMPTS[2], 30, sampling, piece)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=str)
+def test_passes_of_wide_heads_are_cut_with_their_hidden_states(bundle, pipeline, sampling):
+    hosts = dataclasses.replace(bundle.hosts, pass_boundaries=(4, 9, 10, 20, 63, 80))
+    cut = dataclasses.replace(bundle, hosts=hosts).at(bundle.folder)
+    for prompt in PROMPTS:
+        check(cut, pipeline, 4, prompt, 30, sampling)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=str)

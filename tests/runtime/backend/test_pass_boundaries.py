@@ -10,6 +10,7 @@ from draft_head_bundles import make_draft_head
 from encoder_decoder_bundles import HIDDEN
 from specedge.bundle import Bundle
 from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.self_test import verify_cpu_lengths
 from specedge.runtime.backend.sessions import Device
 from threads import in_threads
 from wide_heads import make_wide_pair
@@ -79,6 +80,15 @@ def test_cache_rows_do_not_depend_on_the_chunks_of_a_prompt(model, single_steps,
         assert model.reuse([*TEXT[:reused], -1]) == reused
         model.prefill(TEXT[reused:])
         check_rows(model, rows)
+
+
+def test_self_test_crosses_the_boundaries(folder):
+    bundle = Bundle.read(folder)
+    model = OrtModel(bundle, bundle.target, Device())
+    assert model.invariant_lengths[0] == 1
+    assert verify_cpu_lengths(model, bundle.target) is None
+    model._boundaries = ()
+    assert "are not bitwise equal" in verify_cpu_lengths(model, bundle.target)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
