@@ -104,7 +104,8 @@ def _varying_at_any_total(
 ) -> list[int]:
     """Return the lengths whose rows differ from those of the longest pass, ascending."""
     steps = token_steps(entry)
-    pasts = {0, *(end - lengths[-1] // 2 for end in pass_boundaries(entry.states, model.ops))}
+    before = lengths[-1] // 2 + 1  # some passes end at a boundary, and others cross it
+    pasts = {0, *(end - before for end in pass_boundaries(entry.states, model.ops))}
     pasts = {past for past in pasts if 0 <= past <= entry.context_length - lengths[-1]}
     varying = _varying_lengths(model, lengths, seconds, steps, pasts)
     # The cause may be the total instead of the length: test shorter passes at all residues.

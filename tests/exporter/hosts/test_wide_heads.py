@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import specedge
@@ -41,6 +42,14 @@ def check(host, pipeline, k, sampling, piece=None):
         expected = pipeline.generate(prompt, 20, **options, **sampling)
         tokens, _ = host.generate(prompt, 20, seed=3, piece=piece, **sampling)
         assert tokens == expected.tokens
+        graph, role = (host.target, "") if isinstance(host, Split) else (host.graphs[0], "target.")
+        num_rows = min(length + len(tokens) - 1, pipeline.target.length)
+        states = zip(
+            pipeline.bundle.target.states, pipeline.target.cache_rows(0, num_rows), strict=True
+        )
+        for state, rows in states:
+            buffer = graph.buffers[f"{role}past_key_values.{state.name}"].numpy()
+            assert np.array_equal(buffer[0, :, :num_rows], rows)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
