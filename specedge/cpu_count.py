@@ -41,6 +41,15 @@ def processor_name() -> str:
     return f"{' '.join(name.split()) or platform.machine()}, {cpu_count()} cores"
 
 
+def cpu_features() -> str:
+    """Return the features of the processor that the system reports; empty except on Linux."""
+    with suppress(OSError, UnicodeDecodeError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith(("flags", "Features")):
+                return line.partition(":")[2].strip()
+    return ""
+
+
 def default_threads() -> int:
     """Return ONNX Runtime's default for `intra_op_num_threads`.
 

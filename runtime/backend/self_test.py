@@ -99,6 +99,15 @@ def verify_cpu_lengths(
     )
 
 
+def agrees_with_export(model: OrtModel, entry: ModelEntry) -> bool:
+    """Return True if a self-test on the CPU found all lengths that it tests invariant as recorded.
+
+    Single tokens that are padded, and graphs without such lengths, need a test at each load.
+    """
+    tested = {t for t in entry.parity[model.ops].invariant_lengths if t <= LONGEST}
+    return bool(tested) and tested <= {*model.invariant_lengths} and model.min_length == 1
+
+
 def _varying_at_any_total(
     model: OrtModel, entry: ModelEntry, lengths: list[int], seconds: dict[int, float]
 ) -> list[int]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from specedge.attention_kernels import VARIABLE
 from specedge.bundle import MANIFEST, Bundle, store
-from specedge.cpu_count import processor_name
+from specedge.cpu_count import cpu_features, processor_name
 from specedge.diagnosis import driver
 from specedge.errors import SpecEdgeError
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
@@ -27,7 +29,7 @@ from ..backend.ort import onnxruntime
 from ..backend.sessions import Device
 from .cost_table import CostTable, Measurement, assumed_costs
 
-FORMAT = 11
+FORMAT = 12
 MAX_FILE_SIZE = 2**20
 MAX_TABLES = 8  # stored tables of a cache key; older ones are deleted
 MAX_BUSY = 4  # busy measurements whose lowest costs are confirmed; under a CPU quota, all are busy
@@ -48,7 +50,8 @@ class CostKey:
     """Cache key of measured pass costs: fingerprint of a bundle on a machine.
 
     `bundle` is the SHA-256 of the manifest, which lists the graphs; `threads` is 0 for the default;
-    `gpus` lists the GPUs in use and the driver version.
+    `gpus` lists the GPUs in use and the driver version; `kernels` is the fingerprint of what else
+    selects CPU kernels.
     """
 
     bundle: str
@@ -60,6 +63,7 @@ class CostKey:
     gpus: str
     specedge: str
     onnxruntime: str
+    kernels: str
 
     @property
     def path(self) -> Path:
@@ -125,6 +129,7 @@ def cost_key(bundle: Bundle, target_on: Device, draft_on: Device, ops: str) -> C
         gpus=gpu_names((target_on, draft_on)),
         specedge=__version__,
         onnxruntime=str(onnxruntime().__version__),
+        kernels=kernels_fingerprint(),
     )
 
 
@@ -148,6 +153,12 @@ class PassCosts:
     def is_measured(self) -> bool:
         """Return True if the table was measured for this bundle on this machine."""
         return self.table.origin != "assumed"
+
+    @property
+    def is_tested(self) -> bool:
+        """Return True if a self-test with this key passed and no passes will be timed."""
+        stored = self._stored
+        return stored is not None and stored.state == CONFIRMED and stored.costs.is_invariant
 
     @property
     def fingerprint(self) -> str:
@@ -305,6 +316,17 @@ def fingerprint(table: CostTable) -> str:
 
 def _text(file: CostFile) -> str:
     return json.dumps(to_plain(file), indent=1) + "\n"
+
+
+def kernels_fingerprint() -> str:
+    """Return a fingerprint of ONNX Runtime's binary, the CPU's features and attention settings.
+
+    A binary is recognized by its size and time of modification. Features are known on Linux only.
+    """
+    binary = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state").__file__
+    status = os.stat(str(binary))
+    parts = [status.st_size, status.st_mtime_ns, cpu_features(), os.environ.get(VARIABLE)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def gpu_names(devices: Iterable[Device]) -> str:

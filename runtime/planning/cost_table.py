@@ -68,7 +68,8 @@ class CostTable:
         sampled: Costs above temperature 0.
         threads: Fastest number of CPU threads, the default of sessions; 0 for one per core.
         invariant_length: Longest batch-invariant pass of the target on this machine; 0 if only the
-            short lengths that every load tests were tested. The key `exact_length` in files.
+            short lengths of the self-test were tested. The key `exact_length` in files.
+        is_invariant: True if the self-test found the short lengths of the export invariant.
     """
 
     origin: str
@@ -78,6 +79,7 @@ class CostTable:
     sampled: ModeCosts
     threads: int
     invariant_length: int = field(default=0, metadata={"key": "exact_length"})
+    is_invariant: bool = False
 
     def __post_init__(self) -> None:
         if min(self.threads, self.invariant_length) < 0:

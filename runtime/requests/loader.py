@@ -116,7 +116,9 @@ def load(
                 lengths = range(longest - 1, 2 * longest - 1)
             draft_model.warm_up(lengths)
     seconds: dict[int, float] = {}
-    notes = [self_test.verify_lengths(target, loaded.target, target_on, longest, seconds)]
+    notes: list[str | None] = []
+    if costs is None or not costs.is_tested:
+        notes.append(self_test.verify_lengths(target, loaded.target, target_on, longest, seconds))
     if slots > 1 and target_on.is_cpu and draft_on.is_cpu:
         targets = [target, *(model for model, _ in more_models)]
         targets, note = share_passes(loaded, loaded.target, target_on, targets)
@@ -136,8 +138,9 @@ def load(
             model.read_longest()
         notes.append(draft.unroll(loaded, loaded.draft_model, draft_on))
     costs = costs or read_costs()
-    invariant_length = costs.table.invariant_length
+    invariant_length, is_invariant = costs.table.invariant_length, False
     if target_on.is_cpu:
+        is_invariant = self_test.agrees_with_export(target, loaded.target)
         if not costs.is_measured and loaded.files[loaded.target.weights].size <= EXACT_BYTES:
             invariant_length = self_test.longest_invariant_length(target, loaded.target)
         longest = max(invariant_length, self_test.LONGEST)
@@ -172,6 +175,7 @@ def load(
             lambda: _with_properties(
                 measure(target, drafter, context_length, max_draft_tokens, samples=seconds),
                 invariant_length,
+                is_invariant,
                 acceptance,
             )
         )
@@ -179,10 +183,13 @@ def load(
 
 
 def _with_properties(
-    measured: Measurement, invariant_length: int, acceptance: MeasuredAcceptance | None
+    measured: Measurement,
+    invariant_length: int,
+    is_invariant: bool,
+    acceptance: MeasuredAcceptance | None,
 ) -> Measurement:
-    """Add the longest batch-invariant pass and the bundle's acceptance rates to pass costs."""
-    costs = replace(measured.costs, invariant_length=invariant_length)
+    """Add results of the self-test and the bundle's acceptance rates to pass costs."""
+    costs = replace(measured.costs, invariant_length=invariant_length, is_invariant=is_invariant)
     if acceptance is not None:
         greedy, sampled = (
             replace(mode, acceptance={DrafterName.MODEL: rate})

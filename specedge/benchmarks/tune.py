@@ -59,7 +59,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
             "no space for draft tokens; 'specedge generate' then uses plain decoding"
         )
     accepted = _run_texts(pipeline, lambda share: progress(share / 4))
-    target = cast(OrtModel, pipeline.target)
+    target, entry = cast(OrtModel, pipeline.target), pipeline.bundle.target
     last = max(1, context - PREFILL_LENGTH)
     drafter = None
     if pipeline.draft is not None:
@@ -88,7 +88,8 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
         measured.costs,
         greedy=modes["greedy"],
         sampled=modes["sampled"],
-        invariant_length=self_test.longest_invariant_length(target, pipeline.bundle.target),
+        invariant_length=self_test.longest_invariant_length(target, entry),
+        is_invariant=self_test.agrees_with_export(target, entry),
     )
     return replace(measured, costs=costs)
 

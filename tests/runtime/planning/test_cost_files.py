@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import types
 
 import pytest
 
@@ -49,12 +50,26 @@ def test_cost_table_round_trip(key):
     "change",
     [
         *({"threads": 1}, {"ops": "onnx"}, {"onnxruntime": "9"}, {"specedge": "9"}),
-        *({"processor": "x"}, {"gpus": "x"}),
+        *({"processor": "x"}, {"gpus": "x"}, {"kernels": "x"}),
     ],
 )
 def test_each_setting_has_its_cache_key(key, change):
     cost_files.write(key, table())
     assert cost_files.read(dataclasses.replace(key, **change)) == (None, None)
+
+
+@pytest.mark.parametrize("change", ["binary", "features", "variable"])
+def test_whatever_selects_kernels_is_part_of_the_cache_key(change, monkeypatch, tmp_path):
+    before = cost_files.kernels_fingerprint()
+    assert cost_files.kernels_fingerprint() == before
+    if change == "binary":
+        module = types.SimpleNamespace(__file__=str(tmp_path))
+        monkeypatch.setattr(cost_files.importlib, "import_module", lambda name: module)
+    elif change == "features":
+        monkeypatch.setattr(cost_files, "cpu_features", lambda: "fpu sse2")
+    else:
+        monkeypatch.setenv(cost_files.VARIABLE, "0")
+    assert cost_files.kernels_fingerprint() != before
 
 
 def test_gpu_and_driver_are_part_of_the_cache_key(monkeypatch):
@@ -76,8 +91,9 @@ def _damage():
     yield "cut", lambda text: text[: len(text) // 2]
     yield "empty", lambda text: ""
     yield "no object", lambda text: "[]"
-    yield "of an older format", lambda text: text.replace('"format": 11', '"format": 9')
-    yield "without a format", lambda text: text.replace('"format": 11,', "")
+    format_key = f'"format": {cost_files.FORMAT}'
+    yield "of an older format", lambda text: text.replace(format_key, '"format": 9')
+    yield "without a format", lambda text: text.replace(f"{format_key},", "")
     yield "in an unknown state", lambda text: text.replace("confirmed", "guessed")
     yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
     yield "free passes", lambda text: text.replace("0.09", "0.0")
