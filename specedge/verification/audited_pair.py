@@ -246,31 +246,38 @@ class AuditedPair:
         return min(sizes.context_length for sizes in self.sizes.values())
 
 
-class SubstituteDraft:
+class Wrapper:
+    """Base class of models and drafters that change another one, and have its other attributes."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+class SubstituteDraft(Wrapper):
     """Draft model for a bundle without one: the target with perturbed logits.
 
     Its distributions overlap the target's by about half, so that the accept rule and the residual
-    distribution are both tested. Other attributes are those of the target.
+    distribution are both tested.
     """
 
     batch, has_draft_graphs = None, False  # which would return the target's logits
 
     def __init__(self, target: CachedModel) -> None:
-        self._target = target
+        super().__init__(target)
         self._offsets = np.zeros(0, np.float32)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
-        rows = self._target.forward(tokens, num_rows).array()
+        rows = self._wrapped.forward(tokens, num_rows).array()
         if len(self._offsets) != rows.shape[1]:
             random = np.random.default_rng(0)
             self._offsets = random.standard_normal((rows.shape[1],), np.float32)
         return Logits(rows + self._offsets)
 
     def with_new_cache(self) -> SubstituteDraft:
-        return SubstituteDraft(self._target.with_new_cache())
+        return SubstituteDraft(self._wrapped.with_new_cache())
 
 
 def depends_on_rounds(draft: ModelEntry) -> bool:

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from specedge.runtime.backend.batched_model import OrtBatchedModel, SlotModel
+from specedge.runtime.backend.batched_model import SlotModel
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.decoding.verification import Draft, Verdict, verify
 from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
@@ -19,8 +18,7 @@ from specedge.runtime.sampling.logits import Logits
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
 
-from .audited_pair import DecoderParts
-from .noise import CachedModel
+from .audited_pair import DecoderParts, Wrapper
 
 
 @dataclass(frozen=True)
@@ -56,50 +54,30 @@ class _NoResidual(SpeculativeDecoder):
         return Verdict(i, distribution.pick(last_uniform))
 
 
-class _StaleDrafter:
+class _StaleDrafter(Wrapper):
     """Drafter that returns the distribution of the previous draft token."""
-
-    name = "stale"
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.is_sampled = drafter.is_sampled
-        self.observer = drafter.observer
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        draft = self._drafter.propose(history, max_tokens, sampling, uniforms)
+        draft: Draft = self._wrapped.propose(history, max_tokens, sampling, uniforms)
         if not draft.probs:
             return draft
         return Draft(draft.tokens, [draft.probs[0], *draft.probs[:-1]])
 
-    def truncate(self, length: int) -> None:
-        self._drafter.truncate(length)
 
-
-class _OneRowTooMany:
+class _OneRowTooMany(Wrapper):
     """Model whose rollback keeps one row of a rejected token."""
 
-    def __init__(self, model: CachedModel) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
     def truncate(self, length: int) -> None:
-        self._model.truncate(min(length + 1, self._model.length) if length else 0)
+        self._wrapped.truncate(min(length + 1, self._wrapped.length) if length else 0)
 
 
-class _ExchangedRows:
+class _ExchangedRows(Wrapper):
     """Passes over several slots in which each slot's first logits are those of the next slot."""
 
-    def __init__(self, batch: OrtBatchedModel) -> None:
-        self.max_rows, self.max_logits = batch.max_rows, batch.max_logits
-        self._batch = batch
-
     def forward(self, feeds: Sequence[tuple[SlotModel, Sequence[int], int]]) -> list[Logits | None]:
-        results = self._batch.forward(feeds)
+        results = self._wrapped.forward(feeds)
         rows = [result.array() for result in results if result is not None]
         others = itertools.cycle([*rows[1:], *rows[:1]])
         return [

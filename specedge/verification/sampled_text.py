@@ -25,6 +25,7 @@ from .audited_pair import (
     ROWS,
     AuditedPair,
     AuditPrompt,
+    Wrapper,
     conditional_acceptance,
     first_tokens,
     joint_ratio,
@@ -167,25 +168,19 @@ def _draw(
     return sample
 
 
-class _DraftRecorder:
+class _DraftRecorder(Wrapper):
     """Drafter that records the drafts of another one, whose distributions depend on the rounds."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+        super().__init__(drafter)
         self._drafts: list[Draft] = []
-        self.name = drafter.name
-        self.is_sampled = drafter.is_sampled
-        self.observer = drafter.observer
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        draft = self._drafter.propose(history, max_tokens, sampling, uniforms)
+        draft: Draft = self._wrapped.propose(history, max_tokens, sampling, uniforms)
         self._drafts.append(draft)
         return draft
-
-    def truncate(self, length: int) -> None:
-        self._drafter.truncate(length)
 
     def distributions(self, rounds: Sequence[Round], targets: Sequence[Array]) -> list[Array]:
         """Return the draft's distribution of each token; the target's of tokens without one."""

@@ -47,6 +47,7 @@ from specedge.verification.margins import (
 )
 
 from ..benchmarks.prompts import SETS
+from .audited_pair import Wrapper
 
 LENGTH = 32  # new tokens
 MAX_TRIES = 64
@@ -200,28 +201,22 @@ class _NoDrafts(Drafter):
         return Draft([])
 
 
-class _Listener:
-    """Draft model that records its rows, and an accept rule that computes margins from them.
-
-    Other attributes are those of the wrapped model.
-    """
+class _Listener(Wrapper):
+    """Draft model that records its rows, and an accept rule that computes margins from them."""
 
     has_draft_graphs = False  # which return no rows
 
     def __init__(self, model: LanguageModel | None, k: int, seed: int, vocab_size: int) -> None:
-        self._model, self._k, self._seed, self._vocab_size = model, k, seed, vocab_size
+        super().__init__(model)
+        self._k, self._seed, self._vocab_size = k, seed, vocab_size
         self._rows: list[Row] = []
         self.margins: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
     def forward(
         self, tokens: Sequence[int], num_rows: int | None = None, hidden: Array | None = None
     ) -> Logits:
-        assert self._model is not None
         num_rows = len(tokens) if num_rows is None else num_rows
-        logits = cast(Logits, Feed(self._model, tokens, num_rows, hidden).run())
+        logits = cast(Logits, Feed(self._wrapped, tokens, num_rows, hidden).run())
         row = logits[-1]
         self._rows.append(Row(row.array().copy(), row.ids))
         return logits
