@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,25 +40,27 @@ def onnxruntime() -> Any:
     return module
 
 
-def inference_session(source: Any, options: Any, providers: list[Any] | None = None) -> Any:
-    """Open a session, in the shared thread pool if the process has one.
+def inference_session(
+    source: Any,
+    options: Any,
+    providers: list[Any] | None = None,
+    check_pool: Callable[[], None] = lambda: None,
+) -> Any:
+    """Open a session, in the shared thread pool if the process has one, after `check_pool`.
 
     Raises:
         Exception: ONNX Runtime's error.
     """
     open_session = onnxruntime().InferenceSession
+    options.log_severity_level = 4  # errors arrive as exceptions
     try:
         return open_session(source, options, providers, enable_fallback=False)
     except Exception as error:
-        if not needs_shared_threads(error):
+        if "per_session_threads" not in str(error):
             raise
+    check_pool()
     options.use_per_session_threads = False
     return open_session(source, options, providers, enable_fallback=False)
-
-
-def needs_shared_threads(error: Exception) -> bool:
-    """Return True if a session failed because the process shares one thread pool."""
-    return "per_session_threads" in str(error)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

@@ -26,7 +26,7 @@ from .cuda import engines, sessions, tensorrt, tensorrt_rtx
 from .cuda.buffers import CudaBuffers
 from .cuda.execution import capture_lock
 from .memory import is_out_of_memory, return_freed_memory
-from .ort import first_line, is_onnxruntime_error, needs_shared_threads, onnxruntime
+from .ort import first_line, inference_session, is_onnxruntime_error, onnxruntime
 
 CUDA = "CUDAExecutionProvider"
 # By default, the CPU rounds the inputs of products with dequantized weights to 8 bits.
@@ -172,7 +172,6 @@ class Device:
 
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # failures arrive as exceptions
         options.add_session_config_entry(*FOLDING_LIMIT)
         if self.supports_engines:
             compiler = tensorrt_rtx if self.type == "rtx" else tensorrt
@@ -185,18 +184,14 @@ class Device:
         # A memory pattern allocates one more block for a whole pass, 27 MB for 135 million int8
         # parameters, without a measurable speed-up.
         options.enable_mem_pattern = False
-        providers = ["CPUExecutionProvider"]
-        if not self.share_threads:
+        create_pool = partial(_create_pool, ort, self.threads, self.default_threads)
+        if self.share_threads:
+            create_pool()
+            options.use_per_session_threads = False
+        else:
             options.intra_op_num_threads = self.threads or self.default_threads or default_threads()
             options.add_session_config_entry("session.force_spinning_stop", "1")
-            try:
-                return ort.InferenceSession(path, options, providers, enable_fallback=False)
-            except Exception as error:
-                if not needs_shared_threads(error):
-                    raise
-        _create_pool(ort, self.threads, self.default_threads)
-        options.use_per_session_threads = False
-        return ort.InferenceSession(path, options, providers, enable_fallback=False)
+        return inference_session(path, options, ["CPUExecutionProvider"], create_pool)
 
 
 _pool_threads: list[int | None] = []  # of the process's pool; None is the default or unknown

@@ -62,7 +62,6 @@ def open_memory(provider: str, index: int) -> Any:
     """Open a session that runs no pass, so that no replayed pass writes to its arrays."""
     ort = onnxruntime()
     options = ort.SessionOptions()
-    options.log_severity_level = 4
     options.intra_op_num_threads = 1
     return inference_session(os.fspath(GRAPH), options, _providers(ort, options, provider, index))
 
@@ -125,7 +124,6 @@ def _provider_options() -> dict[str, str]:
 def _nodes_on_cpu(ort: Any, path: str, provider: str, index: int) -> str | None:
     """Return the nodes that a session with fallback runs on the CPU; None if it does not open."""
     options = ort.SessionOptions()
-    options.log_severity_level = 4
     options.add_session_config_entry(_PLACEMENT, "1")
     providers = _providers(ort, options, provider, index)
     try:

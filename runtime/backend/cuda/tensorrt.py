@@ -113,7 +113,6 @@ def open_session(ort: Any, path: str, index: int) -> Any:
 def _session(ort: Any, path: str, provider: Mapping[str, str]) -> Any:
     load_libraries(ort, cudnn=True)  # the provider links cuDNN
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors arrive as exceptions
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     return inference_session(path, options, [(PROVIDER, provider)])
 
