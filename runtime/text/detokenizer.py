@@ -159,7 +159,7 @@ class TextBuffer:
         for stop in self._stops:
             if (start := self._held.find(stop)) >= 0:
                 starts.append((start, stop))
-            num_held = max(num_held, _overlap(self._held, stop))
+            num_held = max(num_held, partial_match_length(self._held, stop))
         if starts:
             self.has_matched = True
             start, stop = min(starts)
@@ -232,7 +232,7 @@ class Detokenizer:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+def partial_match_length(text: str, marker: str) -> int:
+    """Return the length of the longest suffix of a text that is a proper prefix of a marker."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)

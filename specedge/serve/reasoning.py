@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from specedge.runtime.text.detokenizer import partial_match_length
 from specedge.runtime.text.grammars import WHITE_SPACE
 from specedge.runtime.text.schemas import simplify
 
@@ -109,7 +110,7 @@ class ReasoningParser:
         if marker:
             self._pending, self._steps = rest, self._after
         else:
-            num_held = 0 if is_end else partial_marker_length(thought, closing)
+            num_held = 0 if is_end else partial_match_length(thought, closing)
             thought, self._pending = _split_at(thought, len(thought) - num_held)
         if self._is_first:
             thought = thought.lstrip("\n")
@@ -132,12 +133,6 @@ class ReasoningParser:
         text, self._pending = self._pending, ""
         if text:
             yield text
-
-
-def partial_marker_length(text: str, marker: str) -> int:
-    """Return the length of the longest suffix of a text that is a proper prefix of a marker."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def _split_at(text: str, index: int) -> tuple[str, str]:

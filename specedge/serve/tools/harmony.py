@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from tokenizers import Tokenizer
 
-from ..reasoning import ReasoningDelta, partial_marker_length
+from specedge.runtime.text.detokenizer import partial_match_length
+
+from ..reasoning import ReasoningDelta
 from .families import lark_literal
 from .parser import CallDelta
 
@@ -97,7 +99,7 @@ class HarmonyParser:
             if positions:
                 at, marker = min(positions)
             else:
-                num_held = 0 if is_end else max(partial_marker_length(pending, m) for m in ends)
+                num_held = 0 if is_end else max(partial_match_length(pending, m) for m in ends)
                 at, marker = len(pending) - num_held, ""
             self._pending = pending[at + len(marker) :]
             yield from self._add(pending[:at])

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..reasoning import partial_marker_length
+from specedge.runtime.text.detokenizer import partial_match_length
+
 from .declarations import ToolSet
 from .families import ARGS, CALL_ID, HERMES, LLAMA, MISTRAL, CallFamily
 from .json_scanner import JsonScanner
@@ -162,7 +163,7 @@ class ToolCallParser:
         positions = [at for marker in markers if (at := text.find(marker)) >= 0]
         if positions:
             return min(positions), True
-        num_held = 0 if ended else max((partial_marker_length(text, m) for m in markers), default=0)
+        num_held = 0 if ended else max((partial_match_length(text, m) for m in markers), default=0)
         return len(text) - num_held, False
 
     def _emit(self, text: str) -> Iterator[TextOrCall]:
