@@ -57,11 +57,11 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"NVIDIA driver    {_driver(values['driver'])}"
     for gpu in values["driver"].get("gpus", []):
         yield f"GPU              {_gpu(gpu)}"
-    for problem in diagnosis.findings:
+    for problem in diagnosis.machine.problems:
         yield ""
         yield f"packages         {problem.what}"
         yield from _fix(problem)
-    shown = [*diagnosis.findings]
+    shown = [*diagnosis.machine.problems]
     for device in diagnosis.devices:
         yield ""
         yield from _device(device, shown)

@@ -94,11 +94,6 @@ class Diagnosis:
     machine: Machine
     devices: list[DeviceDiagnosis]
 
-    @property
-    def findings(self) -> list[Problem]:
-        """Problems of the installed packages, whatever the device."""
-        return self.machine.problems
-
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, without the names of this user and this machine."""
         values: dict[str, Any] = {
@@ -112,7 +107,7 @@ class Diagnosis:
             "packages": packages.related(),
             "driver": self.machine.driver.as_dict(),
             "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-            "findings": [dataclasses.asdict(problem) for problem in self.findings],
+            "findings": [dataclasses.asdict(problem) for problem in self.machine.problems],
             "devices": {device.name: device.as_dict() for device in self.devices},
         }
         text = re.sub(r"hostname=[^\s\"\\]+", "hostname=?", json.dumps(values))
