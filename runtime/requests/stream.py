@@ -200,6 +200,9 @@ class Stream:
     It owns a slot until its text ends, or until it is closed, cancelled or garbage-collected,
     whichever threads read it. `on_end` is called with the request and the new tokens when the text
     has ended.
+
+    Attributes:
+        job: The request in the engine.
     """
 
     def __init__(
@@ -210,7 +213,7 @@ class Stream:
         on_end: Callable[[ActiveRequest, list[int]], None],
     ) -> None:
         self._active, self._text, self._slots, self._on_end = active, text, slots, on_end
-        self._job = Job(active.steps(), active.stopwatch, active.lease.release)
+        self.job = Job(active.steps(), active.stopwatch, active.lease.release)
         self._reading = threading.Lock()  # held by a reader
         self._seconds = 0.0  # of the request, up to the last round, if round times are recorded
 
@@ -225,7 +228,7 @@ class Stream:
 
     def read(self) -> str | None:
         """Return the text of the next round, which may be empty; None at the end."""
-        job = self._job
+        job = self.job
         if job.is_cancelled:
             return None
         try:
@@ -237,11 +240,6 @@ class Stream:
         except BaseException:
             self.cancel()
             raise
-
-    @property
-    def job(self) -> Job:
-        """The request in the engine."""
-        return self._job
 
     def __enter__(self) -> Stream:
         return self
@@ -275,7 +273,7 @@ class Stream:
 
     def cancel(self) -> None:
         """Stop now or, while a thread runs the request, before its next pass."""
-        self._job.cancel()
+        self.job.cancel()
 
     @property
     def plan(self) -> Plan:
