@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from ..text.messages import plain_messages
 from .stream import run_together
 
 if TYPE_CHECKING:
+    from specedge.bundle import Bundle
+
     from ..drafters.registry import DrafterRegistry
     from .pipeline import Pipeline
     from .stream import Generation, Stream
@@ -108,13 +110,17 @@ def item_fingerprint(item: BatchItem, bundle: str, ops: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_drafters(drafters: DrafterRegistry, items: Iterable[tuple[str, object]]) -> None:
-    """Raise DrafterError with its place for the first drafter that cannot be used."""
-    for location, name in items:
+def check_items(items: Sequence[BatchItem], bundle: Bundle, drafters: DrafterRegistry) -> None:
+    """Raise errors of the chat template and of drafters before the first item runs."""
+    if any(item.messages for item in items):
+        from ..text.chat import load_template  # other prompts do not need Jinja
+
+        load_template(bundle)
+    for item in items:
         try:
-            drafters.check(name)
+            drafters.check(item.request["drafter"])
         except DrafterError as error:
-            raise DrafterError(f"{location}{error}") from error
+            raise DrafterError(f"{item.location}{error}") from error
 
 
 def run_items(pipeline: Pipeline, items: Sequence[BatchItem]) -> Iterator[dict[str, Any]]:

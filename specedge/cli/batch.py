@@ -14,7 +14,7 @@ import click
 
 from specedge.bundle.store import errors_naming
 from specedge.cli.terminal import pluralize, progress_bar
-from specedge.runtime.requests.batch import BatchItem, check_drafters, run_items
+from specedge.runtime.requests.batch import BatchItem, check_items, run_items
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
@@ -25,11 +25,7 @@ NEW, OVERWRITE, RESUME = "new", "overwrite", "resume"
 
 def generate_results(pipeline: Pipeline, items: list[BatchItem]) -> Iterator[dict[str, Any]]:
     """Return an iterator of the results; raise errors before the first prompt runs."""
-    if any(item.messages for item in items):
-        from specedge.runtime.text.chat import load_template
-
-        load_template(pipeline.bundle)
-    check_drafters(pipeline.drafters, ((item.location, item.request["drafter"]) for item in items))
+    check_items(items, pipeline.bundle, pipeline.drafters)
     return run_items(pipeline, items)
 
 

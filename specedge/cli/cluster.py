@@ -24,7 +24,7 @@ from specedge.errors import BundleError, SpecEdgeError
 from specedge.ray import Generate, actor_resources, fix_draft_length, import_ray
 from specedge.runtime.requests.batch import (
     BatchItem,
-    check_drafters,
+    check_items,
     error_result,
     run_items,
 )
@@ -139,7 +139,6 @@ def in_order(items: list[BatchItem], attempt: Attempt) -> Iterator[dict[str, Any
 def _check_items(bundle: Bundle, items: list[BatchItem]) -> None:
     """Fix K of each prompt; raise errors before the first prompt runs."""
     from specedge.runtime.drafters.registry import DrafterRegistry
-    from specedge.runtime.text.chat import load_template
 
     k = bundle.num_draft_tokens
     if sum(fix_draft_length(item.request, k) for item in items):
@@ -147,11 +146,7 @@ def _check_items(bundle: Bundle, items: list[BatchItem]) -> None:
             f"note: K is fixed to {k} (-k {k}), as auto depends on the speed of each machine",
             err=True,
         )
-    if any(item.messages for item in items):
-        load_template(bundle)
-    check_drafters(
-        DrafterRegistry(bundle), ((item.location, item.request["drafter"]) for item in items)
-    )
+    check_items(items, bundle, DrafterRegistry(bundle))
 
 
 def _attempt(
