@@ -16,7 +16,7 @@ from specedge.bundle.graph_variants import QDQ
 from specedge.bundle.precision import HALF_DTYPES, OLDEST_ONNXRUNTIME
 from specedge.constant_folding import FOLDING_LIMIT
 from specedge.cpu_count import cpu_count, default_threads
-from specedge.diagnosis import plug_in
+from specedge.diagnosis.probe import PROVIDERS
 from specedge.errors import BundleError, DeviceError
 from specedge.int8_products import UNSIGNED_OPTION
 from specedge.option_specs import check_integer
@@ -28,15 +28,8 @@ from .cuda.execution import capture_lock
 from .memory import is_out_of_memory, return_freed_memory
 from .ort import first_line, inference_session, is_onnxruntime_error, onnxruntime
 
-CUDA = "CUDAExecutionProvider"
 # By default, the CPU rounds the inputs of products with dequantized weights to 8 bits.
 FLOAT_PRODUCTS = "session.qdq_matmulnbits_accuracy_level", "0"
-DEVICES = {  # execution providers by device
-    "cpu": "CPUExecutionProvider",
-    "cuda": CUDA,
-    "tensorrt": tensorrt.PROVIDER,
-    "rtx": plug_in.RTX.provider,
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class Device:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|(cuda|tensorrt|rtx)(:\d{1,2})?", self.name):
             raise DeviceError(
-                f"device must be one of {', '.join(DEVICES)}, for a GPU optionally with its "
+                f"device must be one of {', '.join(PROVIDERS)}, for a GPU optionally with its "
                 f"number, as in 'cuda:1', got '{self.name}'"
             )
         if self.threads is not None:
@@ -112,7 +105,7 @@ class Device:
     @property
     def provider(self) -> str:
         """Name of ONNX Runtime's execution provider."""
-        return DEVICES[self.type]
+        return PROVIDERS[self.type]
 
     @property
     def preferred_ops(self) -> tuple[str, ...]:
@@ -191,7 +184,7 @@ class Device:
         else:
             options.intra_op_num_threads = self.threads or self.default_threads or default_threads()
             options.add_session_config_entry("session.force_spinning_stop", "1")
-        return inference_session(path, options, ["CPUExecutionProvider"], create_pool)
+        return inference_session(path, options, [self.provider], create_pool)
 
 
 _pool_threads: list[int | None] = []  # of the process's pool; None is the default or unknown

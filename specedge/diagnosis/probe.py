@@ -25,7 +25,7 @@ from . import driver, plug_in
 from .packages import missing_libraries
 
 GRAPH = Path(__file__).with_name("probe.onnx")  # y = Relu(x w + b), in float32
-PROVIDERS = {
+PROVIDERS = {  # execution providers by device
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
