@@ -23,6 +23,7 @@ from specedge.request import (
 )
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling, TimestampRules
 
+from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.invariance import LogitNoise, longest_invariant
 from ..decoding.protocols import ClosableModel, Feed, Operations, SourceModel, TargetModel
 from ..decoding.random_numbers import GumbelNoise
@@ -293,6 +294,22 @@ class Pipeline:
             draft = None if slot.draft is None else TimedModel(slot.draft, stopwatch, "draft")
             drafters = self.drafters.create(request, draft)
             is_planned = request.drafter == AUTO and request.fixed_k is None
+            plan = create_plan(
+                request,
+                drafters,
+                self.costs.table,
+                self.max_planned_tokens,
+                partial(self.slots.num_sharing, slot),
+            )
+            target = TimedModel(slot.target, stopwatch, "verify")
+            decoder = SpeculativeDecoder(
+                target,
+                plan,
+                stopwatch,
+                max_first_length=self.max_first_length,
+                max_length=self.bundle.context_length,
+                chunk_length=self._chunk_length,
+            )
             active = ActiveRequest(
                 request=request,
                 prompt=prompt,
@@ -300,22 +317,12 @@ class Pipeline:
                 sampling=sampling,
                 seed=seed,
                 limit=limit,
-                plan=create_plan(
-                    request,
-                    drafters,
-                    self.costs.table,
-                    self.max_planned_tokens,
-                    partial(self.slots.num_sharing, slot),
-                ),
-                target=TimedModel(slot.target, stopwatch, "verify"),
+                decoder=decoder,
+                target=target,
                 exact_target=TimedModel(slot.target, stopwatch, "exact"),
                 draft=draft,
-                stopwatch=stopwatch,
                 lease=lease,
                 drafter=AUTO if is_planned else next(iter(drafters.values())).name,
-                chunk_length=self._chunk_length,
-                max_first_length=self.max_first_length,
-                max_length=self.bundle.context_length,
             )
             return Stream(active, text, self.slots, self._finish)
         except BaseException:

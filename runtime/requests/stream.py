@@ -22,7 +22,7 @@ from ..decoding.protocols import (
     Plan,
     Round,
 )
-from ..decoding.timing import Stopwatch, TimedModel
+from ..decoding.timing import TimedModel
 from ..planning.plans import AutoPlan, RoundTimes, create_round_times, summarize_rounds
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.source import Source
@@ -99,10 +99,9 @@ class TextPiece:
 class ActiveRequest:
     """Request that runs in a slot, and its rounds so far.
 
-    `chunk_length`, `max_first_length` and `max_length`, the target's context, are those of its
-    decoder. In an encoder-decoder, `prompt` has the first tokens of the text, and the request's
-    prompt is the `source`. `exact_target` is the target as the near-tie resolver uses it. `drafter`
-    is the name of the drafter, AUTO if rounds are planned.
+    In an encoder-decoder, `prompt` has the first tokens of the text, and the request's prompt is
+    the `source`. `target` is that of the `decoder`, and `exact_target` the target as the near-tie
+    resolver uses it. `drafter` is the name of the drafter, AUTO if rounds are planned.
     """
 
     request: GenerationRequest
@@ -111,26 +110,21 @@ class ActiveRequest:
     sampling: Sampling
     seed: int
     limit: int
-    plan: Plan
+    decoder: SpeculativeDecoder
     target: TimedModel
     exact_target: TimedModel
     draft: TimedModel | None
-    stopwatch: Stopwatch
     lease: Lease
     drafter: str
-    chunk_length: int
-    max_first_length: int
-    max_length: int
     done: list[Round] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     num_new_tokens: int = field(default=0, init=False)
-    decoder: SpeculativeDecoder | None = field(default=None, init=False)
     logit_noise: float = field(default=0.0, init=False)
     round_times: RoundTimes | None = field(init=False)
 
     def __post_init__(self) -> None:
         has_logprobs = self.request.logprobs is not None
-        self.round_times = create_round_times(self.plan, self.sampling, has_logprobs)
+        self.round_times = create_round_times(self.decoder.plan, self.sampling, has_logprobs)
 
     def steps(self) -> Generator[Operation | Round, Any]:
         """Yield operations and rounds, as `SpeculativeDecoder.decode`.
@@ -139,17 +133,9 @@ class ActiveRequest:
         """
         if self.request.exact:
             self.target.truncate(0)
-        resolver = self._near_tie_resolver()
-        longest = 1 if resolver or self.request.exact else self.max_first_length
-        self.decoder = SpeculativeDecoder(
-            self.target,
-            self.plan,
-            self.stopwatch,
-            resolver,
-            longest,
-            self.max_length,
-            self.chunk_length,
-        )
+        self.decoder.resolver = self._near_tie_resolver()
+        if self.decoder.resolver or self.request.exact:
+            self.decoder.max_first_length = 1
         yield from self.decoder.decode(
             self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs, self.source
         )
@@ -158,8 +144,8 @@ class ActiveRequest:
         """Return a resolver for greedy text if passes are not pass-length-invariant."""
         if not self.sampling.greedy:
             return None
-        exact, k = self.request.exact, self.plan.max_draft_tokens
-        with self.stopwatch.part("noise"):
+        exact, k = self.request.exact, self.decoder.plan.max_draft_tokens
+        with self.decoder.stopwatch.part("noise"):
             text = self.source.tokens if self.source else []
             noise = self.lease.slot.noise.bound([*self.prompt, *text], k, trusts_export=not exact)
             self.logit_noise = noise
@@ -173,7 +159,7 @@ class ActiveRequest:
     @property
     def stats(self) -> Stats:
         """Statistics so far."""
-        seconds, first = self.stopwatch.seconds.copy(), self.target.seconds_of_first
+        seconds, first = self.decoder.stopwatch.seconds.copy(), self.target.seconds_of_first
         seconds["prefill"] -= first
         seconds["verify"] += first
         return compute_stats(
@@ -182,16 +168,11 @@ class ActiveRequest:
             seconds,
             num_prompt_tokens=len(self.prompt) if self.source is None else self.source.length,
             num_new_tokens=self.num_new_tokens,
-            num_reused_tokens=self.decoder.num_reused_tokens if self.decoder else 0,
+            num_reused_tokens=self.decoder.num_reused_tokens,
             num_draft_passes=self.draft.num_passes if self.draft else 0,
             num_target_passes=self.target.num_passes,
             num_exact_passes=self.exact_target.num_passes,
         )
-
-    @property
-    def expected_speedup(self) -> float | None:
-        """Speed-up of planned rounds over plain decoding, by the cost table."""
-        return self.plan.planner.expected_speedup if isinstance(self.plan, AutoPlan) else None
 
 
 class Stream:
@@ -213,7 +194,7 @@ class Stream:
         on_end: Callable[[ActiveRequest, list[int]], None],
     ) -> None:
         self._active, self._text, self._slots, self._on_end = active, text, slots, on_end
-        self.job = Job(active.steps(), active.stopwatch, active.lease.release)
+        self.job = Job(active.steps(), active.decoder.stopwatch, active.lease.release)
         self._reading = threading.Lock()  # held by a reader
         self._seconds = 0.0  # of the request, up to the last round, if round times are recorded
 
@@ -278,17 +259,12 @@ class Stream:
     @property
     def plan(self) -> Plan:
         """Plan of the rounds."""
-        return self._active.plan
+        return self._active.decoder.plan
 
     @property
     def finish_reason(self) -> FinishReason:
         """Reason that the text ended, "unfinished" until then."""
         return self._text.finish_reason
-
-    @property
-    def num_rounds(self) -> int:
-        """Number of rounds so far."""
-        return len(self._active.done)
 
     @property
     def stats(self) -> Stats:
@@ -299,7 +275,7 @@ class Stream:
     def generation(self) -> Generation:
         """Result so far."""
         active, text, rounds = self._active, self._text, self._active.done
-        k = active.request.fixed_k
+        plan, k = active.decoder.plan, active.request.fixed_k
         spans = [span for piece in text.spans for span in piece]
         return Generation(
             text="".join(span.text for span in spans),
@@ -309,7 +285,7 @@ class Stream:
             num_draft_tokens=AUTO if k is None else k,
             drafter=active.drafter,
             plan=summarize_rounds(rounds),
-            expected_speedup=active.expected_speedup,
+            expected_speedup=plan.planner.expected_speedup if isinstance(plan, AutoPlan) else None,
             stats=active.stats,
             rounds=list(rounds),
             spans=spans,
@@ -328,20 +304,20 @@ class Stream:
 
         The first round is left out, since its pass may include the prompt.
         """
-        active, plan = self._active, self._active.plan
+        active, plan = self._active, self._active.decoder.plan
         if not isinstance(plan, AutoPlan) or plan.choice is None:
             return
         if active.done and not active.logit_noise and not self._slots.has_others(active.lease):
             length = len(active.prompt) + active.num_new_tokens
-            seconds = active.stopwatch.total - self._seconds
+            seconds = active.decoder.stopwatch.total - self._seconds
             round_times.record(plan.choice, round_, length, seconds)
 
     def _add(self, round_: Round) -> str:
         """Add a round; return its text."""
-        active = self._active
+        active, stopwatch = self._active, self._active.decoder.stopwatch
         if active.round_times is not None:
             self._record_time(active.round_times, round_)
-        with active.stopwatch:
+        with stopwatch:
             piece = self._text.feed(zip(round_.tokens, token_outcomes(round_), strict=True))
             active.done.append(round_)
             active.logprobs += round_.logprobs or ()
@@ -350,7 +326,7 @@ class Stream:
                 self._on_end(active, self._text.tokens)
                 self.cancel()
         if active.round_times is not None:
-            self._seconds = active.stopwatch.total
+            self._seconds = stopwatch.total
         return piece
 
 
