@@ -28,10 +28,7 @@ class StoredResponse:
 class ResponseStore:
     """Thread-safe store of the latest responses within limits."""
 
-    def __init__(
-        self, max_responses: int = MAX_RESPONSES, max_characters: int = MAX_CHARACTERS
-    ) -> None:
-        self._max_responses, self._max_characters = max_responses, max_characters
+    def __init__(self) -> None:
         self._responses: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self._num_characters = 0
         self._lock = threading.Lock()
@@ -42,9 +39,7 @@ class ResponseStore:
         with self._lock:
             self._responses[response.body["id"]] = response, size
             self._num_characters += size
-            while len(self._responses) > self._max_responses or (
-                self._num_characters > self._max_characters
-            ):
+            while len(self._responses) > MAX_RESPONSES or self._num_characters > MAX_CHARACTERS:
                 _, (_, dropped) = self._responses.popitem(last=False)
                 self._num_characters -= dropped
 

@@ -19,15 +19,9 @@ MAX_TOKENS = 2**20  # maximum total length of all sequences
 class SampledTokens:
     """Thread-safe store of the latest token sequences (prompt and text) within limits."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        max_sequences: int = MAX_SEQUENCES,
-        max_tokens: int = MAX_TOKENS,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
-        self._max_sequences, self._max_tokens = max_sequences, max_tokens
         self._sequences: deque[list[int]] = deque()
         self._lock = threading.Lock()
 
@@ -37,8 +31,8 @@ class SampledTokens:
         with self._lock:
             others = [s for s in self._sequences if s != sequence[: len(s)]]
             self._sequences = deque([*others, sequence])
-            while len(self._sequences) > self._max_sequences or (
-                sum(map(len, self._sequences)) > self._max_tokens
+            while (
+                len(self._sequences) > MAX_SEQUENCES or sum(map(len, self._sequences)) > MAX_TOKENS
             ):
                 self._sequences.popleft()
 

@@ -7,6 +7,7 @@ import pytest
 from test_thinking import CALLING, TOKENS
 
 from served import MODEL, ask, client, serving
+from specedge.serve import response_store
 from specedge.serve.response_store import ResponseStore, StoredResponse
 from tool_pairs import scripted_pair
 
@@ -145,8 +146,10 @@ def test_references_to_items_are_resolved(served):
     assert (status, json.loads(text)["error"]["code"]) == (404, "item_not_found")
 
 
-def test_store_is_bounded():
-    store = ResponseStore(max_responses=3, max_characters=1000)
+def test_store_is_bounded(monkeypatch):
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
+    monkeypatch.setattr(response_store, "MAX_CHARACTERS", 1000)
+    store = ResponseStore()
     for i in range(5):
         store.add(StoredResponse({"id": str(i), "output": []}, []))
     assert [store.get(str(i)) is not None for i in range(5)] == [False, False, True, True, True]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from served import MODEL, ask, serving
+from specedge.serve import sampled_tokens
 from specedge.serve.sampled_tokens import SampledTokens
 from templates import CHATML
 from tool_pairs import scripted_pair
@@ -52,8 +53,10 @@ def test_sampled_tokens_are_reused_up_to_first_text_difference(pair):
     assert end not in found
 
 
-def test_conversation_replaces_its_prefix_and_oldest_are_evicted(pair):
-    sampled = SampledTokens(pair.tokenizer, max_sequences=2, max_tokens=10)
+def test_conversation_replaces_its_prefix_and_oldest_are_evicted(pair, monkeypatch):
+    monkeypatch.setattr(sampled_tokens, "MAX_SEQUENCES", 2)
+    monkeypatch.setattr(sampled_tokens, "MAX_TOKENS", 10)
+    sampled = SampledTokens(pair.tokenizer)
     for tokens in ([1], [1, 2], [3], [1, 2, 4]):
         sampled.add(tokens)
     assert [*sampled._sequences] == [[3], [1, 2, 4]]
