@@ -196,10 +196,6 @@ class _Waiter:
                 return True
         return False
 
-    @property
-    def may_lead(self) -> bool:
-        return not (self.is_away or self.is_done)
-
     def sleep(self) -> None:
         """Wait for `wake`; at most a second, since an interrupt may have prevented it."""
         self._wake.acquire(timeout=1.0)
@@ -369,7 +365,7 @@ class Engine:
         """Choose the next leader: a thread with a claim, else one that is not the main thread."""
         leader = self._claims.pop(0) if self._claims else None
         if leader is None and self._waiters:
-            candidates = [waiter for waiter in self._waiters if waiter.may_lead]
+            candidates = [w for w in self._waiters if not (w.is_away or w.is_done)]
             leader = min(candidates, key=lambda waiter: waiter.is_main, default=None)
         self._leader = leader
         if leader is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -34,7 +34,8 @@ class TokenBytes:
         self._tokenizer, self._visible = tokenizer, frozenset(visible_tokens)
         self._tokens: dict[int, _Token] = {}
         self._before: list[int] | None = None  # last token of whole characters; None at the start
-        last = [*islice(self._without_hidden(reversed(prompt)), CONTEXT_LENGTH + 1)]
+        shown = (token for token in reversed(prompt) if not self.is_hidden(token))
+        last = [*islice(shown, CONTEXT_LENGTH + 1)]
         if len(last) > CONTEXT_LENGTH:
             self._before = []
         self.prompt_end = b"".join([self.add(token) for token in last[CONTEXT_LENGTH - 1 :: -1]])
@@ -70,9 +71,6 @@ class TokenBytes:
     def is_hidden(self, token: int) -> bool:
         """Return True if a token never has text: hidden special tokens and unknown tokens."""
         return token not in self._visible and not self._properties(token).is_decoded
-
-    def _without_hidden(self, tokens: Iterator[int]) -> Iterator[int]:
-        return (token for token in tokens if not self.is_hidden(token))
 
     def _properties(self, token: int) -> _Token:
         """Return a token's properties, computed once."""

@@ -111,7 +111,8 @@ class ReasoningParser:
             self._pending, self._steps = rest, self._after
         else:
             num_held = 0 if is_end else partial_match_length(thought, closing)
-            thought, self._pending = _split_at(thought, len(thought) - num_held)
+            at = len(thought) - num_held
+            thought, self._pending = thought[:at], thought[at:]
         if self._is_first:
             thought = thought.lstrip("\n")
         if not marker and not is_end:
@@ -133,10 +134,6 @@ class ReasoningParser:
         text, self._pending = self._pending, ""
         if text:
             yield text
-
-
-def _split_at(text: str, index: int) -> tuple[str, str]:
-    return text[:index], text[index:]
 
 
 def grammar_after_thinking(
