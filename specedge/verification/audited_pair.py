@@ -22,6 +22,7 @@ from specedge.runtime.decoding.protocols import (
     run_operations,
 )
 from specedge.runtime.decoding.timing import Stopwatch
+from specedge.runtime.decoding.verification import Verdict, verify
 from specedge.runtime.drafters.draft_head import create_drafter
 from specedge.runtime.drafters.text_reading import TextReading, TranslatedText
 from specedge.runtime.planning.plans import FixedPlan
@@ -46,7 +47,7 @@ class DecoderParts:
     `batch` replaces the passes over several slots, which the batched check runs.
     """
 
-    decoder: type[SpeculativeDecoder] = SpeculativeDecoder
+    accept_rule: Callable[..., Verdict] = verify
     target: Callable[[Any], Any] = lambda model: model
     drafter: Callable[[Drafter], Drafter] = lambda drafter: drafter
     batch: Callable[[Any], Any] = lambda batch: batch
@@ -194,13 +195,15 @@ class AuditedPair:
         sizes = draft_sizes or self.sizes["draft"]
         readings = self.readings if draft_sizes is None else None
         drafter = drafter or create_drafter(draft or self.draft, sizes, readings)
-        return self.parts.decoder(
+        decoder = SpeculativeDecoder(
             self.parts.target(target or self.target),
             FixedPlan(self.parts.drafter(drafter), num_draft_tokens),
             Stopwatch(),
             max_first_length=self.max_first_length,
             max_length=self.sizes["target"].context_length,
         )
+        decoder.accept_rule = self.parts.accept_rule
+        return decoder
 
     def open(self, role: str, source: Source | None, model: LanguageModel | None = None) -> None:
         """Open a prompt's source in a model, by default the one of the role."""

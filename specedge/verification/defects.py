@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from specedge.runtime.backend.batched_model import SlotModel
-from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.verification import Draft, Verdict, verify
 from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
@@ -30,28 +29,24 @@ class Defect:
     parts: DecoderParts
 
 
-def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
-    """Return a decoder whose accept rule tests changed uniforms."""
+def _with_tests(change: Callable[[Floats], Floats]) -> Callable[..., Verdict]:
+    """Return an accept rule that tests changed uniforms."""
 
-    class Decoder(SpeculativeDecoder):
-        @staticmethod
-        def accept_rule(*arguments: Any) -> Verdict:
-            draft, logits, sampling, history, accept_uniforms, *rest = arguments
-            return verify(draft, logits, sampling, history, change(accept_uniforms), *rest)
-
-    return Decoder
-
-
-class _NoResidual(SpeculativeDecoder):
-    @staticmethod
     def accept_rule(*arguments: Any) -> Verdict:
-        draft, logits, sampling, history, _, last_uniform, _ = arguments
-        verdict = verify(*arguments)
-        i = verdict.num_accepted
-        if sampling.greedy or i == len(draft.tokens):
-            return verdict
-        distribution = probabilities(logits[i].array(), sampling, history.then(draft.tokens[:i]))
-        return Verdict(i, distribution.pick(last_uniform))
+        draft, logits, sampling, history, accept_uniforms, *rest = arguments
+        return verify(draft, logits, sampling, history, change(accept_uniforms), *rest)
+
+    return accept_rule
+
+
+def _without_residual(*arguments: Any) -> Verdict:
+    draft, logits, sampling, history, _, last_uniform, _ = arguments
+    verdict = verify(*arguments)
+    i = verdict.num_accepted
+    if sampling.greedy or i == len(draft.tokens):
+        return verdict
+    distribution = probabilities(logits[i].array(), sampling, history.then(draft.tokens[:i]))
+    return Verdict(i, distribution.pick(last_uniform))
 
 
 class _StaleDrafter(Wrapper):
@@ -90,12 +85,12 @@ DEFECTS = (
     Defect(
         "accept rule",
         "a draft token is accepted if u d(x) / 2 < t(x), not u d(x) < t(x)",
-        DecoderParts(decoder=_with_tests(lambda accept_uniforms: 0.5 * accept_uniforms)),
+        DecoderParts(_with_tests(lambda accept_uniforms: 0.5 * accept_uniforms)),
     ),
     Defect(
         "residual",
         "after a rejection the token is sampled from t, not from max(0, t - d)",
-        DecoderParts(decoder=_NoResidual),
+        DecoderParts(_without_residual),
     ),
     Defect(
         "stale draft distribution",
@@ -111,9 +106,7 @@ DEFECTS = (
         "shared uniform",
         "all draft tokens of a round are tested with one random number",
         DecoderParts(
-            decoder=_with_tests(
-                lambda accept_uniforms: np.full_like(accept_uniforms, accept_uniforms[:1])
-            )
+            _with_tests(lambda accept_uniforms: np.full_like(accept_uniforms, accept_uniforms[:1]))
         ),
     ),
 )

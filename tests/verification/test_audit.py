@@ -181,14 +181,12 @@ def test_greedy_check_starts_no_further_k_after_its_time_budget():
 
 
 def test_zero_probability_tokens_fail_the_audit():
-    class Stubborn(DecoderParts().decoder):
-        @staticmethod
-        def accept_rule(draft, scores, sampling, history, tests, last, is_block):
-            verdict = verify(draft, scores, sampling, history, tests, last, is_block)
-            wrong = int(scores[verdict.num_accepted].array().argmin())
-            return dataclasses.replace(verdict, next_token=wrong) if last > 0.99 else verdict
+    def stubborn(draft, scores, sampling, history, tests, last, is_block):
+        verdict = verify(draft, scores, sampling, history, tests, last, is_block)
+        wrong = int(scores[verdict.num_accepted].array().argmin())
+        return dataclasses.replace(verdict, next_token=wrong) if last > 0.99 else verdict
 
-    found = run_sampled(DecoderParts(decoder=Stubborn))
+    found = run_sampled(DecoderParts(stubborn))
     assert found.status == FAILED
     assert any("does not allow" in line for line in (found.summary, *found.details))
 
