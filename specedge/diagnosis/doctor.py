@@ -54,8 +54,7 @@ class ProbeResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        answers = {name: value for name, value in self.answers.items() if name != "stage"}
-        return answers | {"ended": self.ended, "log": self.log}
+        return self.answers | {"ended": self.ended, "log": self.log}
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ class DeviceDiagnosis:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
         values = dataclasses.asdict(self)
-        answers = values.pop("answers")
-        return values | {"facts": {name: answers[name] for name in answers if name != "stage"}}
+        values["facts"] = values.pop("answers")
+        return values
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,8 @@ def _read(out: bytes, log: bytes, ended: str | None) -> ProbeResult:
     for line in out.splitlines(keepends=True):
         if line.endswith(b"\n"):  # the last line may be incomplete
             answers |= json.loads(line)
-    if ended and (stage := answers.get("stage")):
+    stage = answers.pop("stage", None)
+    if ended and stage:
         ended = f"{ended} while {stage}"
     return ProbeResult(answers, ended, log.decode("utf-8", "replace")[-LOG_CHARACTERS:])
 
