@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from itertools import zip_longest
 
 from specedge.bundle import Bundle, store
 from specedge.bundle.manifest import (
@@ -83,7 +82,10 @@ def load(
     if target_device.is_cpu:
         check_memory(need)
     chosen = [choose_ops(model, ops, devices[role]) for role, model in loaded.models.items()]
-    read_costs = partial(_costs, loaded, target_device, draft_on_device, chosen)
+
+    def read_costs() -> PassCosts:
+        return PassCosts(cost_key(loaded, target_device, draft_on_device, ", ".join(chosen)))
+
     # A GPU's driver is queried once sessions use it; threads are tuned without a GPU.
     costs = read_costs() if target_device.is_cpu and draft_on_device.is_cpu else None
     default_threads = (costs and costs.table.threads) or None
@@ -96,41 +98,32 @@ def load(
     encoder = _load_encoder(loaded, loaded.target, target_on, ops)
     draft = None
     if loaded.draft is not None:
-        is_shared = encoder_owner(loaded, loaded.draft) is loaded.target
         draft_encoder = encoder
-        if not is_shared:
+        if encoder_owner(loaded, loaded.draft) is not loaded.target:
             draft_encoder = _load_encoder(loaded, loaded.draft, draft_on, ops)
         draft = _open_model(loaded, loaded.draft, draft_on, ops, draft_encoder)
     target = _open_model(loaded, loaded.target, target_on, ops, encoder)
-    more_models = [
-        (target.with_new_cache(), draft.with_new_cache() if draft else None)
-        for _ in range(slots - 1)
-    ]
+    targets = [target, *(target.with_new_cache() for _ in range(slots - 1))]
+    drafts = [draft, *(draft.with_new_cache() for _ in range(slots - 1))] if draft else []
     longest = loaded.num_draft_tokens + 1
-    for target_model, draft_model in [(target, draft), *more_models]:
-        if not target_on.is_cpu:
-            target_model.warm_up(range(1, longest + 1))
-        if draft_model is not None and not draft_on.is_cpu:
-            lengths = range(1, 3 if draft_model.observed is None else longest + 1)
-            if draft_model.mask_token is not None:
-                lengths = range(longest - 1, 2 * longest - 1)
-            draft_model.warm_up(lengths)
+    for model in [] if target_on.is_cpu else targets:
+        model.warm_up(range(1, longest + 1))
+    for model in [] if draft_on.is_cpu else drafts:
+        lengths = range(1, 3 if model.observed is None else longest + 1)
+        if model.mask_token is not None:
+            lengths = range(longest - 1, 2 * longest - 1)
+        model.warm_up(lengths)
     seconds: dict[int, float] = {}
     notes: list[str | None] = []
     if costs is None or not costs.is_tested:
         notes.append(self_test.verify_lengths(target, loaded.target, target_on, longest, seconds))
     if slots > 1 and target_on.is_cpu and draft_on.is_cpu:
-        targets = [target, *(model for model, _ in more_models)]
         targets, note = share_passes(loaded, loaded.target, target_on, targets)
         notes.append(note)
-        drafts: Sequence[OrtModel | None] = [None] * slots
-        if draft is not None and draft.observed is not None:
-            drafts = [draft, *(model for _, model in more_models)]
-        elif draft is not None:
-            models = [draft, *(model for _, model in more_models if model)]
-            drafts, note = share_passes(loaded, loaded.draft_model, draft_on, models)
+        if draft is not None and draft.observed is None:
+            drafts, note = share_passes(loaded, loaded.draft_model, draft_on, drafts)
             notes.append(note)
-        (target, draft), *more_models = zip(targets, drafts, strict=True)
+        target, draft = targets[0], next(iter(drafts), None)
     elif slots > 1:
         notes.append("requests take turns, because passes on GPUs are not shared")
     if draft is not None and not draft_on.is_cpu and not draft_on.supports_engines:
@@ -145,14 +138,14 @@ def load(
             invariant_length = self_test.longest_invariant_length(target, loaded.target)
         longest = max(invariant_length, self_test.LONGEST)
         target.invariant_lengths = tuple(t for t in target.invariant_lengths if t <= longest)
-    for target_model, draft_model in more_models:
-        target_model.invariant_lengths = target.invariant_lengths
-        if draft_model is not None and draft is not None:
-            draft_model.unroll_as(draft)
+    for model in targets[1:]:
+        model.invariant_lengths = target.invariant_lengths
+    for model in drafts[1:]:
+        model.unroll_as(drafts[0])
     shortened = _with_max_length(loaded, max_length)
     note = "; ".join(dict.fromkeys(filter(None, notes))) or None
     shared_chunk_length = None
-    if more_models and target_on.is_cpu:
+    if slots > 1 and target_on.is_cpu:
         shared_chunk_length = _shared_chunk_length(target, loaded.target, invariant_length)
     pipeline = Pipeline(
         shortened,
@@ -161,7 +154,7 @@ def load(
         draft,
         costs,
         note,
-        more_models,
+        zip_longest(targets[1:], drafts[1:]),
         shared_chunk_length,
     )
     context_length = min(model.context_length for model in loaded.models.values())
@@ -254,11 +247,6 @@ def devices_of(
             "out, or run the draft on the CPU"
         )
     return {"target": target, "draft": draft}
-
-
-def _costs(bundle: Bundle, target_on: Device, draft_on: Device, ops: list[str]) -> PassCosts:
-    """Return the pass costs of a bundle on its devices."""
-    return PassCosts(cost_key(bundle, target_on, draft_on, ", ".join(ops)))
 
 
 def _load_encoder(
