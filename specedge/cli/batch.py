@@ -14,19 +14,13 @@ import click
 
 from specedge.bundle.store import errors_naming
 from specedge.cli.terminal import pluralize, progress_bar
-from specedge.runtime.requests.batch import BatchItem, check_items, run_items
+from specedge.runtime.requests.batch import BatchItem
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
     from specedge.runtime.requests.pipeline import Pipeline
 
 NEW, OVERWRITE, RESUME = "new", "overwrite", "resume"
-
-
-def generate_results(pipeline: Pipeline, items: list[BatchItem]) -> Iterator[dict[str, Any]]:
-    """Return an iterator of the results; raise errors before the first prompt runs."""
-    check_items(items, pipeline.bundle, pipeline.drafters)
-    return run_items(pipeline, items)
 
 
 def write_results(

@@ -129,7 +129,7 @@ def _many(
     from specedge.cli import batch, cluster
     from specedge.cli.batch import NEW, OVERWRITE, RESUME, remaining
     from specedge.cli.prompts import read_prompts
-    from specedge.runtime.requests.batch import item_fingerprint
+    from specedge.runtime.requests.batch import check_items, item_fingerprint, run_items
     from specedge.runtime.requests.loader import batch_slots
 
     if resume and (overwrite or output == "-"):
@@ -152,7 +152,8 @@ def _many(
         pipeline = options.load_pipeline(**models, slots=slots)
         if mode == RESUME:
             batch.restore_costs(pipeline, output)
-        running = nullcontext(batch.generate_results(pipeline, items))
+        check_items(items, pipeline.bundle, pipeline.drafters)
+        running = nullcontext(run_items(pipeline, items))
     else:
         running = cluster.generate_results(*ray, models, items)
     with running as results:
