@@ -15,6 +15,9 @@ import torch
 from specedge.bundle import pack_ids
 from specedge.bundle.graph_variants import OPS
 from specedge.bundle.manifest import (
+    ENCODER,
+    FUSE,
+    OPEN,
     CheckpointSource,
     FileEntry,
     ModelEntry,
@@ -45,15 +48,11 @@ from .tracing.geometry import Geometry
 from .tracing.module_patches import freeze_rotary, patched_modules
 from .tracing.tracer import ObservedLayers
 from .verification import checks, parity, reference, runner
-from .verification.fused_states import FusedStates, sample_states, verify_fuse
+from .verification.fused_states import FusedStates, sample_states
 from .verification.reference import Reference
 from .verification.runner import Runner
-from .verification.source_states import (
-    SourceStates,
-    compute_source_states,
-    encoder_digest,
-    verify_encoder,
-)
+from .verification.source_states import SourceStates, compute_source_states, encoder_digest
+from .verification.uncached_parity import verify_uncached
 
 T = TypeVar("T")
 REJECTION = "; it cannot be exported in "
@@ -96,10 +95,11 @@ class ModelExport:
     @property
     def other_files(self) -> list[graphs.GraphFile]:
         """Graphs without caches: those of an encoder-decoder's source, or of hidden states."""
-        if self.shape.has_fuse:
-            return [graphs.fuse_file(self.files[0].prefix)]
-        files = graphs.encoder_files(self.files[0].prefix) if self.shape.encoder else []
-        return files[1:] if self.shares_encoder else files
+        has_source = self.shape.encoder is not None
+        names = {ENCODER: has_source and not self.shares_encoder, OPEN: has_source}
+        names[FUSE] = self.shape.has_fuse
+        prefix = self.files[0].prefix
+        return [graphs.GraphFile(name, None, prefix=prefix) for name in names if names[name]]
 
     @property
     def model(self) -> torch.nn.Module:
@@ -322,7 +322,7 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
         sources = part.loaded.sources
         traced = tracer.trace(part.model, part.shape, ops, part.layers, sources)
         names = [file.name for file in part.other_files]
-        others = uncached_graphs.trace_others(part.model, part.shape, sources, names)
+        others = uncached_graphs.trace_uncached(part.model, part.shape, sources, names)
     with part.progress.step(f"Writing the {part.role}"):
         for whole, files in ((traced.model, part.files), (traced.first, part.first_layers.files)):
             if whole is not None:
@@ -460,18 +460,13 @@ def _verify_others(
     part: ModelExport, graph_variants: Iterable[str], tolerance: float | None
 ) -> None:
     """Compare the graphs without caches with PyTorch. Raises ParityError."""
-    if isinstance(part.model, DraftHeadModule) and part.shape.has_fuse:
-        with part.progress.step(f"Comparing the {part.role} with PyTorch"):
-            for ops in graph_variants:
-                path = part.folder / part.other_files[0].file_name(ops)
-                verify_fuse(part.role, part.model, part.loaded.sources, path, tolerance)
-    if not isinstance(part.model, SourceConditionedDecoder):
+    if not part.other_files:
         return
     with part.progress.step(f"Comparing the {part.role} with PyTorch"):
         for ops in graph_variants:
             paths = {file.name: part.folder / file.file_name(ops) for file in part.other_files}
             sizes = part.loaded.sources, part.shape, part.num_tokens
-            verify_encoder(part.role, part.model, *sizes, paths, tolerance)
+            verify_uncached(part.role, part.model, *sizes, paths, tolerance)
 
 
 def _note_rotary(

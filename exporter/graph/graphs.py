@@ -31,6 +31,7 @@ from .nodes import add_constant, insert_node, producer
 from .opset import save_graph
 from .repeated_rows import remove_repeated_rows
 
+UNCACHED = (ENCODER, OPEN, FUSE)  # graphs without caches
 SOURCE = "source"  # file name, during an export, of a graph before fusion
 # Shape arithmetic runs on the CPU, and control flow prevents CUDA graph capture.
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
@@ -110,16 +111,6 @@ def graph_files(num_draft_tokens: int, context_length: int, prefix: str = "") ->
         GraphFile("prefill", min(PREFILL_LENGTH, context_length), logits=False),
     ]
     return [replace(file, prefix=prefix) for file in files]
-
-
-def encoder_files(prefix: str = "") -> list[GraphFile]:
-    """Return the files of the graphs that run once per source of an encoder-decoder."""
-    return [GraphFile(name, None, prefix=prefix) for name in (ENCODER, OPEN)]
-
-
-def fuse_file(prefix: str = "") -> GraphFile:
-    """Return the file of the graph that fuses hidden states for a draft model."""
-    return GraphFile(FUSE, None, prefix=prefix)
 
 
 def strip_metadata(model: ir.Model) -> None:

@@ -20,20 +20,20 @@ from specedge.bundle.graph_variants import (
     has_int8_caches,
     is_reduced_precision,
 )
-from specedge.bundle.manifest import ENCODER, FUSE, OPEN, ModelEntry
+from specedge.bundle.manifest import ENCODER, OPEN, ModelEntry
 from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.bundle.reports import QuantizationReport
 
 from ..graph import fusion, graphs, rewrites
 from ..graph.external_data import STORED, LazyWeights
-from ..graph.graphs import GraphFile, encoder_files, fuse_file, variant_signature
+from ..graph.graphs import UNCACHED, GraphFile, variant_signature
 from ..graph.half_precision import cast_outputs, convert_caches, convert_graph
 from ..graph.int8_caches import quantize_caches
 from ..graph.opset import save_graph
 from ..graph.repeated_rows import remove_repeated_rows
 from ..graph.shared_bytes import share_embeddings
 from ..tracing.geometry import Geometry
-from ..verification.fused_states import FusedStates, random_states, run_fuse
+from ..verification.fused_states import FusedStates, FuseGraph, random_states
 from ..verification.runner import Runner
 from ..verification.source_states import NUM_TOKENS, SourceGraphs, SourceStates
 from .experts import NO_EXCLUSIONS, ExcludedWeights, load_graph
@@ -99,15 +99,15 @@ class FloatModel:
                 graph.file.rpartition("/")[2].partition(graph.name)[0],
             )
             for graph in self.model.graphs
-            if graph.ops == self.ops[0] and graph.name not in (ENCODER, OPEN, FUSE)
+            if graph.ops == self.ops[0] and graph.name not in UNCACHED
         ]
 
     @property
     def other_files(self) -> list[GraphFile]:
         """Files of graphs without caches: encoder and constant states, and fused hidden states."""
         prefix = self.files[0].prefix
-        files = (*encoder_files(prefix), fuse_file(prefix))
-        return [file for file in files if self.model.has_graph(file.name)]
+        names = filter(self.model.has_graph, UNCACHED)
+        return [GraphFile(name, None, prefix=prefix) for name in names]
 
     @property
     def other_folder(self) -> Path:
@@ -156,12 +156,13 @@ class FloatModel:
         if self.model.hidden is not None and self.model.reads_hidden:
             if self.fused is not None:
                 return {"fused": self.fused}
-            if not self.other_files:
-                return {"fused": FusedStates(random_states(self.model.hidden)[0])}
-            (file,) = self.other_files
-            path = self.other_folder / file.file_name(self.ops[0])
-            return {"fused": run_fuse(path, self.model.hidden)}
+            fuse = self.fuse_graph(self.other_folder, self.ops[0])
+            return {"fused": FusedStates(fuse(random_states(self.model.hidden)[0]))}
         return {} if self.model.encoder is None else self._source_options(self.sources)
+
+    def fuse_graph(self, folder: Path, ops: str) -> FuseGraph:
+        """Open the graph that fuses hidden states for a draft, if it has one, in a folder."""
+        return FuseGraph(*(folder / file.file_name(ops) for file in self.other_files))
 
     def _source_options(self, sources: SourceGraphs) -> dict[str, Any]:
         """Return the options of runners of an encoder-decoder."""

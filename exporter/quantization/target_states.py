@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import onnxruntime as ort
 
 from ..verification.fused_states import FusedStates
 from ..verification.runner import Action, FillNoise, PassAction, ReadHiddenStates
-from ..verification.subgraph import open_session
 from .float_model import FloatModel
 from .texts import CalibrationTexts
 
@@ -29,10 +27,7 @@ class TargetStates:
     """
 
     def __init__(self, target: FloatModel, draft: FloatModel) -> None:
-        self._fuse: ort.InferenceSession | None = None
-        for file in draft.other_files:  # none if the draft reads the target's states as they are
-            path = draft.folder / file.file_name(draft.ops[-1])
-            self._fuse = open_session(path, ort.SessionOptions())
+        self._fuse = draft.fuse_graph(draft.folder, draft.ops[-1])
         self._runner = target.runner(target.folder, target.ops[-1])
         self._hidden: list[np.ndarray] = []  # sample of hidden states, [n, F] each
 
@@ -72,8 +67,4 @@ class TargetStates:
 
     def _fused(self, states: np.ndarray) -> np.ndarray:
         self._hidden.append(states[::SAMPLE_STEP].copy())
-        if self._fuse is None:
-            return states.copy()
-        (fused,) = self._fuse.run(["fused"], {"hidden": states[None]})
-        rows: np.ndarray = fused[0]
-        return rows
+        return self._fuse(states)

@@ -1,4 +1,4 @@
-"""Hidden states that passes of a draft read during verification, and verification of `fuse`.
+"""Hidden states that passes of a draft read during verification.
 
 F channels of the target's concatenated hidden states, H of those that the draft reads.
 """
@@ -17,13 +17,10 @@ from specedge.bundle.manifest import HiddenStates
 
 from ..checkpoint.draft_heads import DraftHeadModule
 from ..checkpoint.placeholders import WeightSources
-from .exact_graph import ExactGraph
-from .exact_model import ROUNDINGS, eager_passes
-from .row_errors import STRUCTURE, ErrorCheck, float32_error_bounds, row_errors
+from .exact_model import eager_passes
 from .subgraph import open_session
 
 NUM_ROWS = 256  # positions after which the hidden states of verification repeat
-NUM_COMPARED = 32  # rows of `fuse` that are compared
 
 
 @dataclass(frozen=True)
@@ -56,57 +53,28 @@ class FusedStates:
         raise ValueError("there are no hidden states of this text")
 
 
+class FuseGraph:
+    """Graph `fuse`, or none if a draft reads the target's hidden states as they are."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._session = None if path is None else open_session(path, ort.SessionOptions())
+
+    def __call__(self, hidden: np.ndarray) -> np.ndarray:
+        """Return what a draft reads of hidden states. [T, F] -> [T, H]"""
+        if self._session is None:
+            return hidden.copy()
+        (fused,) = self._session.run(["fused"], {"hidden": hidden[None]})
+        rows: np.ndarray = fused[0]
+        return rows
+
+
 def sample_states(model: DraftHeadModule, sources: WeightSources) -> FusedStates:
     """Fuse random hidden states of a target in PyTorch."""
     hidden = torch.from_numpy(random_states(model.hidden))
-    return FusedStates(_fuse(model, sources, hidden, exact=False)[0])
-
-
-def run_fuse(path: Path, hidden: HiddenStates) -> FusedStates:
-    """Fuse random hidden states of a target by the graph `fuse`."""
-    session = open_session(path, ort.SessionOptions())
-    return FusedStates(session.run(["fused"], {"hidden": random_states(hidden)})[0][0])
-
-
-def verify_fuse(
-    role: str,
-    model: DraftHeadModule,
-    sources: WeightSources,
-    path: Path,
-    tolerance: float | None = None,
-) -> None:
-    """Compare the graph `fuse` with PyTorch, in float64 and in float32.
-
-    Args:
-        role: Role of the draft.
-        model: Model, whose large matrices may be placeholders.
-        sources: Their values.
-        path: File of the graph.
-        tolerance: Maximum float32 error relative to the largest value of the output, if any.
-
-    Raises:
-        ParityError: The graph differs from the model.
-    """
-    hidden = torch.from_numpy(random_states(model.hidden, NUM_COMPARED))
-    exact = _fuse(model, sources, hidden.double(), exact=True)[0]
-    rounded = _fuse(model, sources, hidden.expand(ROUNDINGS, -1, -1), exact=False)
-    bounds = float32_error_bounds(row_errors(rounded, exact).max(0), exact)
-    structure = ErrorCheck(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)
-    values = dict(ExactGraph(path).run(lambda name: hidden.double().numpy()))
-    structure.compare("fused", "fused", values["fused"][0], exact, bounds)
-    session = open_session(path, ort.SessionOptions())
-    (actual,) = session.run(["fused"], {"hidden": hidden.numpy()})
-    ErrorCheck(role, "PyTorch's", tolerance).compare("fused", "fused", actual[0], exact, bounds)
+    with eager_passes(model, sources, exact=False):
+        return FusedStates(model.fuse(hidden)[0].numpy())
 
 
 def random_states(hidden: HiddenStates, length: int = NUM_ROWS) -> np.ndarray:
     """Return random hidden states of the target. [1, T, F]"""
     return np.random.default_rng(0).standard_normal((1, length, hidden.size), np.float32)
-
-
-def _fuse(
-    model: DraftHeadModule, sources: WeightSources, hidden: torch.Tensor, exact: bool
-) -> np.ndarray:
-    """Run PyTorch, exactly or with random rounding. [B, T, F] -> [B, T, H]"""
-    with eager_passes(model, sources, exact):
-        return model.fuse(hidden).numpy()

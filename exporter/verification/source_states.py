@@ -1,4 +1,4 @@
-"""Source of an encoder-decoder during verification, and verification of the encoder's graphs.
+"""Source of an encoder-decoder during verification.
 
 N tokens of a source, F hidden size; H heads of D in E rows of the states.
 """
@@ -6,7 +6,7 @@ N tokens of a source, F hidden size; H heads of D in E rows of the states.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +14,10 @@ import numpy as np
 import onnxruntime as ort
 import torch
 
-from specedge.bundle.manifest import ENCODER, OPEN
-
 from ..checkpoint.encoder_decoder import SourceConditionedDecoder
 from ..checkpoint.placeholders import WeightSources
 from ..tracing.geometry import Geometry
-from .exact_graph import ExactGraph
-from .exact_model import ROUNDINGS, eager_passes
-from .row_errors import STRUCTURE, ErrorCheck, float32_error_bounds, row_errors
+from .exact_model import eager_passes
 from .subgraph import NOISE, open_session, unpacked_options
 
 NUM_TOKENS = 32  # of a source that is compared in float64
@@ -123,94 +119,3 @@ def random_source(
     if model.num_mel_bins is None:
         return torch.from_numpy(random.integers(0, num_tokens, sample.shape))
     return torch.from_numpy(random.standard_normal(sample.shape, np.float32))
-
-
-def verify_encoder(
-    role: str,
-    model: SourceConditionedDecoder,
-    sources: WeightSources,
-    geometry: Geometry,
-    num_tokens: int,
-    paths: dict[str, Path],
-    tolerance: float | None = None,
-) -> None:
-    """Compare hidden states and states of cross-attention with PyTorch.
-
-    Short sources are compared in float64 and float32, the longest one in float32.
-
-    Args:
-        role: "target" or "draft".
-        model: Model, whose large matrices may be placeholders.
-        sources: Their values.
-        geometry: Sizes of the model.
-        num_tokens: Number of token ids to sample from.
-        paths: Files of the graphs by name; without an encoder the model reads another's.
-        tolerance: Maximum float32 error relative to the largest value of an output, if any.
-
-    Raises:
-        ParityError: A graph differs from the model.
-    """
-    entry = geometry.encoder
-    assert entry is not None
-    lengths = dict.fromkeys((1, min(NUM_TOKENS, entry.max_length), entry.max_length))
-    if entry.num_mel_bins is not None:
-        lengths = {entry.max_length: None}
-    exact_graphs = {name: ExactGraph(path) for name, path in paths.items()}
-    sessions = {name: open_session(path, ort.SessionOptions()) for name, path in paths.items()}
-    structure = ErrorCheck(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)
-    float32 = ErrorCheck(role, "PyTorch's", tolerance)
-
-    def run_exact(name: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(exact_graphs[name].run(feeds.__getitem__))
-
-    def run_float32(name: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        outputs = [output.name for output in sessions[name].get_outputs()]
-        return dict(zip(outputs, sessions[name].run(outputs, feeds), strict=True))
-
-    def compare(
-        check: ErrorCheck,
-        run: Callable[[str, dict[str, np.ndarray]], dict[str, np.ndarray]],
-        source: np.ndarray,
-        expected: dict[str, np.ndarray],
-        bounds: dict[str, np.ndarray],
-    ) -> None:
-        dtype = np.float64 if check is structure else np.float32
-        actual = {"hidden": expected["hidden"][None].astype(dtype)}
-        if ENCODER in paths:
-            actual = run(ENCODER, {"source": source})
-        actual |= run(OPEN, {"hidden": actual["hidden"]})
-        for name, values in expected.items():
-            rows = actual[name][0]
-            if rows.ndim == 3:
-                rows = rows[:, : values.shape[-2]]
-            check.compare(name, name, rows, values, bounds[name])
-
-    for seed, length in enumerate(lengths):
-        is_exact = length <= NUM_TOKENS or entry.num_mel_bins is not None
-        source = random_source(model, length, num_tokens, seed)
-        repeated = source.expand(ROUNDINGS, *source.shape[1:])
-        rounded = _run(model, sources, repeated, exact=False)
-        results = _run(model, sources, source, exact=True) if is_exact else rounded
-        expected = {name: values[0].astype(np.float64) for name, values in results.items()}
-        bounds = {
-            name: float32_error_bounds(row_errors(rounded[name], values).max(0), values)
-            for name, values in expected.items()
-        }
-        if is_exact:
-            exact_source = source.double() if source.is_floating_point() else source
-            compare(structure, run_exact, exact_source.numpy(), expected, bounds)
-        compare(float32, run_float32, source.numpy(), expected, bounds)
-
-
-def _run(
-    model: SourceConditionedDecoder, sources: WeightSources, source: torch.Tensor, exact: bool
-) -> dict[str, np.ndarray]:
-    """Run PyTorch over sources, exactly or with random rounding. -> [B, N, F], [B, H, N, D] each"""
-    if exact and source.is_floating_point():
-        source = source.double()
-    with eager_passes(model, sources, exact):
-        hidden = model.encode(source)
-        states = model.open(hidden)
-    layers = range(len(states) // 2)
-    names = [f"present.{layer}.cross.{part}" for layer in layers for part in ("key", "value")]
-    return {"hidden": hidden.numpy(), **{n: s.numpy() for n, s in zip(names, states, strict=True)}}

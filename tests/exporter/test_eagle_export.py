@@ -18,6 +18,7 @@ from specedge.cli import cli
 from specedge.errors import CheckpointError, ExportError, PairError, ParityError
 from specedge.exporter import Progress, export
 from specedge.exporter import model_export as exporting
+from specedge.exporter.checkpoint.draft_heads import DraftHeadModule
 from specedge.exporter.checkpoint.eagle import EagleDraft
 from specedge.exporter.hosts import host_graphs
 from specedge.exporter.tracing import uncached_graphs
@@ -208,16 +209,18 @@ def _other_states(monkeypatch):
 
 def _unnormalized_fuse(monkeypatch):
     """Omit the norm before `fc` from the graph."""
-    trace = uncached_graphs.trace_fuse
+    trace = uncached_graphs.trace_uncached
 
-    def wrong(model, sources):
+    def wrong(model, *args):
+        if not isinstance(model, DraftHeadModule):
+            return trace(model, *args)
         norm, model.input_norm = model.input_norm, None
         try:
-            return trace(model, sources)
+            return trace(model, *args)
         finally:
             model.input_norm = norm
 
-    monkeypatch.setattr(uncached_graphs, "trace_fuse", wrong)
+    monkeypatch.setattr(uncached_graphs, "trace_uncached", wrong)
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_calibration_reads_the_hidden_states_of_its_texts(pair):
 def test_heads_are_quantized_with_the_states_of_a_quantized_target(
     pair, tmp_path, precision, monkeypatch
 ):
-    monkeypatch.setattr(float_model, "run_fuse", None)  # no random states
+    monkeypatch.setattr(float_model, "random_states", None)  # no random states
     progress = Progress()
     bundle = export(
         pair.head, pair.target, tmp_path / "bundle",

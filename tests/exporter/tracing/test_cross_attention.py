@@ -24,7 +24,7 @@ from specedge.exporter.tokenizers import pair
 from specedge.exporter.tracing import geometry, uncached_graphs
 from specedge.exporter.verification.source_states import encoder_digest
 
-TRACE_ENCODER = uncached_graphs.trace_encoder  # which tests replace
+TRACE_UNCACHED = uncached_graphs.trace_uncached  # which tests replace
 BY_DEFAULT = ("t5", "whisper")
 
 
@@ -105,12 +105,13 @@ class DeepEncoderDecoder(DeepModel):
 
     @cached_property
     def encoder(self):
-        return TRACE_ENCODER(self.model, self.part.shape, self.part.loaded.sources)
+        names = [file.name for file in self.part.other_files]
+        return TRACE_UNCACHED(self.model, self.part.shape, self.part.loaded.sources, names)
 
     def verify_all(self, folder, change=lambda graph: None, change_encoder=lambda graphs: None):
         graphs = {name: graph.clone() for name, graph in self.encoder.items()}
         change_encoder({name: graph.graph for name, graph in graphs.items()})
-        with mock.patch.object(uncached_graphs, "trace_encoder", return_value=graphs):
+        with mock.patch.object(uncached_graphs, "trace_uncached", return_value=graphs):
             report = self.verify(folder, "gqa", change, change_first=change)
         model_export._verify_others(self._moved(folder), ["gqa"], None)
         return report
