@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import torch
 
 from specedge.bundle.manifest import HiddenStates
@@ -57,7 +56,7 @@ class FuseGraph:
     """Graph `fuse`, or none if a draft reads the target's hidden states as they are."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._session = None if path is None else open_session(path, ort.SessionOptions())
+        self._session = None if path is None else open_session(path)
 
     def __call__(self, hidden: np.ndarray) -> np.ndarray:
         """Return what a draft reads of hidden states. [T, F] -> [T, H]"""

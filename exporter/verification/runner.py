@@ -160,7 +160,7 @@ class Runner:
             self.num_stages = len(first.parts)
         else:
             self._whole = SubgraphSession(
-                self._shapes, self._dtype, lambda name, _: self._load(name, ort.SessionOptions())
+                self._shapes, self._dtype, lambda name, _: self._load(name)
             )
 
     @functools.cached_property
@@ -237,7 +237,7 @@ class Runner:
         split = self._splits[file]
 
         def open_(name: str, _: bool) -> ort.InferenceSession:
-            return self._load(name, ort.SessionOptions(), split.serialize(split.last))
+            return self._load(name, part=split.serialize(split.last))
 
         if file not in self._last_sessions:
             self._last_sessions[file] = SubgraphSession({}, self._dtype, open_)
@@ -319,7 +319,7 @@ class Runner:
         return self._load(name, options, split.model(index))
 
     def _load(
-        self, name: str, options: ort.SessionOptions, part: bytes | None = None
+        self, name: str, options: ort.SessionOptions | None = None, part: bytes | None = None
     ) -> ort.InferenceSession:
         prefix = f"ONNX Runtime cannot load {self.path(name).name}: "
         states = self.geometry.states

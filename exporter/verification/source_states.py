@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import torch
 
 from ..checkpoint.encoder_decoder import SourceConditionedDecoder
@@ -59,8 +58,7 @@ class SourceGraphs:
         self, encoder: Path, open_: Path, names: Sequence[str], packed: bool = False
     ) -> None:
         self._encoder, self._open = (
-            open_session(path, ort.SessionOptions() if packed else unpacked_options())
-            for path in (encoder, open_)
+            open_session(path, None if packed else unpacked_options()) for path in (encoder, open_)
         )
         self._names = list(names)
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 from specedge.errors import ExportError
 
@@ -204,5 +203,5 @@ def _run_node(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
     opsets = [onnx.helper.make_opsetid("", 24), onnx.helper.make_opsetid("com.microsoft", 1)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     with translate_errors(ExportError, f"ONNX Runtime cannot run {node.op_type}: "):
-        session = open_session(model.SerializeToString(), ort.SessionOptions())
+        session = open_session(model.SerializeToString())
         return np.asarray(session.run([node.output[0]], feeds)[0])

@@ -123,12 +123,13 @@ def unpacked_options() -> ort.SessionOptions:
 
 
 def open_session(
-    model: Path | bytes, options: ort.SessionOptions, disabled: Sequence[str] = ()
+    model: Path | bytes, options: ort.SessionOptions | None = None, disabled: Sequence[str] = ()
 ) -> ort.InferenceSession:
     """Open a CPU session, with or without a global thread pool, and with exact int8 products.
 
     Optimizers named in `disabled` do not run.
     """
+    options = options or ort.SessionOptions()
     if not _products_are_right():
         options.add_session_config_entry(int8_products.UNSIGNED_OPTION, "1")
     with batch_invariant_attention():

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import torch
 
 from ..checkpoint.draft_heads import DraftHeadModule
@@ -54,7 +53,7 @@ def verify_uncached(
     """
     graphs = uncached_graphs_of(model, geometry)
     exact_graphs = {name: ExactGraph(path) for name, path in paths.items()}
-    sessions = {name: open_session(path, ort.SessionOptions()) for name, path in paths.items()}
+    sessions = {name: open_session(path) for name, path in paths.items()}
     structure = ErrorCheck(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)
     float32 = ErrorCheck(role, "PyTorch's", tolerance)
 
