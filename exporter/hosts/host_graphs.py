@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -100,9 +99,7 @@ def embed(
         return _embed(source, numbers, layout, golden)
     with destination(Path(output)) as work:
         store.verify_large_files(source)
-        for name in (MANIFEST, *source.files):
-            (work / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source.path(name), work / name)
+        source.copy_to(work)
         result = _embed(Bundle.read(work), numbers, layout, golden)
     return result.at(Path(output))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -262,6 +263,12 @@ class Bundle:
     def path(self, file: str) -> Path:
         """Return the path of a listed file."""
         return self.folder / file
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the manifest and the listed files to a folder."""
+        for name in (MANIFEST, *self.files):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.path(name), folder / name)
 
     def license_files(self, role: str) -> list[str]:
         """Return the listed license, notice and terms-of-use files of a model."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from specedge.bundle import MANIFEST, Bundle, store
+from specedge.bundle import Bundle, store
 from specedge.destination import destination
 from specedge.errors import DeviceError
 
@@ -97,7 +96,5 @@ def _copy_bundle(bundle: Bundle, folder: Path) -> Path:
             )
         return folder / engines.FOLDER
     with destination(folder, DeviceError) as work:
-        for name in (*bundle.files, MANIFEST):
-            (work / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(bundle.folder / name, work / name)
+        bundle.copy_to(work)
     return folder / engines.FOLDER
