@@ -344,8 +344,8 @@ def _trace_and_verify(
     folder, ops = job.work / checkpoint.role, job.request.required_ops
     export_in = partial(
         export_model, checkpoint, length, job.num_tokens(checkpoint), job.request, folder,
-        job.progress, job.head_of(checkpoint), encoders=encoders,
-        hidden_layers=job.hidden_layers if checkpoint.role == "target" else (),
+        job.progress, job.head_of(checkpoint), encoders,
+        job.hidden_layers if checkpoint.role == "target" else (),
     )  # fmt: skip
     if ops != "auto":
         traced = export_in(OPS if ops == "all" else (ops,))

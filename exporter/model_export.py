@@ -114,11 +114,11 @@ def export_model(
     request: ExportRequest,
     folder: Path,
     progress: Progress,
-    draft_ids: Sequence[int] | None = None,
-    graph_variants: Sequence[str] = OPS,
+    draft_ids: Sequence[int] | None,
+    encoders: set[str],
+    hidden_layers: tuple[int, ...],
+    graph_variants: Sequence[str],
     requires_invariance: bool = False,
-    encoders: set[str] | None = None,
-    hidden_layers: tuple[int, ...] = (),
 ) -> tuple[list[ModelEntry], FileEntry, LazyWeights | None]:
     """Write one checkpoint's graphs and weights to a new folder and verify them against PyTorch.
 
@@ -132,13 +132,13 @@ def export_model(
         folder: Folder of the model in the bundle.
         progress: Receives notes and the durations of steps.
         draft_ids: Tokens of the draft model's pruned LM head; None for all.
-        graph_variants: Graph variants without a type suffix.
-        requires_invariance: Reject a graph variant if passes of several tokens are not
-            batch-invariant.
         encoders: Digests of the encoders of other models, which are not written again; receives
             this model's.
         hidden_layers: Layers of a target whose hidden states the graphs return for a draft model,
             see `HiddenStates`.
+        graph_variants: Graph variants without a type suffix.
+        requires_invariance: Reject a graph variant if passes of several tokens are not
+            batch-invariant.
 
     Returns:
         The models' manifest entries, the entry of the weights file, and for models that are to be
@@ -175,7 +175,7 @@ def export_model(
             lazy = dict[int, WeightTensor]()
             parts = [replace(part, lazy=lazy, joins_products=False) for part in parts]
         digest = None
-        if encoders is not None and isinstance(loaded.model, SourceConditionedDecoder):
+        if isinstance(loaded.model, SourceConditionedDecoder):
             shape = parts[0].shape
             digest = encoder_digest(loaded.model, loaded.sources, shape, parts[0].num_tokens)
             parts[0] = replace(parts[0], shares_encoder=digest in encoders)
@@ -199,7 +199,7 @@ def export_model(
             _verify_all(part, list(variants), results, request, requires_invariance)
             for part, variants, results in zip(parts, written, references, strict=True)
         ]
-    if encoders is not None and digest is not None:
+    if digest is not None:
         encoders.add(digest)
     experts = [results.num_experts for results in references]
     model_types = [checkpoint.model_type] * len(parts)

@@ -263,9 +263,7 @@ class HashedFile:
         self._file.close()
 
 
-def map_tensor(
-    tensor: onnx.TensorProto, folder: Path, lazy: LazyWeights | None = None
-) -> torch.Tensor:
+def map_tensor(tensor: onnx.TensorProto, folder: Path, lazy: LazyWeights | None) -> torch.Tensor:
     """Memory-map a tensor in its stored type, or return the lazy one at its offset."""
     where = {entry.key: entry.value for entry in tensor.external_data}
     offset, size = int(where["offset"]), int(where["length"])

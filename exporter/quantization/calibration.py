@@ -70,7 +70,7 @@ def visit_inputs(
     excluded: ExcludedWeights,
     hessians: bool,
     keys_to_visit: Container[tuple[int, ...]],
-    first_actions: Sequence[Action] = (),
+    first_actions: Sequence[Action],
 ) -> list[Any]:
     """Run a graph over independent texts, [T] each, and visit the statistics of each group's input.
 

@@ -23,12 +23,11 @@ class Rotation:
     """Orthogonal matrix R: diag(signs) times a Kronecker product of symmetric matrices."""
 
     size: int
-    seed: int = 0
 
     @cached_property
     def signs(self) -> torch.Tensor:
         """Random signs of the channels, [d]."""
-        bits = np.random.default_rng(self.seed).integers(0, 2, self.size)
+        bits = np.random.default_rng(0).integers(0, 2, self.size)
         return torch.from_numpy(1.0 - 2.0 * bits)
 
     @cached_property
@@ -78,7 +77,7 @@ def hartley(size: int) -> torch.Tensor:
     return (angles.cos() + angles.sin()) / size**0.5
 
 
-def apply_hadamard(x: torch.Tensor, block: int = HADAMARD_SIZE) -> torch.Tensor:
+def apply_hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
     """Return x with each block of channels multiplied by a Hadamard matrix. [..., d]"""
     matrix = hadamard(block).to(x.dtype)
     return (x.reshape(*x.shape[:-1], -1, block) @ matrix).reshape(x.shape)

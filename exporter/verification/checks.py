@@ -76,7 +76,7 @@ def compared_lengths(runner: Runner) -> list[int]:
 
 
 def segment_actions(
-    runner: Runner, part: Reference, error_check: ErrorCheck, in_two_passes: bool = False
+    runner: Runner, part: Reference, error_check: ErrorCheck, in_two_passes: bool
 ) -> list[Action]:
     """Return passes over a segment that are compared with the reference, with rollbacks and noise.
 

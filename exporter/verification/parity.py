@@ -74,8 +74,8 @@ def verify_depth(
     first: Runner,
     kinds: Sequence[int],
     report: ParityReport,
-    tolerance: float | None = None,
-    advance: Advance = lambda amount: None,
+    tolerance: float | None,
+    advance: Advance,
 ) -> ParityReport:
     """Verify all layers of a model whose first layers were verified.
 
