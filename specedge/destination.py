@@ -53,7 +53,7 @@ def _foreign_content(folder: Path, original: Path | None = None) -> str | None:
     if not folder.is_dir():
         return None
     is_root = os.path.ismount(folder)
-    ignored = {_OF_FILE_SYSTEM, _staging_name(folder)} if is_root else set()
+    ignored = {_OF_FILE_SYSTEM, staging.staging_folder(folder).name} if is_root else set()
     if not any(path.name not in ignored for path in folder.iterdir()):
         return None
     if not (folder / MANIFEST).is_file():
@@ -97,7 +97,7 @@ def destination(output: Path, error: type[SpecEdgeError] = ExportError) -> Itera
     _check(output, error)
     parent = output if os.path.ismount(output) else output.parent
     staging.remove_stale_folders(parent)
-    work = parent / _staging_name(output)
+    work = parent / staging.staging_folder(output).name
     with _interruptible():
         created = _create_parents(parent, error)
         try:
@@ -209,11 +209,6 @@ def _move_contents(bundle: Path, output: Path, work: Path) -> None:
             os.rename(target, source)
         raise
     os.rename(aside, work / staging.REMOVED)
-
-
-def _staging_name(folder: Path) -> str:
-    """Return the name of the staging folder, also for the root folder of a file system."""
-    return f".{folder.name or 'root'}{staging.SUFFIX}"
 
 
 def _is_manifest(path: Path) -> bool:

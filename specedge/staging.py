@@ -26,8 +26,8 @@ _LOCK = "lock"
 
 
 def staging_folder(folder: Path) -> Path:
-    """Return the path of the staging folder of a bundle's folder."""
-    return folder.with_name(f".{folder.name}{SUFFIX}")
+    """Return the path of the staging folder of a bundle's folder, also of a file system's root."""
+    return folder.parent / f".{folder.name or 'root'}{SUFFIX}"
 
 
 @contextlib.contextmanager
