@@ -64,9 +64,8 @@ class ModelExport:
     """Model that is being exported; rows of its vocabulary from `num_tokens` on are padding.
 
     `lazy` are the weights of a model that is quantized later, by offset in the weights file, which
-    lacks those of a large one; None for another model. With `joins_products` attention's products
-    become one; matrices that are quantized later are stored one by one. An encoder-decoder that
-    `shares_encoder` has that of the target.
+    lacks those of a large one; None for another model, of which attention's products become one.
+    An encoder-decoder that `shares_encoder` has that of the target.
     """
 
     role: str
@@ -78,7 +77,6 @@ class ModelExport:
     folder: Path
     progress: Progress
     lazy: dict[int, WeightTensor] | None = None
-    joins_products: bool = True
     shares_encoder: bool = False
 
     @property
@@ -173,7 +171,7 @@ def export_model(
         is_kept_as_float = precision == KEEP and not loader.quantized_tensors(checkpoint)
         if precision in QUANTIZED_DTYPES and not is_kept_as_float:
             lazy = dict[int, WeightTensor]()
-            parts = [replace(part, lazy=lazy, joins_products=False) for part in parts]
+            parts = [replace(part, lazy=lazy) for part in parts]
         digest = None
         if isinstance(loaded.model, SourceConditionedDecoder):
             shape = parts[0].shape
@@ -326,7 +324,7 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> bool:
     with part.progress.step(f"Writing the {part.role}"):
         for whole, files in ((traced.model, part.files), (traced.first, part.first_layers.files)):
             if whole is not None:
-                _rewrite(whole, stored, part.joins_products)
+                _rewrite(whole, stored, joins_products=part.lazy is None)
                 add_logits_from(whole.graph)
                 stored.attach(whole)
                 ir.save(whole, stored.folder / files[0].source.file_name(ops))

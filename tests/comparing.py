@@ -18,14 +18,14 @@ CONTEXTS = {"gpt2": 256}  # of the exported pair; these models share its traces
 TRACE = tracer.trace  # which tests replace
 
 
-def traced(model, folder, ops="onnx", context=None, joins_products=True, hidden_layers=()):
-    """Export a model's graphs; those that are quantized later have no joined products."""
+def traced(model, folder, ops="onnx", context=None, lazy=None, hidden_layers=()):
+    """Export a model's graphs; those of models with `lazy` weights have no joined products."""
     loaded = LoadedCheckpoint(model, "float32", WeightSources())
     context = context or context_of(model)
     part = model_export.measure_model(
         "target", loaded, context, 4, 512, folder, Progress(), hidden_layers=hidden_layers
     )
-    model_export.write_models([replace(part, joins_products=joins_products)], (ops,))
+    model_export.write_models([replace(part, lazy=lazy)], (ops,))
     return Runner(folder, part.files, part.shape, ops)
 
 

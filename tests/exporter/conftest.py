@@ -86,10 +86,10 @@ def traced_model(tmp_path_factory):
     """Return a function that exports a small model in a graph variant, once for all files."""
 
     @functools.cache
-    def traced_model(kind, ops, joins_products=True):
+    def traced_model(kind, ops):
         model = model_of(kind)
         folder = tmp_path_factory.mktemp(f"{kind}-{ops}")
-        return model, traced(model, folder, ops, joins_products=joins_products)
+        return model, traced(model, folder, ops)
 
     return traced_model
 

@@ -57,9 +57,7 @@ class Changed:
 
     def __init__(self, model, folder, ops="onnx", hidden_layers=()):
         folder.mkdir()
-        self.before = traced(
-            with_gains(model), folder, ops, joins_products=False, hidden_layers=hidden_layers
-        )
+        self.before = traced(with_gains(model), folder, ops, lazy={}, hidden_layers=hidden_layers)
         self.folder = folder.with_name("changed")
         self.folder.mkdir()
         path = folder / self.before.files["decoder"].source.file_name(ops)
