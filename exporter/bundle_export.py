@@ -456,12 +456,10 @@ def _measure_acceptance(
     job: _Job, target: ModelEntry, draft: ModelEntry
 ) -> MeasuredAcceptance | None:
     """Measure the draft's acceptance rates, for the planner."""
-    ids = _read_ids(job.work, draft)
-    head = None if ids is None else np.array(ids)
     folder = job.work / job.checkpoints[-1].role
     return draft_acceptance.measure_acceptance(
         FloatModel("target", target, job.work / "target"),
-        FloatModel("draft", draft, folder, head),
+        FloatModel("draft", draft, folder, _read_ids(job.work, draft)),
         job.calibration,
         job.work / pair.TOKENIZER_FILE,
         pair.end_tokens(job.checkpoints[0]),
@@ -481,10 +479,10 @@ def _write_translation(vocabulary: VocabularyMap, draft: ModelEntry, work: Path)
     return replace(draft, tokenizer=DraftTokenizer(*files, vocabulary.readings.prefix))
 
 
-def _read_ids(work: Path, model: ModelEntry) -> list[int] | None:
-    """Return the tokens of a model's reduced vocabulary; None for all."""
+def _read_ids(work: Path, model: ModelEntry) -> np.ndarray | None:
+    """Return the tokens of a model's reduced vocabulary, [n]; None for all."""
     name = model.token_ids
-    return None if name is None else [*unpack_ids((work / name).read_bytes())]
+    return None if name is None else np.array(unpack_ids((work / name).read_bytes()))
 
 
 def _describe_files(

@@ -34,7 +34,7 @@ _SIGNATURES = {UNROLLED: "drafted", SAMPLED: "drawn"}
 
 
 def add_draft_loops(
-    draft: ModelEntry, folder: Path, num_draft_tokens: int, ids: Sequence[int] | None
+    draft: ModelEntry, folder: Path, num_draft_tokens: int, ids: np.ndarray | None
 ) -> ModelEntry:
     """Write the graphs for each variant that a GPU can run, next to the draft model's decoder.
 
@@ -66,7 +66,7 @@ def _build_graph(
     parts: Sequence[GraphTemplate],
     step_length: int,
     signature: Signature,
-    ids: Sequence[int] | None,
+    ids: np.ndarray | None,
 ) -> ir.Graph:
     """Connect the graphs of the steps, of which the first reads T tokens.
 
@@ -99,7 +99,7 @@ def _build_graph(
             outputs["next_hidden"] = hidden
         logits = token_logits(nodes, rows, draft, 1)
         column = sampler.sample(logits) if sampler else nodes("ArgMax", logits, axis=-1)
-        fed = column if ids is None else nodes("Gather", np.array(ids), column)
+        fed = column if ids is None else nodes("Gather", ids, column)
         drafted.append(fed)
         written = {name: name.replace("past_key_values", "present") for name in buffers}
         buffers |= {name: step[output] for name, output in written.items() if output in step}

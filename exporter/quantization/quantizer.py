@@ -65,7 +65,7 @@ def quantize(
     folder: Path,
     precision: str,
     texts: CalibrationTexts,
-    head: Sequence[int] | None,
+    head: np.ndarray | None,
     progress: Progress,
     suffixes: Sequence[str],
     rounding: str,
@@ -106,7 +106,7 @@ def quantize(
         FloatModel(role, model, before, is_self_draft=i > 0, lazy=lazy, fused=fused)
         for i, (role, model) in enumerate(models.items())
     ]
-    parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
+    parts[-1] = replace(parts[-1], head=head)
     first = parts[0].role
     work = folder.with_name(f"{folder.name}.transformed")
     work.mkdir()
@@ -302,7 +302,7 @@ def add_variants(
     models: dict[str, ModelEntry],
     folder: Path,
     texts: CalibrationTexts,
-    head: Sequence[int] | None,
+    head: np.ndarray | None,
     progress: Progress,
     fused: FusedStates | None = None,
 ) -> list[ModelEntry]:
@@ -312,7 +312,7 @@ def add_variants(
     texts that a draft model reads.
     """
     parts = [FloatModel(role, model, folder, fused=fused) for role, model in models.items()]
-    parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
+    parts[-1] = replace(parts[-1], head=head)
     entries = []
     for part in _with_cache_scales(parts, suffixes, texts, progress):
         dtype = part.model.weights_dtype

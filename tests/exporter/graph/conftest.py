@@ -44,7 +44,7 @@ def open_with_pruned_head(bundle, tmp_path):
     ids = [3 * i % draft.num_columns for i in range(draft.num_columns)]
     shutil.copytree(bundle.folder / "draft", tmp_path / "draft")
     plain = replace(draft, graphs=tuple(g for g in draft.graphs if g.name not in ONE_CALL))
-    entry = add_draft_loops(plain, tmp_path, bundle.num_draft_tokens, ids)
+    entry = add_draft_loops(plain, tmp_path, bundle.num_draft_tokens, np.array(ids))
 
     def open_graph(name):
         graph = entry.graph(name, "onnx")
