@@ -55,8 +55,10 @@ _KEPT_STEPS = {
     "Quantizing the {role}": (1.5, 4.0),
     "Comparing the {role} in {precision}": (5.0, 40.0),
 }
+_HEAD_SECONDS = 1.0
+# Steps of the target whose work measuring the hidden states that a draft head may read repeats
+_CONVENTIONS_STEPS = ("Loading the {role}", "Running the {role} in PyTorch")
 # Per billion parameters of the target, whose hidden states a draft head reads
-_HEAD_STEP, _CONVENTIONS_STEP = (1.0, 0.0), (4.0, 15.0)  # of heads with one convention, and others
 _OBSERVATION_STEPS = {"Running the target over the draft's texts": (1.0, 30.0)}
 _ACCEPTANCE_SECONDS = 15.0
 _FINAL_STEPS = {
@@ -177,8 +179,11 @@ def predict_seconds(checkpoints: Sequence[Checkpoint], request: ExportRequest) -
     is_head = isinstance(head, DraftHeadConfig)
     seconds: dict[str, float] = {}
     if is_head:
-        fixed, rate = _HEAD_STEP if len(head.conventions) == 1 else _CONVENTIONS_STEP
-        seconds["Checking the draft's weights"] = fixed + rate * billions["target"]
+        is_measured = len(head.conventions) > 1
+        repeated = [_FLOAT_STEPS[step] for step in _CONVENTIONS_STEPS if is_measured]
+        seconds["Checking the draft's weights"] = _HEAD_SECONDS + sum(
+            fixed + rate * billions["target"] for fixed, rate in repeated
+        )
     for role, num_billions in billions.items():
         precision = request.precision_of(role)
         steps = [(step, num_billions) for step in _FLOAT_STEPS.items()]

@@ -12,7 +12,7 @@ F channels of the target's concatenated hidden states, H of the head's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,8 +53,9 @@ class EagleConfig(DraftHeadConfig):
         layers: Config of its decoder layers, of transformers.
         columns: Number of columns of its LM head.
         target_size: Hidden size of the target.
-        states: Layers of the target whose inputs the head reads, as in `HiddenStates.layers`; None
-            for the default of EAGLE-3.
+        layer_ids: Layers of the target that its config states; None for the default of EAGLE-3.
+        aux_layers: Layers of the target whose inputs the head reads, as in `HiddenStates.layers`,
+            by each convention of `layer_ids`; empty before it is paired with its target.
         norm_before_residual: True if the residual stream begins with the normalized hidden state.
         norm_before_fc: True if the concatenated hidden states are normalized.
         fc_norm: True if each of them is normalized.
@@ -65,7 +66,8 @@ class EagleConfig(DraftHeadConfig):
     layers: Any
     columns: int
     target_size: int
-    states: tuple[int, ...] | None = None
+    layer_ids: tuple[int, ...] | None
+    aux_layers: tuple[tuple[int, ...], ...]
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -77,7 +79,7 @@ class EagleConfig(DraftHeadConfig):
     @property
     def num_states(self) -> int:
         """Number of hidden states of the target that are concatenated."""
-        return _NUM_STATES if self.states is None else len(self.states)
+        return _NUM_STATES if self.layer_ids is None else len(self.layer_ids)
 
     @property
     def is_reduced(self) -> bool:
@@ -89,19 +91,22 @@ class EagleConfig(DraftHeadConfig):
         trained_for = "" if self.verifier is None else f", trained for {self.verifier}"
         return (
             f"the draft is an EAGLE-3 head of {count} layer{'s' if count > 1 else ''}, with "
-            f"{self.columns} tokens{trained_for}; it reads {self.convention}"
+            f"{self.columns} tokens{trained_for}; it reads hidden states {self.convention}"
         )
+
+    @property
+    def conventions(self) -> Sequence[EagleConfig]:
+        return [replace(self, aux_layers=(layers,)) for layers in self.aux_layers]
 
     @property
     def convention(self) -> str:
         layers = ", ".join(map(str, self.hidden.layers))
-        return f"what enters the target's layers {layers}, counted from 0"
+        return f"at the inputs of the target's layers {layers}, counted from 0"
 
     @property
     def hidden(self) -> HiddenStates:
-        assert self.states is not None
         size = self.num_states * self.target_size
-        return HiddenStates(self.states, size, int(self.layers.hidden_size))
+        return HiddenStates(self.aux_layers[0], size, int(self.layers.hidden_size))
 
     @property
     def returned_layer(self) -> int:
@@ -161,7 +166,8 @@ def read_config(where: str, raw: Mapping[str, Any]) -> EagleConfig:
         layers,
         _positive(where, "draft_vocab_size", fields, int(layers.vocab_size)),
         _positive(where, "target_hidden_size", fields, int(layers.hidden_size)),
-        _read_states(where, fields.get(_LAYER_IDS)),
+        _read_layer_ids(where, fields.get(_LAYER_IDS)),
+        (),
         **{name: _flag(where, name, fields) for name in flags},
         verifier=verifier if isinstance(verifier, str) else None,
     )
@@ -204,17 +210,12 @@ def _layers_config(where: str, fields: Mapping[str, Any]) -> Any:
     return config
 
 
-def _read_states(where: str, ids: Any) -> tuple[int, ...] | None:
-    """Return layers whose inputs are read, for ids of either convention.
-
-    Ids that begin with 1 name layers whose outputs are read; others, layers whose inputs are read
-    (SGLang's pull request 25454).
-    """
+def _read_layer_ids(where: str, ids: Any) -> tuple[int, ...] | None:
     if ids is None:
         return None
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
         raise CheckpointError(f"{where}: {_LAYER_IDS} is {ids!r}, not a list of layers")
-    return tuple(i + 1 for i in ids) if ids[0] == 1 else tuple(ids)
+    return tuple(ids)
 
 
 def _flag(where: str, name: str, fields: Mapping[str, Any]) -> bool:
@@ -235,6 +236,9 @@ def _positive(where: str, name: str, fields: Mapping[str, Any], default: int) ->
 
 def pair_with(config: EagleConfig, head: str, target: str, target_config: Any) -> EagleConfig:
     """Return the config with the layers of a target, after comparing both.
+
+    Ids of layers name their inputs. Ids that begin with 1 mostly name outputs, which are the inputs
+    of the next layers (SGLang's pull request 25454), but vLLM reads them as inputs, too.
 
     Args:
         config: Config of the head.
@@ -257,15 +261,15 @@ def pair_with(config: EagleConfig, head: str, target: str, target_config: Any) -
                 f"draft {head} was trained for a {name} of {of_head[name]}, target {target} has "
                 f"{expected}; specify the head of this target"
             )
-    states = config.states
-    if states is None:
-        states = (2, num_layers // 2, num_layers - 3)
-    if not all(0 <= layer <= num_layers for layer in states):
+    ids = config.layer_ids or (2, num_layers // 2, num_layers - 3)
+    conventions = [tuple(i + 1 for i in ids), ids] if ids[0] == 1 else [ids]
+    fitting = tuple(x for x in conventions if all(0 <= layer <= num_layers for layer in x))
+    if not fitting:
         raise PairError(
-            f"draft {head} reads hidden states at the layers {', '.join(map(str, states))}, target "
+            f"draft {head} reads hidden states at the layers {', '.join(map(str, ids))}, target "
             f"{target} has {num_layers} layers; specify the head of this target"
         )
-    return replace(config, states=states)
+    return replace(config, aux_layers=fitting)
 
 
 class EagleLayer(nn.Module):

@@ -7,11 +7,15 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
+import eagle_heads
 from architectures import ARCHITECTURES
 from checkpoints import make_model, make_tokenizer, save
+from eagle_heads import HeadSpec
 from specedge.errors import ExportError
 from specedge.exporter import Progress, cost_estimate, export
+from specedge.exporter.checkpoint import eagle
 from specedge.exporter.graph.graphs import graph_files
+from specedge.exporter.request import ExportRequest
 
 CONTEXT, K = 4096, 4
 GB = 1e9
@@ -107,3 +111,23 @@ def test_model_larger_than_memory_is_refused_before_weights_are_read(tmp_path, m
     has(1000, monkeypatch)
     with pytest.raises(ExportError, match="and this machine has 1e-06 GB"):
         export("self:1", folder, tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_measured"), [(None, False), ((2, 3, 5), False), ((1, 3, 5), True)]
+)
+def test_hidden_states_are_predicted_to_be_measured_for_ambiguous_ids_alone(ids, is_measured):
+    spec = HeadSpec(layer_ids=ids)
+    target = transformers.LlamaConfig(
+        hidden_size=spec.target_hidden, vocab_size=spec.vocab_size, num_hidden_layers=6
+    )
+    head = eagle.read_config("draft head", eagle_heads.head_config(spec))
+    head = eagle.pair_with(head, "head", "target", target)
+    seconds = cost_estimate.predict_seconds(
+        [
+            SimpleNamespace(role=role, config=config)
+            for role, config in (("target", target), ("draft", head))
+        ],
+        ExportRequest("head", "target"),
+    )
+    assert (seconds["Checking the draft's weights"] > 2) == is_measured

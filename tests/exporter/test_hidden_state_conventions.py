@@ -1,6 +1,7 @@
 """Choice of the hidden states that a draft head reads, and checks of its weights."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import eagle_heads
+import fitted_heads
 from cases import slow
 from checkpoints import VOCAB_SIZE, make_checkpoint, make_tokenizer
 from eagle_heads import NVIDIA, HeadSpec
@@ -107,6 +109,41 @@ def test_export_keeps_the_convention_with_the_highest_rates(tmp_path, is_normali
     assert by_convention[where, where][0] > 1.2 * by_convention[other, where][0]
     assert by_convention[where, where][1] > by_convention[where, other][1]
     check_greedy(load(bundle.folder), "def parse(self):", 24, K)
+
+
+class ChosenError(Exception):
+    """Ends an export when the hidden states are chosen."""
+
+
+@pytest.mark.parametrize("layers", [(2, 4, 6), (1, 3, 5)])
+def test_ambiguous_layer_ids_are_measured(tmp_path, monkeypatch, layers):
+    target, spec = (
+        fitted_heads.make_target(tmp_path),
+        replace(fitted_heads.SPEC, layer_ids=(1, 3, 5)),
+    )
+    tensors = fitted_heads.fit_head(target, spec, layers)
+    head, progress = eagle_heads.write_head(tmp_path / "head", spec, tensors), Progress()
+
+    def end(job, checkpoint, *args):
+        if checkpoint.role == "target":
+            assert job.hidden_layers == layers
+            raise ChosenError
+
+    monkeypatch.setattr(bundle_export, "_trace_and_verify", end)
+    with pytest.raises(ChosenError):
+        export(head, target, tmp_path / "bundle", progress=progress)
+    (rates,) = (note for note in progress.notes if "by the hidden states that it reads" in note)
+    by_layers = {
+        tuple(map(int, read.split(", "))): int(first)
+        for first, read in re.findall(r"(\d+)% and \d+% at the inputs .*? layers ([\d, ]+),", rates)
+    }
+    assert list(by_layers) == [(2, 4, 6), (1, 3, 5)]
+    assert by_layers.pop(layers) > 1.5 * max(by_layers.values())
+    read = ", ".join(map(str, layers))
+    assert any(
+        f"it reads hidden states at the inputs of the target's layers {read}," in note
+        for note in progress.notes
+    )
 
 
 @pytest.mark.parametrize("returned_layer", [1, 2])

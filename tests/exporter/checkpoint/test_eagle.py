@@ -163,20 +163,24 @@ def test_columns_without_a_token_are_removed():
 
 
 @pytest.mark.parametrize(
-    ("ids", "layers"),
+    ("ids", "readings"),
     [
-        (None, (2, 4, 5)),
-        ([1, 3, 4], (2, 4, 5)),  # outputs
-        ([2, 4, 5], (2, 4, 5)),  # inputs
-        ([4, 6, 8], (4, 6, 8)),  # the last layer's output
+        (None, [(2, 4, 5)]),
+        ([2, 4, 5], [(2, 4, 5)]),
+        ([4, 6, 8], [(4, 6, 8)]),  # the last layer's output
+        ([1, 3, 4], [(2, 4, 5), (1, 3, 4)]),  # outputs, or inputs
+        ([1, 4, 8], [(1, 4, 8)]),  # inputs: the last layer's output is 7
     ],
 )
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_layer_ids_of_both_conventions(ids, layers, format_name):
+def test_layer_ids_of_both_conventions(ids, readings, format_name):
     spec = HeadSpec(format=format_name, layer_ids=None if ids is None else tuple(ids))
-    hidden = paired(spec).hidden
-    assert hidden.layers == layers
-    assert (hidden.size, hidden.draft_size) == (96, 32)
+    config = paired(spec)
+    assert config.hidden.layers == readings[0]
+    assert [convention.hidden.layers for convention in config.conventions] == readings
+    for convention in config.conventions:
+        assert list(convention.conventions) == [convention]
+        assert (convention.hidden.size, convention.hidden.draft_size) == (96, 32)
 
 
 @pytest.mark.parametrize("verifier", ["x", {"verifier": "x"}, {"verifier": None}])
