@@ -85,7 +85,7 @@ def head_tensors(spec: HeadSpec, seed: int = 0) -> dict[str, torch.Tensor]:
     for i in range(spec.num_states if spec.fc_norm else 0):
         tensors[f"fc_norm.{i}.weight"] = norm(spec.target_hidden)
     for i in range(spec.num_layers):
-        prefix = f"layers.{i}" if spec.format == SPECULATORS or i else "midlayer"
+        prefix = layer_name(spec, i)
         read = hidden if i else 2 * hidden
         layer = {
             "self_attn.q_proj": matrix(q_size, read),
@@ -100,6 +100,8 @@ def head_tensors(spec: HeadSpec, seed: int = 0) -> dict[str, torch.Tensor]:
         }
         if not i:
             layer["hidden_norm"] = norm(hidden)
+        elif spec.format == NVIDIA:
+            layer["hidden_norm"] = layer.pop("input_layernorm")
         if spec.layer_type == "qwen3":
             layer |= {
                 "self_attn.q_norm": norm(spec.head_size),
@@ -116,6 +118,13 @@ def head_tensors(spec: HeadSpec, seed: int = 0) -> dict[str, torch.Tensor]:
     if spec.has_embedding:
         tensors["embed_tokens.weight"] = matrix(spec.vocab_size, hidden) * np.sqrt(hidden)
     return tensors
+
+
+def layer_name(spec: HeadSpec, index: int) -> str:
+    """Beginning of the names of a layer's tensors."""
+    if spec.format == SPECULATORS:
+        return f"layers.{index}"
+    return "midlayer" if spec.num_layers == 1 else f"midlayer.{index}"
 
 
 def head_config(spec: HeadSpec) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """EAGLE-3's forward pass in float64, from SafeAILab/EAGLE's `eagle/model/cnets.py` and the paper.
 
-It is written with tensors alone, to check the exporter's modules, which are transformers'.
+Layers after the first are those of TensorRT-LLM's `Eagle3DecoderLayer`, whose names they have. It
+is written with tensors alone, to check the exporter's modules, which are transformers'.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ EPSILON, THETA = 1e-5, 10000.0
 
 @dataclass
 class EagleReference:
-    """A head with one layer, with its keys and values of earlier rows. Tensors are [T, ...]."""
+    """A head with its keys and values of earlier rows, by layer. Tensors are [T, ...]."""
 
     spec: HeadSpec
     tensors: dict[str, torch.Tensor]
     embedding: torch.Tensor
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
+    caches: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """[T, F] -> [T, H]"""
@@ -43,30 +43,34 @@ class EagleReference:
         return scattered
 
     def _row(self, embedding: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        spec, position = self.spec, len(self.keys)
-        read = torch.cat(
-            (
-                self._norm("midlayer.input_layernorm", embedding),
-                self._norm("midlayer.hidden_norm", state),
-            )
-        )
+        layers = ["midlayer"]
+        if self.spec.num_layers > 1:
+            layers = [f"midlayer.{i}" for i in range(self.spec.num_layers)]
+        for layer in layers:
+            read = self._norm(f"{layer}.hidden_norm", state)
+            if layer == layers[0]:
+                read = torch.cat((self._norm(f"{layer}.input_layernorm", embedding), read))
+            state = state + self._matrix(f"{layer}.self_attn.o_proj") @ self._attend(layer, read)
+            read = self._norm(f"{layer}.post_attention_layernorm", state)
+            gate = torch.nn.functional.silu(self._matrix(f"{layer}.mlp.gate_proj") @ read)
+            inner = gate * (self._matrix(f"{layer}.mlp.up_proj") @ read)
+            state = state + self._matrix(f"{layer}.mlp.down_proj") @ inner
+        return self._matrix("lm_head") @ self._norm("norm", state), state
+
+    def _attend(self, layer: str, read: torch.Tensor) -> torch.Tensor:
+        spec, cache = self.spec, self.caches.setdefault(layer, [])
+        position = len(cache)
         q, k, v = (
-            (self._matrix(f"midlayer.self_attn.{name}_proj") @ read).view(-1, spec.head_size)
+            (self._matrix(f"{layer}.self_attn.{name}_proj") @ read).view(-1, spec.head_size)
             for name in "qkv"
         )
-        self.keys.append(_rotate(k, position))
-        self.values.append(v)
+        cache.append((_rotate(k, position), v))
         group = spec.heads // spec.kv_heads
-        keys = torch.stack(self.keys).repeat_interleave(group, 1)
-        values = torch.stack(self.values).repeat_interleave(group, 1)
+        keys, values = (
+            torch.stack(rows).repeat_interleave(group, 1) for rows in zip(*cache, strict=True)
+        )
         scores = torch.einsum("hd,thd->ht", _rotate(q, position), keys) / spec.head_size**0.5
-        attended = torch.einsum("ht,thd->hd", scores.softmax(1), values).flatten()
-        state = state + self._matrix("midlayer.self_attn.o_proj") @ attended
-        read = self._norm("midlayer.post_attention_layernorm", state)
-        gate = torch.nn.functional.silu(self._matrix("midlayer.mlp.gate_proj") @ read)
-        inner = gate * (self._matrix("midlayer.mlp.up_proj") @ read)
-        state = state + self._matrix("midlayer.mlp.down_proj") @ inner
-        return self._matrix("lm_head") @ self._norm("norm", state), state
+        return torch.einsum("ht,thd->hd", scores.softmax(1), values).flatten()
 
     def _matrix(self, name: str) -> torch.Tensor:
         return self.tensors[f"{name}.weight"].double()

@@ -2,7 +2,8 @@
 
 A head has one decoder layer or a few, of which the first reads the embedding of a token beside a
 hidden state. Published heads have three formats: that of SafeAILab and AngelSlim, with the tensors
-`midlayer.*`; that of NVIDIA, which adds `eagle_config`; and that of speculators, with `layers.N.*`.
+`midlayer.*`; that of NVIDIA, with `eagle_config`, and `midlayer.N.*` for more than one layer; and
+that of speculators, with `layers.N.*`.
 The forward pass is that of SafeAILab/EAGLE, `eagle/model/cnets.py`, with the variants of
 speculators 0.9, `models/eagle3/core.py`.
 
@@ -12,6 +13,7 @@ F channels of the target's concatenated hidden states, H of the head's.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +43,10 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _UNSUPPORTED = {
     "dflash_config": "a DFlash drafter, which drafts a block of tokens in one pass",
     "medusa_num_heads": "a set of Medusa heads, which need tree attention to be fast",
+}
+_UNSUPPORTED_VALUES = {
+    ("use_aux_hidden_state", False): "a head of EAGLE-1 or 2",
+    ("next_layer_regular", False): "a head whose later layers read embeddings (next_layer_regular)",
 }
 _ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
@@ -155,12 +161,14 @@ def read_config(where: str, raw: Mapping[str, Any]) -> EagleConfig:
     if "quantization_config" in raw:
         raise CheckpointError(f"{where} is a quantized EAGLE-3 head; specify one in 16 or 32 bits")
     fields = {**raw, **nested}
-    if fields.get("use_aux_hidden_state", True) is False:
-        raise CheckpointError(f"{where} is a head of EAGLE-1 or 2; specify one of EAGLE-3")
+    for (key, value), reason in _UNSUPPORTED_VALUES.items():
+        if fields.get(key) is value:
+            raise CheckpointError(f"{where} is {reason}; specify another head of EAGLE-3")
     verifier: Any = raw
     for key in ("speculators_config", "verifier", "name_or_path"):
         verifier = verifier.get(key) if isinstance(verifier, dict) else None
     layers = _layers_config(where, of_layers)
+    fields.setdefault("norm_output", nested.get("return_hidden_post_norm"))  # TensorRT-LLM's name
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     config = EagleConfig(
         layers,
@@ -390,10 +398,15 @@ def match_tensors(
 
 
 def _model_name(name: str) -> str:
-    """Return the name in `EagleDraft` of a tensor of either format."""
+    """Return the name in `EagleDraft` of a tensor of any format.
+
+    NVIDIA's layers are `midlayer.N`, or `midlayer` if there is one. Their later layers normalize
+    their input by `hidden_norm` (`Eagle3DecoderLayer` of TensorRT-LLM, `modeling_speculative.py`).
+    """
     name = name.removeprefix("model.")
-    if name.startswith("midlayer."):
-        name = name.replace("midlayer.", "layers.0.", 1)
+    name = re.sub(r"^midlayer\.(?=\d)", "layers.", name)
+    name = re.sub(r"^midlayer\.", "layers.0.", name)
+    name = re.sub(r"^(layers\.[1-9]\d*)\.hidden_norm\.", r"\1.input_layernorm.", name)
     inner = name.startswith(("layers.", "embed_tokens.", "norm."))
     return f"model.{name}" if inner else name
 

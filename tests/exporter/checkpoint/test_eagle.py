@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 import eagle_heads
-from eagle_heads import FORMATS, LAYER_IDS, SAFEAILAB, SPECULATORS, VARIANTS, HeadSpec
+from eagle_heads import FORMATS, LAYER_IDS, NVIDIA, SAFEAILAB, SPECULATORS, VARIANTS, HeadSpec
 from eagle_reference import EagleReference
 from specedge.errors import CheckpointError, PairError
 from specedge.exporter.checkpoint import eagle
@@ -132,9 +132,10 @@ def test_norms_of_the_checkpoint_apply_without_a_flag(name):
     assert equals_vectors(name, config=replace(paired(VARIANTS[name]), **flags))
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_formats_equal_a_reference_in_float64(format_name):
-    spec = HeadSpec(format=format_name)
+@pytest.mark.parametrize(
+    "spec", [*(HeadSpec(format=name) for name in FORMATS), HeadSpec(NVIDIA, num_layers=2)]
+)
+def test_formats_equal_a_reference_in_float64(spec):
     tensors = eagle_heads.head_tensors(spec)
     names = {name: name.replace("layers.0.", "midlayer.") for name in tensors}
     reference = EagleReference(
@@ -183,6 +184,13 @@ def test_layer_ids_of_both_conventions(ids, readings, format_name):
         assert (convention.hidden.size, convention.hidden.draft_size) == (96, 32)
 
 
+def test_returned_states_of_nvidias_heads_may_be_normalized():
+    raw = eagle_heads.head_config(HeadSpec(NVIDIA))
+    for is_normalized in (True, False):
+        raw["eagle_config"]["return_hidden_post_norm"] = is_normalized
+        assert paired(HeadSpec(NVIDIA), raw).norm_output == is_normalized
+
+
 @pytest.mark.parametrize("verifier", ["x", {"verifier": "x"}, {"verifier": None}])
 def test_an_invalid_name_of_the_target_is_ignored(verifier):
     raw = eagle_heads.head_config(HeadSpec(format=SPECULATORS))
@@ -205,6 +213,7 @@ def test_recognition_by_config():
         ({LAYER_IDS: ["a"]}, "not a list of layers"),
         ({"num_hidden_layers": 0}, "says 0 layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "a head of EAGLE-1 or 2"),
+        ({"eagle_config": {"next_layer_regular": False}}, "later layers read embeddings"),
         ({"norm_before_fc": True, "fc_norm": True}, "both norm_before_fc and fc_norm"),
         ({"quantization_config": {}}, "a quantized EAGLE-3 head"),
         ({"layer_types": ["sliding_attention"]}, "layers of the type 'sliding_attention'"),
@@ -263,6 +272,15 @@ def test_damaged_heads_are_refused(change, message):
     change(tensors)
     with pytest.raises(CheckpointError, match=message):
         load(HeadSpec(), tensors)
+
+
+def test_nvidias_later_layers_without_a_norm_of_their_input_are_refused():
+    """Early exports of Model-Optimizer lack it, so that the head's computation is unknown."""
+    spec = HeadSpec(NVIDIA, num_layers=2)
+    tensors = eagle_heads.head_tensors(spec)
+    del tensors["midlayer.1.hidden_norm.weight"]
+    with pytest.raises(CheckpointError, match=r"such as model.layers.1.input_layernorm.weight"):
+        load(spec, tensors)
 
 
 def test_head_without_lm_head_has_that_of_the_target():
