@@ -13,6 +13,7 @@ F channels of the target's concatenated hidden states, H of the head's.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,13 @@ from .draft_heads import DraftHeadConfig, DraftHeadModule
 MODEL_TYPE = "eagle3"
 _LAYER_TYPES = ("llama", "qwen3")
 _FORMAT, _SPECULATORS = "eagle_config", "speculators_model_type"
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Keys of the layers whose hidden states are read: the usual one, of NeMo-RL, and of verl-SpeCo
+LAYER_IDS = (
+    "eagle_aux_hidden_state_layer_ids",
+    "aux_hidden_state_layer_ids",
+    "target_hidden_layer_ids",
+    "target_layer_ids",
+)
 _NUM_STATES = 3  # hidden states of the target, unless the config lists their layers
 # Fields of a checkpoint that do not belong to the config of the head's layers.
 _OTHER_FIELDS = ("architectures", "auto_map", "model_type", "transformers_version")
@@ -47,6 +54,7 @@ _UNSUPPORTED = {
 _UNSUPPORTED_VALUES = {
     ("use_aux_hidden_state", False): "a head of EAGLE-1 or 2",
     ("next_layer_regular", False): "a head whose later layers read embeddings (next_layer_regular)",
+    ("parallel_drafting", True): "a P-EAGLE head, which drafts all tokens in one pass",
 }
 _ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
@@ -174,7 +182,7 @@ def read_config(where: str, raw: Mapping[str, Any]) -> EagleConfig:
         layers,
         _positive(where, "draft_vocab_size", fields, int(layers.vocab_size)),
         _positive(where, "target_hidden_size", fields, int(layers.hidden_size)),
-        _read_layer_ids(where, fields.get(_LAYER_IDS)),
+        _read_layer_ids(where, nested, raw),
         (),
         **{name: _flag(where, name, fields) for name in flags},
         verifier=verifier if isinstance(verifier, str) else None,
@@ -218,12 +226,21 @@ def _layers_config(where: str, fields: Mapping[str, Any]) -> Any:
     return config
 
 
-def _read_layer_ids(where: str, ids: Any) -> tuple[int, ...] | None:
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
-        raise CheckpointError(f"{where}: {_LAYER_IDS} is {ids!r}, not a list of layers")
-    return tuple(ids)
+def _read_layer_ids(where: str, *sources: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the layers of the target that a config states by any of `LAYER_IDS`."""
+    stated: dict[tuple[int, ...], str] = {}
+    for key, source in itertools.product(LAYER_IDS, sources):
+        if (ids := source.get(key)) is None:
+            continue
+        if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
+            raise CheckpointError(f"{where}: {key} is {ids!r}, not a list of layers")
+        stated.setdefault(tuple(ids), key)
+    if len(stated) > 1:
+        different = " and ".join(f"{key} {[*ids]}" for ids, key in stated.items())
+        raise CheckpointError(
+            f"{where} has {different}; remove the layers that it was not trained with"
+        )
+    return next(iter(stated), None)
 
 
 def _flag(where: str, name: str, fields: Mapping[str, Any]) -> bool:

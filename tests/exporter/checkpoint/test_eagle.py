@@ -184,6 +184,20 @@ def test_layer_ids_of_both_conventions(ids, readings, format_name):
         assert (convention.hidden.size, convention.hidden.draft_size) == (96, 32)
 
 
+@pytest.mark.parametrize("key", eagle.LAYER_IDS)
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_layer_ids_have_several_keys(key, format_name):
+    raw = eagle_heads.head_config(HeadSpec(format=format_name, layer_ids=(3, 4, 6)))
+    fields = raw["eagle_config"] if format_name == NVIDIA else raw
+    fields[key] = fields.pop(LAYER_IDS)
+    assert paired(HeadSpec(), raw).hidden.layers == (3, 4, 6)
+    raw["target_layer_ids"] = [3, 4, 6]
+    assert paired(HeadSpec(), raw).hidden.layers == (3, 4, 6)
+    raw[LAYER_IDS] = [2, 3, 5]
+    with pytest.raises(CheckpointError, match="remove the layers"):
+        paired(HeadSpec(), raw)
+
+
 def test_returned_states_of_nvidias_heads_may_be_normalized():
     raw = eagle_heads.head_config(HeadSpec(NVIDIA))
     for is_normalized in (True, False):
@@ -214,6 +228,7 @@ def test_recognition_by_config():
         ({"num_hidden_layers": 0}, "says 0 layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "a head of EAGLE-1 or 2"),
         ({"eagle_config": {"next_layer_regular": False}}, "later layers read embeddings"),
+        ({"parallel_drafting": True}, "a P-EAGLE head"),
         ({"norm_before_fc": True, "fc_norm": True}, "both norm_before_fc and fc_norm"),
         ({"quantization_config": {}}, "a quantized EAGLE-3 head"),
         ({"layer_types": ["sliding_attention"]}, "layers of the type 'sliding_attention'"),
