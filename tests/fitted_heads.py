@@ -1,8 +1,8 @@
 """A target and an EAGLE-3 head that fits it, both linear, so that every misreading of it shows.
 
 All embeddings have the same norm and one constant channel, by which attention reads positions. The
-first layers of the target rotate the other channels of the first half, and the last one adds those
-of the token before to the second half. The head computes the same from its hidden states.
+first layers of the target rotate the other channels of the first half, and the last one adds twice
+those of the token before to the second half. The head computes the same from its hidden states.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_target(folder: Path) -> Path:
         rotation = torch.linalg.qr(torch.randn(HALF - 1, HALF - 1, generator=random)).Q
         value = torch.zeros(HIDDEN, HIDDEN)
         if is_last:
-            value[HALF + 1 :, 1:HALF] = rms * rotation
+            value[HALF + 1 :, 1:HALF] = 2 * rms * rotation
         else:
             value[1:HALF, 1:HALF] = rms * (rotation - torch.eye(HALF - 1))
         q_proj, k_proj = attend_to_position(int(is_last), HIDDEN)
@@ -56,7 +56,7 @@ def make_target(folder: Path) -> Path:
         }
         # Noise, so that no two layers share a tensor.
         weights |= {
-            f"model.layers.{i}.{name}": tensor + 1e-3 * torch.randn(tensor.shape, generator=random)
+            f"model.layers.{i}.{name}": tensor + 1e-4 * torch.randn(tensor.shape, generator=random)
             for name, tensor in layer.items()
         }
     state = {f"{name}.weight": tensor for name, tensor in weights.items()}
@@ -115,7 +115,7 @@ def attend_to_position(distance: int, num_read: int) -> tuple[torch.Tensor, torc
     They read the constant channel 0, so that scores depend on rotary positions alone.
     """
     angles = -distance * 10000.0 ** (-torch.arange(HEAD_SIZE // 2) * 2 / HEAD_SIZE)
-    size = torch.tensor([4.5, 7.8, 7.8, 0.0])
+    size = torch.tensor([6.0, 11.0, 11.0, 0.0])
     query, key = torch.zeros(2, HEADS, HEAD_SIZE, num_read)
     query[..., 0] = torch.cat((size * angles.cos(), size * angles.sin()))
     key[..., 0] = torch.cat((size, torch.zeros(HEAD_SIZE // 2)))

@@ -175,9 +175,9 @@ class PositionRates:
         first, *later = self.greedy
         if first < MIN_FIRST_RATE:
             return (
-                f"draft: only {first:.0%} of first draft tokens are accepted, which trained heads "
-                "exceed. Check that it was trained for this target, the layers whose hidden states "
-                "it reads (ids may name inputs or outputs), and its norms"
+                f"draft: only {first:.0%} of first draft tokens are accepted, which most trained "
+                "heads exceed. Check that it was trained for this target, the layers whose hidden "
+                "states it reads, and its norms; or it is undertrained"
             )
         if later and later[0] < MIN_RATIO * first:
             return (

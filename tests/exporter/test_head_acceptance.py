@@ -1,5 +1,10 @@
 """Acceptance rates of EAGLE-3 heads, measured at export by position."""
 
+import functools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -8,11 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import eagle_heads
+import fitted_heads
 from cases import exhaustive
 from checkpoints import make_checkpoint, make_tokenizer
 from eagle_heads import SAFEAILAB, HeadSpec
 from eagle_reference import EagleReference
+from specedge.errors import ParityError
 from specedge.exporter import Progress, export
+from specedge.exporter.checkpoint import eagle
+from specedge.exporter.checkpoint.draft_heads import DraftHeadModule
 from specedge.exporter.graph import external_data
 from specedge.exporter.graph.external_data import WeightsFile
 from specedge.exporter.quantization import draft_acceptance, float_model
@@ -116,11 +125,96 @@ def test_export_stores_rates_and_warns_of_a_head_that_is_not_trained(pair):
     assert any("of first draft tokens are accepted" in note for note in notes)
 
 
+class Fitted:
+    """A target and a head that fits it."""
+
+    def __init__(self, folder):
+        self.folder, self.target = folder, fitted_heads.make_target(folder)
+        self.tensors = fitted_heads.fit_head(self.target, fitted_heads.SPEC, fitted_heads.LAYERS)
+
+    def export(self, **changes):
+        """Return the greedy rates by position and the notes that name causes of low ones."""
+        spec, progress = replace(fitted_heads.SPEC, **changes), Progress()
+        head = eagle_heads.write_head(self.folder / "head", spec, self.tensors)
+        with tempfile.TemporaryDirectory() as folder:
+            export(
+                head, self.target, Path(folder) / "bundle",
+                ops="onnx", num_draft_tokens=K, max_length=96, progress=progress,
+            )  # fmt: skip
+        (rates,) = (note for note in progress.notes if "acceptance by position" in note)
+        greedy = rates.partition("position ")[2].partition(" greedy")[0]
+        warnings = [note for note in progress.notes if "draft tokens are accepted" in note]
+        return [int(rate.rstrip("%")) for rate in greedy.split(", ")], warnings
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    return Fitted(tmp_path_factory.mktemp("fitted"))
+
+
+def read_layers_before(monkeypatch):
+    pair_with = eagle.pair_with
+
+    def misread(*args):
+        config = pair_with(*args)
+        before = tuple(layer - 1 for layer in config.hidden.layers)
+        return replace(config, aux_layers=(before,))
+
+    monkeypatch.setattr(eagle, "pair_with", misread)
+
+
+def ignore_d2t(monkeypatch):
+    monkeypatch.setattr(
+        eagle, "_read_tokens", lambda where, config, *tensors: torch.arange(config.columns)
+    )
+
+
+@pytest.mark.slow
+def test_a_head_that_fits_is_accepted_without_a_warning(fitted):
+    rates, warnings = fitted.export()
+    assert len(rates) == K
+    assert min(rates) > 80
+    assert not warnings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "changes", "warning"),
+    [
+        (read_layers_before, {}, "the layers whose hidden states it reads"),
+        (ignore_d2t, {}, "trained for this target"),
+        (None, {"norm_before_residual": True}, "its norms"),
+        (None, {"norm_output": True}, "norm_output"),
+    ],
+)
+def test_misread_heads_are_exported_with_a_warning(fitted, monkeypatch, plant, changes, warning):
+    if plant is not None:
+        plant(monkeypatch)
+    rates, warnings = fitted.export(**changes)
+    (text,) = warnings
+    assert warning in text, rates
+
+
+@pytest.mark.slow
+def test_verification_finds_shifted_positions(fitted, monkeypatch):
+    forward = DraftHeadModule.forward
+
+    @functools.wraps(forward)  # whose parameters the exporter inspects
+    def shifted(self, input_ids, position_ids=None, *args, **options):
+        position_ids = None if position_ids is None else position_ids + 1
+        return forward(self, input_ids, position_ids, *args, **options)
+
+    monkeypatch.setattr(DraftHeadModule, "forward", shifted)
+    with pytest.raises(ParityError, match=r"draft: present\.0\.key"):
+        fitted.export()
+
+
 @pytest.mark.parametrize(
     ("greedy", "warning"),
     [
         ((0.7, 0.6, 0.5), None),
         ((0.3, 0.3, 0.3), "trained for this target"),
+        ((0.36, 0.3, 0.3), "undertrained"),
         ((0.7, 0.1, 0.1), "norm_output"),
         ((0.7,), None),
     ],
