@@ -6,13 +6,14 @@
 A mutant replaces one function of the product while pytest runs one file of quick tests. The
 replacement gets the original function and its arguments. Many of these mistakes were made in
 papers, posts and code, which comments name. `--check` runs no test: it verifies that the functions
-and the files still exist.
+still exist with the parameters that the replacements take, and that the files exist.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import multiprocessing
 import os
 import sys
@@ -26,7 +27,7 @@ import click
 import numpy as np
 import pytest
 
-from specedge.runtime.decoding.protocols import Operations
+from specedge.runtime.decoding.protocols import Feed, Operations
 from specedge.runtime.decoding.verification import Verdict, _residual, _verify_block
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
@@ -256,8 +257,8 @@ def states_of_another_position(original, self, observer):
 
 
 @mutant(DRAFT_HEAD + "_next_row", "drafters/test_draft_head.py")
-def one_state_for_all_further_tokens(original, self, text):
-    row = yield from original(self, text)
+def one_state_for_all_further_tokens(original, self, text, first):
+    row = yield from original(self, text, first)
     self._returned = [self._returned[0] for _ in self._returned]
     return row
 
@@ -388,15 +389,15 @@ def target_cache_one_row_short(original, self, *args):
 
 
 @mutant(DECODER + "_prefill", "decoding/test_decoding.py")
-def prefill_of_the_whole_prompt(original, self, tokens, num_draft_tokens):
-    num_unread = yield from original(self, tokens, num_draft_tokens)
-    self.target.prefill(tokens[-1:])
+def prefill_of_the_whole_prompt(original, self, history):
+    num_unread = yield from original(self, history)
+    yield Feed(self.target, history.tokens[-1:], 0)
     return num_unread
 
 
-@mutant(DECODER + "_prefill", "decoding/test_first_passes.py")
-def first_pass_without_the_draft(original, self, tokens, num_draft_tokens):
-    return original(self, tokens, 0)
+@mutant(DECODER + "_prefill_rest", "decoding/test_first_passes.py")
+def first_pass_without_the_draft(original, self, prompt, num_unread, num_draft_tokens):
+    return original(self, prompt, num_unread, 0)
 
 
 @mutant(DECODER + "_prefill", "test_requests.py")
@@ -484,6 +485,19 @@ def locate(function: str) -> tuple[Any, str]:
     return owner, name
 
 
+def has_parameters(mutant: Mutant) -> bool:
+    """Return True if a replacement takes the original and its arguments."""
+    owner, name = locate(mutant.function)
+    parameters = inspect.signature(getattr(owner, name)).parameters.values()
+    keywords = {p.name: None for p in parameters if p.kind == p.KEYWORD_ONLY}
+    positional = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    try:
+        inspect.signature(mutant.replacement).bind(None, *positional, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
 def plant(mutant: Mutant) -> None:
     """Replace a function in every loaded module that refers to it."""
     owner, name = locate(mutant.function)
@@ -529,7 +543,7 @@ def _run(files: Iterable[str], mutant: Mutant | None) -> None:
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(MUTANTS)))
-@click.option("--check", is_flag=True, help="Verify only that functions and test files exist.")
+@click.option("--check", is_flag=True, help="Verify only functions, their parameters and files.")
 def main(names: tuple[str, ...], check: bool) -> None:
     """Expect failing tests for each mutant (default: all)."""
     mutants = {name: MUTANTS[name] for name in names or MUTANTS}
@@ -538,6 +552,8 @@ def main(names: tuple[str, ...], check: bool) -> None:
             locate(mutant.function)
         except (ImportError, AttributeError) as error:
             raise click.ClickException(f"{name}: {mutant.function} is missing") from error
+        if not has_parameters(mutant):
+            raise click.ClickException(f"{name}: {mutant.function} has other parameters")
         if not (TESTS / mutant.tests).exists():
             raise click.ClickException(f"{name}: {TESTS / mutant.tests} is missing")
     if check:
