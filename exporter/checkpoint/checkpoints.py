@@ -168,7 +168,7 @@ def _read_folder(
     """Return the fields of a `Checkpoint` that its small files determine."""
     where = f"{role} {name}"
     raw = folders.read_json_object(where, folder / "config.json")
-    if (head := _read_head(role, where, raw)) is not None:
+    if (head := _read_head(role, where, raw, files)) is not None:
         return {"published": head, "config": head, "raw": raw, "generation": {}, "tokenizer": None}
     raw = quantized_formats.read_old_config(where, raw, folder)
     config = _load_config(role, name, folder, raw)
@@ -185,10 +185,21 @@ def _read_folder(
     }
 
 
-def _read_head(role: str, where: str, raw: dict[str, Any]) -> eagle.EagleConfig | None:
+def _read_head(
+    role: str, where: str, raw: dict[str, Any], files: set[str]
+) -> eagle.EagleConfig | None:
     """Read the config of an EAGLE-3 head; None for another checkpoint."""
     eagle.check_kind(where, raw)
     if not eagle.is_head(raw):
+        # Heads of EAGLE-1 and 2 have the config of an ordinary model, and their weights are yet to
+        # be fetched.
+        has_layer_alone = raw.get("num_hidden_layers") == 1 and not files & folders.VOCABULARIES
+        if role == "draft" and has_layer_alone:
+            raise CheckpointError(
+                f"{where} has one layer and no tokenizer, as heads of EAGLE-1 and 2, which are not "
+                "supported; specify a head of EAGLE-3, or put the tokenizer.json of an ordinary "
+                "draft model next to its config.json"
+            )
         return None
     if role != "draft":
         raise CheckpointError(

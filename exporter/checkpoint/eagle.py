@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -399,13 +399,12 @@ def match_tensors(
         fc_norm=config.fc_norm or "fc_norm.0.weight" in state,
     )
     tokens = _read_tokens(where, config, d2t, t2d)
-    if _EMBEDDING not in state:
-        state[_EMBEDDING] = of_target("embedding")
-    if _HEAD not in state:
-        state[_HEAD] = of_target("head")
-        if tokens is not None:
-            state[_HEAD] = state[_HEAD].index_select(0, tokens)
-    _check_tensors(where, config, state)
+    shared = {_EMBEDDING: "embedding", _HEAD: "head"}
+    shared = {name: part for name, part in shared.items() if name not in state}
+    state |= {name: of_target(part) for name, part in shared.items()}
+    if _HEAD in shared and tokens is not None:
+        state[_HEAD] = state[_HEAD].index_select(0, tokens)
+    _check_tensors(where, config, state, shared)
     if tokens is None:
         return config, state, None
     ids, columns = tokens.sort()
@@ -449,7 +448,10 @@ def _read_tokens(
     return tokens
 
 
-def _check_tensors(where: str, config: EagleConfig, state: Mapping[str, torch.Tensor]) -> None:
+def _check_tensors(
+    where: str, config: EagleConfig, state: Mapping[str, torch.Tensor], shared: Container[str]
+) -> None:
+    """Check names and sizes of tensors, of which those in `shared` are the target's."""
     expected = config.build().state_dict()
     if missing := sorted(expected.keys() - state.keys()):
         raise CheckpointError(f"{where} lacks weights, such as {missing[0]}; download it again")
@@ -460,7 +462,10 @@ def _check_tensors(where: str, config: EagleConfig, state: Mapping[str, torch.Te
         )
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
+            source, advice = "its", "use files and config of the same head"
+            if name in shared:
+                source, advice = "the target's", "specify a head that has its own"
             raise CheckpointError(
-                f"{where}: {name} is {list(tensor.shape)} in its files and "
-                f"{list(expected[name].shape)} by its config; use files and config of the same head"
+                f"{where}: {name} is {list(tensor.shape)} in {source} files and "
+                f"{list(expected[name].shape)} by its config; {advice}"
             )

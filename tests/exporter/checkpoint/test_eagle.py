@@ -29,10 +29,10 @@ def paired(spec, raw=None, **options):
     return eagle.pair_with(config, "head", "target", target_config(spec, **options))
 
 
-def load(spec, tensors=None, config=None, num_tokens=None):
+def load(spec, tensors=None, config=None, num_tokens=None, shared=None):
     """Return a head's module and the tokens of its columns."""
     tensors = eagle_heads.head_tensors(spec) if tensors is None else tensors
-    shared = {"embedding": eagle_heads.embedding(spec)}
+    shared = shared or {"embedding": eagle_heads.embedding(spec)}
     num_tokens = spec.vocab_size if num_tokens is None else num_tokens
     config, state, ids = eagle.match_tensors(
         "draft head", config or paired(spec), tensors, num_tokens, shared.__getitem__
@@ -287,6 +287,14 @@ def test_damaged_heads_are_refused(change, message):
     change(tensors)
     with pytest.raises(CheckpointError, match=message):
         load(HeadSpec(), tensors)
+
+
+def test_an_embedding_of_the_target_that_does_not_fit_is_named():
+    spec = HeadSpec(hidden=16, head_size=4)
+    with pytest.raises(
+        CheckpointError, match=r"is \[96, 32\] in the target's files and \[96, 16\]"
+    ):
+        load(spec, shared={"embedding": torch.zeros(96, 32)})
 
 
 def test_nvidias_later_layers_without_a_norm_of_their_input_are_refused():

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from checkpoints import make_checkpoint, make_tokenizer
 from specedge.errors import CheckpointError, ExportError
@@ -35,6 +36,16 @@ def test_checkpoint_without_any_vocabulary_is_refused(checkpoint):
     edit(checkpoint, model_type="qwen2")  # for which transformers makes an empty tokenizer
     with pytest.raises(CheckpointError, match=r"has no tokenizer; put its tokenizer.json next to"):
         checkpoints.find("target", str(checkpoint), None)
+
+
+def test_heads_of_older_eagle_versions_are_refused_by_name(tmp_path):
+    """Their config.json is that of a Llama model (yuhuili/EAGLE-LLaMA3-Instruct-8B)."""
+    config = LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), "utf-8")
+    torch.save({"fc.weight": torch.zeros(8, 16)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="as heads of EAGLE-1 and 2, which are not") as caught:
+        checkpoints.find("draft", str(tmp_path), None)
+    assert "\n" not in str(caught.value)
 
 
 def test_encoder_without_tokenizer_is_reported_as_encoder(checkpoint):
