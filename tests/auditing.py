@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from fakes import TableModel, hashed_distribution
+from fakes import HeadTable, StatesTable, hashed_distribution, of_rows
 from specedge.verification import audit
 from specedge.verification.audited_pair import AuditedPair, AuditPrompt, DecoderParts
 from specedge.verification.budget import Budget, Clock
@@ -16,7 +16,7 @@ VOCAB_SIZE = 6
 CONTEXT = 96
 
 
-class CachedTable(TableModel):
+class CachedTable(StatesTable):
     """Table model whose only cache buffer stores its input tokens."""
 
     def cache_rows(self, start, end):
@@ -26,22 +26,43 @@ class CachedTable(TableModel):
         return CachedTable(self.distribution, self.vocab_size, self.context_length)
 
 
+class CachedHead(HeadTable):
+    """Draft head whose only cache buffer stores its states and tokens; states default to zeros."""
+
+    def cache_rows(self, start, end):
+        return [np.array(self.rows[start:end], float)[None]]
+
+    def forward(self, tokens, num_rows=None, hidden=None):
+        return super().forward(tokens, num_rows, self._states(tokens, hidden))
+
+    def prefill(self, tokens, hidden=None):
+        super().prefill(tokens, self._states(tokens, hidden))
+
+    @staticmethod
+    def _states(tokens, hidden):
+        return np.zeros((len(tokens), 1)) if hidden is None else hidden
+
+
 DISTRIBUTIONS = [hashed_distribution(seed, VOCAB_SIZE, 0.7) for seed in (1, 2)]
 
 
-def make_audited_pair(parts=None, num_prompts=3, max_first_length=1, mask_token=None):
+def make_audited_pair(
+    parts=None, num_prompts=3, max_first_length=1, mask_token=None, reads_hidden=False
+):
     num_inputs = VOCAB_SIZE if mask_token is None else mask_token + 1
     target, draft = (
         CachedTable(distribution, num_inputs, CONTEXT + 8) for distribution in DISTRIBUTIONS
     )
+    if reads_hidden:
+        draft = CachedHead(of_rows(DISTRIBUTIONS[1]))
     by_role = {
         role: SimpleNamespace(
             vocab_size=VOCAB_SIZE, context_length=CONTEXT, num_experts=0, encoder=None,
-            mask_token=token,
-            acceptance=None, reads_hidden=False,
+            acceptance=None, mask_token=None, reads_hidden=False,
         )
-        for role, token in (("target", None), ("draft", mask_token))
+        for role in ("target", "draft")
     }  # fmt: skip
+    by_role["draft"].mask_token, by_role["draft"].reads_hidden = mask_token, reads_hidden
     prompts = [AuditPrompt(f"prompt {i}", (i % 6, 1, i // 6, 2)) for i in range(num_prompts)]
     return AuditedPair(
         target, draft, by_role, 3, 1e-6, prompts, max_first_length, parts or DecoderParts()

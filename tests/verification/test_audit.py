@@ -9,8 +9,9 @@ pytest.importorskip("scipy", reason="the audit needs SciPy")
 
 import auditing
 from auditing import CONTEXT, VOCAB_SIZE, CachedTable, Ticks, make_audited_pair
+from specedge.runtime.decoding import verification
 from specedge.runtime.decoding.protocols import Drafter
-from specedge.runtime.decoding.verification import verify
+from specedge.runtime.decoding.verification import draw, verify
 from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
 from specedge.verification import (
@@ -32,25 +33,27 @@ DETERMINISTIC = (
     decoding_checks.greedy,
     decoding_checks.coupled,
 )
+EVERY_DRAFT = pytest.mark.parametrize("reads_hidden", [False, True], ids=["draft model", "head"])
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 
 
-def run_sampled(parts=None, texts=30, mask_token=None):
-    pair = make_audited_pair(parts, mask_token=mask_token)
+def run_sampled(parts=None, texts=30, **options):
+    pair = make_audited_pair(parts, **options)
     return sampled_text.sampled(pair, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
-def run_joint(parts=None, texts=700, mask_token=None):
-    pair = make_audited_pair(parts, mask_token=mask_token)
+def run_joint(parts=None, texts=700, **options):
+    pair = make_audited_pair(parts, **options)
     return joint_distribution.joint(pair, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
-def test_all_decoding_checks_pass_a_correct_pair():
-    pair = make_audited_pair()
+@EVERY_DRAFT
+def test_all_decoding_checks_pass_a_correct_pair(reads_hidden):
+    pair = make_audited_pair(reads_hidden=reads_hidden)
     for check in DETERMINISTIC:
         assert check(pair, Ticks(10**6).budget).status == PASSED, check
-    assert run_sampled(texts=20).status == PASSED
-    assert run_joint().status == PASSED
+    assert run_sampled(texts=20, reads_hidden=reads_hidden).status == PASSED
+    assert run_joint(reads_hidden=reads_hidden).status == PASSED
 
 
 def test_checks_expect_acceptance_of_drafts_in_one_pass(monkeypatch):
@@ -78,10 +81,42 @@ def test_texts_of_several_settings_are_independent():
     assert len(seeds) == len(set(seeds)) >= 20
 
 
-@pytest.mark.parametrize("check", [decoding_checks.caches, decoding_checks.greedy])
-def test_a_cache_row_off_by_one_fails_deterministically(check):
-    pair = make_audited_pair(BY_NAME["cache row off by one"].parts)
+@EVERY_DRAFT
+@pytest.mark.parametrize(
+    "check", [decoding_checks.caches, decoding_checks.greedy, decoding_checks.coupled]
+)
+def test_a_cache_row_off_by_one_fails_deterministically(check, reads_hidden):
+    pair = make_audited_pair(BY_NAME["cache row off by one"].parts, reads_hidden=reads_hidden)
     assert check(pair, Ticks(10**6).budget).status == FAILED
+
+
+def test_sampled_check_detects_a_head_that_draws_from_another_distribution(monkeypatch):
+    """Its draft tokens are the likeliest ones."""
+
+    def draw_largest(*arguments):
+        _, distribution = draw(*arguments)
+        return int(distribution.row(VOCAB_SIZE).argmax()), distribution
+
+    monkeypatch.setattr(verification, "draw", draw_largest)
+    assert run_sampled(reads_hidden=True).status == FAILED
+
+
+def test_sampled_check_expects_acceptance_of_the_drafts_of_a_head(monkeypatch):
+    """The head is almost sure of a token, and without the target's states of none."""
+
+    def distribution(numbers):
+        peak = 95 if numbers[0] else 1
+        return np.array([peak, 1, 1, 1, 1, 1]) / (peak + 5)
+
+    monkeypatch.setattr(auditing, "DISTRIBUTIONS", [auditing.DISTRIBUTIONS[0], distribution])
+    assert run_sampled(texts=20, reads_hidden=True).status == PASSED
+    monkeypatch.setattr(AuditedPair, "depends_on_rounds", False)
+    assert run_sampled(texts=20, reads_hidden=True).status == FAILED
+
+
+@pytest.mark.parametrize("run", [run_sampled, run_joint])
+def test_statistical_checks_detect_a_wrong_residual_of_a_head(run):
+    assert run(BY_NAME["residual"].parts, reads_hidden=True).status == FAILED
 
 
 def test_self_draft_check_detects_stale_draft_cache():
@@ -130,9 +165,11 @@ class Flipped:
         return Logits(logits)
 
 
+@EVERY_DRAFT
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (0.006, PASSED)])
-def test_greedy_check_tolerates_and_lists_only_near_ties(noise, status):
-    pair = make_audited_pair(DecoderParts(target=lambda model: Flipped(model, 0.01)), num_prompts=4)
+def test_greedy_check_tolerates_and_lists_only_near_ties(noise, status, reads_hidden):
+    parts = DecoderParts(target=lambda model: Flipped(model, 0.01))
+    pair = make_audited_pair(parts, num_prompts=4, reads_hidden=reads_hidden)
     pair.noise["target"] = noise
     found = decoding_checks.greedy(pair, Ticks(10**6).budget)
     assert found.status == status
@@ -191,19 +228,21 @@ def test_zero_probability_tokens_fail_the_audit():
     assert any("does not allow" in line for line in (found.summary, *found.details))
 
 
-def self_tested(seconds, **options):
+def self_tested(seconds, reads_hidden, **options):
     """Texts of `sampled` take far longer than the others, so they tick louder."""
     ticks = Ticks(seconds)
 
     def on_progress(check):
         ticks.step = seconds / 1000 if check.endswith("sampled") else 1.0
 
-    return audit.self_test(make_audited_pair(), ticks.budget, on_progress, **options)
+    pair = make_audited_pair(reads_hidden=reads_hidden)
+    return audit.self_test(pair, ticks.budget, on_progress, **options)
 
 
 @pytest.mark.slow
-def test_self_test_detects_all_five_faults_without_false_alarms():
-    result = self_tested(80000)
+@EVERY_DRAFT
+def test_self_test_detects_all_five_faults_without_false_alarms(reads_hidden):
+    result = self_tested(80000, reads_hidden)
     assert result.false_alarms == []
     assert [(defect.name, bool(checks)) for defect, checks in result.caught] == [
         (defect.name, True) for defect in DEFECTS
