@@ -17,6 +17,7 @@ from specedge.runtime.decoding.verification import draw_draft
 from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import common_prefix_length
 from specedge.runtime.sampling.logits import Logits
+from specedge.sampling_options import Sampling
 
 NextToken = Callable[[tuple[int, ...]], Sequence[float]]
 
@@ -130,6 +131,30 @@ def quarters(seed: int, certain: bool) -> NextToken:
         return np.array(rows[index]) / 4
 
     return distribution
+
+
+FILTERED = Sampling(0.7, top_p=0.7)
+
+
+def filtered(seed: int) -> tuple[NextToken, NextToken]:
+    """Return a distribution, and what FILTERED leaves of it, in halves."""
+    rows = [(3, 3, 2), (3, 2, 3), (2, 3, 3), (6, 1, 1), (1, 6, 1)]
+
+    def row(text: tuple[int, ...]) -> np.ndarray:
+        index = np.random.default_rng([seed, len(text), *text]).integers(len(rows))
+        return np.array(rows[index])
+
+    @functools.cache
+    def distribution(text: tuple[int, ...]) -> np.ndarray:
+        weights = row(text) ** 0.7
+        return weights / weights.sum()
+
+    @functools.cache
+    def rest(text: tuple[int, ...]) -> np.ndarray:
+        kept = np.where(row(text) > 2, 1.0, 0.0)
+        return kept / kept.sum()
+
+    return distribution, rest
 
 
 _TREMBLE = np.random.default_rng(0).uniform(-1, 1, (997, 8))

@@ -8,6 +8,7 @@ import pytest
 
 from exact import distribution_of_strings, explore, joint_distribution
 from fakes import Recalling, TableModel, generate, hashed_distribution, logits_of, quarters
+from grammars import END, constraint
 from specedge import Draft
 from specedge.request import PLAIN
 from specedge.runtime.decoding import decoding
@@ -25,6 +26,7 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
 
+GRAMMAR = constraint("regex", "(abc(a|b))+c")
 PAIRS = [(9, 10), (1, 2), (5, 6), (11, 12), (3, 8), (7, 4)]
 
 
@@ -178,6 +180,7 @@ def model():
         (model, 3, Sampling(), False),
         (model, 3, Sampling(1.0, lenience=0.5), False),
         (model, 3, Sampling(1.0, noise=GumbelNoise(0)), False),
+        (model, 3, Sampling(1.0, end_tokens=(END,), constraint=GRAMMAR), False),
         (lambda: Chain(Suffix(), model()), 3, Sampling(1.0), False),
         (Suffix, 3, Sampling(1.0), False),
         (lambda: CustomDrafter(model(), 4), 3, Sampling(1.0), False),

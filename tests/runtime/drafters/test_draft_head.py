@@ -8,10 +8,12 @@ import pytest
 
 from exact import ContinuedText, distribution_of_strings, joint_distribution
 from fakes import (
+    FILTERED,
     DraftingHeadTable,
     HeadTable,
     StatesTable,
     Sure,
+    filtered,
     fused_state,
     hashed_distribution,
     head_state,
@@ -20,18 +22,19 @@ from fakes import (
     target_state,
 )
 from grammars import END, constraint
+from specedge.runtime.decoding import verification
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.near_ties import NearTieResolver
 from specedge.runtime.decoding.protocols import RoundPlan
 from specedge.runtime.decoding.random_numbers import GumbelNoise
 from specedge.runtime.decoding.timing import Stopwatch, TimedModel
-from specedge.runtime.decoding.verification import DraftRequest, draw_draft
+from specedge.runtime.decoding.verification import DraftRequest, draw, draw_draft
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_head import DraftHead
 from specedge.runtime.drafters.suffix import Suffix, SuffixBeforeModel
 from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import History
-from specedge.runtime.sampling.probabilities import probabilities
+from specedge.runtime.sampling.probabilities import probabilities, row_distribution
 from specedge.sampling_options import Sampling
 
 PROMPT = (0, 1, 0, 2)
@@ -145,6 +148,34 @@ def test_every_string_has_exactly_the_targets_joint_probability(k, monkeypatch):
 
     found = joint_distribution(make, monkeypatch, PROMPT[:3])
     assert found == distribution_of_strings(target, PROMPT[:3])
+
+
+def joint_distribution_of_filtered_sampling(k, monkeypatch):
+    """Return the joint distribution of a decoder with a head, and the target's."""
+    (target, filtered_target), (draft, _) = filtered(2), filtered(4)
+
+    def make():
+        return ContinuedText(decoder(head(of_rows(draft)), k, target))
+
+    actual = joint_distribution(make, monkeypatch, PROMPT[:3], FILTERED)
+    return actual, distribution_of_strings(filtered_target, PROMPT[:3])
+
+
+@pytest.mark.slow(after_first=True)
+@pytest.mark.parametrize("k", [2, 1, 3])
+def test_every_string_has_exactly_the_joint_probability_of_filtered_sampling(k, monkeypatch):
+    actual, expected = joint_distribution_of_filtered_sampling(k, monkeypatch)
+    assert actual == expected
+
+
+def test_distributions_before_filters_change_the_joint_probability(monkeypatch):
+    def draw_before_filters(row, sampling, history, uniform):
+        token, _ = draw(row, sampling, history, uniform)
+        return token, row_distribution(row, Sampling(sampling.temperature), history)
+
+    monkeypatch.setattr(verification, "draw", draw_before_filters)
+    actual, expected = joint_distribution_of_filtered_sampling(2, monkeypatch)
+    assert actual != expected
 
 
 def test_sampled_strings_follow_the_targets_distribution():

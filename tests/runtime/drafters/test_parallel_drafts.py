@@ -1,13 +1,21 @@
 """Draft models that draft all tokens of a round in one pass over mask tokens."""
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 
 from exact import distribution_of_strings, joint_distribution
-from fakes import NoisyModel, Sure, TableModel, decoder, generate, hashed_distribution
+from fakes import (
+    FILTERED,
+    NoisyModel,
+    Sure,
+    TableModel,
+    decoder,
+    filtered,
+    generate,
+    hashed_distribution,
+)
 from manifests import make_model
 from specedge.runtime.decoding.timing import Stopwatch, TimedModel
 from specedge.runtime.drafters.chain import Chain
@@ -18,35 +26,11 @@ from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
 MASK = 9
-FILTERED = Sampling(0.7, top_p=0.7)
 EVERY_K = pytest.mark.parametrize("k", [1, 2, 3, 4])
 
 
 def drafter_of(model, **limits):
     return ParallelDraftModel(model, mask_token=MASK, **limits)
-
-
-def filtered(seed):
-    """Return a distribution that is in halves after a temperature of 0.7 and a top-p of 0.7, and
-    what is then left of it.
-    """
-    rows = [(3, 3, 2), (3, 2, 3), (2, 3, 3), (6, 1, 1), (1, 6, 1)]
-
-    def row(text):
-        index = np.random.default_rng([seed, len(text), *text]).integers(len(rows))
-        return np.array(rows[index])
-
-    @cache
-    def distribution(text):
-        weights = row(text) ** 0.7
-        return weights / weights.sum()
-
-    @cache
-    def rest(text):
-        kept = np.where(row(text) > 2, 1.0, 0.0)
-        return kept / kept.sum()
-
-    return distribution, rest
 
 
 DRAFTERS = {
