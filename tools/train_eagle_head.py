@@ -454,8 +454,8 @@ def train(target: PreTrainedModel, folder: Path, shards: int, steps: int) -> Non
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--target", type=click.Path(path_type=Path, exists=True))
-@click.option("--shards", default=48, show_default=True)
-@click.option("--steps", default=3000, show_default=True)
+@click.option("--shards", default=16, show_default=True)
+@click.option("--steps", default=1500, show_default=True)
 def main(folder: Path, target: Path | None, shards: int, steps: int) -> None:
     """Generate texts, and train a head and write its checkpoint."""
     (folder / "texts").mkdir(parents=True, exist_ok=True)
