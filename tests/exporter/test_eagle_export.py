@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import eagle_heads
+import ggufs
 from checkpoints import make_checkpoint, make_tokenizer
 from eagle_heads import NVIDIA, SAFEAILAB, SPECULATORS, HeadSpec
 from eagle_reference import EagleReference
@@ -173,6 +174,24 @@ def test_variants_are_exported_and_verified(heads, tmp_path, spec):
     assert Bundle.read(tmp_path / "bundle").draft.hidden == bundle.draft.hidden
     assert bundle.draft.parity["onnx"].structure_error < 1e-12
     assert (bundle.draft.token_ids is None) == (spec.columns == 512)
+
+
+@pytest.mark.slow
+def test_a_head_reads_the_dequantized_embedding_of_a_gguf_target(heads, tmp_path):
+    path = tmp_path / "target.gguf"
+    numbers = ggufs.write(path, ggufs.Kind.Q8_0, tmp_path, "llama", layers=6, hidden=32)
+    options = {"num_draft_tokens": 3, "max_length": 32, "ops": "onnx", "draft_precision": "fp32"}
+    bundle = export(heads.head(SPEC), path, tmp_path / "bundle", **options)
+    assert (bundle.target.weights_dtype, bundle.draft.weights_dtype) == ("keep", "float32")
+    embedding = torch.from_numpy(numbers["model.embed_tokens.weight"])
+    reference = EagleReference(SPEC, eagle_heads.head_tensors(SPEC), embedding)
+    graphs, ids = DraftGraphs(bundle, "onnx"), list(bundle.ids_of(bundle.draft))
+    tokens, states = eagle_heads.example(SPEC, LENGTH)
+    logits, hidden = graphs.run("decoder", tokens.numpy(), graphs.fuse(states.numpy()))
+    expected, expected_hidden = reference.run(tokens[0], reference.fuse(states[0]))
+    by_token = reference.target_tokens(expected)[:, ids].numpy()
+    np.testing.assert_allclose(logits[0], by_token, atol=1e-4)
+    np.testing.assert_allclose(hidden[0], expected_hidden.numpy(), atol=1e-4)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Quantised weights: mxfp4 and fp8 are dequantized, others refused by name."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -18,12 +20,17 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import packed
+from checkpoints import VOCAB_SIZE, make_tokenizer
+from mtp_checkpoints import NUM_LAYERS, make_mtp_checkpoint
 from specedge.errors import CheckpointError
 from specedge.exporter import export
 from specedge.exporter.checkpoint import checkpoints, loader, placeholders, quantized_formats
 from specedge.exporter.checkpoint.lazy_tensors import materialize
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
 
 BLOCK = 128
+MTP_MATRICES = ("eh_proj", "self_attn.q_b_proj", "mlp.experts.0.gate_proj")
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +153,40 @@ def test_fp8_experts_are_dequantized_and_exported(tmp_path):
     bundle = export(folder, folder, tmp_path / "bundle", max_length=64, ops="onnx")
     assert bundle.target.weights_dtype == "bfloat16"
     assert bundle.target.num_experts == model.config.n_routed_experts
+
+
+class HeadBundle:
+    """Bundle of a checkpoint with its MTP layer, and its logits of a text."""
+
+    def __init__(self, checkpoint, folder):
+        self.bundle = export("mtp", checkpoint, folder, max_length=32, ops="onnx")
+        models = [OrtModel(self.bundle, model, Device()) for model in self.bundle.models.values()]
+        target, draft = models
+        tokens = [*range(20, 32)]
+        self.target_logits = target.forward(tokens).array().copy()
+        states = target.hidden[:-1].copy()
+        self.draft_logits = draft.forward(tokens[1:], None, states).array().copy()
+
+
+@pytest.mark.slow
+def test_an_fp8_checkpoint_and_its_mtp_layer_equal_the_dequantized_ones(tmp_path):
+    folder = make_mtp_checkpoint(tmp_path / "fp8", "deepseek_v3", vocab_size=VOCAB_SIZE)
+    make_tokenizer(folder)
+    path = folder / "model.safetensors"
+    state = {key: (tensor / 100).bfloat16() for key, tensor in load_file(path).items()}
+    state |= {key: 100 * tensor for key, tensor in state.items() if tensor.ndim == 1}
+    save_file(state, path, {"format": "pt"})
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    wide = quantise_fp8(folder, None, block=16, exact=True)
+    assert {f"model.layers.{NUM_LAYERS}.{name}.weight" for name in MTP_MATRICES} <= wide.keys()
+    dequantized = {key: matrix.bfloat16() for key, matrix in wide.items()}
+    save_file(state | dequantized, plain / "model.safetensors", {"format": "pt"})
+    fp8, expected = (HeadBundle(x, tmp_path / f"{x.name}-bundle") for x in (folder, plain))
+    assert fp8.bundle.draft.weights_dtype == expected.bundle.draft.weights_dtype
+    assert fp8.bundle.draft.hidden == expected.bundle.draft.hidden
+    np.testing.assert_array_equal(fp8.target_logits, expected.target_logits)
+    np.testing.assert_array_equal(fp8.draft_logits, expected.draft_logits)
+    assert len(np.unique(fp8.draft_logits)) > VOCAB_SIZE
 
 
 def test_fp8_weights_without_scales_are_rejected(tmp_path):
