@@ -82,15 +82,23 @@ class Ticks:
 
 
 def passed_checks(bundle):
-    """Audit a bundle; return the names of its checks, all of which must pass or not apply."""
+    """Audit a bundle; return its findings by check, all of which must pass or not apply."""
     ticks = Ticks(12000)
 
     def on_progress(check):
-        ticks.step = {"sampled": 40.0}.get(check, 1.0)
+        ticks.step = {"greedy": 0.5, "sampled": 40.0}.get(check, 1.0)
 
     prompts = ["def parse(self):", "import json\n", "    return ["]
     report = audit.audit(bundle, audit.ExecutionSettings(), prompts, ticks.budget, on_progress)
-    findings = [finding for finding in report.findings if finding.status != SKIPPED]
-    statuses = {finding.check: finding.status for finding in findings}
+    findings = {finding.check: finding for finding in report.findings if finding.status != SKIPPED}
+    statuses = {check: finding.status for check, finding in findings.items()}
     assert statuses == dict.fromkeys(statuses, PASSED)
-    return [*statuses]
+    return findings
+
+
+def check_power(findings):
+    """Assert that larger total variation distances of sampled text would have been detected."""
+    sampled = findings["sampled"].figures["all together"]
+    assert max(sampled[test]["would_catch"] for test in ("by_rank", "by_lean")) < 0.1
+    strings = [x["strings"] for x in findings["joint"].figures.values() if "strings" in x]
+    assert max(test["would_catch"] for test in strings) < 0.25

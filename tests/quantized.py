@@ -88,3 +88,5 @@ def check_greedy(pipeline, prompt, length, k):
         assert drafted.logprobs == plain.logprobs
     if pipeline.draft is None:
         assert drafted.stats.num_accepted > length // 4
+    else:
+        assert drafted.stats.num_tested

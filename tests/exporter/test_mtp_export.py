@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import specedge
+from auditing import check_power, passed_checks
 from cases import slow
 from checkpoints import VOCAB_SIZE, make_checkpoint, make_tokenizer
 from mtp_checkpoints import CONFIGS, NUM_LAYERS, SIZE, make_mtp_checkpoint
@@ -37,9 +38,20 @@ class Exported:
         self.pipeline = specedge.load(self.bundle.folder)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((kind, "fp32") for kind in CONFIGS),
+        ("glm4_moe", "int8"),
+        slow(("deepseek_v3", "int8")),
+        slow(("mimo", "int8")),
+    ],
+    ids="-".join,
+)
 def exported(request, tmp_path_factory):
-    return Exported(tmp_path_factory.mktemp(request.param), request.param)
+    kind, precision = request.param
+    options = {"ops": "onnx"} if precision == "int8" else {}
+    return Exported(tmp_path_factory.mktemp(kind), kind, precision=precision, **options)
 
 
 def test_the_draft_reads_the_states_with_the_highest_rates(exported):
@@ -63,15 +75,17 @@ def test_all_steps_are_predicted(exported):
     assert [*progress.seconds] == [step for step in progress.predicted if step in progress.seconds]
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", range(1, 9))
 def test_greedy_text_equals_plain_decoding(exported, k):
     check_greedy(exported.pipeline, PROMPT, 24, k)
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe"])
-def test_int8_text_equals_plain_decoding(tmp_path, kind):
-    exported = Exported(tmp_path, kind, precision="int8", ops="onnx")
-    check_greedy(exported.pipeline, PROMPT, 24, K)
+@pytest.mark.slow
+@pytest.mark.parametrize("exported", [("glm4_moe", "fp32")], indirect=True, ids="-".join)
+def test_audit_passes(exported):
+    findings = passed_checks(exported.bundle)
+    assert len(findings) == 9
+    check_power(findings)
 
 
 @pytest.mark.parametrize(

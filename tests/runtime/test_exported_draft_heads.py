@@ -5,25 +5,34 @@ import pytest
 
 import eagle_heads
 import specedge
+from auditing import check_power, passed_checks
 from cases import slow
 from checkpoints import make_checkpoint, make_tokenizer
+from quantized import check_greedy
+from specedge.bundle import Bundle
 from specedge.exporter import export
 
 PROMPTS = ([5, 8, 13, 21, 34], [9, 9, 9, 4, 5, 6, 7], [*range(10, 60)])
 OPTIONS = {"max_new_tokens": 40, "ignore_eos": True}
-SPECS = [
-    eagle_heads.HeadSpec(eagle_heads.SAFEAILAB, vocab_size=512, columns=100),
-    slow(eagle_heads.HeadSpec(vocab_size=512, columns=512, num_layers=2, norm_output=True)),
+SAFEAILAB = eagle_heads.HeadSpec(eagle_heads.SAFEAILAB, vocab_size=512, columns=100)
+SPECULATORS = eagle_heads.HeadSpec(vocab_size=512, columns=512, num_layers=2, norm_output=True)
+EXPORTS = [
+    (SAFEAILAB, "fp32"),
+    slow((SAFEAILAB, "int8")),
+    slow((SPECULATORS, "fp32")),
+    slow((SPECULATORS, "int8")),
 ]
+IDS = ["safeailab", "safeailab-int8", "speculators", "speculators-int8"]
 
 
-@pytest.fixture(scope="module", params=SPECS, ids=["safeailab", "speculators"])
+@pytest.fixture(scope="module", params=EXPORTS, ids=IDS)
 def folder(request, tmp_path_factory):
+    spec, precision = request.param
     folder = tmp_path_factory.mktemp("head")
     tokenizer = make_tokenizer(folder / "tokenizer")
     target = make_checkpoint(folder / "target", "llama", tokenizer, layers=6, hidden=32, kv_heads=2)
-    head = eagle_heads.write_head(folder / "head", request.param)
-    export(head, target, folder / "bundle", ops="gqa", num_draft_tokens=3)
+    head = eagle_heads.write_head(folder / "head", spec)
+    export(head, target, folder / "bundle", ops="gqa", num_draft_tokens=3, precision=precision)
     return folder / "bundle"
 
 
@@ -34,14 +43,16 @@ def pair(folder):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_text_is_the_target_s(pair, prompt):
+@pytest.mark.parametrize("k", range(1, 9))
+def test_greedy_text_equals_plain_decoding(pair, prompt, k):
+    check_greedy(pair, prompt, 40, k)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("drafter", ["chain", "auto"])
+def test_greedy_text_of_other_drafters_equals_plain_decoding(pair, prompt, drafter):
     expected = pair.generate(prompt, num_draft_tokens=0, **OPTIONS).tokens
-    for k in range(1, 9):
-        generation = pair.generate(prompt, num_draft_tokens=k, **OPTIONS)
-        assert generation.tokens == expected
-        assert generation.stats.num_tested
-    for drafter in ("chain", "auto"):
-        assert pair.generate(prompt, drafter=drafter, **OPTIONS).tokens == expected
+    assert pair.generate(prompt, drafter=drafter, **OPTIONS).tokens == expected
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -70,3 +81,11 @@ def test_slots_that_share_passes_give_the_text_of_each_request(folder, pair, tem
         assert pipeline.target.batch is not None
         results = pipeline.generate_batch([*PROMPTS, *PROMPTS], seed=3, **options)
     assert [result.tokens for result in results] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [(SAFEAILAB, "fp32")], indirect=True, ids=["safeailab"])
+def test_audit_passes(folder):
+    findings = passed_checks(Bundle.read(folder))
+    assert len(findings) == 9
+    check_power(findings)
