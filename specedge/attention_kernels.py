@@ -47,8 +47,8 @@ def batch_invariant_attention(states: Iterable[State] = ()) -> Iterator[None]:
     """Disable flash attention in sessions that are created meanwhile, if this is necessary.
 
     It is for wide heads, and on an Arm CPU. Kernels read the environment variable when a session is
-    created. A value that the user has set is kept; after the last concurrent use, the environment
-    is as before.
+    created, so others that are created meanwhile do not use flash attention either. A value that
+    the user has set is kept; after the last concurrent use, the environment is as before.
     """
     global _num_users
     is_arm = platform.machine().lower() in ("aarch64", "arm64")
@@ -68,6 +68,12 @@ def batch_invariant_attention(states: Iterable[State] = ()) -> Iterator[None]:
                 _num_users -= 1
                 if not _num_users:
                     os.environ.pop(VARIABLE, None)
+
+
+def flash_attention_setting() -> str | None:
+    """Return the value of VARIABLE that the user has set."""
+    with _lock:
+        return None if _num_users else os.environ.get(VARIABLE)
 
 
 def _widest_head(states: Iterable[State]) -> int:

@@ -82,8 +82,8 @@ class SlotModel(Protocol):
     cache: KeyValueCache
     ids: Ids | None
 
-    def longest_pass(self, length: int) -> int:
-        """Return the length of the next pass over up to `length` tokens."""
+    def can_share(self, length: int) -> bool:
+        """Return True if the next `length` tokens may be in a pass that slots share."""
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         """Run a pass of this slot alone."""
@@ -138,7 +138,7 @@ class OrtBatchedModel:
         together = [
             i
             for i, (model, tokens, _) in enumerate(feeds)
-            if model.cache.length <= last and model.longest_pass(len(tokens)) == len(tokens)
+            if model.cache.length <= last and model.can_share(len(tokens))
         ]
         if len(together) < 2:
             together = []

@@ -196,8 +196,9 @@ def _feeds(
         model.cache.extend(text.tokens[:past])
         if length:
             num_tokens = model.longest_pass(abs(length))
-            feeds.append((model, text.tokens[past : past + num_tokens], max(length, 0)))
-            expected.append(text.logits[max(length, 1)][: max(length, 0)])
+            num_rows = num_tokens if length > 0 else 0
+            feeds.append((model, text.tokens[past : past + num_tokens], num_rows))
+            expected.append(text.logits[max(length, 1)][:num_rows])
     return feeds, expected
 
 

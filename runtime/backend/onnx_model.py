@@ -188,7 +188,17 @@ class OrtModel:
 
         Rows of a pass that crossed it would not be bitwise equal to those of shorter passes.
         """
-        return min([length, *(end - self.length for end in self._boundaries if end > self.length)])
+        return min([length, *(end - self.length for end in self._ends if end > self.length)])
+
+    def can_share(self, length: int) -> bool:
+        """Return True if the next tokens may be in a pass that slots share, which is not padded."""
+        is_padded = length < self.min_length
+        return self.longest_pass(length) == length and not (is_padded and self.length in self._ends)
+
+    @property
+    def _ends(self) -> list[int]:
+        """Cache lengths at which passes end; the row that pads a single token counts."""
+        return [end - (self.min_length - 1) for end in self._boundaries]
 
     def _run_parts(self, tokens: Sequence[int], num_rows: int, hidden: Array | None) -> Array:
         """Run a pass in two parts, the first until a boundary; return logits of the last rows."""

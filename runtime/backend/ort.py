@@ -44,9 +44,9 @@ def inference_session(
     source: Any,
     options: Any,
     providers: list[Any] | None = None,
-    check_pool: Callable[[], None] = lambda: None,
+    prepare_pool: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Open a session, in the shared thread pool if the process has one, after `check_pool`.
+    """Open a session, in the shared thread pool if the process has one, after `prepare_pool`.
 
     Raises:
         Exception: ONNX Runtime's error.
@@ -58,7 +58,7 @@ def inference_session(
     except Exception as error:
         if "per_session_threads" not in str(error):
             raise
-    check_pool()
+    prepare_pool()
     options.use_per_session_threads = False
     return open_session(source, options, providers, enable_fallback=False)
 

@@ -244,7 +244,7 @@ class TargetModel(ClosableModel, Protocol):
     def invariant_lengths(self) -> Collection[int]:
         """Pass-length-invariant lengths T: logits are bitwise those of passes of other lengths.
 
-        They were measured at export and are tested again at load.
+        They were measured at export and tested on this machine.
         """
 
     @property

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specedge.attention_kernels import VARIABLE
+from specedge.attention_kernels import flash_attention_setting
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.cpu_count import cpu_features, processor_name
 from specedge.diagnosis import driver
@@ -325,7 +325,7 @@ def kernels_fingerprint() -> str:
     """
     binary = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state").__file__
     status = os.stat(str(binary))
-    parts = [status.st_size, status.st_mtime_ns, cpu_features(), os.environ.get(VARIABLE)]
+    parts = [status.st_size, status.st_mtime_ns, cpu_features(), flash_attention_setting()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -28,10 +28,14 @@ def widest_folder(tmp_path_factory):
     return make_wide_pair(tmp_path_factory.mktemp("widest"), 512, has_draft=False)
 
 
-@pytest.fixture(scope="module", params=["folder", "widest_folder"])
+@pytest.fixture(scope="module", params=["folder", "widest_folder", "folder, padded"])
 def model(request):
-    bundle = Bundle.read(request.getfixturevalue(request.param))
-    return OrtModel(bundle, bundle.target, Device())
+    name, _, padding = request.param.partition(", ")
+    bundle = Bundle.read(request.getfixturevalue(name))
+    model = OrtModel(bundle, bundle.target, Device())
+    if padding:
+        model.pad_single_tokens()
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +62,24 @@ def test_passes_equal_single_steps_at_each_cache_length(model, single_steps, len
             differing.append(start)
     assert not differing
     check_rows(model, rows)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_passes_of_two_slots_equal_single_steps_at_each_cache_length(folder, is_padded):
+    with specedge.load(folder, slots=2) as pipeline:
+        models = [slot.target for slot in pipeline.slots.all]
+        if is_padded:
+            models[0].pad_single_tokens()
+        models[0].truncate(0)
+        steps = [models[0].forward([token]).array().copy() for token in TEXT[:70]]
+        models[1].prefill(TEXT[:70])
+        for start in range(58, 66):
+            for length in (1, 2, 4):
+                for model in models:
+                    model.truncate(start)
+                feeds = [(model, TEXT[start : start + length], length) for model in models]
+                for logits in models[0].batch.forward(feeds):
+                    assert np.array_equal(logits.array(), np.concatenate(steps[start:][:length]))
 
 
 @pytest.mark.parametrize("num_rows", [None, 1, 3, 20])

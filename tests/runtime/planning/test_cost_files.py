@@ -7,7 +7,9 @@ import types
 
 import pytest
 
+from specedge.attention_kernels import VARIABLE, batch_invariant_attention
 from specedge.bundle import Bundle, store
+from specedge.bundle.manifest import State
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_files import CostFile
@@ -68,8 +70,14 @@ def test_whatever_selects_kernels_is_part_of_the_cache_key(change, monkeypatch, 
     elif change == "features":
         monkeypatch.setattr(cost_files, "cpu_features", lambda: "fpu sse2")
     else:
-        monkeypatch.setenv(cost_files.VARIABLE, "0")
+        monkeypatch.setenv(VARIABLE, "0")
     assert cost_files.kernels_fingerprint() != before
+
+
+def test_the_cache_key_does_not_depend_on_sessions_that_are_created_meanwhile():
+    before = cost_files.kernels_fingerprint()
+    with batch_invariant_attention([State("0.key", "rows", "float32", ("B", 1, "S", 256))]):
+        assert cost_files.kernels_fingerprint() == before
 
 
 def test_gpu_and_driver_are_part_of_the_cache_key(monkeypatch):
