@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +53,8 @@ _UNSUPPORTED = {
     "medusa_num_heads": "a set of Medusa heads, which need tree attention to be fast",
 }
 _UNSUPPORTED_VALUES = {
-    ("use_aux_hidden_state", False): "a head of EAGLE-1 or 2",
+    ("use_aux_hidden_state", False): "a head that reads the target's last hidden states only "
+    "(use_aux_hidden_state)",
     ("next_layer_regular", False): "a head whose later layers read embeddings (next_layer_regular)",
     ("parallel_drafting", True): "a P-EAGLE head, which drafts all tokens in one pass",
 }
@@ -168,23 +170,24 @@ def read_config(where: str, raw: Mapping[str, Any]) -> EagleConfig:
         raise CheckpointError(f"{where} has an invalid config.json; download it again")
     if "quantization_config" in raw:
         raise CheckpointError(f"{where} is a quantized EAGLE-3 head; specify one in 16 or 32 bits")
-    fields = {**raw, **nested}
+    fields = {**raw, **{key: value for key, value in nested.items() if value is not None}}
     for (key, value), reason in _UNSUPPORTED_VALUES.items():
         if fields.get(key) is value:
-            raise CheckpointError(f"{where} is {reason}; specify another head of EAGLE-3")
+            raise CheckpointError(f"{where} is {reason}; specify another EAGLE-3 head")
     verifier: Any = raw
     for key in ("speculators_config", "verifier", "name_or_path"):
         verifier = verifier.get(key) if isinstance(verifier, dict) else None
     layers = _layers_config(where, of_layers)
-    fields.setdefault("norm_output", nested.get("return_hidden_post_norm"))  # TensorRT-LLM's name
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    flags = {name: _flag(where, name, fields) for name in names}
+    flags["norm_output"] |= _flag(where, "return_hidden_post_norm", fields)  # TensorRT-LLM's name
     config = EagleConfig(
         layers,
         _positive(where, "draft_vocab_size", fields, int(layers.vocab_size)),
         _positive(where, "target_hidden_size", fields, int(layers.hidden_size)),
         _read_layer_ids(where, nested, raw),
         (),
-        **{name: _flag(where, name, fields) for name in flags},
+        **flags,
         verifier=verifier if isinstance(verifier, str) else None,
     )
     if config.norm_before_fc and config.fc_norm:
@@ -391,6 +394,10 @@ def match_tensors(
         CheckpointError: Tensors are missing or unknown, or have other sizes.
     """
     state = {_model_name(name): tensor for name, tensor in tensors.items()}
+    if len(state) < len(tensors):
+        names = Counter(map(_model_name, tensors))
+        name = names.most_common(1)[0][0]
+        raise CheckpointError(f"{where} has two tensors for {name}; download it again")
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     state = {name: tensor for name, tensor in state.items() if not name.endswith(_UNUSED)}
     config = replace(

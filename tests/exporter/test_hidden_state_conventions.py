@@ -115,6 +115,7 @@ class ChosenError(Exception):
     """Ends an export when the hidden states are chosen."""
 
 
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("layers", [(2, 4, 6), (1, 3, 5)])
 def test_ambiguous_layer_ids_are_measured(tmp_path, monkeypatch, layers):
     target, spec = (

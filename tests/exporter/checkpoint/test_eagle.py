@@ -198,11 +198,18 @@ def test_layer_ids_have_several_keys(key, format_name):
         paired(HeadSpec(), raw)
 
 
-def test_returned_states_of_nvidias_heads_may_be_normalized():
-    raw = eagle_heads.head_config(HeadSpec(NVIDIA))
+@pytest.mark.parametrize("others", [{}, {"norm_output": False}, {"norm_output": None}])
+def test_returned_states_of_nvidias_heads_may_be_normalized(others):
+    raw = eagle_heads.head_config(HeadSpec(NVIDIA)) | others
     for is_normalized in (True, False):
         raw["eagle_config"]["return_hidden_post_norm"] = is_normalized
         assert paired(HeadSpec(NVIDIA), raw).norm_output == is_normalized
+
+
+def test_a_null_of_eagle_config_keeps_the_value_beside_it():
+    raw = eagle_heads.head_config(HeadSpec(NVIDIA)) | {"norm_before_residual": True}
+    raw["eagle_config"]["norm_before_residual"] = None
+    assert paired(HeadSpec(NVIDIA), raw).norm_before_residual
 
 
 @pytest.mark.parametrize("verifier", ["x", {"verifier": "x"}, {"verifier": None}])
@@ -226,7 +233,7 @@ def test_recognition_by_config():
         ({"draft_vocab_size": "x"}, "draft_vocab_size is 'x'"),
         ({LAYER_IDS: ["a"]}, "not a list of layers"),
         ({"num_hidden_layers": 0}, "says 0 layers"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "a head of EAGLE-1 or 2"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "last hidden states only"),
         ({"eagle_config": {"next_layer_regular": False}}, "later layers read embeddings"),
         ({"parallel_drafting": True}, "a P-EAGLE head"),
         ({"norm_before_fc": True, "fc_norm": True}, "both norm_before_fc and fc_norm"),
@@ -278,6 +285,7 @@ def test_heads_of_another_target_are_refused(options, message):
         (lambda x: x["d2t"].zero_().sub_(torch.arange(40)), "does not map to different tokens"),
         (lambda x: x["t2d"].logical_not_(), "name different tokens"),
         (lambda x: x.pop("norm.weight"), "lacks weights, such as model.norm.weight"),
+        (lambda x: x.update({"model.norm.weight": x["norm.weight"]}), "two tensors for model.norm"),
         (lambda x: x.update({"mask_hidden": torch.zeros(1, 96)}), "has mask_hidden, which is no"),
         (lambda x: x.update({"fc.weight": torch.zeros(32, 64)}), r"fc.weight is \[32, 64\]"),
     ],
