@@ -80,7 +80,7 @@ def test_greedy_text_equals_plain_decoding(exported, k):
     check_greedy(exported.pipeline, PROMPT, 24, k)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("exported", [("glm4_moe", "fp32")], indirect=True, ids="-".join)
 def test_audit_passes(exported):
     findings = passed_checks(exported.bundle)
