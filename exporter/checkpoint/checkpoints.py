@@ -191,10 +191,10 @@ def _read_head(
     """Read the config of an EAGLE-3 head; None for another checkpoint."""
     eagle.check_kind(where, raw)
     if not eagle.is_head(raw):
-        # Heads of EAGLE-1 and 2 have the config of an ordinary model, and their weights are yet to
-        # be fetched.
-        has_layer_alone = raw.get("num_hidden_layers") == 1 and not files & folders.VOCABULARIES
-        if role == "draft" and has_layer_alone:
+        # Heads of EAGLE-1 and 2 have the config of an ordinary model, and their weights are not
+        # downloaded yet.
+        is_single_layer = raw.get("num_hidden_layers") == 1
+        if role == "draft" and is_single_layer and not files & folders.VOCABULARIES:
             raise CheckpointError(
                 f"{where} has one layer and no tokenizer, as heads of EAGLE-1 and 2, which are not "
                 "supported; specify a head of EAGLE-3, or put the tokenizer.json of an ordinary "
